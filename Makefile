@@ -1,0 +1,45 @@
+# make demo   a language model learns addition on this machine: its own .venv, install, run, into runs/demo
+# make test   lint, types, then every test that needs no GPU
+# Both install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+FAST   := OMP_NUM_THREADS=1
+
+.PHONY: demo test lint unit dist clean
+
+demo: $(VENV)/.demo
+	rm -rf runs/demo
+	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml
+
+test: lint unit dist
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+unit: $(VENV)/.dev
+	$(FAST) $(BIN)/pytest -q -n 2 -m "not dist and not gpu" tests
+
+dist: $(VENV)/.dev
+	$(FAST) $(BIN)/pytest -q -m "dist and not gpu" tests
+
+# A stamp is as old as the environment it speaks of: it is made anew when what it was built from changes.
+$(VENV)/.demo: setup.py constraints.txt
+	@test -n "$(PYTHON)" || { echo "spmd-rl needs Python 3.11 or 3.12: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "installing into $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install "$(TORCH)" --constraint constraints.txt
+	@$(PIP) install --editable . "$(TORCH)" --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml
+	@$(PIP) install --editable ".[dev]" "$(TORCH)" --constraint constraints.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

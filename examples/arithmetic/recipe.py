@@ -1,0 +1,49 @@
+"""A language model learns to add: a short supervised warm-up from random weights, then GRPO.
+
+    spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import spmd_rl as rl
+from spmd_rl.recipes import grpo
+from spmd_rl.recipes.grpo import check
+
+__all__ = ["Config", "check", "main"]
+
+
+@dataclass(frozen=True)
+class Config(grpo.Config):
+    warmup_steps: int = 100  # supervised steps before the first rollout
+    warmup_pairs: int = 256  # prompts and answers in each
+    warmup_lr: float = 3e-3
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    weights = ctl.link(trainer, rollout)
+    tokenizer = rl.load_tokenizer(cfg.model)
+    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.data), tokenizer)
+    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), tokenizer)
+    sampling = replace(cfg.sampling, seed=cfg.run.seed)
+    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+
+    start = ctl.resume(trainer=trainer, prompts=prompts)
+    with ctl.phase("warm-up", awake=[trainer]):
+        for _ in range(cfg.warmup_steps if start == 0 else 0):
+            trainer.train_step.call(rl.pack_sft(pairs.next(cfg.warmup_pairs)), rl.sft_loss, lr=cfg.warmup_lr)
+
+    for step in ctl.steps(cfg.steps, start):
+        with ctl.phase("sync", awake=[trainer, rollout]):
+            weights.push(version=step.index)
+        with ctl.phase("rollout", awake=[rollout]):
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+        with ctl.phase("train", awake=[trainer]):
+            stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
+        step.log(groups, stats)
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))

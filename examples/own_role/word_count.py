@@ -1,0 +1,36 @@
+"""A role of your own: it counts words, each rank its share of the lines.
+
+spmd-rl run examples/own_role/word_count.py --nproc 2 --text "to be or not to be"
+"""
+
+from dataclasses import dataclass, field
+
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.controller import Controller
+from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.mesh.split import RoleSplit
+
+
+class WordCount(Role):
+    @collective
+    def count(self, lines: Sharded[list[str]]) -> Sharded[list[int]]:
+        """Words of each line."""
+        return [len(line.split()) for line in lines]
+
+    @collective
+    def share(self) -> str:
+        """The same on every rank, or the run ends."""
+        return f"{self.place.size} ranks"
+
+
+@dataclass(frozen=True)
+class Config:
+    text: str = "the quick brown fox"
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def main(ctl: Controller, cfg: Config) -> None:
+    roles = ctl.world.split({"counter": RoleSplit()})
+    counter = ctl.spawn(WordCount, cfg, on=roles.counter)
+    lines = cfg.text.split(". ")
+    print(counter.count.call(lines), "on", counter.share.call(), flush=True)

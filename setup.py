@@ -1,0 +1,48 @@
+"""Packaging of spmd-rl. `make demo` and `make test` install it; see also constraints.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+
+setup(
+    name="spmd-rl",
+    version="0.1.0",
+    description="RL post-training of language models in one torchrun world",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["spmd_rl", "spmd_rl.*"]),
+    package_data={"spmd_rl": ["py.typed"]},
+    python_requires=">=3.11,<3.13",
+    install_requires=[
+        "torch>=2.11,<2.14",
+        "numpy>=1.26",
+        "pyzmq>=26.2,<28",
+        "msgspec>=0.22,<0.23",
+        "transformers>=5.0,<6",
+        "safetensors>=0.5",
+        "rich>=13.7",
+        "matplotlib>=3.9",
+    ],
+    extras_require={
+        "gpu": ["flash-attn-4>=4.0.0b19", "torch-memory-saver>=0.0.9", "cuda-python>=12.9"],
+        "sglang": ["sglang>=0.5.16"],
+        "megatron": ["megatron-core>=0.16", "transformer-engine[pytorch]>=2.10"],
+        "math": ["math-verify>=0.8"],
+        "log": ["tensorboard>=2.18", "wandb>=0.19"],
+        "parquet": ["pyarrow>=18"],
+        "dev": [
+            "hypothesis>=6.120",
+            "mypy>=1.14",
+            "pytest>=8.3",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.9",
+        ],
+    },
+    entry_points={"console_scripts": ["spmd-rl = spmd_rl.cli:main"]},
+)

@@ -1,0 +1,83 @@
+"""RL post-training of language models in one torchrun world.
+
+    import spmd_rl as rl
+
+gives a recipe everything it names: the controller's types, the roles, the algorithms. Each name is imported when it
+is first used, so that importing the package costs nothing and needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spmd_rl.algo.advantages import group_advantage as group_advantage
+    from spmd_rl.algo.advantages import rloo_advantage as rloo_advantage
+    from spmd_rl.algo.batch import pack as pack
+    from spmd_rl.algo.batch import pack_sft as pack_sft
+    from spmd_rl.algo.losses import grpo_loss as grpo_loss
+    from spmd_rl.algo.losses import sft_loss as sft_loss
+    from spmd_rl.controller.config import RunConfig as RunConfig
+    from spmd_rl.controller.controller import Controller as Controller
+    from spmd_rl.controller.endpoint import Role as Role
+    from spmd_rl.controller.endpoint import Sharded as Sharded
+    from spmd_rl.controller.endpoint import collective as collective
+    from spmd_rl.controller.endpoint import local as local
+    from spmd_rl.data.pairs import Pairs as Pairs
+    from spmd_rl.data.prompts import PromptConfig as PromptConfig
+    from spmd_rl.data.prompts import Prompts as Prompts
+    from spmd_rl.errors import ConfigError as ConfigError
+    from spmd_rl.errors import SpmdError as SpmdError
+    from spmd_rl.mesh.place import Place as Place
+    from spmd_rl.mesh.split import RoleSplit as RoleSplit
+    from spmd_rl.mesh.split import Split as Split
+    from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
+    from spmd_rl.recipes.inputs import check_inputs as check_inputs
+    from spmd_rl.rollout.engine import EngineConfig as EngineConfig
+    from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
+    from spmd_rl.rollout.role import Rollout as Rollout
+    from spmd_rl.train.config import TrainerConfig as TrainerConfig
+    from spmd_rl.train.role import Trainer as Trainer
+    from spmd_rl.types import Batch as Batch
+    from spmd_rl.types import Group as Group
+    from spmd_rl.types import Prompt as Prompt
+    from spmd_rl.types import Sample as Sample
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "algo.advantages": ("group_advantage", "rloo_advantage"),
+    "algo.batch": ("pack", "pack_sft"),
+    "algo.losses": ("grpo_loss", "sft_loss"),
+    "controller.config": ("RunConfig",),
+    "controller.controller": ("Controller",),
+    "controller.endpoint": ("Role", "Sharded", "collective", "local"),
+    "data.pairs": ("Pairs",),
+    "data.prompts": ("PromptConfig", "Prompts"),
+    "errors": ("ConfigError", "SpmdError"),
+    "mesh.place": ("Place",),
+    "mesh.split": ("RoleSplit", "Split"),
+    "model.tokenizer": ("load_tokenizer",),
+    "recipes.inputs": ("check_inputs",),
+    "rollout.engine": ("EngineConfig", "SamplingConfig"),
+    "rollout.role": ("Rollout",),
+    "train.config": ("TrainerConfig",),
+    "train.role": ("Trainer",),
+    "types": ("Batch", "Group", "Prompt", "Sample"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [*sorted(_HOME_OF), "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,52 @@
+"""Advantages from the rewards of a group. numpy only.
+
+An estimator is a function `groups -> list of [G] arrays`, one array a group in the order of its samples.
+Statistics are taken within the samples of one prompt, never over a batch, so groups may differ in size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.types import Group
+
+EPSILON = 1e-6
+
+
+def group_advantage(groups: list[Group], *, use_std: bool = True) -> list[NDArray[np.float64]]:
+    """GRPO: (r - mean) / (std + 1e-6) with the G - 1 standard deviation; `use_std=False` is Dr.GRPO's half.
+
+    Source: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr.GRPO, which also packs with `aggregation="const"`).
+    """
+    centred = [_centred(group) for group in groups]
+    if not use_std:
+        return centred
+    return [values / (np.std(values, ddof=1) + EPSILON) for values in centred]
+
+
+def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
+    """RLOO: the reward less the mean of the other samples' rewards, G / (G - 1) * (r - mean).
+
+    Source: Ahmadian et al. 2024.
+    """
+    return [values * (len(values) / (len(values) - 1)) for values in map(_centred, groups)]
+
+
+def _centred(group: Group) -> NDArray[np.float64]:
+    rewards = group.rewards
+    if len(rewards) < 2:
+        raise ConfigError(
+            f"prompt {group.prompt.uid} has {len(rewards)} sample: a group advantage compares the samples of one "
+            "prompt, so it needs at least 2 (raise sampling.num_samples)"
+        )
+    if not np.isfinite(rewards).all():
+        bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
+        raise DataError(
+            f"prompt {group.prompt.uid}, sample {bad}", f"the reward is {rewards[bad]}, not a number to learn from"
+        )
+    # Equal rewards must give exactly zero, which subtracting a rounded mean does not promise.
+    if (rewards == rewards[0]).all():
+        return np.zeros_like(rewards)
+    return rewards - rewards.mean()

@@ -1,0 +1,30 @@
+"""What a step's groups say of the run: rewards, lengths, version lag. numpy only."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from spmd_rl.types import Group
+
+
+def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
+    """Statistics over all samples; `version` is the trainer's, which token versions lag behind.
+
+    `reward/solve_none` is the share of groups with no sample above 0, `reward/solve_all` with every sample at 1
+    or above.
+    """
+    if not groups:
+        return {}
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = np.concatenate([group.rewards for group in groups])
+    lag = version - np.concatenate([sample.versions for sample in samples]).astype(np.int64)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/solve_none": float(np.mean([(group.rewards <= 0).all() for group in groups])),
+        "reward/solve_all": float(np.mean([(group.rewards >= 1).all() for group in groups])),
+        "rollout/response_tokens_mean": float(np.mean([len(sample.tokens) for sample in samples])),
+        "rollout/truncated": float(np.mean([sample.finish == "length" for sample in samples])),
+        "version/lag_mean": float(lag.mean()) if lag.size else 0.0,
+        "version/lag_max": float(lag.max()) if lag.size else 0.0,
+    }

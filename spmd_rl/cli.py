@@ -1,0 +1,137 @@
+"""The command line.
+
+    spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]     on this machine
+    torchrun --nproc-per-node N -m spmd_rl run RECIPE ...                          anywhere
+
+RECIPE is a shipped name, a path to a .py file, or a module. `spmd-rl run` checks the config, then becomes
+torchrun's launcher; each rank that torchrun starts arrives in `rank_main`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from spmd_rl.config import describe
+from spmd_rl.controller import last_words
+from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable
+from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
+from spmd_rl.errors import ConfigError, SpmdError
+
+USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]"
+HELP = {"--help", "-h"}
+
+
+def main() -> int:
+    """`spmd-rl`: check the config, then launch ranks on this machine."""
+    return _guarded(_main, sys.argv[1:])
+
+
+def rank_main() -> int:
+    """`python -m spmd_rl`: one rank of a torchrun world, or the controller that rank 0 starts."""
+    return _guarded(_rank_main, sys.argv[1:])
+
+
+def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
+    try:
+        return command(words)
+    except SpmdError as error:
+        last_words.write(str(error))
+        return error.exit_code
+
+
+def _main(words: list[str]) -> int:
+    if HELP & set(words) or words[:1] != ["run"]:
+        return _help(words)
+    invocation = Invocation.parse(words[1:])
+    recipe = load_recipe(invocation.recipe)
+    cfg = recipe.configure(invocation)
+    if recipe.check is not None:
+        recipe.check(cfg)
+    return launch(invocation.nproc or getattr(cfg, "nproc", 0) or 0, words)
+
+
+def _help(words: list[str]) -> int:
+    print(USAGE)
+    named = [word for word in words[1:] if not word.startswith("-")]
+    if words[:1] == ["run"] and named:
+        for key in describe(load_recipe(named[0]).config):
+            print(f"  --{key.name}={key.default}  ({key.type})  {key.doc}".rstrip())
+    return 0 if HELP & set(words) else 2
+
+
+def _rank_main(words: list[str]) -> int:
+    match words:
+        case ["run", *rest]:
+            return _rank(rest)
+        case ["controller", descriptor, address, *rest]:
+            from spmd_rl.controller.process import run_controller
+            from spmd_rl.recipes.recorder import Recorder
+
+            return run_controller(Lifeline(int(descriptor)), address, Invocation.parse(rest), Recorder)
+    raise ConfigError(f"{USAGE}, or torchrun ... -m spmd_rl run RECIPE ...")
+
+
+def _rank(words: list[str]) -> int:
+    """Join as a rank. Rank 0 starts the controller first, so that it loads while torch does."""
+    from spmd_rl.mesh.world import World
+
+    world = World.from_env()
+    make_importable(Invocation.parse(words).recipe)
+    controller = ControllerProcess(world, words) if world.rank == 0 else None
+    from spmd_rl.controller.worker import run_worker
+
+    return run_worker(world, controller)
+
+
+def launch(num_ranks: int, words: list[str]) -> int:
+    """Be torchrun for `num_ranks` ranks of this machine (0: one a GPU, else one), and say how the run ended.
+
+    Ranks are forked from here, where torch is imported already and CUDA is never touched: that saves every rank
+    seconds of start-up.
+    Blocks: until all ranks have ended.
+    """
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs must not initialise CUDA before the fork
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # torchrun's account of a failure; ours is one sentence
+    with tempfile.TemporaryDirectory(prefix="spmd_rl-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks or torch.cuda.device_count() or 1,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            start_method="fork",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+        )
+        try:
+            elastic_launch(config, _forked_rank)(words)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            _say(Path(folder), f"rank {rank} {ending(failure.exitcode)}")
+            return max(failure.exitcode, 1)
+        except SignalException as error:
+            _say(Path(folder), f"the run was ended by {error.sigval.name}")
+            return 128 + error.sigval.value
+    return 0
+
+
+def _forked_rank(words: list[str]) -> None:
+    logging.disable(logging.NOTSET)
+    sys.exit(_guarded(_rank_main, words))
+
+
+def _say(folder: Path, otherwise: str) -> None:
+    sentences = last_words.read(folder)
+    print(sentences[0] if sentences else otherwise, file=sys.stderr)

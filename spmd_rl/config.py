@@ -1,0 +1,276 @@
+"""From a TOML file and dotted overrides to frozen dataclasses, strictly; and back to TOML.
+
+    cfg = load(Config, Path("demo.toml"), ["steps=40", "trainer.lr=1e-3"])
+
+The dataclasses stand beside the classes that read them; this file only knows how to fill any of them. A table
+that names some keys of a nested dataclass changes those and keeps the parent's default for the rest. An
+override's text is read by its field's type: `true`, `3`, `1e-3`, `[1, 2]`, `none`, or the bare word for a string.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import json
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from spmd_rl.errors import ConfigError
+
+C = TypeVar("C")
+
+_SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One settable key: dotted name, type and default as text, and the comment beside the field."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+class _Text(str):
+    """Text from the command line: its type is still to be read from the field."""
+
+
+def load(cls: type[C], toml: str | Path | None = None, overrides: Mapping[str, str] | Sequence[str] = ()) -> C:
+    """A `cls` from its defaults, then the TOML file, then the overrides (`{"a.b": "c"}` or `["a.b=c"]`).
+
+    Raises: ConfigError, which names the key and what was expected.
+    """
+    table = read_toml(Path(toml)) if toml is not None else {}
+    for name, text in _pairs(overrides):
+        _insert(table, name, text)
+    return typing.cast(C, _dataclass(table, cls, "", MISSING, cls))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's table. Raises: ConfigError when it is missing or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def dump_toml(cfg: Any) -> str:
+    """TOML that `load` reads back to an equal dataclass. A key that is None is left out."""
+    return "\n".join(_toml_lines(_plain(cfg), "")).strip() + "\n"
+
+
+def describe(cls: type) -> list[Key]:
+    """Every settable key of `cls`, nested ones dotted, in the order of definition."""
+    return list(_describe(cls, "", MISSING))
+
+
+def _pairs(overrides: Mapping[str, str] | Sequence[str]) -> Iterator[tuple[str, str]]:
+    if isinstance(overrides, Mapping):
+        yield from overrides.items()
+        return
+    for item in overrides:
+        name, equals, text = item.removeprefix("--").partition("=")
+        if not equals or not name:
+            raise ConfigError(f"override {item!r} is not of the form key=value")
+        yield name, text
+
+
+def _insert(table: dict[str, Any], name: str, text: str) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name}: {parent!r} holds a value, not a table")
+    table[last] = _Text(text)
+
+
+def _convert(value: Any, hint: Any, key: str, base: Any, root: type) -> Any:
+    """`value` as type `hint`; `base` is what the key would hold without it."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if is_dataclass(hint):
+        return _dataclass(value, typing.cast(type, hint), key, base, root)
+    if origin in (Union, types.UnionType):
+        return _union(value, args, key, base, root)
+    if isinstance(value, _Text):
+        value = _parse(value, hint)
+    if origin is Literal and value in args:
+        return value
+    if origin is dict and isinstance(value, dict):
+        start = dict(base) if isinstance(base, dict) else {}
+        return start | {k: _convert(v, args[1], f"{key}.{k}", MISSING, root) for k, v in value.items()}
+    if origin is list and isinstance(value, list):
+        return [_convert(v, args[0], f"{key}[{i}]", MISSING, root) for i, v in enumerate(value)]
+    if origin is tuple and isinstance(value, list):
+        hints = [args[0]] * len(value) if args[1:] == (Ellipsis,) else list(args)
+        if len(hints) == len(value):
+            items = enumerate(zip(value, hints, strict=True))
+            return tuple(_convert(v, h, f"{key}[{i}]", MISSING, root) for i, (v, h) in items)
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is Any or (hint in _SCALARS and type(value) is hint):
+        return value
+    raise ConfigError(f"{key}: expected {_words(hint)}, got {value!r}")
+
+
+def _dataclass(value: Any, cls: type, key: str, base: Any, root: type) -> Any:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{key}: expected a table with keys such as {key}.{fields(cls)[0].name}, got {value!r}")
+    prefix = f"{key}." if key else ""
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in fields(cls) if f.init}
+    for name in value:
+        if name not in known:
+            nearest = _nearest(prefix + name, root)
+            raise ConfigError(f"unknown key {prefix + name!r}; the nearest known key is {nearest!r}")
+    filled: dict[str, Any] = {}
+    for name, field in known.items():
+        held = getattr(base, name) if isinstance(base, cls) else _default(field)
+        if name in value:
+            held = _convert(value[name], hints[name], prefix + name, held, root)
+        elif held is MISSING and is_dataclass(hints[name]):
+            held = _dataclass({}, typing.cast(type, hints[name]), prefix + name, MISSING, root)
+        elif held is MISSING:
+            raise ConfigError(f"{prefix + name} is required: expected {_words(hints[name])}")
+        filled[name] = held
+    try:
+        return cls(**filled)
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"{key}: {error}" if key else str(error)) from error
+
+
+def _union(value: Any, members: tuple[Any, ...], key: str, base: Any, root: type) -> Any:
+    if isinstance(value, _Text) and value.lower() == "none" and type(None) in members:
+        return None
+    rest = [m for m in members if m is not type(None)]
+    for member in sorted(rest, key=lambda m: m is str):  # every text is a string, so that is tried last
+        if is_dataclass(member) and isinstance(value, dict):
+            return _convert(value, member, key, base, root)
+        try:
+            return _convert(value, member, key, base, root)
+        except ConfigError:
+            continue
+    expected = " or ".join(_words(member) for member in members)
+    raise ConfigError(f"{key}: expected {expected}, got {str(value)!r}")
+
+
+def _parse(text: str, hint: Any) -> Any:
+    """The value that `text` spells; the text itself where it spells none, so that the type check can refuse it."""
+    if hint is str or (typing.get_origin(hint) is Literal and text in typing.get_args(hint)):
+        return str(text)
+    if hint is bool:
+        return {"true": True, "false": False}.get(text.lower(), str(text))
+    if hint is float:
+        try:
+            return float(text)
+        except ValueError:
+            return str(text)
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return str(text)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def _nearest(name: str, root: type) -> str:
+    last = name.rpartition(".")[2]
+
+    def likeness(known: str) -> float:
+        whole = difflib.SequenceMatcher(None, name, known).ratio()
+        return max(whole, 0.99 * difflib.SequenceMatcher(None, last, known.rpartition(".")[2]).ratio())
+
+    return max((key.name for key in describe(root)), key=likeness, default="")
+
+
+def _words(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(a) for a in args)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in args)
+    if origin in (list, tuple):
+        if origin is tuple and args[1:] != (Ellipsis,):
+            return f"a list of exactly {len(args)} values"
+        return f"a list (each {_words(args[0])})"
+    if origin is dict:
+        return f"a table (each value {_words(args[1])})"
+    return "none" if hint is type(None) else _SCALARS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+
+
+def _describe(cls: type, prefix: str, base: Any) -> Iterator[Key]:
+    hints, docs = typing.get_type_hints(cls), _comments(cls)
+    for field in fields(cls):
+        held = getattr(base, field.name) if isinstance(base, cls) else _default(field)
+        name, hint = prefix + field.name, hints[field.name]
+        if is_dataclass(hint):
+            yield from _describe(typing.cast(type, hint), name + ".", held)
+        else:
+            yield Key(name, _type_name(hint), "required" if held is MISSING else repr(held), docs.get(field.name, ""))
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """Field name to the comment at the end of its line, or on the lines right above it."""
+    try:
+        lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+    except (OSError, TypeError):
+        return {}
+    body = typing.cast(ast.ClassDef, ast.parse("\n".join(lines)).body[0]).body
+    found: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            tail = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :].strip()
+            above = lines[node.lineno - 2].strip()
+            comment = tail if tail.startswith("#") else above if above.startswith("#") else ""
+            found[node.target.id] = comment.lstrip("# ").strip()
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _toml_lines(table: dict[str, Any], path: str) -> Iterator[str]:
+    for name, value in table.items():
+        if not isinstance(value, dict) and value is not None:
+            yield f"{_toml_key(name)} = {_toml_value(value)}"
+    for name, value in table.items():
+        if isinstance(value, dict):
+            inner = f"{path}.{_toml_key(name)}" if path else _toml_key(name)
+            yield from ("", f"[{inner}]")
+            yield from _toml_lines(value, inner)
+
+
+def _toml_key(name: str) -> str:
+    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _toml_value(name)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None) + "}"
+    return str(value) if isinstance(value, int) else repr(float(value))

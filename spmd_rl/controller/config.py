@@ -1,0 +1,25 @@
+"""What every run has, whatever its recipe; a recipe's `Config` carries it as the field `run`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Name, seed and patience of a run."""
+
+    name: str = "run"
+    folder: str = "runs"
+    seed: int = 0
+    deadline_s: float = 600.0  # how long one call may take, unless the call says otherwise
+    lost_after_s: float = 20.0  # a rank silent for this long is lost
+    start_s: float = 300.0  # how long all ranks may take to report
+    save_every: int = 0  # steps between checkpoints; 0 saves once, after the last step
+    keep_checkpoints: int = 2  # how many of the newest stay
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return Path(self.folder) / self.name

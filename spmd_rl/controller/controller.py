@@ -1,0 +1,165 @@
+"""What a recipe is given: it splits the world, spawns roles, links their weights, and counts steps and phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from spmd_rl.controller.checkpoints import Checkpoints, Part
+from spmd_rl.controller.codec import name_of, pack
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.endpoint import Role
+from spmd_rl.controller.handle import Handle
+from spmd_rl.controller.link import Link, connect
+from spmd_rl.controller.steps import Observer, Step
+from spmd_rl.controller.switchboard import Switchboard
+from spmd_rl.controller.wire import Spawn, Split
+from spmd_rl.errors import PlanError
+from spmd_rl.mesh.split import Placement, Placements, plan_split
+
+R = TypeVar("R", bound=Role)
+
+
+class ControllerWorld:
+    """The ranks of the run, seen from the controller."""
+
+    def __init__(self, board: Switchboard) -> None:
+        self._board = board
+        self.size = board.roster.world_size
+
+    def split(self, split: Any) -> Placements:
+        """Place the roles that `split` (a dataclass or mapping of RoleSplit) names, and build their meshes.
+
+        Blocks: until every rank of the world has built them. Raises: PlanError when they do not fit.
+        """
+        placements = plan_split(split, self.size)
+        self.build(list(placements.values()))
+        return placements
+
+    def nodes(self) -> dict[int, int]:
+        """The number of each rank's host, by rank."""
+        hosts = {rank: seat.hello.host for rank, seat in sorted(self._board.roster.seats.items())}
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
+        return {rank: numbers[host] for rank, host in hosts.items()}
+
+    def build(self, placements: list[Placement]) -> None:
+        """Build the meshes of `placements` on every rank of the world."""
+        record = self._board.calls.open("world.split", tuple(range(self.size)))
+        self._board.post(record.ranks, Split(record.number, placements))
+        self._board.collect(record)
+
+
+class Controller:
+    """The recipe's hands. `run_folder` and `seed` are the run's; `observer` is told of every phase and step."""
+
+    def __init__(self, run: RunConfig, board: Switchboard, observer: Observer | None = None) -> None:
+        self.world = ControllerWorld(board)
+        self.run_folder: Path = run.path
+        self.seed = run.seed
+        self._save_every = run.save_every
+        self._checkpoints = Checkpoints(run.path / "checkpoints", run.keep_checkpoints)
+        self._parts: dict[str, Part] = {}
+        self.observer = observer
+        self._board = board
+        self._handles: dict[str, Handle] = {}
+        self._asleep: set[str] = set()
+        self._step: Step | None = None
+
+    def spawn(self, role: type[R], cfg: Any, *, on: Placement, name: str | None = None) -> R:
+        """Build a role on every rank of a placement; what comes back has its endpoints.
+
+        Blocks: until all are built. Raises: PlanError when the name is taken, or what a constructor raised.
+        """
+        name = name or on.name
+        if name in self._handles:
+            raise PlanError(f"two roles cannot both be called '{name}': give spawn a name")
+        handle = Handle(name, role, on, self._board)
+        packed = pack(cfg)
+        record = self._board.calls.open(f"{name}.__init__", on.ranks)
+        message = Spawn(record.number, name, name_of(role), on, name_of(type(cfg)), msgspec.Raw(packed.body))
+        self._board.post(on.ranks, message, packed.payload)
+        self._board.collect(record)
+        self._handles[name] = handle
+        return cast(R, handle)
+
+    def link(self, source: Role, destination: Role) -> Link:
+        """Connect two roles' weights, so that `push` brings the destination those of the source.
+
+        Blocks: until both ends have agreed on the plan. Raises: PlanError when it cannot work.
+        """
+        return connect(self, cast(Handle, source), cast(Handle, destination))
+
+    @contextmanager
+    def phase(self, name: str, awake: Sequence[Role] = ()) -> Iterator[None]:
+        """Time what runs inside as phase `name`, with the roles in `awake` awake.
+
+        Roles that share processes with them and can `sleep` are put to sleep first.
+        """
+        self._rouse([cast(Handle, role) for role in awake])
+        calls = self._board.calls
+        outer, calls.phase = calls.phase, name
+        try:
+            with self._timed(name):
+                yield
+        finally:
+            calls.phase = outer
+
+    def resume(self, **parts: Part) -> int:
+        """Name what checkpoints hold, and load the newest into it; returns the step to go on with, 0 in a fresh run.
+
+        A part is a role with endpoints `save(folder)` and `load(folder)`, or an object with `state()` and `restore(state)`.
+        Blocks: until every role has loaded. Raises: ConfigError when the checkpoint is of another recipe.
+        """
+        self._parts = parts
+        return self._checkpoints.restore(parts)
+
+    def steps(self, num_steps: int, start: int = 0) -> Iterator[Step]:
+        """Steps `start` to `num_steps - 1`, each timed; checkpoints are written between them."""
+        if self.observer is not None:
+            self.observer.on_steps(start, num_steps)
+        for index in range(start, num_steps):
+            waited_s = self._board.calls.waited_s
+            self._step = step = Step(index, self.observer)
+            yield step
+            step.elapsed_s = time.monotonic() - step.began
+            step.waited_s = self._board.calls.waited_s - waited_s
+            if self.observer is not None:
+                self.observer.on_step(step)
+            self._step = None
+            last = index + 1 == num_steps
+            if self._parts and (last or (self._save_every and (index + 1) % self._save_every == 0)):
+                self._checkpoints.save(index + 1, self._parts)
+
+    def _rouse(self, awake: list[Handle]) -> None:
+        """Put to sleep who shares ranks with `awake` without being listed, then wake who sleeps."""
+        busy = {rank for handle in awake for rank in handle.placement.ranks}
+        resting = [h for h in self._handles.values() if h not in awake and busy & set(h.placement.ranks)]
+        for handle in resting:
+            if "sleep" in handle.endpoints and handle.name not in self._asleep:
+                with self._timed("sleep"):
+                    handle.sleep.call()
+                self._asleep.add(handle.name)
+        for handle in awake:
+            if handle.name in self._asleep:
+                with self._timed("wake"):
+                    handle.wake.call()
+                self._asleep.remove(handle.name)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        if self.observer is not None:
+            self.observer.on_phase(name, None)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            if self._step is not None:
+                self._step.phase_s[name] = self._step.phase_s.get(name, 0.0) + seconds
+            if self.observer is not None:
+                self.observer.on_phase(name, seconds)

@@ -1,0 +1,167 @@
+"""How a role says what may be called, and how arguments and results meet its ranks.
+
+    class Counter(Role):
+        @collective
+        def count(self, words: Sharded[list[str]]) -> Sharded[list[int]]: ...
+
+`Sharded` arguments are split over the role's data axis and `Sharded` results joined in its order; anything else
+goes to every rank, and must come back the same from every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+import msgspec
+import numpy as np
+
+from spmd_rl.controller.pending import Pending
+from spmd_rl.errors import ConfigError, ContractError
+from spmd_rl.mesh.place import Place
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_SHARDED = "spmd_rl.sharded"
+
+Sharded = Annotated[T, _SHARDED]
+
+
+class Role:
+    """Base of everything that lives on ranks. Subclasses take their config and their seat."""
+
+    def __init__(self, cfg: Any, place: Place) -> None:
+        self.cfg = cfg
+        self.place = place
+
+
+class Bound(Generic[P, R]):
+    """An endpoint of one role instance: on a worker a plain method; a handle's `.call` and `.start` reach all ranks."""
+
+    def __init__(self, endpoint: Endpoint[P, R], role: Role) -> None:
+        self._endpoint = endpoint
+        self._role = role
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._endpoint.function(self._role, *args, **kwargs)
+
+    def call(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the endpoint and wait for its value."""
+        return self.start(*args, **kwargs).wait()
+
+    def start(self, *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Issue the endpoint and go on; calls on one role run in the order they were issued."""
+        raise ContractError(f"{self._endpoint.name} is called through its handle, by the controller only")
+
+
+class Endpoint(Generic[P, R]):
+    """A method that the controller may call. `local`: any one rank serves it; else all ranks do, together."""
+
+    def __init__(self, function: Callable[Concatenate[Any, P], R], local: bool) -> None:
+        self.function = function
+        self.local = local
+        self.name: str = function.__name__
+        self.__doc__ = function.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Endpoint[P, R]: ...
+    @overload
+    def __get__(self, instance: Role, owner: type) -> Bound[P, R]: ...
+    def __get__(self, instance: Role | None, owner: type) -> Endpoint[P, R] | Bound[P, R]:
+        return self if instance is None else Bound(self, instance)
+
+
+def collective(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]:
+    """Mark a method that every rank of the role enters together, in the order the controller issued."""
+    return Endpoint(function, local=False)
+
+
+def local(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]:
+    """Mark a method that any one rank may serve."""
+    return Endpoint(function, local=True)
+
+
+def endpoints(role: type[Role]) -> dict[str, Endpoint[Any, Any]]:
+    """A role's endpoints by name, inherited ones included."""
+    return {name: item for name, item in inspect.getmembers(role) if isinstance(item, Endpoint)}
+
+
+class Signature:
+    """An endpoint's parameters and result as the wire sees them."""
+
+    def __init__(self, endpoint: Endpoint[Any, Any]) -> None:
+        self.where = endpoint.function.__qualname__
+        self._signature = inspect.signature(endpoint.function)
+        hints = self._hints(endpoint)
+        parameters = list(self._signature.parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name not in hints:
+                raise ConfigError(f"{self.where}: parameter '{parameter.name}' needs a name and a type to cross by")
+        if "return" not in hints:
+            raise ConfigError(f"{self.where} needs a return type to cross by")
+        self.sharded = {name: _element(hint) for name, hint in hints.items() if _is_sharded(hint)}
+        self.scatters = bool(self.sharded.keys() - {"return"})
+        self.gathers = "return" in self.sharded
+        if endpoint.local and self.sharded:
+            raise ConfigError(f"{self.where} is @local: one rank serves it, so nothing of it can be Sharded")
+        self.result = hints["return"]
+        self.arguments = msgspec.defstruct(
+            endpoint.name, [(p.name, hints[p.name]) for p in parameters], forbid_unknown_fields=True
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name, defaults included. Raises: TypeError as the method itself would."""
+        bound = self._signature.bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        return dict(list(bound.arguments.items())[1:])
+
+    def scatter(self, arguments: dict[str, Any], num_shards: int) -> list[dict[str, Any]]:
+        """Each shard's arguments."""
+        split = {name: shard(arguments[name], num_shards) for name in arguments if name in self.sharded}
+        return [arguments | {name: parts[i] for name, parts in split.items()} for i in range(num_shards)]
+
+    def gather(self, parts: list[Any]) -> Any:
+        """One result from the shards' results."""
+        return join(parts, self.sharded["return"])
+
+    def _hints(self, endpoint: Endpoint[Any, Any]) -> dict[str, Any]:
+        try:
+            return typing.get_type_hints(endpoint.function, include_extras=True)
+        except NameError as error:
+            raise ConfigError(f"{self.where}: {error}: import the types of an endpoint at run time too") from error
+
+
+def shard(value: Any, num_shards: int) -> list[Any]:
+    """Cut a list, tuple or array into contiguous, nearly equal parts; a class may bring its own `.shard(n)`."""
+    if isinstance(value, list | tuple | np.ndarray):
+        size, larger = divmod(len(value), num_shards)
+        ends = np.cumsum([size + (i < larger) for i in range(num_shards)]).tolist()
+        return [value[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    if hasattr(value, "shard"):
+        return list(value.shard(num_shards))
+    raise ContractError(f"a {type(value).__name__} cannot be sharded: it is no list or array and has no shard(n)")
+
+
+def join(parts: list[Any], annotation: Any) -> Any:
+    """The inverse of `shard`; a class may bring its own static `join(parts)`."""
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    if isinstance(parts[0], list):
+        return [item for part in parts for item in part]
+    if isinstance(parts[0], tuple):
+        return tuple(item for part in parts for item in part)
+    if hasattr(annotation, "join"):
+        return annotation.join(parts)
+    raise ContractError(f"{annotation} results cannot be joined: it is no list or array and has no join(parts)")
+
+
+def _is_sharded(hint: Any) -> bool:
+    return _SHARDED in getattr(hint, "__metadata__", ())
+
+
+def _element(hint: Any) -> Any:
+    return typing.get_args(hint)[0]

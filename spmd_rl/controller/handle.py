@@ -1,0 +1,88 @@
+"""The controller's stand-in for a role: its endpoints with `.call` and `.start`, and nothing else."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, NoReturn
+
+import msgspec
+
+from spmd_rl.controller.codec import Packed, pack, unpack
+from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
+from spmd_rl.controller.pending import Pending
+from spmd_rl.controller.switchboard import Switchboard
+from spmd_rl.controller.wire import Call
+from spmd_rl.errors import ContractError
+from spmd_rl.mesh.split import Placement
+
+
+class Handle:
+    """One spawned role. To the type checker it is the role's class, whose endpoints have the same faces."""
+
+    def __init__(self, name: str, role: type[Role], placement: Placement, board: Switchboard) -> None:
+        self.name = name
+        self.placement = placement
+        self.board = board
+        self.endpoints = {key: RemoteEndpoint(self, endpoint) for key, endpoint in endpoints(role).items()}
+
+    def __getattr__(self, name: str) -> RemoteEndpoint:
+        if name.startswith("_") or name not in self.endpoints:
+            near = difflib.get_close_matches(name, self.endpoints, 1) or sorted(self.endpoints)
+            raise AttributeError(f"{self.name} has no endpoint '{name}': did you mean {' or '.join(near)}?")
+        return self.endpoints[name]
+
+
+class RemoteEndpoint(Bound[..., Any]):
+    """An endpoint of a role that lives on workers."""
+
+    def __init__(self, handle: Handle, endpoint: Endpoint[..., Any]) -> None:
+        self._handle = handle
+        self._endpoint = endpoint
+        self._signature = Signature(endpoint)
+        self._what = f"{handle.name}.{endpoint.name}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ContractError(f"{self._what} lives on workers: use {self._what}.call(...) or .start(...)")
+
+    def start(self, *args: Any, **kwargs: Any) -> Pending[Any]:
+        """Issue the call to its ranks, each with its shard of the arguments."""
+        board, placement = self._handle.board, self._handle.placement
+        arguments = self._signature.bind(args, kwargs)
+        if self._endpoint.local:
+            ranks: tuple[int, ...] = (min(placement.ranks, key=board.calls.num_owed),)
+            packed = {ranks: pack(arguments)}
+        else:
+            ranks = placement.ranks
+            packed = self._scattered(arguments)
+        record = board.calls.open(self._what, ranks)
+        for receivers, value in packed.items():
+            call = Call(record.number, self._handle.name, self._endpoint.name, msgspec.Raw(value.body))
+            board.post(receivers, call, value.payload)
+        return Pending(lambda deadline_s: self._finish(ranks, board.collect(record, deadline_s)))
+
+    def _scattered(self, arguments: dict[str, Any]) -> dict[tuple[int, ...], Packed]:
+        """The packed arguments by the ranks that receive them: each value is packed once."""
+        placement = self._handle.placement
+        if not self._signature.scatters:
+            return {placement.ranks: pack(arguments)}
+        shards = self._signature.scatter(arguments, placement.data_size)
+        return {_with_data_rank(placement, i): pack(shard) for i, shard in enumerate(shards)}
+
+    def _finish(self, ranks: tuple[int, ...], answers: list[Packed]) -> Any:
+        placement, by_rank = self._handle.placement, dict(zip(ranks, answers, strict=True))
+        if not self._signature.gathers:
+            return unpack(_agreed(self._what, by_rank), self._signature.result)
+        shards = [{rank: by_rank[rank] for rank in _with_data_rank(placement, i)} for i in range(placement.data_size)]
+        return self._signature.gather([unpack(_agreed(self._what, shard), self._signature.result) for shard in shards])
+
+
+def _with_data_rank(placement: Placement, data_rank: int) -> tuple[int, ...]:
+    return tuple(rank for rank in placement.ranks if placement.data_rank(rank) == data_rank)
+
+
+def _agreed(what: str, answers: dict[int, Packed]) -> Packed:
+    """The one answer of ranks that must agree. Raises: ContractError naming those that do not."""
+    (first, expected), *others = answers.items()
+    if odd := [rank for rank, answer in others if answer != expected]:
+        raise ContractError(f"{what}: the result of ranks {odd} differs from rank {first}'s; mark it Sharded or agree")
+    return expected

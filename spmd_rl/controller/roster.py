@@ -1,0 +1,79 @@
+"""Who is here: the workers that said Hello, when each was last heard, and who is lost. Pure; time is an argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spmd_rl.controller.wire import Hello
+
+FAREWELL_S = 2.0  # how long ranks may take to say Bye once the launcher is ending them
+
+
+@dataclass
+class Seat:
+    """One worker as the controller knows it."""
+
+    hello: Hello
+    heard: float
+    farewell: str | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.hello.rank} (host {self.hello.host}, pid {self.hello.pid})"
+
+
+class Roster:
+    """The seats of a world of known size."""
+
+    def __init__(self, world_size: int, lost_after_s: float) -> None:
+        self.world_size = world_size
+        self.lost_after_s = lost_after_s
+        self.seats: dict[int, Seat] = {}
+        self._ending_since: float | None = None
+
+    def hello(self, hello: Hello, now: float) -> bool:
+        """Seat a worker; False when there is no such seat or it is taken."""
+        if not 0 <= hello.rank < self.world_size or hello.rank in self.seats:
+            return False
+        self.seats[hello.rank] = Seat(hello, now)
+        return True
+
+    def heard(self, rank: int, now: float) -> bool:
+        """Note a sign of life; False when the rank never said Hello."""
+        if rank not in self.seats:
+            return False
+        self.seats[rank].heard = now
+        return True
+
+    def bye(self, rank: int, reason: str, now: float) -> None:
+        """Note that a worker is ending, because of `reason` when not asked to."""
+        self.seats[rank].farewell = reason
+        if reason and self._ending_since is None:
+            self._ending_since = now
+
+    def gone(self, rank: int) -> None:
+        """Note that a worker is no more."""
+        if rank in self.seats:
+            self.seats[rank].farewell = "gone"
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that have not come yet."""
+        return [rank for rank in range(self.world_size) if rank not in self.seats]
+
+    @property
+    def staying(self) -> list[int]:
+        """The ranks that came and have not said Bye."""
+        return [rank for rank, seat in self.seats.items() if seat.farewell is None]
+
+    def lost(self, now: float) -> list[int]:
+        """The ranks given up: silent for too long, or mute while the launcher ends the others."""
+        if self._ending_since is not None and now - self._ending_since > FAREWELL_S:
+            return self.staying
+        return [rank for rank in self.staying if now - self.seats[rank].heard > self.lost_after_s]
+
+    @property
+    def ended_by(self) -> str | None:
+        """Why every rank that came said Bye unasked, once all have."""
+        if self._ending_since is None or self.staying:
+            return None
+        return next(seat.farewell for seat in self.seats.values() if seat.farewell)

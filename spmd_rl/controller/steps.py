@@ -1,0 +1,48 @@
+"""A step of the loop and where its seconds went."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Observer(Protocol):
+    """Whoever records a run: the controller tells it what happened, and asks it for nothing."""
+
+    def on_steps(self, start: int, num_steps: int) -> None:
+        """The loop begins at step `start` and will end after step `num_steps - 1`."""
+
+    def on_phase(self, name: str, seconds: float | None) -> None:
+        """A phase began (`seconds` is None) or ended."""
+
+    def on_log(self, step: Step, what: tuple[Any, ...]) -> None:
+        """The recipe logged `what` for this step."""
+
+    def on_step(self, step: Step) -> None:
+        """The step ended; its times are complete."""
+
+    def close(self) -> None:
+        """The recipe ended, or failed."""
+
+
+@dataclass
+class Step:
+    """One turn of the loop. `phase_s` are its phases' seconds by name, `waited_s` what it spent on workers."""
+
+    index: int
+    observer: Observer | None = None
+    began: float = field(default_factory=time.monotonic)
+    elapsed_s: float = 0.0
+    waited_s: float = 0.0
+    phase_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def controller_share(self) -> float:
+        """The part of the step that the controller itself took, workers idle or not."""
+        return 1.0 - self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    def log(self, *what: Any) -> None:
+        """Hand what the recipe knows of this step to the observer."""
+        if self.observer is not None:
+            self.observer.on_log(self, what)

@@ -1,0 +1,114 @@
+"""The controller as a child process of rank 0: started before anything heavy, and neither outlives the other.
+
+Both hold an end of one socket pair, the lifeline. The controller writes its endpoint there, and its last words if
+the run fails; the end of the stream tells each side that the other is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from spmd_rl.controller import secret
+from spmd_rl.controller.address import Address, bind_address
+from spmd_rl.controller.last_words import end_process
+from spmd_rl.errors import DeadlineError, SpmdError
+from spmd_rl.mesh.world import World
+
+ADDRESS_S = 300.0  # for the controller to import its recipe and bind its socket
+EXIT_S = 15.0  # for it to end after its workers
+
+
+class ControllerProcess:
+    """Rank 0's view of the controller. From its construction on, the controller's failure ends this process."""
+
+    def __init__(self, world: World, arguments: list[str]) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="spmd_rl-", dir=os.environ.get("XDG_RUNTIME_DIR")))
+        self._secret_file = "" if secret.given() else str(secret.create(self._folder))
+        self._addresses: queue.SimpleQueue[Address] = queue.SimpleQueue()
+        self._lifeline, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "spmd_rl", "controller", *self._seat(world, theirs), *arguments],
+                env=self._environment(),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # torchrun's signals reach it through the ranks' last words
+            )
+        threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
+
+    def await_address(self) -> Address:
+        """Where the controller listens.
+
+        Blocks: until it has bound. Raises: DeadlineError after `ADDRESS_S`.
+        """
+        try:
+            return self._addresses.get(timeout=ADDRESS_S)
+        except queue.Empty:
+            raise DeadlineError(f"the controller did not bind its socket within {ADDRESS_S:g} s") from None
+
+    def wait(self) -> int:
+        """The controller's exit code. Blocks: for `EXIT_S` at most, then kills it."""
+        try:
+            return self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return 1
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _seat(self, world: World, lifeline: socket.socket) -> list[str]:
+        return [str(lifeline.fileno()), bind_address(world, self._folder)]
+
+    def _environment(self) -> dict[str, str]:
+        """Ours, with the secret's file, and one thread: the cores belong to the ranks."""
+        secret_file = {secret.FILE_ENV: self._secret_file} if self._secret_file else {}
+        return os.environ | {"OMP_NUM_THREADS": "1"} | secret_file
+
+    def _watch(self) -> None:
+        with self._lifeline.makefile("r") as lines:
+            for line in lines:
+                record = json.loads(line)
+                if "endpoint" in record:
+                    self._addresses.put(Address(record["endpoint"], record["generation"], self._secret_file))
+                else:
+                    shutil.rmtree(self._folder, ignore_errors=True)
+                    end_process(record["sentence"], record["exit_code"])
+        code = self._process.wait()
+        if code:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            end_process(f"the controller (pid {self._process.pid}) {ending(code)}", 1)
+
+
+class Lifeline:
+    """The controller's end."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.socket = socket.socket(fileno=descriptor)
+
+    def announce(self, endpoint: str, generation: int) -> None:
+        """Tell rank 0 where to dial."""
+        self._write({"endpoint": endpoint, "generation": generation})
+
+    def last_words(self, error: SpmdError) -> None:
+        """Tell rank 0 why the run ends."""
+        self._write({"sentence": str(error), "exit_code": error.exit_code})
+
+    def _write(self, record: dict[str, str | int]) -> None:
+        try:
+            self.socket.sendall(json.dumps(record).encode() + b"\n")
+        except BrokenPipeError:  # rank 0 is gone, and the socket thread knows
+            return
+
+
+def ending(code: int) -> str:
+    """How a process with this exit code ended, in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

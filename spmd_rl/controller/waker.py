@@ -1,0 +1,39 @@
+"""Wakes a polling thread from other threads and from signal handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+
+
+class Waker:
+    """A descriptor to poll: readable after `wake`, or after a signal once `take_signals` was called."""
+
+    def __init__(self) -> None:
+        self._near, self._far = socket.socketpair()
+        self._near.setblocking(False)
+        self._far.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._far.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full of wakes not yet taken: as good as one more
+            self._near.send(b"\0")
+
+    def take_signals(self, *numbers: signal.Signals) -> None:
+        """Have these signals arrive here, even while the main thread is inside C code.
+
+        Call it on the main thread only.
+        """
+        signal.set_wakeup_fd(self._near.fileno(), warn_on_full_buffer=False)
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
+
+    def drain(self) -> list[signal.Signals]:
+        """Take all wakes; the signals among them, in order."""
+        try:
+            return [signal.Signals(byte) for byte in self._far.recv(4096) if byte]
+        except BlockingIOError:
+            return []

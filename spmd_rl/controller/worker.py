@@ -1,0 +1,119 @@
+"""A worker: one torchrun rank. Its main thread runs the controller's commands in order, one at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from spmd_rl.controller import secret
+from spmd_rl.controller.address import Address
+from spmd_rl.controller.codec import Packed, pack, resolve, unpack
+from spmd_rl.controller.dealer import Dealer
+from spmd_rl.controller.endpoint import Role, Signature, endpoints
+from spmd_rl.controller.supervisor import ControllerProcess
+from spmd_rl.controller.wire import Bye, Call, Command, Failure, Hello, Result, Spawn, Split, Stop
+from spmd_rl.errors import ContractError, SpmdError
+from spmd_rl.mesh.place import Seats
+from spmd_rl.mesh.world import World, join, open_store
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ENDPOINT_KEY = "spmd_rl/endpoint"
+
+
+class Worker:
+    """The roles of one rank, by name."""
+
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
+        self._roles = seats.neighbours
+        self._signatures: dict[tuple[str, str], Signature] = {}
+
+    def serve(self, dealer: Dealer) -> None:
+        """Run commands until told to stop.
+
+        Blocks: between commands, on the controller; the communication thread ends the process if it is lost.
+        """
+        while True:
+            command, payload = dealer.inbox.get()
+            if isinstance(command, Stop):
+                return
+            reply, out = self.answer(command, payload)
+            dealer.post(reply, out)
+
+    def answer(self, command: Command, payload: bytes) -> tuple[Result | Failure, bytes]:
+        """Run one command; whatever it raises becomes the reply."""
+        try:
+            value = pack(self._run(command, payload))
+        except Exception as error:  # noqa: BLE001  user code may raise anything: the controller decides what it ends
+            return failure_of(command.call, error), b""
+        return Result(command.call, msgspec.Raw(value.body)), value.payload
+
+    def _run(self, command: Command, payload: bytes) -> Any:
+        match command:
+            case Split(_, placements):
+                self._seats.build(placements)
+            case Spawn(_, name, role, placement, cfg_type, cfg):
+                config = unpack(Packed(bytes(cfg), payload), resolve(cfg_type))
+                self._roles[name] = resolve(role)(config, self._seats.place(placement))
+            case Call(_, name, endpoint, args):
+                return self._call(name, endpoint, Packed(bytes(args), payload))
+        return None
+
+    def _call(self, name: str, endpoint: str, packed: Packed) -> Any:
+        role = self._roles[name]
+        signature = self._signature(type(role), name, endpoint)
+        try:
+            arguments = unpack(packed, signature.arguments)
+        except ContractError as error:
+            raise ContractError(f"{name}.{endpoint}: {error}") from error
+        values = {field: getattr(arguments, field) for field in signature.arguments.__struct_fields__}
+        return getattr(role, endpoint)(**values)
+
+    def _signature(self, role: type[Role], name: str, endpoint: str) -> Signature:
+        if (name, endpoint) not in self._signatures:
+            self._signatures[name, endpoint] = Signature(endpoints(role)[endpoint])
+        return self._signatures[name, endpoint]
+
+
+def failure_of(call: int, error: Exception) -> Failure:
+    """An exception as the wire carries it."""
+    return Failure(
+        call=call,
+        kind=type(error).__name__,
+        sentence=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        exit_code=error.exit_code if isinstance(error, SpmdError) else 1,
+    )
+
+
+def run_worker(world: World, controller: ControllerProcess | None) -> int:
+    """One rank's life, from torchrun's environment to its exit code. Rank 0 brings the controller it started.
+
+    Blocks: until the controller ends the run.
+    """
+    import torch.distributed as dist
+
+    store = open_store()
+    if controller is not None:
+        store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
+    dealer = _dial(world, store)
+    join(world, store)
+    Worker(Seats(world)).serve(dealer)
+    dist.destroy_process_group()
+    dealer.post(Bye(""))
+    dealer.close()
+    return controller.wait() if controller is not None else 0
+
+
+def _dial(world: World, store: Store) -> Dealer:
+    address = msgspec.json.decode(store.get(ENDPOINT_KEY), type=Address)
+    key = secret.given() or secret.read(Path(address.secret_file))
+    hello = Hello(world.rank, socket.gethostname(), os.getpid())
+    return Dealer(address.endpoint, secret.derive(key), address.generation, hello)

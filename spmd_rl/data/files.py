@@ -1,0 +1,106 @@
+"""Records of a JSONL or parquet file, each with the place it came from, for error messages.
+
+`train.jsonl@[100:200]` means records 100 to 199; negative ends count from the back, as in Python.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import ConfigError, DataError
+
+_SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row and `where` it stands (`file:line`)."""
+
+    where: str
+    row: dict[str, Any]
+
+    def text(self, key: str) -> str:
+        """The string under `key`; a number counts as its text. Raises: DataError when absent or of another type."""
+        value = self.value(key)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            raise DataError(f"{self.where}: {key}", f"expected a string, got {_short(value)}")
+        return str(value)
+
+    def value(self, key: str) -> Any:
+        """Whatever stands under `key`. Raises: DataError that lists the keys there are."""
+        if key not in self.row:
+            have = ", ".join(repr(k) for k in self.row) or "none"
+            raise DataError(f"{self.where}: {key}", f"no such key in this record (it has {have})")
+        return self.row[key]
+
+
+def read_records(path: str) -> list[Record]:
+    """All records of the file or slice, in file order; never empty.
+
+    Raises: DataError (missing file, malformed line, no record), ConfigError (kind of file not read here).
+    """
+    file, wanted = _split_slice(path)
+    if not file.is_file():
+        raise DataError(str(file), "no such file")
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if file.suffix not in readers:
+        raise ConfigError(f"{file}: data files end in {' or '.join(readers)}")
+    records = readers[file.suffix](file)
+    if not records:
+        raise DataError(str(file), "the file holds no record")
+    if not records[wanted]:
+        raise DataError(path, f"the slice is empty: the file holds {len(records)} records")
+    return records[wanted]
+
+
+def _split_slice(path: str) -> tuple[Path, slice]:
+    match = _SLICE.fullmatch(path)
+    if match is None:
+        if path.endswith("]") and "@" in path:
+            raise ConfigError(f"{path}: a slice is written path@[start:stop], either end may be left out")
+        return Path(path), slice(None)
+    start, stop = (int(text) if text else None for text in match.group("start", "stop"))
+    return Path(match["path"]), slice(start, stop)
+
+
+def _read_jsonl(file: Path) -> list[Record]:
+    records = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                where = f"{file}:{number}"
+                records.append(Record(where, _parse_line(where, line)))
+    return records
+
+
+def _parse_line(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(where, f"not UTF-8 at byte {error.start + 1}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise DataError(where, f"not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise DataError(where, f"expected a JSON object, got {_short(row)}")
+    return row
+
+
+def _read_parquet(file: Path) -> list[Record]:
+    try:
+        from pyarrow import lib, parquet
+    except ImportError as error:
+        raise ConfigError(f"reading {file} needs pyarrow: pip install 'spmd-rl[parquet]'") from error
+    try:
+        rows = parquet.read_table(file).to_pylist()
+    except (lib.ArrowInvalid, OSError) as error:
+        raise DataError(str(file), f"not a parquet file: {error}") from error
+    return [Record(f"{file}:{number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,73 @@
+"""Prompt and answer pairs for supervised training: the answer's tokens are learned, the prompt's only read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.data.files import Record, read_records
+from spmd_rl.data.order import Order
+from spmd_rl.data.prompts import PromptConfig, Tokenizer, encode_prompts
+from spmd_rl.errors import ConfigError, DataError
+
+
+class Pair(NamedTuple):
+    """One sequence to imitate. Shape: both are [T]; `mask` is true on the answer and the end-of-text token."""
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+
+
+class Pairs:
+    """An endless stream of pairs over the same files, keys and order as `Prompts`.
+
+    `cfg.max_prompt_tokens` bounds the prompt alone. `num_dropped` counts what it dropped.
+    """
+
+    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
+        if not cfg.answer_key:
+            raise ConfigError("supervised pairs need an answer_key")
+        records = read_records(cfg.path)
+        prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
+        answers = _encode_answers(records, cfg, tokenizer)
+        self._pairs = [
+            _join(prompt, answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
+            if not cfg.max_prompt_tokens or len(prompt) <= cfg.max_prompt_tokens
+        ]
+        if not self._pairs:
+            raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
+        self.num_dropped = len(records) - len(self._pairs)
+        self._order = Order(len(self._pairs), seed=cfg.seed, shuffle=cfg.shuffle)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def next(self, num_pairs: int) -> list[Pair]:
+        """The next draws; an epoch may end in the middle."""
+        return [self._pairs[self._order.next()] for _ in range(num_pairs)]
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, as plain data."""
+        return {"drawn": self._order.drawn, "num_pairs": len(self)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises: DataError when it was taken over other data."""
+        if state["num_pairs"] != len(self):
+            raise DataError("pairs", f"the saved position is over {state['num_pairs']} pairs, here are {len(self)}")
+        self._order.drawn = state["drawn"]
+
+
+def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokenizer) -> list[list[int]]:
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("this model's tokenizer has no end-of-text token, so an answer could not end")
+    texts = [record.text(cfg.answer_key) for record in records]
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
+
+
+def _join(prompt: NDArray[np.int32], answer: list[int]) -> Pair:
+    tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
+    return Pair(tokens, np.arange(len(tokens)) >= len(prompt))

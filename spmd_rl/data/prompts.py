@@ -1,0 +1,138 @@
+"""Prompts for rollouts, tokenised once and drawn in a repeatable order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.data.files import Record, read_records
+from spmd_rl.data.order import Order
+from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.types import Prompt
+
+
+class Tokenizer(Protocol):
+    """What this room needs of a transformers tokenizer."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class PromptConfig:
+    path: str = ""  # .jsonl or .parquet, a slice as path@[start:stop]
+    prompt_key: str = "prompt"  # text, or a list of chat messages
+    answer_key: str = "answer"  # what the reward function compares with; "" when there is none
+    chat_template: bool = False  # wrap in the tokenizer's template, with the generation prompt
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the template
+    max_prompt_tokens: int = 0  # longer prompts are dropped and counted; 0 keeps all
+    shuffle: bool = True
+    seed: int = 0
+
+
+class Prompts:
+    """An endless stream of prompts; `len()` is one epoch, `num_dropped` how many were too long.
+
+    Raises: DataError (file, line, field) or ConfigError while it is built, never later.
+    """
+
+    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
+        records = read_records(cfg.path)
+        encoded = encode_prompts(records, cfg, tokenizer)
+        kept = [
+            _Entry(record, text, tokens, record.text(cfg.answer_key) if cfg.answer_key else "")
+            for record, (text, tokens) in zip(records, encoded, strict=True)
+            if not cfg.max_prompt_tokens or len(tokens) <= cfg.max_prompt_tokens
+        ]
+        if not kept:
+            raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
+        self.num_dropped = len(records) - len(kept)
+        self._entries = kept
+        self._hidden = {cfg.prompt_key, cfg.answer_key}
+        self._source = Path(kept[0].record.where.rpartition(":")[0]).stem
+        self._order = Order(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def next(self, num_prompts: int) -> list[Prompt]:
+        """The next draws; an epoch may end in the middle."""
+        return [self._draw() for _ in range(num_prompts)]
+
+    def state(self) -> dict[str, Any]:
+        """All that `restore` needs, as plain data: where the stream stands and which data it is over."""
+        return {"drawn": self._order.drawn, "digest": self._digest()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises: DataError when it was taken over other data."""
+        if state["digest"] != self._digest():
+            raise DataError(self._source, "the prompts are not those the saved position was taken in")
+        self._order.drawn = state["drawn"]
+
+    def _draw(self) -> Prompt:
+        uid = self._order.drawn
+        entry = self._entries[self._order.next()]
+        meta = {key: value for key, value in entry.record.row.items() if key not in self._hidden}
+        return Prompt(uid, entry.tokens, entry.text, entry.answer, self._source, meta)
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for entry in self._entries:
+            digest.update(len(entry.tokens).to_bytes(8, "little") + entry.tokens.tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    record: Record
+    text: str
+    tokens: NDArray[np.int32]
+    answer: str
+
+
+def encode_prompts(
+    records: Sequence[Record], cfg: PromptConfig, tokenizer: Tokenizer
+) -> list[tuple[str, NDArray[np.int32]]]:
+    """Text and tokens of every record's prompt, as the model is to see it."""
+    if cfg.chat_template and not tokenizer.chat_template:
+        raise ConfigError("chat_template is on, but this model's tokenizer has no chat template")
+    if cfg.chat_template:
+        texts = [_render(record, cfg, tokenizer) for record in records]
+    else:
+        texts = [_plain_text(record, cfg) for record in records]
+    # a template writes its own special tokens: the tokenizer must not add a second BOS
+    encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
+    for record, tokens in zip(records, encoded, strict=True):
+        if not tokens:
+            raise DataError(f"{record.where}: {cfg.prompt_key}", "the prompt is empty")
+    return [(text, np.array(tokens, dtype=np.int32)) for text, tokens in zip(texts, encoded, strict=True)]
+
+
+def _plain_text(record: Record, cfg: PromptConfig) -> str:
+    if isinstance(record.value(cfg.prompt_key), list):
+        raise DataError(f"{record.where}: {cfg.prompt_key}", "a list of messages needs chat_template = true")
+    return record.text(cfg.prompt_key)
+
+
+def _render(record: Record, cfg: PromptConfig, tokenizer: Tokenizer) -> str:
+    value = record.value(cfg.prompt_key)
+    messages = value if isinstance(value, list) else [{"role": "user", "content": record.text(cfg.prompt_key)}]
+    if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
+        raise DataError(f"{record.where}: {cfg.prompt_key}", "expected messages, each with 'role' and 'content'")
+    text: str = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
+    )
+    return text

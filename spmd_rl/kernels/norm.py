@@ -1,0 +1,37 @@
+"""RMS norm with Hugging Face's rounding points: statistics in fp32, n = cast(x * rstd), y = cast(weight * n)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension. The statistics reduce along it alone, so a row's bits are its own.
+
+    Shape: x [..., C], weight [C].
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
+    """
+    return _RmsNorm.apply(x, weight, eps)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        normed = (wide * rstd).to(x.dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        grad = grads[0].float()
+        normed = x.float() * rstd
+        grad_normed = grad * weight.float()
+        grad_x = rstd * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
+        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -1,0 +1,136 @@
+"""The engine's side of attention: keys and values in pages, read back in the order that the trainer sees them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.kernels.attention import KV_BLOCK, RowLayout, blocked_attention, sdpa
+from spmd_rl.kernels.tile import ROW_TILE, padded_rows
+
+
+class KvCache:
+    """Pages of keys and values for every layer; slot = page * page_size + offset.
+
+    It starts at zero and must stay finite: unused slots of a page are multiplied by exact zeros.
+    Shape: each layer's keys and values are [K, num_pages * page_size, D].
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        shape = (num_layers, 2, num_kv_heads, num_pages * page_size, head_dim)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.layers = [(layer[0], layer[1]) for layer in self.data]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+class PagedAttention:
+    """Writes the new keys and values of a step into the cache, then attends each new token to its own history.
+
+    Call it as `attend(layer, q, k, v)` with q [T', H, D], k and v [T', K, D]: the new tokens of all sequences laid end
+    to end, then padding up to the row tile. Sequences with one new token are computed apart from those with many, so
+    that a prefill chunk does not widen the decode rows.
+
+    Shape: page_table [B, P] (any value where a sequence has no page; its first page stands in), starts [B] (tokens
+    already in the cache), lengths [B] (new tokens, at least 1), slots [T] (where each new token's key goes).
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        *,
+        page_table: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        num_heads: int,
+    ) -> None:
+        self.cache = cache
+        device = cache.data.device
+        self.num_kv_heads = cache.data.shape[2]
+        self.num_tokens = len(slots)
+        self.slots = torch.from_numpy(np.asarray(slots, dtype=np.int64)).to(device)
+        groups = num_heads // self.num_kv_heads
+        few = lengths * groups <= ROW_TILE
+        first = np.cumsum(lengths) - lengths
+        self.parts = [
+            _Part(cache, page_table[chosen], starts[chosen], lengths[chosen], first[chosen], groups)
+            for chosen in (few, ~few)
+            if chosen.any()
+        ]
+        self.order = self._token_order(lengths, few, device) if len(self.parts) == 2 else None
+
+    def _token_order(self, lengths: NDArray[np.int64], few: NDArray[np.bool_], device: torch.device) -> Tensor:
+        """[T']: where each token's output lies once the parts are laid one after the other."""
+        part = np.repeat(few, lengths)
+        place = np.empty(self.num_tokens, dtype=np.int64)
+        num_few = int(part.sum())
+        place[part] = np.arange(num_few)
+        place[~part] = padded_rows(num_few) + np.arange(self.num_tokens - num_few)
+        return torch.from_numpy(np.pad(place, (0, padded_rows(len(place)) - len(place)))).to(device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self.cache.layers[layer]
+        keys.index_copy_(1, self.slots, k[: self.num_tokens].transpose(0, 1))
+        values.index_copy_(1, self.slots, v[: self.num_tokens].transpose(0, 1))
+        outs = [part.attend(q, keys, values) for part in self.parts]
+        return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
+
+
+class _Part:
+    """Sequences of one step whose queries are laid out together."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        page_table: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        first: NDArray[np.int64],
+        groups: int,
+    ) -> None:
+        device = cache.data.device
+        layout = RowLayout.build(starts, lengths, groups, device)
+        shift = np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
+        token = np.arange(int(lengths.sum())) + shift
+        gather = torch.from_numpy(token).to(device).index_select(0, layout.gather)
+        self.layout = RowLayout(layout.batch, layout.positions, gather, layout.scatter, layout.visible)
+        self.visible = self.layout.row_visible(groups)
+        page_size = cache.page_size
+        num_keys = int((starts + lengths).max())
+        unit = max(KV_BLOCK, page_size)
+        num_pages = -(-num_keys // unit) * unit // page_size
+        used = -(-(starts + lengths) // page_size)
+        table = np.repeat(page_table[:, :1], num_pages, axis=1)
+        width = min(num_pages, page_table.shape[1])
+        table[:, :width] = np.where(np.arange(width) < used[:, None], page_table[:, :width], page_table[:, :1])
+        self.pages = torch.from_numpy(table.reshape(-1)).to(device)
+        self.page_size = page_size
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        rows = self.layout.rows(q, keys.shape[0])
+        op = blocked_attention if q.device.type == "cpu" else sdpa
+        out = op(rows, self._read(keys), self._read(values), self.visible, q.shape[-1] ** -0.5)
+        return self.layout.tokens(out)
+
+    def _read(self, cached: Tensor) -> Tensor:
+        """[K, slots, D] -> [K, B, S, D]."""
+        num_kv_heads, _, dim = cached.shape
+        pages = cached.view(num_kv_heads, -1, self.page_size * dim).index_select(1, self.pages)
+        return pages.view(num_kv_heads, self.layout.batch, -1, dim)

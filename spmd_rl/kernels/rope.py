@@ -1,0 +1,44 @@
+"""Rotary positions: one fp32 table of cosines and sines, made on the host, used by trainer and engine alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rope_table(inv_freq: Tensor, num_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency.
+
+    Shape: inv_freq [D/2] fp32; returns two tensors [num_positions, D/2] fp32.
+    """
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), inv_freq.float())
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the two halves of the last dimension, in fp32, with one rounding at the end.
+
+    Shape: x [T, H, D], cos and sin [T, D/2] (the table's rows for each token).
+    Source: Su et al., RoFormer (2021), in the half-split layout of Hugging Face models.
+    """
+    return _Rope.apply(x, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, -sin), None, None

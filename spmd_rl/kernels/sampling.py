@@ -1,0 +1,107 @@
+"""Sampling with keyed randomness: a token's draw is a function of (seed, prompt, sample, position) and nothing else.
+
+Gumbel-max over the filtered distribution. The noise of vocabulary entry i of a row is made from the SplitMix64
+output number i of a generator seeded by the row's key, so neither the batch nor the order of requests enters.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def stream_keys(
+    seed: int, uid: NDArray[np.int64], index: NDArray[np.int64], position: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """One 64-bit key a row.
+
+    Shape: all arrays [M]. `uid` is the prompt's, `index` the sample's within its group, `position` the token's
+    within the response.
+    """
+    with np.errstate(over="ignore"):
+        key = _mix64(np.full(len(uid), seed, dtype=np.int64).view(np.uint64))
+        for part in (uid, index, position):
+            key = _mix64(key + np.asarray(part, dtype=np.int64).view(np.uint64) * np.uint64(_GAMMA))
+    return key.view(np.int64)
+
+
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2014)."""
+    x = x + np.uint64(_GAMMA)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
+    return x ^ (x >> np.uint64(31))
+
+
+def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise for every vocabulary entry of every row.
+
+    Shape: keys [M] int64; returns [M, V] fp32. With v = (bits + 1/2) / 2^32 the noise is -log(-log1p(-v)), so that
+    the upper tail keeps all 32 bits.
+    """
+    ids = torch.arange(1, vocab + 1, device=keys.device, dtype=torch.int64)
+    x = keys.unsqueeze(1) + ids * _signed(_GAMMA)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    bits = _shift_right(x ^ _shift_right(x, 31), 32)
+    v = (bits.double() + 0.5) * 2.0**-32
+    return torch.log1p(-v).neg_().log_().neg_().float()
+
+
+def sample_tokens(
+    logits: Tensor,
+    inv_temperature: Tensor,
+    keys: Tensor,
+    *,
+    greedy: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> Tensor:
+    """Draw one token a row.
+
+    Filters apply in the order top-k, top-p, min-p, each to the distribution at the row's temperature; `None` means
+    off for all rows, and so do 0, 1 and 0 for one row. Greedy rows take the largest logit. Ties go to the lowest id.
+
+    Shape: logits [M, V] fp32; all else [M] (`keys` int64, `greedy` bool, `top_k` int64); returns [M] int64.
+    """
+    scores = logits * inv_temperature.unsqueeze(1)
+    if top_k is not None or top_p is not None or min_p is not None:
+        scores = _filter(scores, top_k, top_p, min_p)
+    noise = gumbel_noise(keys, logits.shape[1])
+    if greedy is not None:
+        scores = torch.where(greedy.unsqueeze(1), logits, scores)
+        noise = noise.masked_fill(greedy.unsqueeze(1), 0.0)
+    return (scores + noise).argmax(dim=1)
+
+
+def _filter(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """`scores` with the entries that the filters reject at minus infinity."""
+    ordered, order = scores.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(scores.shape[1], device=scores.device)
+    dropped = torch.zeros_like(scores, dtype=torch.bool)
+    if top_k is not None:
+        dropped |= (top_k.unsqueeze(1) > 0) & (rank >= top_k.unsqueeze(1))
+    probs = ordered.masked_fill(dropped, -torch.inf).softmax(dim=1)
+    if top_p is not None:
+        dropped |= (probs.cumsum(dim=1) - probs) >= top_p.unsqueeze(1).clamp(min=1e-9).masked_fill(
+            top_p.unsqueeze(1) >= 1, torch.inf
+        )
+    if min_p is not None:
+        dropped |= probs < min_p.unsqueeze(1) * probs[:, :1]
+    return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift of int64 taken as unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

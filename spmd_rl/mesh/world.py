@@ -1,0 +1,95 @@
+"""torchrun's environment as a value, and the one way into torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+from spmd_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+JOIN_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's seat, as torchrun told it. `run_id` and `restart` together name one life of the run."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    run_id: str
+    restart: int
+
+    @classmethod
+    def from_env(cls) -> World:
+        """Read torchrun's variables.
+
+        Raises: ConfigError when the process was not started by torchrun.
+        """
+        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                "not inside a torchrun world: start with `spmd-rl run RECIPE` "
+                "or `torchrun --nproc-per-node N -m spmd_rl run RECIPE`"
+            )
+        return cls(
+            rank=int(os.environ["RANK"]),
+            size=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            node=int(os.environ.get("GROUP_RANK", "0")),
+            run_id=os.environ.get("TORCHELASTIC_RUN_ID", "none"),
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.size // self.local_size)
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def open_store() -> Store:
+    """A client of torchrun's own key-value store, under this life's prefix.
+
+    Blocks: until the store answers; raises after `JOIN_TIMEOUT`.
+    """
+    from torch.distributed.rendezvous import rendezvous
+
+    store, _, _ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
+    return store
+
+
+def join(world: World, store: Store) -> None:
+    """Initialise torch.distributed: gloo for host tensors, and NCCL beside it on GPUs.
+
+    Ranks: all.
+    Blocks: until every rank came; raises after `JOIN_TIMEOUT`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device_id = None
+    if world.device == "cuda":
+        device_id = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device_id)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+    dist.init_process_group(
+        backend="cpu:gloo,cuda:nccl" if world.device == "cuda" else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=JOIN_TIMEOUT,
+        device_id=device_id,
+    )

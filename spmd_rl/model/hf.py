@@ -1,0 +1,170 @@
+"""Hugging Face folders: weights in and out, as safetensors, by their canonical names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.spec import ModelSpec
+
+SHARD_BYTES = 4 << 30
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def has_weights(folder: str | Path) -> bool:
+    return any(Path(folder).glob("*.safetensors"))
+
+
+def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the folder's safetensors files, one at a time, on the CPU.
+
+    Raises: ConfigError if there are none, a shard named by the index is missing, or a file is broken.
+    """
+    for path in _weight_files(Path(folder)):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} holds no weights (no .safetensors file)")
+    for path in files:
+        if not path.is_file():
+            raise ConfigError(f"{index} names {path.name}, which is not there")
+    return files
+
+
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Fill every parameter of `model` from the folder, cast to the parameter's dtype.
+
+    A tied head in the file is skipped. Raises: ConfigError naming the first parameter that is missing, unknown or of
+    another shape.
+    """
+    wanted = dict(model.named_parameters())
+    missing = set(wanted)
+    with torch.no_grad():
+        for name, tensor in read_weights(folder):
+            if name not in wanted:
+                if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+                    continue
+                raise ConfigError(f"{folder} holds {name}, which the model of its config.json does not have")
+            if wanted[name].shape != tensor.shape:
+                raise ConfigError(
+                    f"{folder}: {name} is {list(tensor.shape)}, and the config asks for {list(wanted[name].shape)}"
+                )
+            wanted[name].copy_(tensor)
+            missing.discard(name)
+    if missing:
+        raise ConfigError(f"{folder} lacks {len(missing)} weights of its config, first {min(missing)}")
+
+
+def init_weights(model: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """Random weights, a function of the seed and each parameter's name: normal matrices, zero biases, unit norms.
+
+    The two projections that write to the residual stream are scaled down by the depth.
+    Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
+    """
+    depth = 1.0 / math.sqrt(2 * spec.num_layers)
+    generator = torch.Generator()
+    with torch.no_grad():
+        for order, (name, parameter) in enumerate(sorted(model.named_parameters())):
+            generator.manual_seed((seed << 20) + order)
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+                continue
+            scale = depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (spec.init_std * scale))
+
+
+def save_folder(
+    folder: str | Path, like: str | Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a folder that `transformers` loads: weights from `tensors`, config and tokenizer files copied from `like`.
+
+    It appears under its name only when whole: written beside, then renamed over an earlier one.
+    """
+    target = Path(folder)
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    for name in _SIDE_FILES:
+        if (Path(like) / name).is_file():
+            shutil.copyfile(Path(like) / name, part / name)
+    config = json.loads((part / "config.json").read_text())
+    config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
+    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_shards(part, tensors, dtype)
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        os.rename(target, old)
+    os.rename(part, target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+    shards: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total = pending_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append(list(pending))
+        pending.clear()
+
+    for name, tensor in tensors:
+        tensor = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        num_bytes = tensor.numel() * tensor.element_size()
+        if pending and pending_bytes + num_bytes > SHARD_BYTES:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor
+        pending_bytes += num_bytes
+        total += num_bytes
+    flush()
+    _name_shards(folder, shards, total)
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+    """Give the shards Hugging Face's names, which hold their number, and write the index if there are several."""
+    if len(shards) == 1:
+        os.rename(folder / "shard-0.safetensors", folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.rename(folder / f"shard-{number}.safetensors", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

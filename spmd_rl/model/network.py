@@ -1,0 +1,144 @@
+"""The network that trainer and engine share: a dense decoder over a flat dimension of tokens.
+
+There is no batch dimension. Sequences lie end to end, and the caller's `attend` object says which tokens see
+which: packed sequences for training, pages of a cache for generation. Everything else is a function of its row.
+
+Shape letters: T tokens (padded to the row tile inside), C hidden, H heads, K key-value heads, D head size, F
+intermediate, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmd_rl.kernels import linear, linear_fp32, pad_rows, rms_norm, rope, rope_table, silu_mul
+from spmd_rl.model.rotary import inverse_frequencies
+from spmd_rl.model.spec import ModelSpec
+
+
+class Attend(Protocol):
+    """Attention over q [T, H, D], k and v [T, K, D] after norm and rope; returns [T, H, D]."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Linear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (nn.Linear's name)
+        return linear(input, self.weight, self.bias)
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = spec.head_dim
+        width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = Linear(spec.hidden_size, width, bias=spec.qkv_bias)
+        self.k_proj = Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
+        self.v_proj = Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
+        self.o_proj = Linear(width, spec.hidden_size, bias=spec.out_bias)
+        self.q_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
+        self.k_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v)
+        return self.o_proj(out.flatten(1))
+
+
+class Mlp(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(spec, layer)
+        self.mlp = Mlp(spec)
+        self.input_layernorm = RmsNorm(spec.hidden_size, spec.rms_eps)
+        self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
+        self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
+
+    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        x = F.embedding(tokens, self.embed_tokens.weight)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+
+class CausalLM(nn.Module):
+    """Parameters carry their Hugging Face names; a tied head has no parameter of its own.
+
+    Build it under `torch.device("meta")` to allocate nothing, or plainly for random weights (`init_weights`). The
+    rotary table is made on the host in fp32 at first use on a device and shared from then on.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.model = Decoder(spec)
+        self.lm_head = None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Hidden states after the last norm or, with `rows`, the logits of those tokens.
+
+        Logits are part of the forward so that a sharding wrapper around the module gathers the head too.
+        Shape: tokens and positions [T] int64, rows [M] int64; returns [T, C], or [M, V] fp32.
+        """
+        cos, sin = self._rope_rows(positions)
+        hidden = self.model(pad_rows(tokens), cos, sin, attend)[: tokens.shape[0]]
+        return hidden if rows is None else self.logits(hidden.index_select(0, rows))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Shape: hidden [M, C]; returns [M, V] fp32."""
+        weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return linear_fp32(hidden, weight)
+
+    def _rope_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        device = positions.device
+        if device not in self._rope:
+            with torch.device("cpu"):
+                table = rope_table(
+                    inverse_frequencies(self.spec), self.spec.max_positions, self.spec.rope.attention_factor
+                )
+            self._rope[device] = (table[0].to(device), table[1].to(device))
+        cos, sin = self._rope[device]
+        positions = pad_rows(positions)
+        return cos.index_select(0, positions), sin.index_select(0, positions)

@@ -1,0 +1,54 @@
+"""The frequencies of rotary positions for each way of stretching them.
+
+Source: the definitions that Hugging Face configs refer to: Llama 3.1's model card (llama3) and Peng et al., YaRN
+(2023). Tested against transformers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spmd_rl.model.spec import ModelSpec, RopeSpec
+
+
+def inverse_frequencies(spec: ModelSpec) -> Tensor:
+    """Shape: returns [head_dim / 2] fp32."""
+    rope = spec.rope
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn(frequencies, rope, spec.head_dim)
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    wavelengths = 2 * math.pi / frequencies
+    longest = rope.original_positions / rope.low_freq_factor
+    shortest = rope.original_positions / rope.high_freq_factor
+    smooth = (rope.original_positions / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    between = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    stretched = torch.where(wavelengths > longest, frequencies / rope.factor, between)
+    return torch.where(wavelengths < shortest, frequencies, stretched)
+
+
+def _yarn(frequencies: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
+    """A ramp over the dimensions between those that turn `beta_fast` and `beta_slow` times in the original context."""
+
+    def dimension(turns: float) -> float:
+        return head_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    span = max(high - low, 0.001)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    return frequencies / rope.factor * ramp + frequencies * (1 - ramp)

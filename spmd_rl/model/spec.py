@@ -1,0 +1,167 @@
+"""The shape of a model, read from the config.json of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import ConfigError
+
+FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions: base, and how the model stretches them (`kind` is Hugging Face's rope_type)."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A dense decoder-only transformer with grouped-query attention."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_eps: float
+    rope: RopeSpec
+    tie_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_ids: tuple[int, ...] = ()
+    init_std: float = 0.02
+
+    @staticmethod
+    def from_folder(folder: str | Path) -> ModelSpec:
+        """Raises: ConfigError if the folder, its config.json or a field is missing, broken or of another family."""
+        path = Path(folder) / "config.json"
+        if not Path(folder).is_dir():
+            raise ConfigError(f"no model folder at {folder}")
+        if not path.is_file():
+            raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+        try:
+            raw = json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from None
+        try:
+            return _from_config(raw, _eos_ids(Path(folder), raw))
+        except KeyError as error:
+            raise ConfigError(f"{path} has no field {error}") from None
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path} has a field of the wrong kind: {error}") from None
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in all, a tied head counted once."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        if self.qkv_bias:
+            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+        attention += self.hidden_size * self.out_bias + 2 * self.head_dim * self.qk_norm
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
+        layers = self.num_layers * (attention + mlp + 2 * self.hidden_size)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return layers + embeddings + self.hidden_size
+
+
+def _from_config(raw: dict[str, Any], eos_ids: tuple[int, ...]) -> ModelSpec:
+    family = raw["model_type"]
+    if family not in FAMILIES:
+        raise ConfigError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
+    if raw.get("use_sliding_window"):
+        raise ConfigError("use_sliding_window is on, and sliding-window attention is not supported")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
+    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    attention_bias = bool(raw.get("attention_bias", False))
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    max_positions = int(raw["max_position_embeddings"])
+    return ModelSpec(
+        family=family,
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=hidden,
+        intermediate_size=int(raw["intermediate_size"]),
+        num_layers=int(raw["num_hidden_layers"]),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=int(raw.get("head_dim") or hidden // heads),
+        max_positions=max_positions,
+        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_rope_spec(raw, max_positions),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or family == "qwen2",
+        out_bias=attention_bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        eos_ids=eos_ids,
+        init_std=float(raw.get("initializer_range", 0.02)),
+    )
+
+
+def _rope_spec(raw: dict[str, Any], max_positions: int) -> RopeSpec:
+    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
+    fields = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    theta = float(fields.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind == "default":
+        return RopeSpec(theta)
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ConfigError(f"rope_type {kind!r} is not one of default, linear, llama3, yarn")
+    factor = float(fields["factor"])
+    spec = RopeSpec(theta, kind, factor, int(fields.get("original_max_position_embeddings") or max_positions))
+    if kind == "linear":
+        return spec
+    if kind == "llama3":
+        return RopeSpec(
+            theta,
+            kind,
+            factor,
+            spec.original_positions,
+            float(fields["low_freq_factor"]),
+            float(fields["high_freq_factor"]),
+        )
+    attention = fields.get("attention_factor")
+    return RopeSpec(
+        theta,
+        kind,
+        factor,
+        spec.original_positions,
+        beta_fast=float(fields.get("beta_fast") or 32.0),
+        beta_slow=float(fields.get("beta_slow") or 1.0),
+        attention_factor=float(attention)
+        if attention is not None
+        else (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
+    )
+
+
+def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    """generation_config.json wins over config.json, as in Hugging Face's generate."""
+    value = raw.get("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        value = json.loads(generation.read_text()).get("eos_token_id", value)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)

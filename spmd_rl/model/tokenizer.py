@@ -1,0 +1,89 @@
+"""Tokenizers of model folders.
+
+A folder with a tokenizer.json is read by the `tokenizers` library alone, in milliseconds; transformers, which takes
+seconds to import, is asked only for what it alone can do: other tokenizer files, and chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import ConfigError
+
+
+class FolderTokenizer:
+    """The part of transformers' tokenizer interface that this package uses, with the same results."""
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self.folder = folder
+        self._rust = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._config = _read_json(folder / "tokenizer_config.json")
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        name = self._config.get("eos_token")
+        text = name.get("content") if isinstance(name, dict) else name
+        return None if text is None else self._rust.token_to_id(text)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        file = self.folder / "chat_template.jinja"
+        return file.read_text(encoding="utf-8") if file.is_file() else self._config.get("chat_template")
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+        encodings = self._rust.encode_batch(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": [encoding.ids for encoding in encodings]}
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return self._whole.apply_chat_template(conversation, **kwargs)
+
+    @cached_property
+    def _whole(self) -> Any:
+        return _auto_tokenizer(self.folder)
+
+
+def load_tokenizer(folder: str | Path) -> FolderTokenizer:
+    """The tokenizer of a model folder; no code from the folder is run and nothing is downloaded.
+
+    Raises: ConfigError if the folder holds none that loads.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ConfigError(f"no model folder at {folder}")
+    if not (path / "tokenizer.json").is_file():
+        tokenizer: FolderTokenizer = _auto_tokenizer(path)
+        return tokenizer
+    try:
+        return FolderTokenizer(path)
+    except Exception as error:  # the Rust library raises plain Exception for any broken file
+        raise ConfigError(f"{path / 'tokenizer.json'} does not load: {error}") from error
+
+
+def _auto_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds for a missing or broken file; all mean the same here
+        raise ConfigError(f"{folder} holds no tokenizer that loads: {type(error).__name__}: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return content

@@ -1,0 +1,1 @@
+"""What a run shows and leaves behind: its folder, metrics, samples, curves and the live view."""

@@ -1,0 +1,150 @@
+"""The live view of a run in a terminal: step, phase, reward, speed, mismatch, time left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spmd_rl import types
+from spmd_rl.observe.progress import Metrics, Progress, duration, sparkline
+
+_PHASES = {"rollout": "blue", "train": "yellow", "sync": "green", "sleep": "magenta", "wake": "red"}
+_OTHER = "bright_black"
+_POLICY = (
+    ("rollout/response_tokens_mean", "length {:.1f}"),
+    ("train/entropy", "entropy {:.3f}"),
+    ("train/loss", "loss {:+.4f}"),
+    ("train/grad_norm", "grad norm {:.2f}"),
+    ("train/clip_frac", "clipped {:.1%}"),
+    ("version/lag_max", "lag {:.0f}"),
+    ("memory/gpu_peak_gib", "GPU peak {:.1f} GiB"),
+)
+
+
+class LiveView:
+    """Redraws itself a few times a second until closed; the last state stays on the screen."""
+
+    def __init__(self, progress: Progress, title: str, console: Console | None = None) -> None:
+        self._progress = progress
+        self._title = title
+        self._sample: Text | None = None
+        self._live = Live(get_renderable=self.render, console=console or Console(), refresh_per_second=5)
+        self._live.start()
+
+    def show(self, groups: Sequence[types.Group]) -> None:
+        if groups:
+            self._sample = _sample(groups[-1])
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        """The whole view as it stands now."""
+        progress = self._progress
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="bright_black", width=9)
+        rows.add_column(no_wrap=True, overflow="ellipsis")
+        for label, content in (
+            ("now", _phase(progress)),
+            ("step time", _time_bar(progress.metrics)),
+            ("reward", _reward(progress)),
+            ("mismatch", _mismatch(progress)),
+            ("speed", _speed(progress.metrics)),
+            ("policy", _known(progress.metrics)),
+            ("sample", self._sample),
+        ):
+            if content:
+                rows.add_row(label, content)
+        return Panel(Group(_bar(progress), Text(), rows), title=self._title, title_align="left", border_style="blue")
+
+
+def _bar(progress: Progress) -> Table:
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    text = Text.assemble(
+        "step ", (f"{progress.index}/{progress.num_steps}", "bold"),
+        f"  {duration(progress.elapsed_s)} gone  ", (f"{duration(progress.left_s)} left", "bold"),
+    )  # fmt: skip
+    row.add_row(ProgressBar(total=max(1, progress.num_steps), completed=progress.index), text)
+    return row
+
+
+def _phase(progress: Progress) -> Text:
+    if not progress.phase:
+        done = progress.index >= progress.num_steps
+        return Text("done" if done else "between phases" if progress.index else "starting", style="dim")
+    seconds = progress.clock() - progress.phase_since
+    return Text.assemble((progress.phase, f"bold {_PHASES.get(progress.phase, _OTHER)}"), f"  {seconds:.1f} s")
+
+
+def _time_bar(metrics: Metrics, width: int = 40) -> Text | None:
+    """The last step's seconds as one bar, a colour a phase."""
+    whole = metrics.get("time/step", 0.0)
+    if whole <= 0:
+        return None
+    parts = [(name, metrics.get(f"time/{name}", 0.0), colour) for name, colour in _PHASES.items()]
+    parts.append(("other", max(0.0, whole - sum(seconds for _, seconds, _ in parts)), _OTHER))
+    bar, words, drawn, passed = Text(), Text(), 0, 0.0
+    for name, seconds, colour in parts:
+        passed += seconds
+        cells = min(width, round(width * passed / whole)) - drawn
+        drawn += cells
+        bar.append("█" * cells, style=colour)
+        if seconds >= 0.01 * whole:
+            words.append(f"  {name} ", style=colour).append(f"{seconds / whole:.0%}")
+    return Text.assemble(bar, f"  {whole:.2f} s ", words)
+
+
+def _reward(progress: Progress) -> Text | None:
+    if not progress.rewards:
+        return None
+    first, last = progress.rewards[0], progress.rewards[-1]
+    return Text.assemble(
+        (f"{last:.3f}", "bold green" if last >= first else "bold red"),
+        "  ", (sparkline(progress.rewards, 48), "green"), (f"  from {first:.3f}", "bright_black"),
+    )  # fmt: skip
+
+
+def _mismatch(progress: Progress) -> Text | None:
+    if "onpolicy/mismatched_tokens" not in progress.metrics:
+        return None
+    if not progress.mismatched_tokens:
+        return Text("0 tokens: trainer and engine agree bit for bit", style="green")
+    now = progress.metrics["onpolicy/mismatched_tokens"]
+    worst = progress.metrics.get("onpolicy/max_abs_dlogp", float("nan"))
+    text = f"{now:,.0f} tokens this step, {progress.mismatched_tokens:,} in all, max |Δ log-prob| {worst:.2e}"
+    return Text(text, style="bold red")
+
+
+def _speed(metrics: Metrics) -> Text | None:
+    parts = [
+        f"{name} {metrics[key]:,.0f} tok/s"
+        for name, key in (("rollout", "rollout/tokens_per_s"), ("train", "perf/train_tokens_per_s"))
+        if key in metrics
+    ]
+    return Text(" · ".join(parts)) if parts else None
+
+
+def _known(metrics: Metrics) -> Text | None:
+    parts = [form.format(metrics[name]) for name, form in _POLICY if name in metrics]
+    return Text(" · ".join(parts)) if parts else None
+
+
+def _sample(group: types.Group) -> Text:
+    sample = group.samples[0]
+    return Text.assemble(
+        (_one_line(group.prompt.text, 40), "bright_black"), " → ", (_one_line(sample.text, 60), "bold"),
+        (f"  reward {sample.reward:g}", "green" if sample.reward > 0 else "red"),
+    )  # fmt: skip
+
+
+def _one_line(text: str, width: int) -> str:
+    shown = " ".join(text.split())
+    return shown if len(shown) <= width else "…" + shown[-(width - 1) :]

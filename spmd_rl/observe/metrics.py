@@ -1,0 +1,101 @@
+"""The names of metrics, what they mean and in which unit, and the file they are written to."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A name with its unit ("" for a plain ratio or count) and one line on what it says."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS = (
+    Metric("reward/mean", "", "mean reward of the step's samples"),
+    Metric("reward/std", "", "standard deviation of the step's rewards"),
+    Metric("reward/solve_none", "", "share of prompts no sample of which was rewarded"),
+    Metric("reward/solve_all", "", "share of prompts all samples of which got the step's full reward"),
+    Metric("rollout/tokens_per_s", "tokens/s", "generated tokens per second of rollout"),
+    Metric("rollout/response_tokens_mean", "tokens", "mean response length"),
+    Metric("rollout/truncated", "", "share of responses cut at max_tokens"),
+    Metric("onpolicy/mismatched_tokens", "tokens", "tokens whose trainer and engine log-probs differ in any bit"),
+    Metric("onpolicy/max_abs_dlogp", "nats", "largest |trainer - engine| log-prob of a token"),
+    Metric("onpolicy/k3", "nats", "k3 estimate of KL(engine || trainer) per token"),
+    Metric("train/loss", "", "loss of the step, over its global denominator"),
+    Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
+    Metric("train/entropy", "nats", "mean entropy of the policy per response token"),
+    Metric("train/clip_frac", "", "share of tokens whose ratio was clipped"),
+    Metric("train/lr", "", "learning rate of the step"),
+    Metric("time/step", "s", "whole step"),
+    Metric("time/rollout", "s", "generating and grading"),
+    Metric("time/train", "s", "forward, backward, optimiser"),
+    Metric("time/sync", "s", "weights from trainer to engine"),
+    Metric("time/sleep", "s", "giving memory back"),
+    Metric("time/wake", "s", "taking memory again"),
+    Metric("perf/train_tokens_per_s", "tokens/s", "trained tokens per second of training"),
+    Metric("perf/mfu", "", "model FLOPs over the device's dense peak"),
+    Metric("perf/controller_share", "", "share of the step in which no worker had work"),
+    Metric("memory/gpu_peak_gib", "GiB", "highest device memory in use on any rank"),
+    Metric("version/lag_mean", "versions", "mean age of the step's tokens in weight versions"),
+    Metric("version/lag_max", "versions", "age of the step's oldest token in weight versions"),
+)
+
+KNOWN = {metric.name: metric for metric in METRICS}
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one line a step, on disk before the next step begins.
+
+    A value that is not finite is written as null, with a warning: JSON has no NaN, and a reader must not
+    mistake one for a number.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Append the line of `step`, with the time of writing as `unix_s`; the row as `read_metrics` gives it."""
+        bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+        if bad:
+            warnings.warn(f"step {step}: not a finite number, written as null: {', '.join(bad)}", stacklevel=2)
+        row: dict[str, Any] = {"step": step, "unix_s": round(time.time(), 3)}
+        row |= {name: None if name in bad else _number(value) for name, value in metrics.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        return row
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl` as dicts; a last line that was cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop the lines after `step`, which a resumed run will write again."""
+    kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
+    part = path.with_suffix(".part")
+    part.write_text("".join(kept), encoding="utf-8")
+    os.replace(part, path)
+
+
+def _number(value: float) -> float | int:
+    return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(value)

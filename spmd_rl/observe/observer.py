@@ -1,0 +1,98 @@
+"""The one who watches a run: every phase and step goes through here to the screen and the run folder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from spmd_rl.observe.curves import CurvePainter
+from spmd_rl.observe.metrics import MetricsLog, keep_until, read_metrics
+from spmd_rl.observe.plain import PlainView
+from spmd_rl.observe.progress import Progress
+from spmd_rl.observe.run import RunFolder
+from spmd_rl.types import Group
+
+
+class View(Protocol):
+    """What is shown after a step; what is shown in between is read from `Progress`."""
+
+    def show(self, groups: Sequence[Group]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Observer:
+    """Steps count from 1 to `num_steps`. `resume_at` is the last step already done: later lines are dropped.
+
+    `tty` chooses the live view or plain lines; None asks the terminal. A plot is drawn every
+    `plot_every_steps` and at the end, off the path of a step.
+    """
+
+    def __init__(
+        self,
+        run: RunFolder,
+        num_steps: int,
+        tty: bool | None = None,
+        *,
+        resume_at: int = 0,
+        plot_every_steps: int = 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._clock = clock
+        self._plot_every_steps = plot_every_steps
+        self._phases_s: dict[str, float] = {}
+        keep_until(run.metrics, resume_at)
+        self._rows = read_metrics(run.metrics)
+        self._log = MetricsLog(run.metrics)
+        self._painter = CurvePainter(run.curves, title=str(run.path))
+        self._progress = Progress(num_steps, clock, index=resume_at)
+        self._view = _view(self._progress, str(run.path), sys.stdout.isatty() if tty is None else tty)
+        self._step_began = clock()
+
+    def on_phase(self, name: str, seconds: float | None = None) -> None:
+        """A phase begins, or, with `seconds`, has ended after that long."""
+        if seconds is None:
+            self._progress.begin_phase(name)
+            return
+        self._progress.end_phase()
+        self._phases_s[name] = self._phases_s.get(name, 0.0) + seconds
+
+    def on_step(self, index: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
+        """A step has ended: write its line and samples, show it, and start the next step's clock."""
+        full = self._timed(groups) | dict(metrics)
+        self._rows.append(self._log.write(index, full))
+        if groups:
+            self._run.write_samples(index, groups)
+        self._progress.take(index, full)
+        self._view.show(groups)
+        if index % self._plot_every_steps == 0:
+            self._painter.request(self._rows)
+
+    def close(self) -> None:
+        """Draw the last curves and give the terminal back; also after a run that failed."""
+        self._view.close()
+        self._log.close()
+        self._painter.finish(self._rows)
+
+    def _timed(self, groups: Sequence[Group]) -> dict[str, float]:
+        """What the clock here knows of the step: phases, the whole, and the rate of generation."""
+        now = self._clock()
+        times = {f"time/{name}": seconds for name, seconds in self._phases_s.items()}
+        times["time/step"] = now - self._step_began
+        self._step_began, self._phases_s = now, {}
+        rollout_s = times.get("time/rollout", 0.0)
+        if groups and rollout_s > 0:
+            num_tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
+            times["rollout/tokens_per_s"] = num_tokens / rollout_s
+        return times
+
+
+def _view(progress: Progress, title: str, tty: bool) -> View:
+    if not tty:
+        return PlainView(progress)
+    from spmd_rl.observe.live import LiveView
+
+    return LiveView(progress, title)

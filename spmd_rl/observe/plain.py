@@ -1,0 +1,43 @@
+"""One line a step, for logs and pipes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from spmd_rl.observe.progress import Metrics, Progress, duration
+from spmd_rl.types import Group
+
+_COLUMNS = (
+    ("reward/mean", "reward {:.3f}"),
+    ("onpolicy/mismatched_tokens", "mismatched {:,.0f}"),
+    ("train/loss", "loss {:+.4f}"),
+    ("rollout/tokens_per_s", "{:,.0f} tok/s"),
+    ("time/step", "{:.2f} s/step"),
+)
+
+
+class PlainView:
+    """Prints a finished step and is silent in between."""
+
+    def __init__(self, progress: Progress, out: TextIO | None = None) -> None:
+        self._progress = progress
+        self._out = out
+
+    def show(self, groups: Sequence[Group]) -> None:
+        print(step_line(self._progress), file=self._out or sys.stdout, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def step_line(progress: Progress) -> str:
+    """`step  12/150  reward 0.523  mismatched 0  loss +0.0021  8,123 tok/s  0.37 s/step  ETA 0:51`."""
+    width = len(str(progress.num_steps))
+    head = f"step {progress.index:>{width}}/{progress.num_steps}"
+    return "  ".join([head, *_columns(progress.metrics), f"ETA {duration(progress.left_s)}"])
+
+
+def _columns(metrics: Metrics) -> list[str]:
+    return [form.format(metrics[name]) for name, form in _COLUMNS if name in metrics]

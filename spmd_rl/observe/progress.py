@@ -1,0 +1,79 @@
+"""Where a run stands, as numbers and short texts that both views show."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Metrics = Mapping[str, float]
+
+_BARS = "▁▂▃▄▅▆▇█"
+_RECENT = 20  # steps that the time left is reckoned from
+
+
+@dataclass
+class Progress:
+    """What has happened so far. `num_steps` counts from step 1; `clock` is in seconds."""
+
+    num_steps: int
+    clock: Callable[[], float] = time.monotonic
+    index: int = 0
+    metrics: Metrics = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
+    mismatched_tokens: int = 0
+    phase: str = ""
+    phase_since: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def begin_phase(self, name: str) -> None:
+        self.phase, self.phase_since = name, self.clock()
+
+    def end_phase(self) -> None:
+        self.phase = ""
+
+    def take(self, index: int, metrics: Metrics) -> None:
+        """Account for a finished step."""
+        self.index, self.metrics = index, metrics
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
+        if "time/step" in metrics:
+            self.step_times_s.append(metrics["time/step"])
+        mismatched = metrics.get("onpolicy/mismatched_tokens", 0)
+        self.mismatched_tokens += int(mismatched) if math.isfinite(mismatched) else 0
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self.started
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end at the pace of the latest steps; None before the first."""
+        recent = self.step_times_s[-_RECENT:]
+        return (self.num_steps - self.index) * sum(recent) / len(recent) if recent else None
+
+
+def duration(seconds: float | None) -> str:
+    """`0:07`, `12:03`, `1:02:03`; `-:--` when unknown."""
+    if seconds is None:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """All of `values` in at most `width` bars, neighbours averaged; rewards in [0, 1] keep that scale."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return ""
+    count = min(width, len(known))
+    edges = [i * len(known) // count for i in range(count + 1)]
+    means = [sum(known[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(0.0, *means), max(1.0, *means)
+    return "".join(_BARS[min(7, int(8 * (mean - low) / (high - low)))] for mean in means)

@@ -1,0 +1,100 @@
+"""The folder a run leaves behind.
+
+    config.toml    as given            metrics.jsonl   a line a step
+    plan.json      as resolved         samples/        step_00001.jsonl ...
+    curves.png                         logs/ stacks/   of the workers
+
+Checkpoints and the exported model stand beside them, in checkpoints/ and hf/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.types import Group, Sample
+
+
+class RunFolder:
+    """Paths of one run's files. Whole files appear at once: what is there under its name is complete."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples"
+        self.curves = path / "curves.png"
+        self.checkpoints = path / "checkpoints"
+        self.hf = path / "hf"
+        self.logs = path / "logs"
+        self.stacks = path / "stacks"
+
+    @classmethod
+    def open(cls, path: str | Path, config: str, plan: Mapping[str, Any], *, resume: bool = False) -> RunFolder:
+        """Make the folder, or continue in one that holds a run of the same configuration.
+
+        `config` is the TOML of the run, `plan` what it resolved to. `resume` accepts a changed configuration.
+        Raises: ConfigError when the folder holds something else; nothing in it is touched then.
+        """
+        run = cls(Path(path))
+        run._refuse_other(config, resume)
+        for folder in (run.path, run.samples, run.logs, run.stacks):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_whole(run.path / "config.toml", config)
+        write_whole(run.path / "plan.json", json.dumps(plan, indent=2) + "\n")
+        return run
+
+    def write_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """One line a sample: what was asked, answered and rewarded, with tokens, log-probs and versions."""
+        rows = (_sample_row(group, sample) for group in groups for sample in group.samples)
+        write_whole(self.samples / f"step_{step:05d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+    def _refuse_other(self, config: str, resume: bool) -> None:
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+            return
+        held = self.path / "config.toml"
+        if not held.is_file():
+            raise ConfigError(f"{self.path} exists and is not the folder of a run: choose another name")
+        if not resume:
+            changed = list(_changes(tomllib.loads(held.read_text(encoding="utf-8")), tomllib.loads(config)))
+            if changed:
+                raise ConfigError(
+                    f"{self.path} holds a run with another configuration ({changed[0]}): choose another name, "
+                    "remove the folder, or ask to resume"
+                )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` so that `path` is never seen half-written."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key in [*old, *(k for k in new if k not in old)]:
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(now, dict):
+            yield from _changes(before, now, f"{prefix}{key}.")
+        elif before != now:
+            yield f"{prefix}{key} was {before!r}, is {now!r}"
+
+
+def _sample_row(group: Group, sample: Sample) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "prompt_uid": group.prompt.uid,
+        "index": sample.index,
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "text": sample.text,
+        "reward": sample.reward,
+        "finish": sample.finish,
+        "tokens": sample.tokens.tolist(),
+        "logprobs": sample.logprobs.tolist(),
+        "versions": sample.versions.tolist(),
+    }
+    return row | ({"parts": sample.parts} if sample.parts else {})

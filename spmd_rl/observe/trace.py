@@ -1,0 +1,141 @@
+"""What a process did and when: named spans, kept in memory and appended to a file of the process's own.
+
+    trace = Trace(run_folder / "traces", "rank 3", rank=3)
+    with trace.span("trainer.train_step", role="trainer", phase="train", step=7):
+        ...
+    trace.flush()                                             # where nobody waits for this process
+
+The file is `traces/<process>.jsonl`. Every start of the process appends a header, an object, and then its spans, arrays:
+
+    {"process": "rank 3", "rank": 3, "host": "node1", "pid": 4711, "began_unix_ns": 1700000000000000000}
+    ["trainer.train_step", 1200300, 95000000, "MainThread", {"role": "trainer", "phase": "train", "step": 7}]
+
+that is name, start in ns since `began_unix_ns`, length in ns, lane (a thread, or whatever follows one thing at a time) and
+arguments. A span is timed on the monotonic clock; the header says where that clock's zero lies in unix time, so that the
+files of all processes share one time axis, as far as their hosts' clocks agree. `timeline.py` reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import warnings
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+CAPACITY = 8192  # spans held in memory; writing so many takes a few milliseconds
+
+now_ns = time.monotonic_ns
+
+_OFF: AbstractContextManager[None] = nullcontext()
+
+
+class _Thread(threading.local):
+    """The name of the thread that asks, looked up once in each."""
+
+    def __init__(self) -> None:
+        self.lane = threading.current_thread().name
+
+
+_THREAD = _Thread()
+
+
+class Trace:
+    """Records spans of one process, from any of its threads. Without a folder it records nothing and costs next to nothing.
+
+    At most `capacity` spans wait in memory: the span that fills it writes them all. A full disk ends the recording with a
+    warning, and never the run.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, process: str = "", *, rank: int | None = None, capacity: int = CAPACITY
+    ) -> None:
+        self._spans: deque[tuple[str, int, int, str, dict[str, Any]]] = deque()
+        self._capacity = capacity
+        self._flushing = threading.Lock()
+        self._encoder = msgspec.json.Encoder(enc_hook=str)
+        self._began_ns = now_ns()
+        self._file: BinaryIO | None = None
+        if folder is not None:
+            self._file = self._open(folder / f"{process.replace(' ', '_')}.jsonl", process, rank)
+
+    @property
+    def on(self) -> bool:
+        return self._file is not None
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Time what runs inside, on the lane of the thread that runs it."""
+        return _OFF if self._file is None else _Span(self, name, args)
+
+    def add(self, name: str, start_ns: int, end_ns: int, lane: str = "", **args: Any) -> None:
+        """Record what began and ended at two readings of `now_ns`, for what no `with` can hold: calls in flight."""
+        if self._file is not None:
+            self._take(name, start_ns, end_ns, lane or _THREAD.lane, args)
+
+    def flush(self) -> None:
+        """Append the spans recorded so far to the file."""
+        with self._flushing:
+            spans = [self._spans.popleft() for _ in range(len(self._spans))]
+            if self._file is None or not spans:
+                return
+            try:
+                self._file.write(self._encoder.encode_lines(spans))
+            except OSError as error:
+                self._file = None
+                warnings.warn(f"tracing ends here: {error}", stacklevel=2)
+
+    def close(self) -> None:
+        """Write what is left; nothing is recorded afterwards."""
+        self.flush()
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _take(self, name: str, start_ns: int, end_ns: int, lane: str, args: dict[str, Any]) -> None:
+        self._spans.append((name, start_ns - self._began_ns, end_ns - start_ns, lane, args))
+        if len(self._spans) >= self._capacity:
+            self.flush()
+
+    def _open(self, path: Path, process: str, rank: int | None) -> BinaryIO:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab", buffering=0)
+        header = {
+            "process": process,
+            "rank": rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "began_unix_ns": self._began_ns + unix_offset_ns(),
+        }
+        # the newline before it closes a line that an earlier process died in
+        file.write((b"\n" if file.tell() else b"") + self._encoder.encode(header) + b"\n")
+        return file
+
+
+class _Span(AbstractContextManager[None]):
+    __slots__ = ("_args", "_name", "_start_ns", "_trace")
+
+    def __init__(self, trace: Trace, name: str, args: dict[str, Any]) -> None:
+        self._trace = trace
+        self._name = name
+        self._args = args
+
+    def __enter__(self) -> None:
+        self._start_ns = now_ns()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._trace._take(self._name, self._start_ns, now_ns(), _THREAD.lane, self._args)
+
+
+def unix_offset_ns(num_readings: int = 5) -> int:
+    """What to add to `now_ns` for unix time, from the reading that the fewest nanoseconds passed around."""
+    readings = []
+    for _ in range(num_readings):
+        before, unix_ns, after = now_ns(), time.time_ns(), now_ns()
+        readings.append((after - before, unix_ns - (before + after) // 2))
+    return min(readings)[1]

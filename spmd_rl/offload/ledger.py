@@ -1,0 +1,87 @@
+"""The ledger: bytes of every tag on one rank, and the phases in which they must be there.
+
+Pure arithmetic over a model's size and a placement; it needs no GPU. A plan that cannot fit is refused before
+anything starts, with the sum that shows why.
+
+Units: bytes everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from spmd_rl.errors import PlanError
+
+Phase = Literal["sync", "rollout", "train"]
+PHASES: tuple[Phase, ...] = ("sync", "rollout", "train")
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Bytes under one tag, resident in the given phases."""
+
+    tag: str
+    num_bytes: int
+    phases: tuple[Phase, ...] = PHASES
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All entries of one rank."""
+
+    entries: tuple[Entry, ...]
+
+    def resident_bytes(self, phase: Phase) -> int:
+        return sum(entry.num_bytes for entry in self.entries if phase in entry.phases)
+
+    def peak_bytes(self) -> int:
+        return max((self.resident_bytes(phase) for phase in PHASES), default=0)
+
+    def require(self, capacity_bytes: int) -> None:
+        """Raises: PlanError with the arithmetic, if any phase needs more than `capacity_bytes`."""
+        for phase in PHASES:
+            needed = self.resident_bytes(phase)
+            if needed > capacity_bytes:
+                terms = " + ".join(f"{e.tag} {gib(e.num_bytes)}" for e in self.entries if phase in e.phases)
+                raise PlanError(f"phase {phase} needs {terms} = {gib(needed)}, and there are {gib(capacity_bytes)}")
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(self.entries + other.entries)
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def trainer_ledger(num_parameters: int, num_shards: int, compute_bytes: int) -> Ledger:
+    """fp32 master weights, gradients and two Adam moments, each cut into `num_shards`, and, where the forward runs in
+    a narrower type, the gathered copy of the weights."""
+    shard = -(-num_parameters // num_shards) * FP32_BYTES
+    gathered = num_parameters * compute_bytes if num_shards > 1 or compute_bytes != FP32_BYTES else 0
+    return Ledger(
+        (
+            Entry("master", shard),
+            Entry("moments", 2 * shard),
+            Entry("grads", shard, ("train",)),
+            Entry("gathered", gathered, ("train",)),
+        )
+    )
+
+
+def engine_ledger(num_parameters: int, weight_bytes: int, kv_bytes: int) -> Ledger:
+    """One whole replica of the weights and its pages of keys and values."""
+    return Ledger((Entry("weights", num_parameters * weight_bytes), Entry("kv", kv_bytes, ("rollout",))))
+
+
+def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
+    """Bytes that one token's keys and values take in the whole model."""
+    return 2 * num_layers * num_kv_heads * head_dim * element_bytes
+
+
+def total(ledgers: Iterable[Ledger]) -> Ledger:
+    """The ledger of a rank that serves several roles."""
+    return sum(ledgers, start=Ledger(()))

@@ -1,0 +1,53 @@
+"""GRPO, synchronous and on-policy: every sample is drawn from the very weights its gradient is taken at.
+
+spmd-rl run grpo --model PATH --data train.jsonl --reward module:function
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import spmd_rl as rl
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str  # Hugging Face folder
+    data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
+    reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
+    steps: int = 200
+    prompts_per_step: int = 32
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+    split: rl.Split = field(default_factory=rl.Split)
+    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
+    sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
+    engine: rl.EngineConfig = field(default_factory=rl.EngineConfig)
+    trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+
+
+def check(cfg: Config) -> None:
+    """What can be refused before anything starts."""
+    rl.check_inputs(model=cfg.model, data=cfg.data, reward=cfg.reward)
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    weights = ctl.link(trainer, rollout)
+    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    sampling = replace(cfg.sampling, seed=cfg.run.seed)
+    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
+        with ctl.phase("sync", awake=[trainer, rollout]):
+            weights.push(version=step.index)
+        with ctl.phase("rollout", awake=[rollout]):
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+        with ctl.phase("train", awake=[trainer]):
+            stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
+        step.log(groups, stats)
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -1,0 +1,41 @@
+"""GRPO one step ahead: while the trainer learns from step k, the engine already generates step k + 1.
+
+For disjoint meshes (`--split.train.ranks=1 --split.infer.ranks=1`): colocated roles take turns either way. Samples are
+one version old; the ratio is taken against the engine's own log-probs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import spmd_rl as rl
+from spmd_rl.recipes.grpo import Config, check
+
+__all__ = ["Config", "check", "main"]
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    weights = ctl.link(trainer, rollout)
+    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    sampling = replace(cfg.sampling, seed=cfg.run.seed)
+    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="roll")
+
+    ahead = None
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
+        if ahead is None:
+            weights.push(version=step.index)
+            ahead = rollout.generate.start(prompts.next(cfg.prompts_per_step), sampling)
+        with ctl.phase("rollout"):
+            groups = ahead.wait()
+        with ctl.phase("sync"):
+            weights.push(version=step.index)
+        if step.index + 1 < cfg.steps:
+            ahead = rollout.generate.start(prompts.next(cfg.prompts_per_step), sampling)
+        with ctl.phase("train"):
+            stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
+        step.log(groups, stats)
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -1,0 +1,60 @@
+"""What a run leaves behind: the controller's account of steps and phases, written to the run folder and the screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd_rl.algo.metrics import group_metrics
+from spmd_rl.config import dump_toml
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.steps import Step
+from spmd_rl.mesh.split import plan_split
+from spmd_rl.observe.observer import Observer
+from spmd_rl.observe.run import RunFolder
+from spmd_rl.types import Group
+
+
+class Recorder:
+    """The controller's observer. Recipes log `groups` (a list of Group) and metrics (dicts), in any order."""
+
+    def __init__(self, run: RunConfig, cfg: Any, world_size: int) -> None:
+        """Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit."""
+        self._folder = RunFolder.open(run.path, dump_toml(cfg), _resolved(cfg, world_size))
+        self._observer: Observer | None = None
+        self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
+
+    def on_steps(self, start: int, num_steps: int) -> None:
+        self._observer = Observer(self._folder, num_steps, resume_at=start)
+
+    def on_phase(self, name: str, seconds: float | None) -> None:
+        if self._observer is not None:
+            self._observer.on_phase(name, seconds)
+
+    def on_log(self, step: Step, what: tuple[Any, ...]) -> None:
+        groups, metrics = self._logged.setdefault(step.index, ([], {}))
+        for item in what:
+            if isinstance(item, dict):
+                metrics.update(item)
+            else:
+                groups.extend(item)
+
+    def on_step(self, step: Step) -> None:
+        groups, metrics = self._logged.pop(step.index, ([], {}))
+        if self._observer is not None:
+            full = group_metrics(groups, step.index) | metrics | {"perf/controller_share": step.controller_share}
+            self._observer.on_step(step.index + 1, full, groups)
+
+    def close(self) -> None:
+        """Draw the last curves and give the terminal back; also after a run that failed."""
+        if self._observer is not None:
+            self._observer.close()
+
+
+def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:
+    """The plan of the run as plain data: which ranks serve which role, on which axes."""
+    split = getattr(cfg, "split", None)
+    roles = {} if split is None else plan_split(split, world_size)
+    return {
+        "world_size": world_size,
+        "roles": {name: {"ranks": list(place.ranks), "axes": place.axes} for name, place in roles.items()},
+    }

@@ -1,0 +1,44 @@
+"""Supervised fine-tuning: the same trainer, no engine.
+
+spmd-rl run sft --model PATH --data train.jsonl
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import spmd_rl as rl
+
+
+@dataclass(frozen=True)
+class TrainSplit:
+    train: rl.RoleSplit = field(default_factory=rl.RoleSplit)
+
+
+@dataclass(frozen=True)
+class Config:
+    model: str  # Hugging Face folder
+    data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
+    steps: int = 200
+    pairs_per_step: int = 64
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+    split: TrainSplit = field(default_factory=TrainSplit)
+    prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
+    trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+
+
+def check(cfg: Config) -> None:
+    """What can be refused before anything starts."""
+    rl.check_inputs(model=cfg.model, data=cfg.data)
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
+        with ctl.phase("train", awake=[trainer]):
+            stats = trainer.train_step.call(rl.pack_sft(pairs.next(cfg.pairs_per_step)), rl.sft_loss)
+        step.log(stats)
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))

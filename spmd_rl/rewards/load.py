@@ -1,0 +1,85 @@
+"""From the name of a reward function to the function, checked before anything starts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.types import Prompt, Sample
+
+Reward = Callable[[Prompt, Sample], float | Mapping[str, float]]
+
+
+def resolve_reward(name: str) -> Reward:
+    """The function that `package.module:function` or `path/to/file.py:function` names.
+
+    Raises: ConfigError with what is wrong and the fix.
+    """
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute:
+        raise ConfigError(f"reward {name!r}: write it as package.module:function or path/to/file.py:function")
+    module = _import_file(name, Path(where)) if where.endswith(".py") else _import_module(name, where)
+    function = getattr(module, attribute, None)
+    if function is None:
+        have = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise ConfigError(f"reward {name!r}: {where} has no {attribute!r} (its functions: {have})")
+    _check_signature(name, function)
+    return function
+
+
+def _import_module(name: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
+            raise ConfigError(
+                f"reward {name!r}: no module {module!r}; name a file instead (path/to/file.py:function), "
+                "or start from the folder it is in"
+            ) from error
+        raise _broken(name, error) from error
+    except Exception as error:  # any error of the user's own module becomes one sentence
+        raise _broken(name, error) from error
+
+
+def _import_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"reward {name!r}: no file {path}")
+    key = f"reward_file_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
+    if key in sys.modules:
+        return sys.modules[key]
+    spec = importlib.util.spec_from_file_location(key, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # any error of the user's own file becomes one sentence
+        del sys.modules[key]
+        raise _broken(name, error) from error
+    return module
+
+
+def _broken(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"reward {name!r}: importing it raised {type(error).__name__}: {error}")
+
+
+def _check_signature(name: str, function: Any) -> None:
+    if not callable(function):
+        raise ConfigError(f"reward {name!r}: it is a {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"reward {name!r}: it is async; write it as a plain function")
+    signature = inspect.signature(function)
+    try:
+        signature.bind("prompt", "sample")
+    except TypeError as error:
+        raise ConfigError(
+            f"reward {name!r}: it takes {signature}, but is called as function(prompt, sample)"
+        ) from error

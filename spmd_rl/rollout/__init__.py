@@ -1,0 +1,1 @@
+"""Generation: the engine protocol, the native engine, and the role that serves it."""

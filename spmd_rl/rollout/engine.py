@@ -1,0 +1,166 @@
+"""What every engine is: requests go in one by one, tokens come out step by step.
+
+A request is known by (uid, index): the prompt's uid and the sample's index under it. Multi-turn tools, partial
+rollouts, over-sampling and weight updates in mid-flight are all made of the same four moves: submit, step, abort, and
+submit again with what was generated so far.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.types import FinishReason, Sample
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are drawn. top_k, top_p and min_p change what is drawn, never the recorded log-prob."""
+
+    num_samples: int = 1  # of each prompt
+    temperature: float = 1.0  # 0 takes the most likely token and records its log-prob at temperature 1
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is all
+    min_p: float = 0.0
+    max_tokens: int = 128
+    stop_ids: tuple[int, ...] = ()  # end a sample and stay in it, like the model's own end-of-sequence ids
+    stop: tuple[str, ...] = ()  # strings that end a sample and stay in it
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.num_samples >= 1, "num_samples", self.num_samples, "at least 1")
+        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more, and finite")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all) or more")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
+        _require(all(self.stop), "stop", self.stop, "strings that are not empty")
+
+    @property
+    def scored_temperature(self) -> float:
+        """The temperature at which log-probs are recorded."""
+        return self.temperature or 1.0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One engine: its model, its memory, and how much it does in a step."""
+
+    model: str = ""  # a Hugging Face folder
+    kind: str = "native"
+    page_size: int = 16  # tokens
+    num_pages: int = 0  # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
+    memory_fraction: float = 0.4  # of the GPU memory that is free when the engine starts
+    max_batch: int = 256  # sequences running at once
+    max_step_tokens: int = 2048  # shared by decoding (one a sequence) and chunks of prompts
+    prefix_cache: bool = True
+    dtype: str = "float32"
+    load_weights: bool = True  # false leaves the parameters to the first push
+    reward: str = ""  # "module:function", called with (prompt, sample)
+
+    def __post_init__(self) -> None:
+        _require(self.kind == "native", "kind", self.kind, '"native"')
+        fits = self.page_size >= 1 and (64 % self.page_size == 0 or self.page_size % 64 == 0)
+        _require(fits, "page_size", self.page_size, "a divisor or a multiple of 64")
+        _require(self.num_pages >= 0, "num_pages", self.num_pages, "0 (automatic) or more")
+        _require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
+        _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
+        _require(self.max_step_tokens >= self.max_batch, "max_step_tokens", self.max_step_tokens, "at least max_batch")
+        _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, '"float32" or "bfloat16"')
+
+
+def _require(holds: bool, key: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key} must be {wanted}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to generate; `tokens`, `logprobs` and `versions` are what it already has from an earlier start.
+
+    Shape: `prompt` [P]; `tokens`, `logprobs`, `versions` [R].
+    """
+
+    uid: int
+    index: int
+    prompt: NDArray[np.int32]
+    sampling: SamplingConfig
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    logprobs: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def resumed(self, partial: Sample) -> Request:
+        """The same request, going on after `partial` with the random stream it would have had without the pause."""
+        return replace(self, tokens=partial.tokens, logprobs=partial.logprobs, versions=partial.versions)
+
+    def sample(self, finish: FinishReason) -> Sample:
+        return Sample(
+            prompt_uid=self.uid,
+            index=self.index,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            finish=finish,
+            temperature=self.sampling.scored_temperature,
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What one step added: token m belongs to sample (uids[m], indices[m]).
+
+    Shape: `uids`, `indices`, `tokens`, `logprobs` are [M].
+    """
+
+    uids: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float32]
+    finished: list[Sample]
+
+
+class Engine(Protocol):
+    """Takes tokens, returns tokens; never re-renders text."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def submit(self, request: Request) -> None:
+        """Queue one request.
+
+        Raises: DataError when prompt or pages can never fit; SpmdError when (uid, index) is already here.
+        """
+        ...
+
+    def step(self) -> Progress:
+        """Compute one batch of tokens."""
+        ...
+
+    def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
+        """End the matching requests (None matches all) and return what they have, finish "abort"."""
+        ...
+
+    def new_version(self, version: int) -> None:
+        """The weights changed: forget all KV; requests in flight go on by recomputing theirs under the new weights."""
+        ...
+
+    def sleep(self) -> None:
+        """Give the KV memory back; requests in flight wait."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start."""
+        ...

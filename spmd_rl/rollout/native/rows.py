@@ -1,0 +1,124 @@
+"""The running sequences, as arrays: one row each, so that a step costs a few numpy calls however many run.
+
+A sequence that leaves, for whatever reason, leaves as the `Request` that would resume it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.rollout.engine import Request
+
+NO_STOP_ID = -1
+
+
+class Rows:
+    """At most `num_rows` sequences of at most `max_tokens` tokens.
+
+    `length` counts the tokens known, `computed` those whose K/V is in the cache; the row ends at length `limit`.
+    Shape: `tokens`, `logprobs`, `versions` [num_rows, max_tokens], prompt first (its log-probs and versions are
+    unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
+    """
+
+    def __init__(self, num_rows: int, max_tokens: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.max_tokens = max_tokens
+        self.requests: list[Request | None] = [None] * num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+
+        def column(dtype: type, *width: int) -> NDArray[Any]:
+            return np.zeros((num_rows, *width), dtype=dtype)
+
+        self.tokens = column(np.int32, max_tokens)
+        self.logprobs = column(np.float32, max_tokens)
+        self.versions = column(np.int32, max_tokens)
+        self.pages = column(np.int64, -(-max_tokens // page_size))
+        self.stop_ids = column(np.int32, 1)
+        self.num_pages = column(np.int64)
+        self.prompt_length = column(np.int64)
+        self.length = column(np.int64)
+        self.computed = column(np.int64)
+        self.limit = column(np.int64)
+        self.uid = column(np.int64)
+        self.index = column(np.int64)
+        self.seed = column(np.int64)
+        self.inv_temperature = column(np.float32)
+        self.greedy = column(np.bool_)
+        self.top_k = column(np.int64)
+        self.top_p = column(np.float32)
+        self.min_p = column(np.float32)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def put(self, request: Request, pages: list[int], computed: int, stop_ids: tuple[int, ...]) -> int:
+        """Give `request` a row; `pages` already hold K/V of its first `computed` tokens."""
+        row = self._free.pop()
+        prompt, length = len(request.prompt), request.num_tokens
+        self.requests[row] = request
+        self.tokens[row, :prompt] = request.prompt
+        self.tokens[row, prompt:length] = request.tokens
+        self.logprobs[row, prompt:length] = request.logprobs
+        self.versions[row, prompt:length] = request.versions
+        self.pages[row, : len(pages)] = pages
+        self.num_pages[row] = len(pages)
+        self.prompt_length[row] = prompt
+        self.length[row] = length
+        self.computed[row] = computed
+        self.limit[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
+        self.uid[row], self.index[row] = request.uid, request.index
+        self._put_sampling(row, request, stop_ids)
+        return row
+
+    def _put_sampling(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
+        sampling = request.sampling
+        self.seed[row] = sampling.seed
+        self.inv_temperature[row] = np.float32(1) / np.float32(sampling.scored_temperature)
+        self.greedy[row] = sampling.temperature == 0
+        self.top_k[row] = sampling.top_k
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        missing = len(stop_ids) - self.stop_ids.shape[1]
+        if missing > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_STOP_ID)
+        self.stop_ids[row] = NO_STOP_ID
+        self.stop_ids[row, : len(stop_ids)] = stop_ids
+
+    def append(
+        self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
+    ) -> None:
+        """One new token for each of `rows`."""
+        ends = self.length[rows]
+        self.tokens[rows, ends] = tokens
+        self.logprobs[rows, ends] = logprobs
+        self.versions[rows, ends] = version
+        self.length[rows] = ends + 1
+
+    def append_page(self, row: int, page: int) -> None:
+        self.pages[row, self.num_pages[row]] = page
+        self.num_pages[row] += 1
+
+    def held_pages(self, row: int) -> list[int]:
+        return self.pages[row, : self.num_pages[row]].tolist()
+
+    def response(self, row: int) -> NDArray[np.int32]:
+        return self.tokens[row, self.prompt_length[row] : self.length[row]]
+
+    def take(self, row: int) -> Request:
+        """Free the row and return its request with all that was generated."""
+        request = self.requests[row]
+        assert request is not None
+        response = slice(self.prompt_length[row], self.length[row])
+        self.requests[row] = None
+        self._free.append(row)
+        return replace(
+            request,
+            tokens=self.tokens[row, response].copy(),
+            logprobs=self.logprobs[row, response].copy(),
+            versions=self.versions[row, response].copy(),
+        )

@@ -1,0 +1,211 @@
+"""Who computes which tokens in the next step.
+
+One rule covers decoding, chunks of prompts, and recomputation after a preemption: a running row has `length` tokens,
+of which `computed` have K/V, and the step works off the difference. Rows that miss one token (decoding) go first; what
+is left of the token budget goes to the others in the order of admission, then to admissions. When pages run out, the
+newest row is preempted: it goes to the front of the queue with its tokens and later computes their K/V again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.rollout.engine import Request
+from spmd_rl.rollout.native.pages import PagePool, extend_keys, root_key
+from spmd_rl.rollout.native.rows import Rows
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step: row `rows[b]` computes its tokens `starts[b] : starts[b] + lengths[b]`.
+
+    Shape: all [B].
+    """
+
+    rows: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+@dataclass
+class Counters:
+    num_submitted: int = 0
+    num_admissions: int = 0
+    num_preemptions: int = 0
+    num_retractions: int = 0
+    num_aborts: int = 0
+    num_partial_chunks: int = 0
+    num_lookup_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_scheduled_tokens: int = 0
+
+
+class Scheduler:
+    """Moves requests between the queue and the rows, and pages between the pool and the rows."""
+
+    def __init__(
+        self, rows: Rows, pool: PagePool, *, max_step_tokens: int, prefix_cache: bool, eos_ids: tuple[int, ...] = ()
+    ) -> None:
+        self.rows = rows
+        self.pool = pool
+        self.max_step_tokens = max_step_tokens
+        self.prefix_cache = prefix_cache
+        self.eos_ids = eos_ids
+        self.waiting: deque[Request] = deque()
+        self.running: list[int] = []
+        self.counters = Counters()
+        self._root = root_key(0)
+        self._keys: dict[int, list[bytes]] = {}
+
+    def add(self, request: Request) -> None:
+        self.counters.num_submitted += 1
+        self.waiting.append(request)
+
+    def schedule(self) -> Plan:
+        """Choose the next step's work. Empty only where nothing is left to do."""
+        self._append_pages()
+        rows = np.array(self.running, dtype=np.int64)
+        starts = self.rows.computed[rows]
+        missing = self.rows.length[rows] - starts
+        lengths = share_budget(missing, self.max_step_tokens)
+        busy = lengths > 0
+        rows, starts, missing, lengths = rows[busy], starts[busy], missing[busy], lengths[busy]
+        self._publish(rows, starts + lengths)
+        self.counters.num_partial_chunks += int((lengths < missing).sum())
+        plan = self._admit(Plan(rows, starts, lengths), self.max_step_tokens - int(lengths.sum()))
+        self.counters.num_scheduled_tokens += int(plan.lengths.sum())
+        return plan
+
+    def ready(self, plan: Plan) -> NDArray[np.bool_]:
+        """Which rows of `plan` get their next token from it."""
+        return plan.starts + plan.lengths == self.rows.length[plan.rows]
+
+    def computed(self, plan: Plan) -> None:
+        """The K/V that `plan` asked for are in the cache."""
+        self.rows.computed[plan.rows] = plan.starts + plan.lengths
+
+    def leave(self, row: int) -> Request:
+        """Take `row` out of the batch, its pages back to the pool."""
+        self.running.remove(row)
+        self.pool.release(self.rows.held_pages(row))
+        self._keys.pop(row, None)
+        return self.rows.take(row)
+
+    def abort(self, uid: int | None, index: int | None) -> list[Request]:
+        def matches(request: Request | None) -> bool:
+            return request is not None and uid in (None, request.uid) and index in (None, request.index)
+
+        left = [self.leave(row) for row in list(self.running) if matches(self.rows.requests[row])]
+        left += [request for request in self.waiting if matches(request)]
+        self.waiting = deque(request for request in self.waiting if not matches(request))
+        self.counters.num_aborts += len(left)
+        return left
+
+    def retract_all(self) -> None:
+        """Back to the queue with every running request, oldest first."""
+        self.counters.num_retractions += len(self.running)
+        for row in reversed(self.running.copy()):
+            self.waiting.appendleft(self.leave(row))
+
+    def forget(self, version: int) -> None:
+        """No K/V made so far may be read again; what comes next is of weights `version`."""
+        self.retract_all()
+        self.pool.flush()
+        self._root = root_key(version)
+
+    def _append_pages(self) -> None:
+        """Give each running row the page that its newest token needs; where none is left, preempt the newest rows."""
+        rows = np.array(self.running, dtype=np.int64)
+        full = self.rows.length[rows] > self.rows.num_pages[rows] * self.rows.page_size
+        for order in np.flatnonzero(full).tolist():
+            while not self.pool.num_available and order < len(self.running):
+                self.counters.num_preemptions += 1
+                self.waiting.appendleft(self.leave(self.running[-1]))
+            if order >= len(self.running):
+                return
+            self.rows.append_page(self.running[order], self.pool.allocate())
+
+    def _admit(self, plan: Plan, budget: int) -> Plan:
+        rows, starts, lengths = [], [], []
+        while budget > 0 and self.waiting and self.rows.num_free:
+            row = self._place(self.waiting[0])
+            if row is None:
+                break
+            self.waiting.popleft()
+            self.running.append(row)
+            start, length = int(self.rows.computed[row]), int(self.rows.length[row])
+            chunk = min(budget, length - start)
+            budget -= chunk
+            self.counters.num_partial_chunks += chunk < length - start
+            self._publish(np.array([row]), np.array([start + chunk]))
+            rows.append(row)
+            starts.append(start)
+            lengths.append(chunk)
+        if not rows:
+            return plan
+        return Plan(
+            np.concatenate([plan.rows, np.array(rows)]),
+            np.concatenate([plan.starts, np.array(starts)]),
+            np.concatenate([plan.lengths, np.array(lengths)]),
+        )
+
+    def _place(self, request: Request) -> int | None:
+        """A row with all pages of `request`'s tokens, or None while the pool has too few.
+
+        One page for each running row is left over, lest an admission soon preempts itself.
+        """
+        page_size = self.rows.page_size
+        num_needed = -(-request.num_tokens // page_size)
+        keys: list[bytes] = []
+        if self.prefix_cache:
+            tokens = np.concatenate([request.prompt, request.tokens]).astype(np.int32, copy=False)
+            extend_keys(keys, self._root, tokens, page_size)
+        # at least one token is computed, for the logits that the next one is drawn from
+        pages = self.pool.match(keys[: (request.num_tokens - 1) // page_size])
+        self.pool.hold(pages)
+        num_new = num_needed - len(pages)
+        if self.pool.num_available < num_new + len(self.running):
+            self.pool.release(pages)
+            return None
+        num_hit = len(pages) * page_size
+        pages += [self.pool.allocate() for _ in range(num_new)]
+        stop_ids = request.sampling.stop_ids + (() if request.sampling.ignore_eos else self.eos_ids)
+        row = self.rows.put(request, pages, computed=num_hit, stop_ids=stop_ids)
+        self._keys[row] = keys
+        self.counters.num_admissions += 1
+        self.counters.num_lookup_tokens += request.num_tokens
+        self.counters.num_hit_tokens += num_hit
+        return row
+
+    def _publish(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """Make known the pages that this step fills.
+
+        They may be shared from this step on: a layer writes the K/V of all its tokens before any token attends.
+        """
+        if not self.prefix_cache:
+            return
+        page_size = self.rows.page_size
+        first = self.rows.computed[rows] // page_size
+        for row, begin, end in zip(rows.tolist(), first.tolist(), (ends // page_size).tolist(), strict=True):
+            if begin == end:
+                continue
+            keys = self._keys[row]
+            extend_keys(keys, self._root, self.rows.tokens[row, : end * page_size], page_size)
+            for page in range(begin, end):
+                self.pool.publish(int(self.rows.pages[row, page]), keys[page])
+
+
+def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
+    """How many of each row's `missing` tokens fit: rows that miss one first, then the others in order.
+
+    Shape: `missing` [B], at least 1 each, with at most `budget` rows that miss one; returns [B].
+    """
+    decoding = missing == 1
+    rest = np.where(decoding, 0, missing)
+    left = budget - int(decoding.sum())
+    chunks = np.clip(left - (np.cumsum(rest) - rest), 0, rest)
+    return np.where(decoding, 1, chunks)

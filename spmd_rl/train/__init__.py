@@ -1,0 +1,1 @@
+"""The Trainer role: a backend that computes gradients, and the train step above it."""

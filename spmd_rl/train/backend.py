@@ -1,0 +1,59 @@
+"""What the train step asks of whatever computes gradients.
+
+A backend knows a model, its parallel layout and its optimizer; it knows no advantage, clip range or metric.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.weights.held import Held
+
+
+class Backend(Protocol):
+    """Every method is called by all ranks of the trainer together. `device` is where micro-batches go."""
+
+    device: torch.device
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability, with its graph where gradients are enabled, and entropy of the scored tokens.
+
+        Shape: both [M] fp32.
+        """
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`, a scalar, summed over the ranks: what losses are divided by is settled before."""
+        ...
+
+    def square_norm(self) -> float:
+        """This rank's share of the squared gradient norm; the shares of all ranks add up to the whole."""
+        ...
+
+    def step(self, lr: float, grad_scale: float) -> None:
+        """One optimizer step on the gradients times `grad_scale`, which are then forgotten."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the gradients."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Weights and optimizer state, sharded, as torch.distributed.checkpoint saves and fills them in place."""
+        ...
+
+    def loaded(self, optimizer_steps: int) -> None:
+        """`state` was filled from a checkpoint taken after `optimizer_steps`."""
+        ...
+
+    def held(self) -> Held:
+        """This rank's share of the master weights: the memory that `step` updates in place."""
+        ...
+
+    def full(self, name: str) -> Tensor:
+        """One whole parameter of `held`, gathered on every rank."""
+        ...

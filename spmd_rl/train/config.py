@@ -1,0 +1,62 @@
+"""What a trainer can be told, and the learning rate at each step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from spmd_rl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """One model and how to train it. `minibatches` is the number of optimizer steps a train step takes."""
+
+    model: str = ""  # Hugging Face folder: config, tokenizer and, unless init is "random", weights
+    init: Literal["folder", "random"] = "folder"  # where the first weights come from
+    seed: int = 0  # of random weights
+    lr: float = 1e-6  # learning rate after warm-up
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # its course to zero at total_steps
+    warmup_steps: int = 0  # optimizer steps in which the rate rises linearly to lr
+    total_steps: int = 0  # optimizer steps of the whole schedule; needed by linear and cosine
+    betas: tuple[float, float] = (0.9, 0.999)  # AdamW's
+    eps: float = 1e-8  # AdamW's
+    weight_decay: float = 0.0  # on matrices only, not on norms and biases
+    clip_norm: float = 1.0  # largest gradient norm; 0 leaves gradients as they are
+    minibatches: int = 1  # optimizer steps a train step takes, each on a share of the batch
+    max_tokens: int = 16384  # tokens of a micro-batch on one rank; a longer sequence goes alone
+    logit_rows: int = 2048  # rows of logits that exist at once
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward pass; the master is float32
+    activation_checkpointing: bool = False  # recompute each layer in the backward pass
+    wrap: Literal["auto", "layer", "model"] = "auto"  # what FSDP gathers at once; auto: the model while it is small
+
+    def __post_init__(self) -> None:
+        for name in ("minibatches", "max_tokens", "logit_rows"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        for name in ("lr", "warmup_steps", "eps", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            _require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
+        _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
+        if self.schedule != "constant":
+            _require(
+                self.total_steps > self.warmup_steps,
+                "total_steps",
+                self.total_steps,
+                f"more than warmup_steps = {self.warmup_steps} for the schedule '{self.schedule}'",
+            )
+
+
+def learning_rate(cfg: TrainerConfig, step: int) -> float:
+    """The rate of optimizer step `step`, counted from 0."""
+    if step < cfg.warmup_steps:
+        return cfg.lr * (step + 1) / cfg.warmup_steps
+    if cfg.schedule == "constant":
+        return cfg.lr
+    done = min((step - cfg.warmup_steps) / (cfg.total_steps - cfg.warmup_steps), 1.0)
+    return cfg.lr * (1 - done if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+
+
+def _require(holds: bool, name: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"trainer.{name} = {value!r}: expected {expected}")

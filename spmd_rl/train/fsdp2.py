@@ -1,0 +1,176 @@
+"""The FSDP2 backend: float32 master weights sharded over the mesh, compute in float32 or bfloat16.
+
+One mesh axis of size one is plain FSDP; dp x fsdp is HSDP, which shards within fsdp and replicates over dp. The
+optimizer works on the local shards as plain tensors: AdamW is elementwise and needs nothing of DTensor.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from spmd_rl.kernels import PackedAttention, token_logprobs
+from spmd_rl.model.network import CausalLM
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.weights.held import Held, HeldTensor
+from spmd_rl.weights.layout import chunk_box
+
+WHOLE_MODEL_BYTES = 64 << 20
+
+
+class Scorer(nn.Module):
+    """The model and its head down to log-probabilities: the root that FSDP wraps, so that it gathers the head too."""
+
+    def __init__(self, model: CausalLM, logit_rows: int) -> None:
+        super().__init__()
+        self.model = model
+        self.logit_rows = logit_rows
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [M] of the scored tokens; of no more than `logit_rows` logits exist at once."""
+        spec, device = self.model.spec, micro.tokens.device
+        attend = PackedAttention(micro.lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=device)
+        hidden = self.model(micro.tokens, micro.positions, attend)
+        if micro.num_scored == 0:
+            # The other ranks' collectives expect this one's gradients, zeros, of every parameter, the head's too.
+            lp, entropy = token_logprobs(self.model.logits(hidden[:1]), micro.tokens[:1], torch.ones(1, device=device))
+            return lp.index_select(0, micro.rows), entropy.index_select(0, micro.rows)
+        if micro.num_scored <= self.logit_rows:
+            return self._score(hidden, micro, slice(None))
+        chunks = [slice(start, start + self.logit_rows) for start in range(0, micro.num_scored, self.logit_rows)]
+        pieces = [checkpoint(self._score, hidden, micro, chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat([lp for lp, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
+
+    def _score(self, hidden: Tensor, micro: MicroBatch, chunk: slice) -> tuple[Tensor, Tensor]:
+        logits = self.model.logits(hidden.index_select(0, micro.rows[chunk]))
+        return token_logprobs(logits, micro.targets[chunk], micro.inv_temperature[chunk])
+
+
+class Fsdp2:
+    """`model` sharded in place over `mesh`, whose axes are dp and fsdp, with its AdamW."""
+
+    def __init__(self, model: CausalLM, mesh: DeviceMesh, cfg: TrainerConfig, device: torch.device) -> None:
+        self.device = device
+        self.num_replicas = mesh.size(0)
+        self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
+        self.scorer = Scorer(model.to(device), cfg.logit_rows)
+        if cfg.activation_checkpointing:
+            _recompute_layers(model)
+        _shard(self.scorer, mesh, cfg)
+        self.parameters = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
+        self.local = {name: nn.Parameter(one.to_local().detach()) for name, one in self.parameters.items()}
+        self.optimizer = _adamw(self.local, cfg)
+
+    def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        scores = self.scorer(micro)
+        if not torch.is_grad_enabled():
+            # No backward pass will drop the gathered weights, which the next step makes stale.
+            cast(FSDPModule, self.scorer).reshard()
+        return scores
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def square_norm(self) -> float:
+        self._collect()
+        gradients = [one.grad for one in self.local.values() if one.grad is not None]
+        return float(nn.utils.get_total_norm(gradients)) ** 2 / self.num_replicas
+
+    def _collect(self) -> None:
+        """Hand the reduced gradient shards to the local parameters."""
+        for name, parameter in self.parameters.items():
+            gradient = parameter.grad
+            if gradient is not None and self.local[name].numel():
+                self.local[name].grad = cast(DTensor, gradient).to_local()
+
+    def step(self, lr: float, grad_scale: float) -> None:
+        self._collect()
+        if grad_scale != 1.0:
+            torch._foreach_mul_([one.grad for one in self.local.values() if one.grad is not None], grad_scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.discard()
+
+    def discard(self) -> None:
+        for one in (*self.parameters.values(), *self.local.values()):
+            one.grad = None
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": dict(self.parameters), "exp_avg": {}, "exp_avg_sq": {}}
+        for name, parameter in self.parameters.items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = self.optimizer.state[self.local[name]][key]
+                state[key][name] = DTensor.from_local(
+                    moment,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+        return state
+
+    def loaded(self, optimizer_steps: int) -> None:
+        for moments in self.optimizer.state.values():
+            moments["step"].fill_(optimizer_steps)
+
+    def held(self) -> Held:
+        return Held(
+            {
+                name: HeldTensor(
+                    tuple(parameter.shape),
+                    chunk_box(tuple(parameter.shape), self.shard, self.num_shards),
+                    self.local[name],
+                )
+                for name, parameter in self.parameters.items()
+            }
+        )
+
+    def full(self, name: str) -> Tensor:
+        """One whole parameter, on every rank."""
+        return self.parameters[name].full_tensor()
+
+
+def _recompute_layers(model: CausalLM) -> None:
+    """Keep only each layer's input for the backward pass. The forward is wrapped, not the module: names stay."""
+    for layer in model.model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> None:
+    """Gradients are summed, not averaged: losses are divided once, by the batch's denominator."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, cfg.dtype) if cfg.dtype != "float32" else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
+    whole = cfg.wrap == "model" or (cfg.wrap == "auto" and num_bytes <= WHOLE_MODEL_BYTES)
+    units = [scorer] if whole else [*scorer.model.model.layers, scorer]
+    for unit in units:
+        fully_shard(unit, mesh=mesh if mesh.size(0) > 1 else mesh["fsdp"], mp_policy=policy)
+        cast(FSDPModule, unit).set_gradient_divide_factor(1.0)
+        cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)
+
+
+def _adamw(local: dict[str, nn.Parameter], cfg: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW with its state in place, so that a checkpoint can be loaded before the first step."""
+    matrices = [one for one in local.values() if one.dim() > 1]
+    vectors = [one for one in local.values() if one.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    for one in local.values():
+        optimizer.state[one] = {
+            "step": torch.zeros((), dtype=torch.float32, device=one.device),
+            "exp_avg": torch.zeros_like(one, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(one, requires_grad=False),
+        }
+    return optimizer

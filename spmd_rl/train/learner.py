@@ -1,0 +1,161 @@
+"""The train step above any backend: micro-batches, losses, the on-policy proof, clipping, one optimizer step.
+
+    batch shard -> minibatches -> micro-batches -> log-probs -> loss -> gradients -> checks -> step
+
+With one optimizer step per batch the old log-probs are the new ones, detached; with more, a scoring pass over the
+whole batch finds them before the first step. Either way the log-probs of the weights as they were pushed are
+compared, bit for bit, with what the engine recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.algo.losses import Loss, LossInput
+from spmd_rl.errors import SpmdError
+from spmd_rl.mesh.place import Place
+from spmd_rl.train.backend import Backend
+from spmd_rl.train.config import TrainerConfig, learning_rate
+from spmd_rl.train.microbatch import MicroBatch, lay_out, num_needed, split
+from spmd_rl.train.tally import Tally
+from spmd_rl.types import Batch
+
+COMPARED, MISMATCHED, MAX_DLOGP = "onpolicy/compared_tokens", "onpolicy/mismatched_tokens", "onpolicy/max_abs_dlogp"
+
+
+@dataclass
+class Progress:
+    """Where training stands: the weights' version, and the optimizer steps taken (the schedule's clock)."""
+
+    version: int = 0
+    optimizer_steps: int = 0
+
+
+class Learner:
+    """One rank's half of the algorithm; `progress` moves with every train step."""
+
+    def __init__(self, backend: Backend, place: Place, cfg: TrainerConfig) -> None:
+        self.backend = backend
+        self.place = place
+        self.cfg = cfg
+        self.progress = Progress()
+
+    def train_step(self, batch: Batch, loss: Loss, lr: float | None = None) -> dict[str, float]:
+        """Learn from this rank's shard; the metrics are those of the whole batch, equal on every rank.
+
+        A minibatch divides by its share of the denominator, so that each optimizer step sees a loss of the same scale.
+        Ranks: all of the role. Raises: SpmdError on every rank where a loss or gradient is not finite, before the
+        optimizer step that would have used it.
+        """
+        start = time.perf_counter()
+        parts = [self._micro_batches(part) for part in _minibatches(batch, self.cfg.minibatches)]
+        olds = [[self._lp(micro) if len(parts) > 1 else None for micro in micros] for micros in parts]
+        scale = len(parts) / batch.denominator
+        steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
+        self.progress.version += 1
+        seconds, num_tokens = self.place.all_reduce_sum(np.array([time.perf_counter() - start, batch.num_tokens]))
+        metrics = _metrics(steps, batch.denominator)
+        metrics["perf/train_tokens_per_s"] = float(num_tokens / (seconds / self.place.size))
+        return metrics
+
+    def score(self, batch: Batch) -> NDArray[np.float32]:
+        """Log-probs under the current weights of this rank's shard, zero outside the mask.
+
+        Ranks: all of the role. Shape: [T].
+        """
+        scores = np.zeros(batch.num_tokens, np.float32)
+        ends = np.cumsum(batch.lengths)
+        for part in self._parts(batch):
+            tokens = [np.arange(ends[i] - batch.lengths[i], ends[i]) for i in part]
+            flat = np.concatenate(tokens) if tokens else np.zeros(0, np.int64)
+            scores[flat[batch.mask[flat]]] = self._lp(lay_out(batch.take(part), self.backend.device)).cpu().numpy()
+        return scores
+
+    def _parts(self, batch: Batch) -> list[list[int]]:
+        """This rank's sequences by micro-batch: as many micro-batches as the rank that needs most."""
+        lengths = batch.lengths.tolist()
+        return split(lengths, self.place.all_reduce_max(max(num_needed(lengths, self.cfg.max_tokens), 1)))
+
+    def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
+        return [lay_out(batch.take(part), self.backend.device) for part in self._parts(batch)]
+
+    def _lp(self, micro: MicroBatch) -> Tensor:
+        with torch.no_grad():
+            return self.backend.forward(micro)[0]
+
+    def _optimize(
+        self, micros: list[MicroBatch], olds: list[Tensor | None], loss: Loss, scale: float, lr: float | None
+    ) -> dict[str, float]:
+        """One optimizer step; returns the sums over the role's ranks."""
+        tally = Tally()
+        for micro, old in zip(micros, olds, strict=True):
+            lp, entropy = self.backend.forward(micro)
+            old = lp.detach() if old is None else old
+            per_token, measured = loss(LossInput(lp, old, micro.roll, micro.advantages, entropy, micro.sequence))
+            weighted = per_token * micro.weight
+            self.backend.backward(weighted.sum() * scale)
+            for name, values in {"loss": weighted, "train/entropy": entropy, **measured}.items():
+                tally.add(name, values)
+            _compare(old, micro, self.progress.version, tally)
+        lr = learning_rate(self.cfg, self.progress.optimizer_steps) if lr is None else lr
+        gathered = tally.gather(self.place, square_norm=self.backend.square_norm())
+        norm = self._checked_norm(gathered)
+        clip = self.cfg.clip_norm
+        self.backend.step(lr, clip / norm if 0 < clip < norm else 1.0)
+        self.progress.optimizer_steps += 1
+        sums = {name: float(values.sum()) for name, values in gathered.items()}
+        return sums | {MAX_DLOGP: float(gathered[MAX_DLOGP].max()), "train/grad_norm": norm, "train/lr": lr}
+
+    def _checked_norm(self, gathered: dict[str, NDArray[np.float64]]) -> float:
+        """The global gradient norm. Raises: SpmdError where it, or a loss, is not finite; gradients are forgotten."""
+        for what, values in (("loss", gathered["loss"]), ("gradient", gathered["square_norm"])):
+            bad = [str(self.place.placement.ranks[i]) for i in np.flatnonzero(~np.isfinite(values))]
+            if bad:
+                self.backend.discard()
+                raise SpmdError(
+                    f"train step {self.progress.version}: the {what} is not finite on rank {', '.join(bad)}; "
+                    "the weights were left as they are"
+                )
+        return sqrt(gathered["square_norm"].sum())
+
+
+def _minibatches(batch: Batch, count: int) -> list[Batch]:
+    return [batch.take(part) for part in split(batch.lengths.tolist(), count)]
+
+
+def _compare(lp: Tensor, micro: MicroBatch, version: int, tally: Tally) -> None:
+    """Compare bits where the current weights made the token, and measure the distance wherever an engine did."""
+    current = micro.versions == version
+    tally.add(COMPARED, current)
+    tally.add(MISMATCHED, current & (lp.view(torch.int32) != micro.roll.view(torch.int32)))
+    made = micro.versions >= 0
+    distance = torch.where(made, lp - micro.roll, 0.0)
+    tally.add("made_tokens", made)
+    tally.add("onpolicy/k3", distance.exp() - 1 - distance)
+    tally.raise_to(MAX_DLOGP, distance.abs())
+    tally.add("tokens", torch.ones_like(made))
+
+
+def _metrics(steps: list[dict[str, float]], denominator: float) -> dict[str, float]:
+    """The step's metrics from the sums of its optimizer steps."""
+    total = {name: sum(step[name] for step in steps) for name in steps[0]}
+    num_tokens, num_made = max(total.pop("tokens"), 1.0), max(total.pop("made_tokens"), 1.0)
+    del total["square_norm"]
+    metrics = {
+        "train/loss": total.pop("loss") / denominator,
+        "train/grad_norm": total.pop("train/grad_norm") / len(steps),
+        "train/lr": total.pop("train/lr") / len(steps),
+        "onpolicy/k3": total.pop("onpolicy/k3") / num_made,
+        MISMATCHED: total.pop(MISMATCHED),
+        COMPARED: total.pop(COMPARED),
+        MAX_DLOGP: max(step[MAX_DLOGP] for step in steps),
+    }
+    del total[MAX_DLOGP]
+    return metrics | {name: value / num_tokens for name, value in total.items()}

@@ -1,0 +1,38 @@
+"""The sums of a train step: kept on the device in float64, fetched once, and shown for every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.mesh.place import Place
+
+
+class Tally:
+    """Named sums and maxima over tokens; every rank uses the same names."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Tensor] = {}
+
+    def add(self, name: str, values: Tensor) -> None:
+        total = values.detach().sum(dtype=torch.float64)
+        self._values[name] = self._values[name] + total if name in self._values else total
+
+    def raise_to(self, name: str, values: Tensor) -> None:
+        """Keep the largest of `values`, which are not negative."""
+        top = torch.cat([values.detach().double(), values.new_zeros(1, dtype=torch.float64)]).max()
+        self._values[name] = torch.maximum(self._values[name], top) if name in self._values else top
+
+    def gather(self, place: Place, **numbers: float) -> dict[str, NDArray[np.float64]]:
+        """Each name's value on each rank of the role; `numbers` are more names, with this rank's values.
+
+        Ranks: all of the role. Blocks: until each has called.
+        Shape: arrays of [ranks], in rank order, so that a sum over them has a fixed order.
+        """
+        names = sorted(self._values)
+        own = torch.stack([self._values[name] for name in names]).tolist() if names else []
+        table = np.zeros((len(names) + len(numbers), place.size))
+        table[:, place.rank] = [*own, *numbers.values()]
+        return dict(zip([*names, *numbers], place.all_reduce_sum(table), strict=True))

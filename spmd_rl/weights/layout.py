@@ -1,0 +1,90 @@
+"""Which box of which canonical tensor a rank holds. Plain data, fit for the wire; no torch.
+
+A tensor is known by its Hugging Face name. A box is an offset and an extent in each of its dims; a box of zero
+elements is legal (a rank beyond the last chunk of an uneven shard).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """A block of a tensor: elements `offset[d] .. offset[d] + extent[d]` in each dim d."""
+
+    offset: Dims
+    extent: Dims
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.extent)
+
+    @property
+    def end(self) -> Dims:
+        return tuple(o + e for o, e in zip(self.offset, self.extent, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common block, or None where there is no common element."""
+        start = tuple(map(max, self.offset, other.offset))
+        end = tuple(map(min, self.end, other.end))
+        if any(e <= s for s, e in zip(start, end, strict=True)):
+            return None if start else self
+        return Box(start, tuple(e - s for s, e in zip(start, end, strict=True)))
+
+    def subtract(self, hole: Box) -> Iterator[Box]:
+        """Disjoint blocks that cover this one less `hole`, a block inside it."""
+        offset, extent = list(self.offset), list(self.extent)
+        for dim in range(len(offset)):
+            before = hole.offset[dim] - offset[dim]
+            after = offset[dim] + extent[dim] - hole.end[dim]
+            for start, size in ((offset[dim], before), (hole.end[dim], after)):
+                if size > 0:
+                    yield Box((*offset[:dim], start, *offset[dim + 1 :]), (*extent[:dim], size, *extent[dim + 1 :]))
+            offset[dim], extent[dim] = hole.offset[dim], hole.extent[dim]
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where this block lies in a tensor that holds just `outer`."""
+        starts = (o - base for o, base in zip(self.offset, outer.offset, strict=True))
+        return tuple(slice(s, s + e) for s, e in zip(starts, self.extent, strict=True))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's share of one tensor: global `shape`, the `box` held, the element type (`"float32"`)."""
+
+    name: str
+    shape: Dims
+    dtype: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that one rank of the world holds, at most one piece a tensor."""
+
+    rank: int
+    pieces: tuple[Piece, ...]
+
+
+def chunk_box(shape: Dims, part: int, num_parts: int) -> Box:
+    """The rows that FSDP2 gives part `part`: ceil-sized chunks of dim 0, the last ones short or empty."""
+    rows = -(-shape[0] // num_parts)
+    start = min(part * rows, shape[0])
+    return Box((start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
+
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "int64": 8,
+    "int32": 4,
+    "uint8": 1,
+}

@@ -1,0 +1,85 @@
+"""Starting runs for tests, each in a process group of its own that is gone when its test ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[3]
+CHAOS = str(Path(__file__).with_name("chaos.py"))
+SPMD_RL = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a command in `tmp_path`; at the end, its whole process group ends."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(command: list[str], **environment: str) -> subprocess.Popen[str]:
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
+        paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=base | paths | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.fixture
+def chaos(start: Start) -> Callable[..., subprocess.Popen[str]]:
+    """Start the chaos recipe by `spmd-rl run` on two ranks."""
+
+    def run(scenario: str, *words: str, **environment: str) -> subprocess.Popen[str]:
+        return start([*SPMD_RL, CHAOS, "--nproc=2", f"--scenario={scenario}", *words], **environment)
+
+    return run
+
+
+@pytest.fixture
+def repo() -> Path:
+    return REPO
+
+
+@pytest.fixture
+def spmd_rl() -> list[str]:
+    return SPMD_RL
+
+
+@pytest.fixture
+def torchrun() -> list[str]:
+    """The chaos recipe under torchrun itself."""
+    return [*TORCHRUN, "-m", "spmd_rl", "run", CHAOS]
+
+
+@pytest.fixture
+def torchrun_with_a_stranger(tmp_path: Path) -> list[str]:
+    """The same, but rank 1 holds a secret of its own."""
+    entry = tmp_path / "stranger.py"
+    entry.write_text(
+        "import os, sys\n"
+        "os.environ['SPMD_RL_SECRET'] = ('ab' if os.environ['RANK'] == '1' else 'cd') * 32\n"
+        "from spmd_rl.cli import rank_main\n"
+        "sys.exit(rank_main())\n"
+    )
+    return [*TORCHRUN, str(entry), "run", CHAOS]

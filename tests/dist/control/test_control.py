@@ -1,0 +1,141 @@
+"""Real ranks under torchrun: what works, and that everything that breaks ends in seconds with one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(90)]
+
+Chaos = Callable[..., subprocess.Popen[str]]
+END_S = 15.0  # far above what an end takes, far below any time-out
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, stdout, and the last line of stderr, which is the run's sentence."""
+    out, err = process.communicate(timeout=60)
+    lines = err.strip().splitlines()
+    return process.returncode, out, lines[-1] if lines else ""
+
+
+def report(process: subprocess.Popen[str]) -> dict:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def test_calls_under_spmd_rl_run(chaos: Chaos) -> None:
+    code, out, last = outcome(chaos("fine"))
+    assert code == 0, last
+    assert "all fine" in out
+
+
+def test_calls_under_plain_torchrun(start: Chaos, torchrun: list[str]) -> None:
+    code, out, last = outcome(start([*torchrun, "--scenario=fine"]))
+    assert code == 0, last
+    assert "all fine" in out
+
+
+def test_own_role_example(start: Chaos, spmd_rl: list[str], repo: Path) -> None:
+    code, out, last = outcome(
+        start([*spmd_rl, str(repo / "examples/own_role/word_count.py"), "--nproc=2", "--text", "a b. c. d e f"])
+    )
+    assert code == 0, last
+    assert out == "[2, 1, 3] on 2 ranks\n"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "code", "sentence"),
+    [
+        ("raise", 1, "rank 1 (actor.boom): KeyError: 'no such thing'"),
+        ("data", 2, "train.jsonl:7: not JSON"),
+        ("differ", 1, "actor.differ: the result of ranks [1] differs from rank 0's"),
+        ("recipe", 1, "ZeroDivisionError: in the recipe"),
+    ],
+)
+def test_errors_end_with_their_sentence(chaos: Chaos, scenario: str, code: int, sentence: str) -> None:
+    got, _, last = outcome(chaos(scenario))
+    assert got == code, last
+    assert sentence in last
+
+
+def test_a_worker_error_shows_its_traceback_above_the_sentence(chaos: Chaos) -> None:
+    _, err = chaos("raise").communicate(timeout=60)
+    assert 'raise KeyError("no such thing")' in err
+    assert "ChildFailedError" not in err
+
+
+def test_deadline_saves_all_stacks(chaos: Chaos, tmp_path: Path) -> None:
+    code, _, last = outcome(chaos("deadline"))
+    assert code == 1
+    assert "no answer from rank 0" in last
+    assert "in actor.hang" in last
+    stacks = [(tmp_path / f"runs/run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
+    assert "barrier" in stacks[0]
+    assert "threading.Event().wait()" in stacks[1]
+
+
+@pytest.mark.parametrize(
+    ("victim", "sentence"),
+    [
+        (1, "lost rank 1 (host "),
+        (0, "lost rank 0 (host "),
+        ("controller", "was killed by SIGKILL"),
+    ],
+)
+def test_any_death_ends_all(chaos: Chaos, victim: int | str, sentence: str) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    everyone = [pids["controller"], *pids["ranks"]]
+    os.kill(pids["ranks"][victim] if isinstance(victim, int) else pids["controller"], signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, last = outcome(process)
+    assert time.monotonic() - killed < END_S
+    assert code != 0
+    assert sentence in last
+    if isinstance(victim, int):
+        assert "in actor.hang (phase rollout)" in last
+    assert all(map(gone, everyone))
+
+
+def test_a_stopped_worker_is_lost(chaos: Chaos) -> None:
+    process = chaos("hang", "--run.lost_after_s=3")
+    pids = report(process)
+    os.kill(pids["ranks"][1], signal.SIGSTOP)
+    code, _, last = outcome(process)
+    assert code != 0
+    assert "lost rank 1 (host " in last
+
+
+def test_ending_the_run_from_outside(chaos: Chaos) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    process.send_signal(signal.SIGTERM)
+    code, _, last = outcome(process)
+    assert code == 128 + signal.SIGTERM
+    assert last == "the run was ended from outside: every rank got SIGTERM"
+    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
+
+
+def test_wrong_secret(start: Chaos, torchrun_with_a_stranger: list[str]) -> None:
+    began = time.monotonic()
+    process = start(torchrun_with_a_stranger)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "rank 1 and the controller" in err
+    assert "hold different secrets" in err
+    assert time.monotonic() - began < 45

@@ -1,0 +1,85 @@
+"""What can do harm has one owner, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from tests.laws.source import Module, calls, imports, package_modules, parse
+
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+FORBIDDEN_CALLS = {"eval", "exec", "builtins.eval", "builtins.exec", "os.system"}
+
+OWNED_IMPORTS = {
+    "zmq": {"controller"},
+    "subprocess": {"cli", "controller", "rollout"},
+    "multiprocessing": {"cli", "controller", "rollout"},
+}
+OWNED_CALLS = {
+    "init_process_group": {"mesh"},
+    "new_group": {"mesh"},
+    "DeviceMesh": {"mesh"},
+    "init_device_mesh": {"mesh"},
+    "all_gather_object": {"mesh"},
+    "broadcast_object_list": {"mesh"},
+    "fork": {"controller", "cli"},
+    "execv": {"cli"},
+    "execvp": {"cli"},
+    "execvpe": {"cli"},
+}
+
+
+def forbidden(modules: Iterable[Module]) -> list[str]:
+    found = []
+    for module in modules:
+        for item in imports(module):
+            if item.target.split(".")[0] in FORBIDDEN_IMPORTS:
+                found.append(f"{module.name}:{item.line} imports {item.target}")
+        for called, line in calls(module):
+            if called in FORBIDDEN_CALLS or called.startswith(("pickle.", "torch.load")):
+                found.append(f"{module.name}:{line} calls {called}")
+    return found
+
+
+def not_the_owner(modules: Iterable[Module]) -> list[str]:
+    found = []
+    for module in modules:
+        for item in imports(module):
+            owners = OWNED_IMPORTS.get(item.target.split(".")[0])
+            if owners is not None and module.room not in owners:
+                found.append(f"{module.name}:{item.line} imports {item.target}")
+        for called, line in calls(module):
+            owners = OWNED_CALLS.get(called.rpartition(".")[2])
+            if owners is not None and module.room not in owners:
+                found.append(f"{module.name}:{line} calls {called}")
+    return found
+
+
+def test_no_pickle_and_no_execution_of_text() -> None:
+    assert forbidden(package_modules()) == []
+
+
+def test_dangerous_things_stay_with_their_owner() -> None:
+    assert not_the_owner(package_modules()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import pickle", "from pickle import loads", "def f(x):\n    return eval(x)", "exec('1')", "torch.load('x')"],
+)
+def test_a_forbidden_thing_is_seen(text: str) -> None:
+    assert forbidden([parse("spmd_rl.controller.wire", text)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("spmd_rl.rollout.role", "import zmq"),
+        ("spmd_rl.weights.executors", "dist.new_group([0, 1])"),
+        ("spmd_rl.train.fsdp2", "mesh = DeviceMesh('cpu', [0])"),
+        ("spmd_rl.data.files", "import subprocess"),
+    ],
+)
+def test_a_wrong_owner_is_seen(name: str, text: str) -> None:
+    assert not_the_owner([parse(name, text)])

@@ -1,0 +1,121 @@
+"""Rooms import downwards only, in no circle, and each heavy package has one room that imports it, late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from tests.laws.source import Module, imports, package_modules, parse
+
+FLOORS = (
+    {"errors", "types", "config", "partition", "observe"},
+    {"mesh", "offload", "kernels", "algo"},
+    {"weights", "model", "data", "rewards"},
+    {"controller"},
+    {"train", "rollout"},
+    {"cli", "recipes", "__main__", ""},
+)
+HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
+
+HEAVY = {
+    "transformers": "model",
+    "matplotlib": "observe",
+    "rich": "observe",
+    "wandb": "observe",
+    "tensorboard": "observe",
+    "pyarrow": "data",
+    "math_verify": "rewards",
+    "triton": "kernels",
+    "flash_attn": "kernels",
+    "cupy": "offload",
+    "torch_memory_saver": "offload",
+    "sglang": "rollout",
+    "megatron": "train",
+    "transformer_engine": "train",
+}
+AT_MODULE_LEVEL = {"rich", "triton"}  # rich: the one file that needs it is imported late; triton: its decorators
+
+
+def room_edges(modules: Iterable[Module]) -> Iterator[tuple[str, str, str]]:
+    """(from room, to room, where) of every import between rooms that happens at run time."""
+    for module in modules:
+        for item in imports(module):
+            if item.target.split(".")[0] == "spmd_rl" and not item.typing_only:
+                parts = item.target.split(".")
+                target = parts[1] if len(parts) > 1 and parts[1] in HEIGHT else ""
+                if target != module.room:
+                    yield module.room, target, f"{module.name}:{item.line} imports {item.target}"
+
+
+def upward(modules: Iterable[Module]) -> list[str]:
+    return [where for source, target, where in room_edges(modules) if HEIGHT[target] > HEIGHT[source]]
+
+
+def circle(modules: Iterable[Module]) -> list[str]:
+    """The rooms that are left when those who import nobody left are taken away, again and again."""
+    below: dict[str, set[str]] = {}
+    for source, target, _ in room_edges(modules):
+        below.setdefault(source, set()).add(target)
+        below.setdefault(target, set())
+    while free := [room for room, targets in below.items() if not targets]:
+        below = {room: targets - set(free) for room, targets in below.items() if room not in free}
+    return sorted(below)
+
+
+def misplaced_heavy(modules: Iterable[Module]) -> list[str]:
+    found = []
+    for module in modules:
+        for item in imports(module):
+            package = item.target.split(".")[0]
+            if package in HEAVY and not item.typing_only:
+                late = item.lazy or package in AT_MODULE_LEVEL
+                if module.room != HEAVY[package] or not late:
+                    found.append(f"{module.name}:{item.line} imports {item.target}")
+    return found
+
+
+def test_every_room_has_a_floor() -> None:
+    assert {module.room for module in package_modules()} <= set(HEIGHT)
+
+
+def test_arrows_go_down() -> None:
+    assert upward(package_modules()) == []
+
+
+def test_rooms_form_no_circle() -> None:
+    assert circle(package_modules()) == []
+
+
+def test_heavy_packages_have_one_room_and_come_late() -> None:
+    assert misplaced_heavy(package_modules()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("spmd_rl.algo.losses", "from spmd_rl.train import role"),
+        ("spmd_rl.observe.run", "def f():\n    import spmd_rl.mesh.place"),
+        ("spmd_rl.data.files", "from spmd_rl import Prompts"),
+    ],
+)
+def test_an_upward_arrow_is_seen(name: str, text: str) -> None:
+    assert upward([parse(name, text)])
+
+
+def test_a_circle_is_seen() -> None:
+    one = parse("spmd_rl.mesh.world", "from spmd_rl.algo import losses")
+    other = parse("spmd_rl.algo.losses", "from spmd_rl.mesh import world")
+    assert circle([one]) == []
+    assert circle([one, other]) == ["algo", "mesh"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("spmd_rl.train.role", "def f():\n    import transformers"),
+        ("spmd_rl.model.hf", "from transformers import AutoConfig"),
+    ],
+)
+def test_a_misplaced_heavy_import_is_seen(name: str, text: str) -> None:
+    assert misplaced_heavy([parse(name, text)])

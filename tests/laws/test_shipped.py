@@ -1,0 +1,57 @@
+"""What is shipped beside the package stays true: every TOML fits its recipe, every path in the README exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from spmd_rl.config import load
+from spmd_rl.errors import ConfigError
+from tests.laws.source import ROOT
+
+EXAMPLE_CONFIGS = sorted(path for path in (ROOT / "examples").rglob("*.toml"))
+README = ROOT / "README.md"
+_LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+
+
+def recipe_beside(config: Path) -> ModuleType:
+    """The recipe.py in the folder of an example's TOML."""
+    path = config.parent / "recipe.py"
+    spec = importlib.util.spec_from_file_location(f"shipped_{config.parent.name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def missing_links(page: Path) -> list[str]:
+    return [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("config", EXAMPLE_CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_config_fits_its_recipe(config: Path) -> None:
+    assert load(recipe_beside(config).Config, config)
+
+
+@pytest.mark.parametrize("config", EXAMPLE_CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_stale_key_is_seen(config: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such_key"):
+        load(recipe_beside(config).Config, config, ["no_such_key=1"])
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in (README, *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md") if page.exists()], ids=str
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert missing_links(page) == []
+
+
+def test_a_dead_link_is_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("[here](page.md) and [gone](gone.md) and [web](https://x.org)")
+    assert missing_links(page) == ["gone.md"]

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from spmd_rl.algo.advantages import group_advantage, rloo_advantage
+from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.types import Group, Prompt, Sample
+
+REWARDS = arrays(np.float64, st.integers(2, 12), elements=st.floats(-5, 5))
+
+
+def _group(rewards: np.ndarray) -> Group:
+    none = np.zeros(0, np.int32)
+    samples = [
+        Sample(0, i, none, none.astype(np.float32), none, "stop", reward=float(r)) for i, r in enumerate(rewards)
+    ]
+    return Group(Prompt(0, none), samples)
+
+
+def test_by_hand(make_group) -> None:
+    # Rewards 1 0 0 0: mean 1/4, squares 9/16 + 3/16 = 3/4, over G - 1 = 3 gives a std of 1/2.
+    (values,) = group_advantage([make_group([1, 0, 0, 0])])
+    np.testing.assert_allclose(values, np.array([0.75, -0.25, -0.25, -0.25]) / (0.5 + 1e-6), rtol=1e-15)
+
+
+def test_each_prompt_is_its_own_group_and_sizes_may_differ(make_group) -> None:
+    easy, hard = make_group([1, 1, 0]), make_group([0, 0.1], uid=1)
+    together = group_advantage([easy, hard])
+    np.testing.assert_array_equal(together[0], group_advantage([easy])[0])
+    np.testing.assert_array_equal(together[1], group_advantage([hard])[0])
+    over_the_batch = np.concatenate([easy.rewards, hard.rewards])
+    over_the_batch = (over_the_batch - over_the_batch.mean()) / (over_the_batch.std(ddof=1) + 1e-6)
+    assert not np.allclose(np.concatenate(together), over_the_batch, atol=0.1)
+
+
+def test_equal_rewards_teach_exactly_nothing(make_group) -> None:
+    for value in (0.0, 1.0, 0.1):
+        assert not group_advantage([make_group([value] * 3)])[0].any()
+
+
+def test_one_sample_is_refused(make_group) -> None:
+    for estimator in (group_advantage, rloo_advantage):
+        with pytest.raises(ConfigError, match=r"prompt 4 has 1 sample.*num_samples"):
+            estimator([make_group([1.0], uid=4)])
+
+
+def test_a_reward_that_is_not_a_number_is_refused(make_group) -> None:
+    with pytest.raises(DataError, match="prompt 2, sample 1: the reward is nan"):
+        group_advantage([make_group([1.0, float("nan")], uid=2)])
+
+
+@given(REWARDS)
+def test_grpo_against_its_definition(rewards: np.ndarray) -> None:
+    (values,) = group_advantage([_group(rewards)])
+    std = np.sqrt(((rewards - rewards.mean()) ** 2).sum() / (len(rewards) - 1))
+    np.testing.assert_allclose(values, (rewards - rewards.mean()) / (std + 1e-6), rtol=1e-9, atol=1e-9)
+
+
+@given(REWARDS)
+def test_rloo_is_the_reward_less_the_mean_of_the_others(rewards: np.ndarray) -> None:
+    (values,) = rloo_advantage([_group(rewards)])
+    others = [rewards[i] - np.delete(rewards, i).mean() for i in range(len(rewards))]
+    np.testing.assert_allclose(values, others, atol=1e-12)
+
+
+@given(REWARDS)
+def test_without_std_advantages_are_centred_rewards(rewards: np.ndarray) -> None:
+    (values,) = group_advantage([_group(rewards)], use_std=False)
+    np.testing.assert_allclose(values, rewards - rewards.mean(), atol=1e-12)

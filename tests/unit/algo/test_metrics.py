@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from spmd_rl.algo.metrics import group_metrics
+
+
+def test_by_hand(make_group) -> None:
+    groups = [
+        make_group([1, 1], lengths=[2, 5], version=3),
+        make_group([0, 0], lengths=[1, 2], version=1),
+        make_group([0, 1], lengths=[4, 4], version=2),
+    ]
+    metrics = group_metrics(groups, version=3)
+    assert metrics == {
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/solve_none": pytest.approx(1 / 3),
+        "reward/solve_all": pytest.approx(1 / 3),
+        "rollout/response_tokens_mean": 3.0,
+        "rollout/truncated": pytest.approx(1 / 6),
+        "version/lag_mean": pytest.approx((7 * 0 + 3 * 2 + 8 * 1) / 18),
+        "version/lag_max": 2.0,
+    }
+
+
+def test_no_groups_say_nothing() -> None:
+    assert group_metrics([], version=0) == {}

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class CharTokenizer:
+    """A character a token; BOS (1) in front when special tokens are asked for."""
+
+    eos_token_id: int | None = 2
+    chat_template: str | None = "{{ messages }}"
+
+    def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[1] * add_special_tokens + [ord(c) for c in line] for line in text]}
+
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> str:
+        assert kwargs.pop("tokenize") is False
+        assert kwargs.pop("add_generation_prompt") is True
+        turns = "".join(f"<{turn['role']}>{turn['content']}" for turn in conversation)
+        return turns + "<assistant>" + "".join(f"[{key}={value}]" for key, value in kwargs.items())
+
+
+@pytest.fixture
+def tokenizer() -> CharTokenizer:
+    return CharTokenizer()
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Callable[..., str]:
+    def write(*lines: str, name: str = "train.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        return str(path)
+
+    return write

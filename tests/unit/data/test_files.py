@@ -1,0 +1,84 @@
+"""Files: slices as in Python, and every broken input named by file, line and field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.data.files import Record, read_records
+from spmd_rl.errors import ConfigError, DataError
+
+Jsonl = Callable[..., str]
+LINES = [f'{{"prompt": "{i}"}}' for i in range(6)]
+
+
+@pytest.mark.parametrize("cut", ["0:2", "2:", ":-1", "-2:", ":", "1:5", "-4:-2"])
+def test_a_slice_is_pythons(jsonl: Jsonl, cut: str) -> None:
+    start, stop = (int(part) if part else None for part in cut.split(":"))
+    got = [record.text("prompt") for record in read_records(jsonl(*LINES) + f"@[{cut}]")]
+    assert got == ["0", "1", "2", "3", "4", "5"][start:stop]
+
+
+def test_a_record_knows_its_line_though_lines_are_blank(jsonl: Jsonl) -> None:
+    records = read_records(jsonl(LINES[0], "", LINES[1]))
+    assert [record.where.rpartition(":")[2] for record in records] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a"', r"train\.jsonl:2: not valid JSON"),
+        ("[1]", r"train\.jsonl:2: expected a JSON object, got \[1\]"),
+        ("[" * 100_000, r"train\.jsonl:2: not valid JSON"),
+    ],
+)
+def test_a_malformed_line_is_named(jsonl: Jsonl, line: str, problem: str) -> None:
+    with pytest.raises(DataError, match=problem):
+        read_records(jsonl(LINES[0], line))
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n')
+    with pytest.raises(DataError, match=r"x\.jsonl:2: not UTF-8"):
+        read_records(str(path))
+
+
+def test_missing_empty_or_unknown_files(jsonl: Jsonl, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        read_records(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="holds no record"):
+        read_records(jsonl(""))
+    with pytest.raises(DataError, match="slice is empty: the file holds 6 records"):
+        read_records(jsonl(*LINES) + "@[6:]")
+    with pytest.raises(ConfigError, match=r"data files end in \.jsonl or \.parquet"):
+        read_records(jsonl("x", name="train.txt"))
+    with pytest.raises(ConfigError, match="a slice is written"):
+        read_records(jsonl(*LINES) + "@[1]")
+
+
+def test_fields_are_checked() -> None:
+    record = Record("f.jsonl:3", {"a": "x", "n": 4, "b": True, "l": []})
+    assert (record.text("a"), record.text("n")) == ("x", "4")
+    with pytest.raises(DataError, match="f.jsonl:3: z: no such key in this record \\(it has 'a', 'n', 'b', 'l'\\)"):
+        record.text("z")
+    for key in ("b", "l"):
+        with pytest.raises(DataError, match=f"f.jsonl:3: {key}: expected a string"):
+            record.text(key)
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"]}), path)
+    assert [record.text("prompt") for record in read_records(str(path))] == ["a", "b"]
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'spmd-rl\[parquet\]'"):
+        read_records(str(tmp_path / "x.parquet"))

@@ -1,0 +1,142 @@
+"""Prompts and pairs: order, tokens, filter, and a position that can be saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.data.order import Order
+from spmd_rl.data.pairs import Pairs
+from spmd_rl.data.prompts import PromptConfig, Prompts
+from spmd_rl.errors import ConfigError, DataError
+
+Jsonl = Callable[..., str]
+
+
+def lines(num: int, **extra: Any) -> list[str]:
+    return [json.dumps({"prompt": f"{i}?", "answer": str(i), **extra}) for i in range(num)]
+
+
+def drawn(order: Order, num: int) -> list[int]:
+    return [order.next() for _ in range(num)]
+
+
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 130))
+def test_order_depends_on_seed_epoch_and_position_alone(num: int, seed: int, start: int) -> None:
+    whole, late = Order(num, seed=seed, shuffle=True), Order(num, seed=seed, shuffle=True)
+    late.drawn = start
+    assert drawn(whole, start + 50)[start:] == drawn(late, 50)
+
+
+@given(st.integers(1, 40), st.integers(0, 5))
+def test_every_epoch_draws_each_record_once(num: int, seed: int) -> None:
+    order = Order(num, seed=seed, shuffle=True)
+    assert all(sorted(drawn(order, num)) == list(range(num)) for _ in range(3))
+
+
+def test_epochs_and_seeds_differ_and_the_order_never_changes() -> None:
+    order = Order(8, seed=0, shuffle=True)
+    epochs = [drawn(order, 8), drawn(order, 8), drawn(Order(8, seed=1, shuffle=True), 8)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert epochs[0] == [0, 3, 7, 4, 1, 5, 2, 6]  # as it was when this test was written
+
+
+def test_without_shuffling_the_files_order() -> None:
+    assert drawn(Order(3, seed=0, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_uids_number_the_draws(jsonl: Jsonl, tokenizer: Any) -> None:
+    prompts = Prompts(PromptConfig(jsonl(*lines(3))), tokenizer)
+    got = prompts.next(2) + prompts.next(5)
+    assert [prompt.uid for prompt in got] == list(range(7))
+    assert sorted(prompt.answer for prompt in got[:3]) == ["0", "1", "2"]
+    assert len(prompts) == 3
+
+
+def test_a_prompt_carries_text_tokens_source_and_the_rest(jsonl: Jsonl, tokenizer: Any) -> None:
+    path = jsonl(*lines(1, level=3), name="sums.jsonl")
+    (prompt,) = Prompts(PromptConfig(path), tokenizer).next(1)
+    assert (prompt.text, prompt.answer, prompt.source, prompt.meta) == ("0?", "0", "sums", {"level": 3})
+    assert prompt.tokens.dtype == np.int32
+    assert prompt.tokens.tolist() == [1, ord("0"), ord("?")]
+
+
+def test_chat_template(jsonl: Jsonl, tokenizer: Any) -> None:
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    path = jsonl(json.dumps({"prompt": turns, "answer": "a"}), json.dumps({"prompt": "u", "answer": "a"}))
+    cfg = PromptConfig(path, chat_template=True, shuffle=False, template_kwargs={"thinking": False})
+    one, other = Prompts(cfg, tokenizer).next(2)
+    assert one.text == "<system>s<user>u<assistant>[thinking=False]"
+    assert other.text == "<user>u<assistant>[thinking=False]"
+    assert one.tokens[0] == ord("<")  # the template's own tokens only, no second BOS
+
+
+def test_chat_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
+    messages = jsonl(json.dumps({"prompt": [{"role": "user"}], "answer": "a"}))
+    with pytest.raises(DataError, match=r"train.jsonl:1: prompt: a list of messages needs chat_template = true"):
+        Prompts(PromptConfig(messages), tokenizer)
+    with pytest.raises(DataError, match="each with 'role' and 'content'"):
+        Prompts(PromptConfig(messages, chat_template=True), tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        Prompts(PromptConfig(messages, chat_template=True), tokenizer)
+
+
+def test_long_prompts_are_dropped_and_counted(jsonl: Jsonl, tokenizer: Any) -> None:
+    path = jsonl(*lines(12))  # 10? and 11? have four tokens with BOS
+    prompts = Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)
+    assert (len(prompts), prompts.num_dropped) == (10, 2)
+    with pytest.raises(DataError, match="all 12 prompts are longer than 2 tokens"):
+        Prompts(PromptConfig(path, max_prompt_tokens=2), tokenizer)
+
+
+def test_a_field_of_the_wrong_kind_is_named(jsonl: Jsonl, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"train.jsonl:2: answer: no such key"):
+        Prompts(PromptConfig(jsonl(*lines(1), '{"prompt": "x"}')), tokenizer)
+    with pytest.raises(DataError, match=r"train.jsonl:1: prompt: expected a string, got None"):
+        Prompts(PromptConfig(jsonl('{"prompt": null, "answer": "a"}')), tokenizer)
+    assert Prompts(PromptConfig(jsonl('{"prompt": "x"}'), answer_key=""), tokenizer).next(1)[0].answer == ""
+
+
+def test_an_empty_prompt_is_refused(jsonl: Jsonl, tokenizer: Any) -> None:
+    tokenizer.chat_template = "x"
+    tokenizer.apply_chat_template = lambda *_, **__: ""
+    with pytest.raises(DataError, match="the prompt is empty"):
+        Prompts(PromptConfig(jsonl(*lines(1)), chat_template=True), tokenizer)
+
+
+def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: Any) -> None:
+    path = jsonl(*lines(5))
+    first, second = Prompts(PromptConfig(path), tokenizer), Prompts(PromptConfig(path), tokenizer)
+    first.next(7)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert [(p.uid, p.text) for p in first.next(9)] == [(p.uid, p.text) for p in second.next(9)]
+    with pytest.raises(DataError, match="not those the saved position was taken in"):
+        Prompts(PromptConfig(path + "@[:4]"), tokenizer).restore(first.state())
+
+
+def test_pairs_learn_the_answer_and_the_end(jsonl: Jsonl, tokenizer: Any) -> None:
+    (pair,) = Pairs(PromptConfig(jsonl(*lines(1))), tokenizer).next(1)
+    assert pair.tokens.tolist() == [1, ord("0"), ord("?"), ord("0"), 2]
+    assert pair.mask.tolist() == [False, False, False, True, True]
+
+
+def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
+    path = jsonl(*lines(4))
+    one, other = Pairs(PromptConfig(path), tokenizer), Pairs(PromptConfig(path), tokenizer)
+    one.next(3)
+    other.restore(one.state())
+    assert [p.tokens.tolist() for p in one.next(4)] == [p.tokens.tolist() for p in other.next(4)]
+    with pytest.raises(DataError, match="over 4 pairs, here are 2"):
+        Pairs(PromptConfig(path + "@[:2]"), tokenizer).restore(one.state())
+    with pytest.raises(ConfigError, match="answer_key"):
+        Pairs(PromptConfig(path, answer_key=""), tokenizer)
+    tokenizer.eos_token_id = None
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        Pairs(PromptConfig(path), tokenizer)

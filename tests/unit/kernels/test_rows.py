@@ -1,0 +1,157 @@
+"""Row against batch: every op gives a row the same bits whatever rows lie beside it, and agrees with float64.
+
+The negative controls at the end are the same checks on ops that break the contract; they must fail them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd_rl.kernels import linear, rms_norm, rope, rope_table, silu_mul, token_logprobs
+
+ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 127, 129, 257)
+TOTAL = 300
+RowOp = Callable[[Tensor], Tensor]
+
+
+def data(kind: str, rows: int, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows * 1000 + columns)
+    x = torch.randn(rows, columns, generator=generator)
+    if kind == "wide":
+        return x * torch.exp2(torch.randint(-20, 20, x.shape, generator=generator).float())
+    if kind == "cancelling":
+        signs = torch.where(torch.arange(columns) % 2 == 0, 1024.0, -1024.0)
+        return signs + x * 2**-15
+    return x
+
+
+def unequal_rows(op: RowOp, x: Tensor) -> int:
+    """Rows whose bits change with the rows beside them, over many counts and offsets."""
+    whole, count = op(x), 0
+    for rows in ROWS:
+        for first in (0, 1, 5, TOTAL - rows):
+            part = op(x[first : first + rows].clone())
+            count += int((part.view(torch.int32) != whole[first : first + rows].view(torch.int32)).sum())
+    return count
+
+
+def weight(rows: int, columns: int) -> Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
+
+
+SHAPES = [(64, 192), (128, 32), (192, 64), (64, 20), (48, 97), (256, 1024), (1024, 256)]
+KINDS = ("normal", "wide", "cancelling")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_linear(k: int, n: int, kind: str) -> None:
+    w, bias = weight(n, k), weight(1, n)[0]
+    assert unequal_rows(lambda x: linear(x, w, bias), data(kind, TOTAL, k)) == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_linear_with_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        w = weight(1024, 256)
+        assert unequal_rows(lambda x: linear(x, w), data("normal", TOTAL, 256)) == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [16, 20, 64, 100, 128, 1024])
+def test_row_wise_ops(columns: int, kind: str) -> None:
+    x = data(kind, TOTAL, columns)
+    scale = weight(1, columns)[0]
+    cos, sin = rope_table(1.0 / 10000 ** (torch.arange(0, columns, 2) / columns), 8)
+    one = torch.ones(TOTAL)
+    ops: dict[str, RowOp] = {
+        "rms_norm": lambda x: rms_norm(x, scale, 1e-6),
+        "silu_mul": lambda x: silu_mul(x, x),
+        "rope": lambda x: rope(x.unsqueeze(1), cos[5].expand(len(x), -1), sin[5].expand(len(x), -1)).squeeze(1),
+        "logprob": lambda x: token_logprobs(x, torch.full((len(x),), 3), one[: len(x)])[0],
+        "entropy": lambda x: token_logprobs(x, torch.full((len(x),), 3), one[: len(x)])[1],
+    }
+    assert {name: unequal_rows(op, x) for name, op in ops.items()} == dict.fromkeys(ops, 0)
+
+
+@pytest.mark.parametrize("columns", [5, 97, 8200, 20000])
+def test_logprob_of_any_vocabulary(columns: int) -> None:
+    x = data("normal", 24, columns)
+    targets = torch.arange(24) % columns
+    whole = token_logprobs(x, targets, torch.full((24,), 1.25))[0]
+    for row in range(24):
+        assert torch.equal(
+            token_logprobs(x[row : row + 1], targets[row : row + 1], torch.tensor([1.25]))[0][0], whole[row]
+        )
+    expected = (x.double() * 1.25).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(whole.double(), expected, rtol=0, atol=2e-6)
+
+
+def test_padding_of_linear_is_invisible() -> None:
+    w = weight(64, 64)
+    x = data("normal", 5, 64)
+    torch.testing.assert_close(linear(x, w).double(), x.double() @ w.double().t(), rtol=1e-5, atol=1e-5)
+
+
+GRADIENTS: dict[str, Callable[..., Tensor]] = {
+    "rms_norm": lambda x, w: rms_norm(x, w[0, :12], 1e-6),
+    "silu_mul": lambda x, w: silu_mul(x, w[:9, :12]),
+    "linear": lambda x, w: linear(x, w[:, :12]),
+    "logprob": lambda x, w: token_logprobs(x, torch.arange(9), w[:9, 0].abs() + 0.5)[0],
+    "rope": lambda x, w: rope(x.view(9, 2, 6), *(t[:9] for t in rope_table(torch.tensor([1.0, 0.3, 0.1]), 9))),
+}
+ORACLES: dict[str, Callable[..., Tensor]] = {
+    "rms_norm": lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w[0, :12],
+    "silu_mul": lambda x, w: F.silu(x) * w[:9, :12],
+    "linear": lambda x, w: x @ w[:, :12].t(),
+    "logprob": lambda x, w: (x * (w[:9, :1].abs() + 0.5)).log_softmax(-1)[torch.arange(9), torch.arange(9)],
+    "rope": lambda x, w: _complex_rope(x.view(9, 2, 6)),
+}
+
+
+def _complex_rope(x: Tensor) -> Tensor:
+    angles = torch.outer(torch.arange(9.0, dtype=x.dtype), torch.tensor([1.0, 0.3, 0.1], dtype=x.dtype))
+    turned = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_forward_and_gradients_against_float64(name: str) -> None:
+    x, w = data("normal", 9, 12), weight(16, 16)
+    results = []
+    for op, dtype in ((GRADIENTS[name], torch.float32), (ORACLES[name], torch.float64)):
+        leaf, other = x.to(dtype, copy=True).requires_grad_(), w.to(dtype, copy=True).requires_grad_(name != "logprob")
+        out = op(leaf, other)
+        (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)).sum().backward()
+        results.append([out.double(), leaf.grad.double()] + ([other.grad.double()] if other.grad is not None else []))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("linear without the row tile", lambda x: F.linear(x, weight(64, 64))),
+        ("torch's own silu", lambda x: F.silu(x[:, :60].contiguous())),
+        ("split sum chosen by the number of rows", lambda x: _split_sum(x)),
+        ("norm over the batch", lambda x: x / x.square().mean().sqrt()),
+    ],
+)
+def test_negative_controls_fail(name: str, op: RowOp) -> None:
+    assert unequal_rows(op, data("normal", TOTAL, 64)) > 0, name
+
+
+def _split_sum(x: Tensor) -> Tensor:
+    if len(x) < 64:
+        return x.sum(-1, keepdim=True)
+    half = x.shape[1] // 2
+    return x[:, :half].sum(-1, keepdim=True) + x[:, half:].sum(-1, keepdim=True)

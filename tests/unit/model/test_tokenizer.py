@@ -1,0 +1,64 @@
+"""The light tokenizer against transformers' own on the same folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.tokenizer import load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *"0123456789+-= abc<>"])}
+    rust = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
+    rust.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    rust.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=rust,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<bos>",
+        chat_template=TEMPLATE,
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_same_ids_and_text(folder: Path, add_special_tokens: bool) -> None:
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    texts = ["1+2=3", "a b c", "", "zz9", "<eos>1"]
+    ids = ours(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    assert ids == theirs(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    for skip in (True, False):
+        for row in ids:
+            assert ours.decode(row, skip_special_tokens=skip) == theirs.decode(row, skip_special_tokens=skip)
+    assert ours.eos_token_id == theirs.eos_token_id == 1
+
+
+def test_chat_template(folder: Path) -> None:
+    ours = load_tokenizer(folder)
+    assert ours.chat_template == TEMPLATE
+    text = ours.apply_chat_template([{"role": "b", "content": "1"}], tokenize=False, add_generation_prompt=True)
+    assert text == "<b>1<a>"
+
+
+def test_broken_folders(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no model folder"):
+        load_tokenizer(tmp_path / "nothing")
+    (folder / "tokenizer.json").write_text(json.dumps({"model": 3}))
+    with pytest.raises(ConfigError, match="does not load"):
+        load_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="no tokenizer that loads"):
+        load_tokenizer(folder)

@@ -1,0 +1,41 @@
+"""The arithmetic of memory, against sizes worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.errors import PlanError
+from spmd_rl.offload.ledger import Entry, Ledger, engine_ledger, kv_token_bytes, total, trainer_ledger
+
+
+def test_eight_billion_on_four_gpus() -> None:
+    ledger = trainer_ledger(8_000_000_000, num_shards=4, compute_bytes=2)
+    assert ledger.resident_bytes("train") == 8_000_000_000 // 4 * 4 * 4 + 16_000_000_000
+    assert ledger.resident_bytes("rollout") == 8_000_000_000 // 4 * 4 * 3
+
+
+def test_single_fp32_rank_has_no_gathered_copy() -> None:
+    assert trainer_ledger(10, 1, 4).resident_bytes("train") == 160
+
+
+def test_kv_of_qwen3_8b() -> None:
+    """36 layers, 8 key-value heads of 128, bf16: 144 KiB a token."""
+    assert kv_token_bytes(36, 8, 128, 2) == 147_456
+
+
+def test_refusal_shows_the_sum() -> None:
+    ledger = total([trainer_ledger(1 << 30, 1, 4), engine_ledger(1 << 30, 2, 6 << 30)])
+    ledger.require(ledger.peak_bytes())
+    with pytest.raises(
+        PlanError, match=r"phase rollout needs master 4\.00 GiB .* kv 6\.00 GiB = 20\.00 GiB.*19\.00 GiB"
+    ):
+        ledger.require(19 << 30)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 1 << 40), st.booleans()), max_size=6))
+def test_peak_is_the_worst_phase(rows: list[tuple[str, int, bool]]) -> None:
+    ledger = Ledger(tuple(Entry(tag, size, ("train",) if narrow else ("sync", "train")) for tag, size, narrow in rows))
+    assert ledger.peak_bytes() == sum(size for _, size, _ in rows) == ledger.resident_bytes("train")
+    assert ledger.resident_bytes("rollout") == 0

@@ -1,0 +1,115 @@
+"""Tiny random models, and the two things every exactness test needs: run an engine, score what it made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.kernels import PackedAttention, token_logprobs
+from spmd_rl.model.hf import init_weights
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.rollout.engine import EngineConfig, Request
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.types import Sample
+
+CPU = torch.device("cpu")
+Name = tuple[int, int]
+
+
+def _spec(family: str, num_heads: int, num_kv_heads: int) -> ModelSpec:
+    return ModelSpec(
+        family=family,
+        vocab_size=37,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=8,
+        max_positions=192,
+        rms_eps=1e-6,
+        rope=RopeSpec(1e4),
+        tie_embeddings=family == "qwen3",
+        qkv_bias=family == "qwen2",
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=family == "qwen3",
+        eos_ids=(1,),
+        init_std=0.3,
+    )
+
+
+@pytest.fixture(scope="session")
+def new_model() -> Callable[..., CausalLM]:
+    def build(family: str = "qwen3", num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0) -> CausalLM:
+        spec = _spec(family, num_heads, num_kv_heads)
+        model = CausalLM(spec)
+        init_weights(model, spec, seed)
+        return model.requires_grad_(False)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def model(new_model: Callable[..., CausalLM]) -> CausalLM:
+    return new_model()
+
+
+@pytest.fixture(scope="session")
+def new_engine() -> Callable[..., NativeEngine]:
+    """An engine whose weights are version 0; keywords are EngineConfig's."""
+
+    def build(model: CausalLM, decode: Callable[[tuple[int, ...]], str] | None = None, **cfg: object) -> NativeEngine:
+        cfg.setdefault("max_step_tokens", max(64, int(cfg.get("max_batch", 16))))
+        engine = NativeEngine(model, EngineConfig(**{"max_batch": 16, **cfg}), CPU, decode=decode)
+        engine.new_version(0)
+        return engine
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def finish() -> Callable[..., dict[Name, Sample]]:
+    """Submit, then step until nothing is left."""
+
+    def run(engine: NativeEngine, requests: Sequence[Request] = ()) -> dict[Name, Sample]:
+        for request in requests:
+            engine.submit(request)
+        samples = {}
+        while engine.has_work:
+            samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
+        return samples
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def mismatched_tokens() -> Callable[..., int]:
+    """The gate: how many tokens of `samples` carry other bits than the packed training forward gives them."""
+
+    def count(model: CausalLM, requests: Sequence[Request], samples: dict[Name, Sample]) -> int:
+        pairs = [(request, samples[request.uid, request.index]) for request in requests]
+        tokens = [np.concatenate([request.prompt, sample.tokens]).astype(np.int64) for request, sample in pairs]
+        lengths = np.array([len(t) for t in tokens], dtype=np.int32)
+        ends = np.cumsum(lengths)
+        spec = model.spec
+        attend = PackedAttention(lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=CPU)
+        positions = np.concatenate([np.arange(n) for n in lengths])
+        rows = np.concatenate(
+            [np.arange(end - len(s.tokens) - 1, end - 1) for end, (_, s) in zip(ends, pairs, strict=True)]
+        )
+        warm = np.concatenate([np.full(len(s.tokens), s.temperature, dtype=np.float32) for _, s in pairs])
+        targets = np.concatenate([s.tokens for _, s in pairs]).astype(np.int64)
+        with torch.no_grad():
+            logits = model(
+                torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(positions), attend, torch.from_numpy(rows)
+            )
+            scored, _ = token_logprobs(logits, torch.from_numpy(targets), 1 / torch.from_numpy(warm))
+        recorded = torch.from_numpy(np.concatenate([s.logprobs for _, s in pairs]))
+        return int((scored.view(torch.int32) != recorded.view(torch.int32)).sum())
+
+    return count

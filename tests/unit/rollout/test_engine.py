@@ -1,0 +1,237 @@
+"""The native engine's behaviour request by request: streaming, endings, versions, sleep, and clear refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
+from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.native.engine import NativeEngine, auto_pages
+
+EOS = 1
+
+
+def request(uid=0, index=0, prompt=(5, 6, 7), **sampling) -> Request:
+    sampling.setdefault("ignore_eos", True)
+    return Request(uid, index, np.array(prompt, dtype=np.int32), SamplingConfig(**{"max_tokens": 8, **sampling}))
+
+
+def letters(tokens: tuple[int, ...]) -> str:
+    return "".join(chr(ord("A") + token) for token in tokens)
+
+
+def test_tokens_stream_and_add_up_to_the_sample(model, new_engine):
+    engine = new_engine(model)
+    for index in range(3):
+        engine.submit(request(index=index, max_tokens=4 + index))
+    streamed: dict[int, list] = {0: [], 1: [], 2: []}
+    finished = []
+    while engine.has_work:
+        progress = engine.step()
+        for index, token, logprob in zip(progress.indices, progress.tokens, progress.logprobs, strict=True):
+            streamed[int(index)].append((token, logprob))
+        finished += progress.finished
+    assert [sample.index for sample in finished] == [0, 1, 2]
+    for sample in finished:
+        assert len(sample.tokens) == 4 + sample.index
+        assert list(zip(sample.tokens, sample.logprobs, strict=True)) == streamed[sample.index]
+        assert sample.finish == "length"
+        assert sample.tokens.dtype == np.int32
+        assert sample.logprobs.dtype == np.float32
+        assert (sample.logprobs <= 0).all()
+
+
+def test_requests_join_a_running_batch(model, new_engine):
+    engine = new_engine(model)
+    engine.submit(request(uid=0))
+    engine.step()
+    engine.submit(request(uid=1))
+    assert engine.step().uids.tolist() == [0, 1]
+
+
+def test_a_step_without_work_does_nothing(model, new_engine):
+    progress = new_engine(model).step()
+    assert len(progress.tokens) == 0
+    assert progress.finished == []
+
+
+def test_eos_and_stop_ids_end_a_sample_and_stay_in_it(model, new_engine, finish):
+    free = finish(new_engine(model), [request(index=i, max_tokens=60) for i in range(8)])
+    with_eos = finish(new_engine(model), [request(index=i, max_tokens=60, ignore_eos=False) for i in range(8)])
+    for name, sample in free.items():
+        tokens = sample.tokens.tolist()
+        expected = tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+        assert with_eos[name].tokens.tolist() == expected
+        assert with_eos[name].finish == ("stop" if expected[-1] == EOS else "length")
+    assert any(sample.finish == "stop" for sample in with_eos.values())
+
+    stop_id = int(free[0, 0].tokens[3])
+    pair = [request(stop_ids=(36, stop_id), max_tokens=60), request(index=1, max_tokens=60)]
+    stopped = finish(new_engine(model), pair)
+    tokens = free[0, 0].tokens.tolist()
+    assert stopped[0, 0].tokens.tolist() == tokens[: tokens.index(stop_id) + 1]
+    assert stopped[0, 1].tokens.tolist() == free[0, 1].tokens.tolist()
+
+
+def test_stop_strings_end_a_sample_and_stay_in_it_through_abort_and_resume(model, new_engine, finish):
+    free = finish(new_engine(model), [request(max_tokens=40)])[0, 0]
+    stop = letters(tuple(free.tokens[9:12].tolist()))
+    assert letters(tuple(free.tokens.tolist())).index(stop) == 9
+    wanted = request(max_tokens=40, stop=("never there", stop))
+    sample = finish(new_engine(model, decode=letters), [wanted])[0, 0]
+    assert sample.tokens.tolist() == free.tokens[:12].tolist()
+    assert sample.finish == "stop"
+
+    engine = new_engine(model, decode=letters)
+    engine.submit(wanted)
+    for _ in range(11):
+        engine.step()
+    (partial,) = engine.abort()
+    assert finish(engine, [wanted.resumed(partial)])[0, 0].tokens.tolist() == sample.tokens.tolist()
+
+
+def test_abort_picks_by_uid_and_index_and_returns_what_there_is(model, new_engine, finish):
+    engine = new_engine(model, max_batch=2)
+    for uid in range(2):
+        for index in range(2):
+            engine.submit(request(uid, index))
+    engine.step()
+    assert [(s.prompt_uid, s.index, len(s.tokens)) for s in engine.abort(uid=0, index=1)] == [(0, 1, 1)]
+    assert [(s.prompt_uid, s.index, len(s.tokens)) for s in engine.abort(uid=1)] == [(1, 0, 0), (1, 1, 0)]
+    assert engine.abort(uid=9) == []
+    assert finish(engine).keys() == {(0, 0)}
+    assert not engine.has_work
+
+
+def test_every_token_names_the_weights_that_made_it(new_model, new_engine, finish, mismatched_tokens):
+    model, other = new_model(seed=0), new_model(seed=1)
+    engine = new_engine(model, page_size=2)
+    asked = request(max_tokens=9)
+    engine.submit(asked)
+    for _ in range(4):
+        engine.step()
+    model.load_state_dict(other.state_dict())
+    engine.new_version(7)
+    sample = finish(engine)[0, 0]
+    assert sample.versions.tolist() == [0] * 4 + [7] * 5
+    # what came after the push was computed under the new weights only, the keys and values of earlier tokens included
+    as_prompt = Request(0, 0, np.concatenate([asked.prompt, sample.tokens[:4]]), asked.sampling)
+    sample = type(sample)(0, 0, sample.tokens[4:], sample.logprobs[4:], sample.versions[4:], "length")
+    assert mismatched_tokens(model, [as_prompt], {(0, 0): sample}) == 0
+
+
+def test_context_ends_a_sample(model, new_engine, finish):
+    sample = finish(new_engine(model), [request(prompt=[3] * 190, max_tokens=50)])[0, 0]
+    assert len(sample.tokens) == 2
+    assert sample.finish == "length"
+
+
+def test_sleep_gives_memory_back_and_wake_goes_on_with_the_same_bits(model, new_engine, finish):
+    expected = finish(new_engine(model), [request()])[0, 0]
+    engine = new_engine(model, page_size=1)
+    engine.submit(request())
+    engine.step()
+    engine.sleep()
+    assert engine.stats()["kv_bytes"] == 0
+    with pytest.raises(ResidencyError, match="asleep"):
+        engine.step()
+    engine.wake()
+    sample = finish(engine)[0, 0]
+    assert sample.logprobs.tobytes() == expected.logprobs.tobytes()
+
+
+def test_no_generation_before_the_first_version(model):
+    engine = NativeEngine(model, EngineConfig(), torch.device("cpu"))
+    engine.submit(request())
+    with pytest.raises(SpmdError, match="no weights yet"):
+        engine.step()
+
+
+def test_nan_weights_are_named_and_leave_nothing_behind(new_model, new_engine, finish):
+    model = new_model()
+    engine = new_engine(model, num_pages=16)
+    expected = finish(engine, [request(uid=3)])[3, 0]
+    kept = model.model.norm.weight.clone()
+    value = model.model.layers[0].self_attn.v_proj.weight
+    kept_value = value.clone()
+    value.fill_(float("nan"))
+    engine.new_version(4)
+    engine.submit(request(uid=3))
+    with pytest.raises(SpmdError, match="weights version 4 give NaN logits: prompt 3, sample 0, response token 0"):
+        engine.step()
+    engine.abort()
+    value.copy_(kept_value)
+    assert torch.equal(kept, model.model.norm.weight)
+    engine.new_version(5)
+    assert finish(engine, [request(uid=3)])[3, 0].logprobs.tobytes() == expected.logprobs.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        (request(uid=4, prompt=[2] * 192), "prompt 4: has 192 tokens, but the model's context is 192"),
+        (request(uid=4, prompt=[]), "prompt 4: has no tokens"),
+        (request(uid=4, prompt=[2, 37]), "prompt 4: has token ids outside the model's vocabulary of 37"),
+        (request(uid=4, prompt=[2] * 60, max_tokens=30), "prompt 4: and its answer may need 89 tokens of KV memory"),
+        (request(stop=("x",)), "stop strings need a tokenizer"),
+    ],
+)
+def test_requests_that_cannot_work_are_refused_when_they_come(model, new_engine, bad, sentence):
+    engine = new_engine(model, num_pages=5)
+    with pytest.raises(SpmdError, match=sentence) as caught:
+        engine.submit(bad)
+    assert isinstance(caught.value, DataError | ConfigError)
+    assert not engine.has_work
+
+
+def test_one_name_is_in_the_engine_once(model, new_engine, finish):
+    engine = new_engine(model)
+    engine.submit(request(uid=2, index=1))
+    with pytest.raises(SpmdError, match="prompt 2, sample 1 is in the engine already"):
+        engine.submit(request(uid=2, index=1))
+    finish(engine)
+    engine.submit(request(uid=2, index=1))
+
+
+@pytest.mark.parametrize(
+    ("build", "key"),
+    [
+        (lambda: SamplingConfig(temperature=-1.0), "temperature"),
+        (lambda: SamplingConfig(temperature=float("nan")), "temperature"),
+        (lambda: SamplingConfig(top_p=0.0), "top_p"),
+        (lambda: SamplingConfig(top_k=-1), "top_k"),
+        (lambda: SamplingConfig(min_p=1.5), "min_p"),
+        (lambda: SamplingConfig(max_tokens=0), "max_tokens"),
+        (lambda: SamplingConfig(num_samples=0), "num_samples"),
+        (lambda: SamplingConfig(stop=("",)), "stop"),
+        (lambda: SamplingConfig(seed=-1), "seed"),
+        (lambda: EngineConfig(page_size=12), "page_size"),
+        (lambda: EngineConfig(max_batch=64, max_step_tokens=32), "max_step_tokens"),
+        (lambda: EngineConfig(dtype="float8"), "dtype"),
+        (lambda: EngineConfig(kind="vllm"), "kind"),
+    ],
+)
+def test_config_values_out_of_range_are_named(build, key):
+    with pytest.raises(ConfigError, match=f"^{key} must be"):
+        build()
+
+
+def test_automatic_pool_holds_a_full_batch_of_whole_contexts_or_what_memory_allows(model):
+    cpu = torch.device("cpu")
+    assert auto_pages(model.spec, EngineConfig(max_batch=3, page_size=16), cpu) == 3 * 12
+    large = EngineConfig(max_batch=1 << 20, max_step_tokens=1 << 20, page_size=64)
+    bytes_per_token = 2 * 2 * 2 * 8 * 4
+    assert auto_pages(model.spec, large, cpu) * 64 * bytes_per_token == 1 << 30
+
+
+def test_bfloat16_engine_is_exact_too(new_model, new_engine, finish, mismatched_tokens):
+    model = new_model().bfloat16()
+    requests = [request(uid, index, range(2, 9 + 9 * uid)) for uid in range(3) for index in range(4)]
+    alone = {}
+    for one in requests:
+        alone |= finish(new_engine(model, max_batch=1, dtype="bfloat16"), [one])
+    together = finish(new_engine(model, max_batch=5, page_size=4, max_step_tokens=9, dtype="bfloat16"), requests)
+    assert all(together[name].logprobs.tobytes() == alone[name].logprobs.tobytes() for name in alone)
+    assert mismatched_tokens(model, requests, together) == 0

@@ -1,0 +1,213 @@
+"""A sample's tokens and log-probs are a function of weights, prompt, sampling and seed: not of the schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import spmd_rl.kernels.attention as attention
+import spmd_rl.kernels.paged_attention as paged_attention
+import spmd_rl.rollout.native.engine as native
+from spmd_rl.rollout.engine import Request, SamplingConfig
+
+FEATURES = ("num_preemptions", "num_retractions", "num_aborts", "num_partial_chunks", "num_hit_tokens", "num_evictions")
+
+
+def workload(seed: int = 5) -> list[Request]:
+    """Short and long prompts, some sharing a prefix, several samples each, a filter here and there."""
+    rng = np.random.default_rng(7)
+    stem = rng.integers(2, 37, 70)
+    prompts = [stem[:3], stem[:17], stem[:66], np.concatenate([stem[:40], rng.integers(2, 37, 30)]), stem[1:33]]
+    shapes = [
+        SamplingConfig(max_tokens=14, seed=seed, ignore_eos=True),
+        SamplingConfig(max_tokens=22, seed=seed, temperature=0.7),
+        SamplingConfig(max_tokens=9, seed=seed, temperature=1.3, top_k=5, top_p=0.9, ignore_eos=True),
+        SamplingConfig(max_tokens=11, seed=seed + 1, min_p=0.1),
+        SamplingConfig(max_tokens=8, seed=seed, temperature=0.0),
+    ]
+    return [
+        Request(uid, index, prompt.astype(np.int32), sampling)
+        for uid, (prompt, sampling) in enumerate(zip(prompts, shapes, strict=True))
+        for index in range(2)
+    ]
+
+
+def unequal(samples, reference) -> int:
+    """Samples that differ in any token, any bit of a log-prob, or how they ended."""
+    assert samples.keys() == reference.keys()
+    return sum(
+        samples[name].tokens.tobytes() != reference[name].tokens.tobytes()
+        or samples[name].logprobs.tobytes() != reference[name].logprobs.tobytes()
+        or samples[name].finish != reference[name].finish
+        for name in reference
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(model, new_engine, finish):
+    """Each request in an engine of its own."""
+    samples = {}
+    for request in workload():
+        samples |= finish(new_engine(model, max_batch=1, prefix_cache=False), [request])
+    return samples
+
+
+@dataclass(frozen=True)
+class Schedule:
+    order: list[int]
+    arrivals: list[int]  # how many requests come in before each step, while they last
+    aborts: dict[int, int]  # step -> request to abort and submit again
+    retracts: set[int]  # steps before which all K/V is dropped
+    cfg: dict[str, object]
+
+
+TIGHT = Schedule(
+    order=[9, 0, 8, 1, 7, 2, 6, 3, 5, 4],
+    arrivals=[3, 0, 4],
+    aborts={5: 2, 9: 7},
+    retracts={12},
+    cfg={"max_batch": 10, "page_size": 2, "max_step_tokens": 19, "num_pages": 41, "prefix_cache": True},
+)
+
+
+@st.composite
+def schedules(draw) -> Schedule:
+    count = len(workload())
+    max_batch = draw(st.integers(1, 16))
+    page_size = draw(st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128]))
+    least = -(-80 // page_size)
+    return Schedule(
+        order=draw(st.permutations(range(count))),
+        arrivals=draw(st.lists(st.integers(0, count), min_size=1, max_size=6)),
+        aborts=draw(st.dictionaries(st.integers(0, 40), st.integers(0, count - 1), max_size=4)),
+        retracts=draw(st.sets(st.integers(0, 30), max_size=2)),
+        cfg={
+            "max_batch": max_batch,
+            "page_size": page_size,
+            "max_step_tokens": max_batch + draw(st.sampled_from([0, 1, 3, 10, 50, 500])),
+            "num_pages": draw(st.one_of(st.just(0), st.integers(least, 3 * least))),
+            "prefix_cache": draw(st.booleans()),
+        },
+    )
+
+
+def play(engine, schedule: Schedule) -> dict:
+    requests, samples, step = workload(), {}, 0
+    queue = [requests[i] for i in schedule.order]
+    while queue or engine.has_work:
+        for _ in range(schedule.arrivals[step] if step < len(schedule.arrivals) else len(queue)):
+            if queue:
+                engine.submit(queue.pop(0))
+        if step in schedule.aborts:
+            victim = requests[schedule.aborts[step]]
+            for partial in engine.abort(victim.uid, victim.index):
+                assert partial.finish == "abort"
+                engine.submit(victim.resumed(partial))
+        if step in schedule.retracts:
+            engine.new_version(0)
+        samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
+        step += 1
+    return samples
+
+
+def test_any_schedule_gives_the_same_bits(model, new_engine, alone):
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=12, deadline=None)
+    @given(schedule=schedules())
+    @example(schedule=TIGHT)
+    def check(schedule):
+        engine = new_engine(model, **schedule.cfg)
+        assert unequal(play(engine, schedule), alone) == 0
+        seen.update(engine.stats())
+
+    check()
+    assert all(seen[feature] for feature in FEATURES), f"a feature was not exercised: {seen}"
+
+
+@pytest.mark.parametrize(("family", "num_heads", "num_kv_heads"), [("qwen3", 4, 2), ("qwen2", 6, 1), ("llama", 4, 4)])
+def test_decoded_logprobs_are_the_training_forwards(
+    new_model, new_engine, finish, mismatched_tokens, family, num_heads, num_kv_heads
+):
+    model = new_model(family, num_heads, num_kv_heads)
+    engine = new_engine(model, max_batch=10, max_step_tokens=19, page_size=2, num_pages=41)
+    samples = finish(engine, workload()[::-1])
+    stats = engine.stats()
+    assert mismatched_tokens(model, workload(), samples) == 0
+    for packed_alone in workload():
+        assert mismatched_tokens(model, [packed_alone], samples) == 0
+    for feature in ("num_preemptions", "num_partial_chunks", "num_hit_tokens", "num_evictions"):
+        assert stats[feature], f"{feature} was not exercised: {stats}"
+
+
+def test_samples_of_one_prompt_differ_and_seeds_matter(model, new_engine, finish, alone):
+    assert alone[0, 0].tokens.tobytes() != alone[0, 1].tokens.tobytes()
+    other = finish(new_engine(model), workload(seed=6))
+    assert unequal(other, alone) >= len(alone) - 2  # greedy samples have no randomness
+
+
+def test_resume_under_the_same_weights_is_the_uninterrupted_sample(model, new_engine, finish, alone):
+    request = workload()[0]
+    for pause in range(1, 14):
+        first, second = new_engine(model), new_engine(model, page_size=2, prefix_cache=False)
+        first.submit(request)
+        for _ in range(pause):
+            first.step()
+        (partial,) = first.abort()
+        assert len(partial.tokens) == pause
+        resumed = finish(second, [request.resumed(partial)])
+        assert resumed[0, 0].logprobs.tobytes() == alone[0, 0].logprobs.tobytes()
+        assert resumed[0, 0].tokens.tobytes() == alone[0, 0].tokens.tobytes()
+
+
+# Negative controls: each plants one fault, and the checkers above must see it.
+
+
+def test_control_stale_cache_after_a_weight_change_is_seen(new_model, new_engine, finish, mismatched_tokens):
+    model, other = new_model(seed=0), new_model(seed=1)
+    requests = workload()
+    for told, expected in ((False, False), (True, True)):
+        engine = new_engine(model, page_size=4)
+        finish(engine, requests)
+        kept = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        model.load_state_dict(other.state_dict())
+        if told:
+            engine.new_version(1)
+        again = finish(engine, requests)
+        assert (mismatched_tokens(model, requests, again) == 0) is expected
+        model.load_state_dict(kept)
+
+
+def test_control_shifted_random_stream_is_seen(model, new_engine, finish, alone, monkeypatch):
+    keys = native.stream_keys
+    monkeypatch.setattr(native, "stream_keys", lambda seed, uid, index, position: keys(seed, uid, index, position + 1))
+    assert unequal(finish(new_engine(model), workload()), alone) > 0
+
+
+def test_control_another_block_order_is_seen(model, new_engine, finish, alone, mismatched_tokens, monkeypatch):
+    def one_block(weights, v):
+        flat, values = weights.view(-1, *weights.shape[2:]), v.view(-1, *v.shape[2:])
+        total, norm = torch.bmm(flat, values), flat.sum(-1, keepdim=True)
+        return total.view(*weights.shape[:3], -1), norm.view(*weights.shape[:3], 1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "_ascending_sums", one_block)
+        samples = finish(new_engine(model), workload())
+    assert mismatched_tokens(model, workload(), samples) > 0
+    assert unequal(samples, alone) > 0
+
+
+def test_control_keys_from_a_neighbours_page_are_seen(model, new_engine, finish, alone, monkeypatch):
+    build = paged_attention.PagedAttention.__init__
+
+    def shifted(self, cache, *, page_table, **rest):
+        build(self, cache, page_table=np.roll(page_table, 1, axis=0), **rest)
+
+    monkeypatch.setattr(paged_attention.PagedAttention, "__init__", shifted)
+    assert unequal(finish(new_engine(model), workload()), alone) > 0

@@ -1,0 +1,76 @@
+"""What the engine draws follows the distribution it was asked for; what it records never does but the unmasked one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.kernels import PackedAttention
+from spmd_rl.rollout.engine import Request, SamplingConfig
+
+NUM_DRAWS = 4000
+PROMPT = np.array([4, 9, 16, 25], dtype=np.int32)
+CHI_SQUARE_36_999 = 67.99  # the 0.999 quantile with 36 degrees of freedom
+
+
+@pytest.fixture(scope="module")
+def draw(model, new_engine, finish):
+    def run(**sampling):
+        engine = new_engine(model, max_batch=512)
+        config = SamplingConfig(max_tokens=1, seed=11, ignore_eos=True, **sampling)
+        samples = finish(engine, [Request(0, index, PROMPT, config) for index in range(NUM_DRAWS)])
+        tokens = np.array([sample.tokens[0] for sample in samples.values()])
+        return tokens, np.array([sample.logprobs[0] for sample in samples.values()])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def logits(model):
+    attend = PackedAttention(np.array([4]), num_heads=4, num_kv_heads=2, device=torch.device("cpu"))
+    return model(torch.from_numpy(PROMPT).long(), torch.arange(4), attend, torch.tensor([3]))[0].double()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_draws_follow_the_softmax_and_record_it(draw, logits, temperature):
+    tokens, logprobs = draw(temperature=temperature)
+    expected = torch.log_softmax(logits / temperature, 0).numpy()
+    assert np.allclose(logprobs, expected[tokens], atol=1e-5)
+    counts = np.bincount(tokens, minlength=37)
+    means = NUM_DRAWS * np.exp(expected)
+    assert ((counts - means) ** 2 / means).sum() < CHI_SQUARE_36_999
+
+
+def support(probs: np.ndarray, sampling: dict) -> set[int]:
+    order = np.argsort(-probs, kind="stable")
+    if "top_k" in sampling:
+        order = order[: sampling["top_k"]]
+    kept = probs[order] / probs[order].sum()
+    if "top_p" in sampling:
+        order = order[np.cumsum(kept) - kept < sampling["top_p"]]
+    if "min_p" in sampling:
+        order = order[probs[order] >= sampling["min_p"] * probs.max()]
+    return set(order.tolist())
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7}])
+def test_filters_draw_from_their_support_and_record_the_unmasked_logprob(draw, logits, sampling):
+    tokens, logprobs = draw(**sampling)
+    unmasked = torch.log_softmax(logits, 0).numpy()
+    kept = support(np.exp(unmasked), sampling)
+    assert 1 < len(kept) < 37
+    assert set(tokens.tolist()) <= kept
+    likely = {token for token in kept if np.exp(unmasked[token]) > 0.01}
+    assert likely <= set(tokens.tolist())
+    assert np.allclose(logprobs, unmasked[tokens], atol=1e-5)
+    drawn, kept_tokens = np.bincount(tokens, minlength=37), sorted(kept)
+    means = np.exp(unmasked[kept_tokens])
+    means *= NUM_DRAWS / means.sum()
+    assert ((drawn[kept_tokens] - means) ** 2 / means).sum() < CHI_SQUARE_36_999
+
+
+def test_greedy_takes_the_largest_and_scores_it_at_temperature_one(draw, logits):
+    tokens, logprobs = draw(temperature=0.0)
+    assert set(tokens.tolist()) == {int(logits.argmax())}
+    assert np.allclose(logprobs, torch.log_softmax(logits, 0).max().item(), atol=1e-5)

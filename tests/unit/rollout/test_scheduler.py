@@ -1,0 +1,191 @@
+"""The scheduler against a cache that remembers, for each slot, the whole token history that its K/V stands for."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.rows import Rows
+from spmd_rl.rollout.native.scheduler import Plan, Scheduler, share_budget
+
+MAX_TOKENS = 40
+FEATURES = ("num_preemptions", "num_retractions", "num_aborts", "num_partial_chunks", "num_hit_tokens", "num_evictions")
+
+
+class FakeRunner:
+    """Carries out plans and checks what the real kernels rely on."""
+
+    def __init__(self, *, max_batch=4, page_size=4, num_pages=12, max_step_tokens=16, prefix_cache=True) -> None:
+        self.rows = Rows(max_batch, MAX_TOKENS, page_size)
+        self.pool = PagePool(num_pages)
+        self.scheduler = Scheduler(self.rows, self.pool, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache)
+        self.slots: dict[int, tuple[int, ...]] = {}
+        self.done: dict[int, list[int]] = {}
+
+    def submit(self, uid: int, prompt: list[int], max_tokens: int) -> None:
+        tokens = np.array(prompt, dtype=np.int32)
+        self.scheduler.add(Request(uid, 0, tokens, SamplingConfig(max_tokens=max_tokens)))
+
+    def step(self) -> Plan:
+        plan = self.scheduler.schedule()
+        assert plan.lengths.sum() <= self.scheduler.max_step_tokens
+        assert len(set(plan.rows.tolist())) == len(plan.rows)
+        work = list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        written: set[int] = set()
+        for row, start, length in work:
+            for position in range(start, start + length):
+                slot = self.slot(row, position)
+                assert slot not in written, "two rows write one slot in one step"
+                written.add(slot)
+                self.slots[slot] = self.history(row, position)
+        for row, start, length in work:
+            for position in range(start + length):
+                assert self.slots[self.slot(row, position)] == self.history(row, position), "a row reads another's K/V"
+        ready = plan.rows[self.scheduler.ready(plan)]
+        self.scheduler.computed(plan)
+        self.check_pages()
+        self.rows.append(ready, self.rows.uid[ready] + self.rows.length[ready], np.zeros(len(ready)), 0)
+        for row in ready.tolist():
+            if self.rows.length[row] == self.rows.limit[row]:
+                request = self.scheduler.leave(row)
+                self.done[request.uid] = request.tokens.tolist()
+        return plan
+
+    def slot(self, row: int, position: int) -> int:
+        page_size = self.rows.page_size
+        assert position // page_size < self.rows.num_pages[row]
+        return int(self.rows.pages[row, position // page_size]) * page_size + position % page_size
+
+    def history(self, row: int, position: int) -> tuple[int, ...]:
+        return tuple(self.rows.tokens[row, : position + 1].tolist())
+
+    def check_pages(self) -> None:
+        """No page is lost, and none is shared that somebody may still write to."""
+        holders = Counter(page for row in self.scheduler.running for page in self.rows.held_pages(row))
+        assert self.pool.num_available == self.pool.num_pages - len(holders)
+        for row in self.scheduler.running:
+            for order, page in enumerate(self.rows.held_pages(row)):
+                full = (order + 1) * self.rows.page_size <= self.rows.computed[row]
+                assert full or holders[page] == 1, "a page is shared while it can be written"
+
+    def run(self) -> None:
+        while self.scheduler.waiting or self.scheduler.running:
+            assert len(self.step().rows), "a step did nothing although work is left"
+
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+
+
+def test_any_load_finishes_with_every_page_back():
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=150, deadline=None)
+    @given(
+        requests=st.lists(st.tuples(prompts, st.integers(1, 19)), min_size=1, max_size=10),
+        max_batch=st.integers(1, 6),
+        page_size=st.sampled_from([1, 2, 4, 8]),
+        spare_pages=st.integers(0, 10),
+        spare_tokens=st.integers(0, 12),
+        prefix_cache=st.booleans(),
+        moves=st.lists(st.sampled_from(["step", "retract", "abort"]), max_size=12),
+    )
+    def check(requests, max_batch, page_size, spare_pages, spare_tokens, prefix_cache, moves):
+        runner = FakeRunner(
+            max_batch=max_batch,
+            page_size=page_size,
+            num_pages=-(-MAX_TOKENS // page_size) + spare_pages,
+            max_step_tokens=max_batch + spare_tokens,
+            prefix_cache=prefix_cache,
+        )
+        for uid, (prompt, max_tokens) in enumerate(requests):
+            runner.submit(uid, prompt, max_tokens)
+        for move in moves:
+            if move == "step":
+                runner.step()
+            elif move == "retract":
+                runner.scheduler.forget(version=0)
+            else:
+                for request in runner.scheduler.abort(uid=0, index=None):
+                    runner.scheduler.add(request)
+            runner.check_pages()
+        runner.run()
+        assert runner.pool.num_available == runner.pool.num_pages
+        for uid, (prompt, max_tokens) in enumerate(requests):
+            assert runner.done[uid] == [uid + len(prompt) + i for i in range(max_tokens)]
+        seen.update(vars(runner.scheduler.counters))
+        seen["num_evictions"] += runner.pool.num_evictions
+
+    check()
+    assert all(seen[feature] for feature in FEATURES), f"a feature was not exercised: {seen}"
+
+
+def test_preemption_takes_the_newest_and_puts_it_back_in_front_with_its_tokens():
+    runner = FakeRunner(max_batch=4, page_size=4, num_pages=10, max_step_tokens=64, prefix_cache=False)
+    for uid in range(3):
+        runner.submit(uid, [uid] * 6, max_tokens=20)
+    runner.submit(3, [3] * 6, max_tokens=20)
+    while not runner.scheduler.counters.num_preemptions:
+        runner.step()
+    running = [int(runner.rows.uid[row]) for row in runner.scheduler.running]
+    waiting = [request.uid for request in runner.scheduler.waiting]
+    assert running + waiting == [0, 1, 2, 3], "the order of arrival is kept"
+    assert len(runner.scheduler.waiting[0].tokens) > 0
+    runner.run()
+    assert runner.done[2] == [2 + 6 + i for i in range(20)]
+
+
+def test_samples_of_one_prompt_share_its_full_pages_from_the_first_step():
+    runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64)
+    for uid in range(4):
+        runner.submit(uid, list(range(10)), max_tokens=2)
+    plan = runner.step()
+    assert plan.starts.tolist() == [0, 8, 8, 8]
+    assert plan.lengths.tolist() == [10, 2, 2, 2]
+    assert runner.scheduler.counters.num_hit_tokens == 24
+
+
+def test_a_whole_prompt_in_the_cache_still_computes_its_last_page():
+    runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64)
+    runner.submit(0, list(range(8)), max_tokens=1)
+    runner.run()
+    runner.submit(1, list(range(8)), max_tokens=1)
+    plan = runner.step()
+    assert (plan.starts.tolist(), plan.lengths.tolist()) == ([4], [4])
+
+
+def test_no_cached_page_survives_a_new_version():
+    runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64)
+    runner.submit(0, list(range(8)), max_tokens=1)
+    runner.run()
+    runner.scheduler.forget(version=1)
+    runner.submit(1, list(range(8)), max_tokens=1)
+    assert runner.step().starts.tolist() == [0]
+
+
+def test_a_long_prompt_does_not_hold_up_decoding():
+    runner = FakeRunner(max_batch=4, page_size=4, num_pages=64, max_step_tokens=8)
+    runner.submit(0, [0], max_tokens=12)
+    runner.step()
+    runner.submit(1, [1] * 20, max_tokens=2)
+    assert [runner.step().lengths.tolist() for _ in range(3)] == [[1, 7], [1, 7], [1, 6]]
+    assert runner.scheduler.counters.num_partial_chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("missing", "budget", "shares"),
+    [
+        ([1, 1, 1], 8, [1, 1, 1]),
+        ([10, 1, 5, 1], 8, [6, 1, 0, 1]),
+        ([3, 4, 1], 8, [3, 4, 1]),
+        ([1, 9], 1, [1, 0]),
+        ([], 4, []),
+    ],
+)
+def test_share_budget(missing, budget, shares):
+    assert share_budget(np.array(missing, dtype=np.int64), budget).tolist() == shares

@@ -1,0 +1,43 @@
+"""A world of one rank inside the test process: FSDP2 and gloo, no launcher, no port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from spmd_rl.mesh.place import Place, Seats
+from spmd_rl.mesh.split import RoleSplit, plan_split
+from spmd_rl.mesh.world import World
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.role import Trainer
+from tests.dist.train_case import write_model_folder
+
+NewTrainer = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="session")
+def place() -> Iterator[Place]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="test", restart=0)
+    seats = Seats(world)
+    placement = plan_split({"train": RoleSplit()}, 1).train
+    seats.build([placement])
+    yield seats.place(placement)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def new_trainer(place: Place, model_folder: Path) -> NewTrainer:
+    def build(**options: object) -> Trainer:
+        defaults = {"model": str(model_folder), "init": "random", "lr": 1e-2, "eps": 1e-4}
+        return Trainer(TrainerConfig(**(defaults | options)), place)
+
+    return build

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.train.config import TrainerConfig, learning_rate
+
+
+def test_warm_up_rises_to_the_rate_and_stays() -> None:
+    cfg = TrainerConfig(lr=1.0, warmup_steps=4)
+    assert [learning_rate(cfg, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("schedule", "middle"), [("linear", 0.5), ("cosine", 0.5)])
+def test_schedules_fall_to_zero_and_stay(schedule: str, middle: float) -> None:
+    cfg = TrainerConfig(lr=1.0, schedule=schedule, warmup_steps=2, total_steps=10)
+    assert learning_rate(cfg, 2) == 1.0
+    assert learning_rate(cfg, 6) == pytest.approx(middle)
+    assert learning_rate(cfg, 10) == learning_rate(cfg, 99) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"max_tokens": 0}, "trainer.max_tokens = 0: expected at least 1"),
+        ({"minibatches": 0}, "trainer.minibatches = 0"),
+        ({"lr": float("nan")}, "trainer.lr = nan: expected 0 or more"),
+        ({"betas": (0.9, 1.0)}, "trainer.betas"),
+        ({"schedule": "cosine"}, "trainer.total_steps = 0: expected more than warmup_steps = 0"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        TrainerConfig(**options)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.train.microbatch import inverse_temperature, lay_out, num_needed, split
+from tests.dist.train_case import make_batch
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=30)
+CPU = torch.device("cpu")
+
+
+@given(LENGTHS, st.integers(1, 200))
+def test_the_budget_holds_and_a_longer_sequence_goes_alone(lengths: list[int], budget: int) -> None:
+    for part in split(lengths, max(num_needed(lengths, budget), 1)):
+        assert sum(lengths[i] for i in part) <= max(budget, max(lengths, default=0))
+
+
+@given(LENGTHS, st.integers(60, 200))
+def test_few_micro_batches_are_made(lengths: list[int], budget: int) -> None:
+    """Balanced parts that overflow the budget mean that little room is left: never more than twice the least."""
+    assert num_needed(lengths, budget) <= 2 * -(-sum(lengths) // budget)
+
+
+def test_no_sequences_need_none() -> None:
+    assert num_needed([], 100) == 0
+
+
+@given(LENGTHS, st.integers(1, 40))
+def test_any_agreed_count_can_be_run(lengths: list[int], count: int) -> None:
+    parts = split(lengths, count)
+    assert len(parts) == count
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    full = [bool(part) for part in parts]
+    assert full == sorted(full, reverse=True)
+
+
+def test_rows_point_at_the_token_before() -> None:
+    batch = make_batch()
+    micro = lay_out(batch, CPU)
+    assert micro.num_scored == batch.mask.sum()
+    assert torch.equal(micro.tokens[micro.rows + 1], micro.targets)
+    assert torch.equal(micro.sequence, micro.sequence.sort().values)
+    starts = np.cumsum(batch.lengths) - batch.lengths
+    assert micro.positions[starts].eq(0).all()
+    assert micro.positions.max() == batch.lengths.max() - 1
+    inverse = inverse_temperature(batch.temperature)
+    np.testing.assert_array_equal(micro.inv_temperature.numpy(), inverse[micro.sequence.numpy()])
+
+
+def test_nothing_to_run_is_one_token_and_an_empty_mask() -> None:
+    micro = lay_out(make_batch().take([]), CPU)
+    assert (len(micro.tokens), micro.lengths.tolist(), micro.num_scored) == (1, [1], 0)
+
+
+def test_greedy_samples_are_scored_at_one() -> None:
+    temperature = np.array([0.0, 1.0, 0.7], np.float32)
+    assert inverse_temperature(temperature).tolist() == [1.0, 1.0, float(np.float32(1) / np.float32(0.7))]

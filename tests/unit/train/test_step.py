@@ -1,0 +1,138 @@
+"""One rank's train step against an oracle: a plain model, plain autograd, torch's own unfused AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.algo.losses import grpo_loss, sft_loss
+from spmd_rl.errors import SpmdError
+from spmd_rl.kernels import PackedAttention
+from spmd_rl.model.hf import init_weights
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.role import Trainer
+from spmd_rl.types import Batch
+from tests.dist.train_case import make_batch
+
+
+def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: one.local.detach().clone() for name, one in trainer.weight_source().items()}
+
+
+class Oracle:
+    """Sequence by sequence, the policy gradient of on-policy GRPO and AdamW as the papers write them."""
+
+    def __init__(self, cfg: TrainerConfig) -> None:
+        self.cfg = cfg
+        spec = ModelSpec.from_folder(cfg.model)
+        self.model = CausalLM(spec)
+        init_weights(self.model, spec, cfg.seed)
+        decay = [one for one in self.model.parameters() if one.dim() > 1]
+        plain = [one for one in self.model.parameters() if one.dim() == 1]
+        groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=False)
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        self.optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        ends = np.cumsum(batch.lengths)
+        for start, end, temperature in zip(ends - batch.lengths, ends, batch.temperature, strict=True):
+            tokens = torch.from_numpy(batch.tokens[start:end]).long()
+            attend = PackedAttention(np.array([len(tokens)]), num_heads=4, num_kv_heads=2, device=tokens.device)
+            logits = self.model.logits(self.model(tokens, torch.arange(len(tokens)), attend))
+            lp = (logits.double() / float(temperature or 1.0)).log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+            coefficient = torch.from_numpy(batch.weight * batch.advantages).double()[start + 1 : end]
+            # The surrogate's value is -A, its gradient -A grad(lp).
+            total = total - (coefficient * (1 + lp - lp.detach())).sum() / batch.denominator
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.clip_norm, foreach=False)
+        self.optimizer.step()
+        return float(total.detach()), float(norm)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sample", "const"])
+def test_against_a_plain_model_and_adamw(new_trainer, aggregation: str) -> None:
+    trainer = new_trainer(max_tokens=120, clip_norm=0.05, weight_decay=0.1, wrap="layer")
+    oracle = Oracle(trainer.cfg)
+    for seed in range(3):
+        batch = make_batch(seed, aggregation)
+        stats = trainer.train_step(batch, grpo_loss)
+        loss, norm = oracle.step(batch)
+        assert stats["train/loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+        assert stats["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert norm > trainer.cfg.clip_norm
+    expected = dict(oracle.model.named_parameters())
+    for name, one in _weights(trainer).items():
+        torch.testing.assert_close(one, expected[name].detach(), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_tokens": 50}, {"wrap": "layer"}, {"activation_checkpointing": True}, {"logit_rows": 9}]
+)
+def test_how_it_is_computed_does_not_change_what(new_trainer, options: dict[str, object]) -> None:
+    plain, other = new_trainer(), new_trainer(**options)
+    for seed in range(2):
+        expected, stats = (one.train_step(make_batch(seed), grpo_loss) for one in (plain, other))
+        for name in ("train/loss", "train/grad_norm", "train/entropy", "onpolicy/k3"):
+            assert stats[name] == pytest.approx(expected[name], rel=1e-5), name
+    for name, one in _weights(other).items():
+        torch.testing.assert_close(one, _weights(plain)[name], rtol=1e-4, atol=1e-5)
+
+
+def test_loss_does_not_depend_on_the_packing_at_all(new_trainer) -> None:
+    losses = {new_trainer(max_tokens=n).train_step(make_batch(), sft_loss)["train/loss"] for n in (40, 100, 9999)}
+    assert max(losses) - min(losses) < 1e-14
+
+
+def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_trainer) -> None:
+    trainer = new_trainer(minibatches=3)
+    stats = trainer.train_step(make_batch(), grpo_loss)
+    assert trainer.learner.progress.optimizer_steps == 3
+    assert trainer.version() == 1
+    assert stats["train/clip_frac"] > 0
+    assert new_trainer().train_step(make_batch(), grpo_loss)["train/clip_frac"] == 0
+
+
+def test_learning_lowers_the_loss(new_trainer) -> None:
+    trainer, batch = new_trainer(), make_batch()
+    losses = [trainer.train_step(batch, sft_loss)["train/loss"] for _ in range(8)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_bfloat16_trains_a_float32_master(new_trainer) -> None:
+    trainer = new_trainer(dtype="bfloat16")
+    exact = new_trainer().train_step(make_batch(), sft_loss)
+    stats = trainer.train_step(make_batch(), sft_loss)
+    assert stats["train/loss"] == pytest.approx(exact["train/loss"], rel=0.02)
+    assert stats["train/loss"] != exact["train/loss"]
+    assert {one.dtype for one in trainer.weight_source().values()} == {"float32"}
+
+
+@pytest.mark.parametrize(("value", "what"), [(np.nan, "loss"), (3e38, "gradient")])
+def test_a_loss_that_is_not_finite_stops_before_the_weights(new_trainer, value: float, what: str) -> None:
+    trainer, batch = new_trainer(), make_batch()
+    trainer.train_step(batch, grpo_loss)
+    before = _weights(trainer)
+    advantages = batch.advantages.copy()
+    advantages[np.flatnonzero(batch.mask)[5]] = value
+    with pytest.raises(SpmdError, match=f"train step 1: the {what} is not finite on rank 0; the weights were left"):
+        trainer.train_step(replace(batch, advantages=advantages), grpo_loss)
+    assert all(torch.equal(one, before[name]) for name, one in _weights(trainer).items())
+    assert trainer.version() == 1
+    assert np.isfinite(trainer.train_step(batch, grpo_loss)["train/loss"])
+
+
+def test_the_optimizer_writes_in_place(new_trainer) -> None:
+    trainer = new_trainer()
+    pointers = {name: one.local.data_ptr() for name, one in trainer.weight_source().items()}
+    before = _weights(trainer)
+    for seed in range(2):
+        trainer.train_step(make_batch(seed), grpo_loss)
+    after = trainer.weight_source()
+    assert {name: one.local.data_ptr() for name, one in after.items()} == pointers
+    assert not any(torch.equal(one.local, before[name]) for name, one in after.items())
