@@ -7,14 +7,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1
 
 .PHONY: demo test lint unit dist clean
 
 demo: $(VENV)/.demo
 	rm -rf runs/demo
-	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml
+	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 
 test: lint unit dist
 

@@ -38,6 +38,7 @@ setup(
         "dev": [
             "hypothesis>=6.120",
             "mypy>=1.14",
+            "pyarrow>=18",
             "pytest>=8.3",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

@@ -69,11 +69,11 @@ def _rank_main(words: list[str]) -> int:
     match words:
         case ["run", *rest]:
             return _rank(rest)
-        case ["controller", descriptor, address, *rest]:
+        case ["controller", descriptor, folder, address, *rest]:
             from spmd_rl.controller.process import run_controller
             from spmd_rl.recipes.recorder import Recorder
 
-            return run_controller(Lifeline(int(descriptor)), address, Invocation.parse(rest), Recorder)
+            return run_controller(Lifeline(int(descriptor), Path(folder)), address, Invocation.parse(rest), Recorder)
     raise ConfigError(f"{USAGE}, or torchrun ... -m spmd_rl run RECIPE ...")
 
 
@@ -98,6 +98,8 @@ def launch(num_ranks: int, words: list[str]) -> int:
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs must not initialise CUDA before the fork
     import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -1,6 +1,6 @@
 """A language model learns to add: a short supervised warm-up from random weights, then GRPO.
 
-    spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml
+spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True)
 class Config(grpo.Config):
+    warmup_data: str = ""  # what the supervised steps imitate; "" means data
     warmup_steps: int = 100  # supervised steps before the first rollout
     warmup_pairs: int = 256  # prompts and answers in each
     warmup_lr: float = 3e-3
@@ -28,7 +29,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.data), tokenizer)
+    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.warmup_data or cfg.data), tokenizer)
     prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), tokenizer)
     sampling = replace(cfg.sampling, seed=cfg.run.seed)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)

@@ -168,8 +168,9 @@ def _is_callable_type(origin: Any) -> bool:
 def _checked(value: Any, annotation: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise msgspec.ValidationError(f"Expected `array`, got `{type(value).__name__}`")
-    for dtype in typing.get_args(annotation)[1:]:
-        for scalar in typing.get_args(dtype):
-            if isinstance(scalar, type) and not issubclass(value.dtype.type, scalar):
-                raise msgspec.ValidationError(f"Expected an array of {scalar.__name__}, got {value.dtype}")
+    wanted = [scalar for dtype in typing.get_args(annotation)[1:] for scalar in typing.get_args(dtype)]
+    for scalar in wanted:
+        known = isinstance(scalar, type) and issubclass(scalar, np.generic)
+        if known and not issubclass(value.dtype.type, scalar):
+            raise msgspec.ValidationError(f"Expected an array of {scalar.__name__}, got {value.dtype}")
     return value

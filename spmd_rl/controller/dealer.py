@@ -77,6 +77,7 @@ class Dealer:
         self._closing = True
         self._waker.wake()
         self._thread.join()
+        self._waker.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -95,6 +96,7 @@ class Dealer:
                 self._end(f"rank {self._rank} {self._why}", 1)
         self._send()
         self._socket.disable_monitor()
+        self._monitor.close()
         self._context.destroy(linger=1000)
 
     def _woken(self) -> None:

@@ -41,6 +41,7 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
         board.stop(error)
     if error is not None:
         lifeline.last_words(error)  # for a rank 0 that had not come yet
+    lifeline.close()
     return error.exit_code if error is not None else 0
 
 

@@ -77,6 +77,7 @@ class Router:
         self._closing = True
         self._waker.wake()
         self._thread.join()
+        self._waker.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()

@@ -66,7 +66,7 @@ class ControllerProcess:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _seat(self, world: World, lifeline: socket.socket) -> list[str]:
-        return [str(lifeline.fileno()), bind_address(world, self._folder)]
+        return [str(lifeline.fileno()), str(self._folder), bind_address(world, self._folder)]
 
     def _environment(self) -> dict[str, str]:
         """Ours, with the secret's file, and one thread: the cores belong to the ranks."""
@@ -91,8 +91,14 @@ class ControllerProcess:
 class Lifeline:
     """The controller's end."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, folder: Path) -> None:
         self.socket = socket.socket(fileno=descriptor)
+        self._folder = folder
+
+    def close(self) -> None:
+        """Remove the run's private folder and let go of rank 0."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.socket.close()
 
     def announce(self, endpoint: str, generation: int) -> None:
         """Tell rank 0 where to dial."""

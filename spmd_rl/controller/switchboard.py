@@ -157,9 +157,8 @@ class Switchboard:
     def _end_all(self, error: SpmdError | None) -> None:
         if not self._stopping:
             self._stopping = True
-            self._router.post(
-                list(self.roster.seats), Stop(str(error) if error else "", error.exit_code if error else 0)
-            )
+            stop = Stop(str(error), error.exit_code) if error else Stop("", 0)
+            self._router.post(list(self.roster.seats), stop)
 
     def _lost(self, ranks: list[int], now: float) -> LostRankError:
         """Who is lost, and in which call."""

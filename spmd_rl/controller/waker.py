@@ -14,6 +14,7 @@ class Waker:
         self._near, self._far = socket.socketpair()
         self._near.setblocking(False)
         self._far.setblocking(False)
+        self._taken: tuple[signal.Signals, ...] = ()
 
     def fileno(self) -> int:
         return self._far.fileno()
@@ -27,9 +28,19 @@ class Waker:
 
         Call it on the main thread only.
         """
+        self._taken = numbers
         signal.set_wakeup_fd(self._near.fileno(), warn_on_full_buffer=False)
         for number in numbers:
             signal.signal(number, lambda *_: None)
+
+    def close(self) -> None:
+        """Give the signals back, on the thread that took them, and close."""
+        if self._taken:
+            signal.set_wakeup_fd(-1)
+        for number in self._taken:
+            signal.signal(number, signal.SIG_DFL)
+        self._near.close()
+        self._far.close()
 
     def drain(self) -> list[signal.Signals]:
         """Take all wakes; the signals among them, in order."""

@@ -21,6 +21,10 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
+        if gate.is_cuda:
+            from spmd_rl.kernels.activation_triton import silu_mul_forward
+
+            return silu_mul_forward(gate, up)
         wide = gate.float()
         denominator = torch.exp(-wide).add_(1.0)
         return (wide / denominator).mul_(up).to(gate.dtype)
@@ -28,6 +32,10 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if gate.is_cuda:
+            from spmd_rl.kernels.activation_triton import silu_mul_backward
+
+            return silu_mul_backward(grads[0], gate, up)
         wide, grad = gate.float(), grads[0].float()
         sigmoid = torch.sigmoid(wide)
         grad_up = grad * wide * sigmoid

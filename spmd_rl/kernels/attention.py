@@ -1,11 +1,12 @@
 """Causal attention in which a query's bits depend on its own history alone.
 
-One function, `blocked_attention`, serves training and decoding on the CPU: the exact maximum over the visible keys,
+On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`, serves training and
+decoding: the exact maximum over the visible keys,
 then exp(s - m), then sums of weights and of weighted values over blocks of 64 keys counted from the start of the
 sequence, in ascending order. A block beyond a query's sight adds exact zeros, so padding and neighbours change
 nothing. Queries are laid in rows of a fixed tile height, several query heads of one key-value head together.
 
-On other devices the same interface runs torch's scaled-dot-product attention.
+Where neither applies, the same interface runs torch's scaled-dot-product attention.
 
 Shape letters: B sequences, L query positions, S keys (a multiple of 64), H heads, K key-value heads, G = H / K,
 D head size, R rows = L * G.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,29 +25,31 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.kernels.flash import PackedFlash, flash_takes
 from spmd_rl.kernels.tile import ROW_TILE, padded_rows
 
 KV_BLOCK = 64
 MAX_SCORES = 1 << 24
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, num_rows: int) -> Tensor:
     """Softmax(q k^T) v with a fixed order of sums; differentiable in q, k and v.
 
     Shape: q [K, B, R, D] with R a multiple of the row tile, k and v [K, B, S, D], visible [B, R] int64: how many keys
-    (from the first) each row sees, at least 1. Returns [K, B, R, D].
+    (from the first) each row sees, at least 1. Rows from `num_rows` on are padding. Returns [K, B, R, D], zero there.
     """
-    return _BlockedAttention.apply(q, k, v, visible, scale)
+    return _BlockedAttention.apply(q, k, v, visible, scale, num_rows)
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """q [K, B, r, D], k [K, B, S, D], visible [B, r] -> [K, B, r, S], unseen keys at minus infinity."""
+    """q [K, B, R, D], k [K, B, W, D], visible [B, r], r <= R -> [K, B, r, W], unseen keys at minus infinity.
+
+    The product is taken at the full height R, so that its bits are the contract's; what follows is row by row.
+    """
     num_groups, batch, rows, dim = q.shape
-    keys = k.shape[2]
-    scores = torch.bmm(q.reshape(-1, rows, dim), k.view(-1, keys, dim).transpose(1, 2)).view(
-        num_groups, batch, rows, keys
-    )
-    scores *= scale
+    keys, live = k.shape[2], visible.shape[1]
+    product = torch.bmm(q.reshape(-1, rows, dim), k.reshape(-1, keys, dim).transpose(1, 2))
+    scores = product.view(num_groups, batch, rows, keys)[:, :, :live].contiguous().mul_(scale)
     unseen = torch.arange(keys, device=q.device) >= visible.unsqueeze(-1)
     return scores.masked_fill_(unseen, -torch.inf)
 
@@ -54,49 +58,68 @@ class _BlockedAttention(torch.autograd.Function):
     """Forward in the contract's order; backward recomputes the weights with plain matrix products."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-        out = torch.empty_like(q)
-        log_norm = q.new_empty(q.shape[:3])
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, num_rows: int) -> Tensor:
+        out = torch.zeros_like(q)
+        log_norm = q.new_zeros(q.shape[:3])
+        width = _width(visible)
         for rows in _row_slices(q, k):
-            scores = _scores(q[:, :, rows], k, visible[:, rows], scale)
+            live = slice(rows.start, min(rows.stop, num_rows))
+            scores = _scores(q[:, :, rows], k[:, :, :width], visible[:, live], scale)
             maximum = scores.amax(-1, keepdim=True)
-            weights = scores.sub_(maximum).exp_()
-            values, norm = _ascending_sums(weights, v)
-            out[:, :, rows] = values.div_(norm)
-            log_norm[:, :, rows] = (norm.log_() + maximum).squeeze(-1)
+            weights = _zero_extended(scores.sub_(maximum).exp_(), rows.stop - rows.start, k.shape[2])
+            values, norm = _ascending_sums(weights, v, live.stop - live.start)
+            out[:, :, live] = values.div_(norm)
+            log_norm[:, :, live] = (norm.log_() + maximum).squeeze(-1)
         ctx.save_for_backward(q, k, v, visible, out, log_norm)
-        ctx.scale = scale
+        ctx.scale, ctx.num_rows = scale, num_rows
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, visible, out, log_norm = ctx.saved_tensors
-        grad = grads[0]
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad, width = grads[0], _width(visible)
+        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        keys, values = k[:, :, :width], v[:, :, :width]
         for rows in _row_slices(q, k):
-            weights = _scores(q[:, :, rows], k, visible[:, rows], ctx.scale)
-            weights.sub_(log_norm[:, :, rows].unsqueeze(-1)).exp_()
-            grad_rows = grad[:, :, rows]
-            grad_v += weights.transpose(2, 3) @ grad_rows
-            grad_scores = grad_rows @ v.transpose(2, 3)
-            grad_scores -= (grad_rows * out[:, :, rows]).sum(-1, keepdim=True)
+            live = slice(rows.start, min(rows.stop, ctx.num_rows))
+            weights = _scores(q[:, :, live], keys, visible[:, live], ctx.scale)
+            weights.sub_(log_norm[:, :, live].unsqueeze(-1)).exp_()
+            grad_rows = grad[:, :, live]
+            grad_v[:, :, :width] += weights.transpose(2, 3) @ grad_rows
+            grad_scores = grad_rows @ values.transpose(2, 3)
+            grad_scores -= (grad_rows * out[:, :, live]).sum(-1, keepdim=True)
             grad_scores *= weights.mul_(ctx.scale)
-            grad_q[:, :, rows] = grad_scores @ k
-            grad_k += grad_scores.transpose(2, 3) @ q[:, :, rows]
-        return grad_q, grad_k, grad_v, None, None
+            grad_q[:, :, live] = grad_scores @ keys
+            grad_k[:, :, :width] += grad_scores.transpose(2, 3) @ q[:, :, live]
+        return grad_q, grad_k, grad_v, None, None, None
 
 
-def _ascending_sums(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of weighted values [K, B, r, D] and of weights [K, B, r, 1], block after block of keys."""
+def _width(visible: Tensor) -> int:
+    """Keys that any row sees, up to the row tile: beyond them all weights are exact zeros."""
+    return padded_rows(int(visible.max()))
+
+
+def _zero_extended(weights: Tensor, rows: int, keys: int) -> Tensor:
+    """[K, B, r, W] -> [K, B, rows, keys], zero where nothing was."""
+    if weights.shape[2:] == (rows, keys):
+        return weights
+    whole = weights.new_zeros(*weights.shape[:2], rows, keys)
+    whole[:, :, : weights.shape[2], : weights.shape[3]] = weights
+    return whole
+
+
+def _ascending_sums(weights: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Sum of weighted values [K, B, r, D] and of weights [K, B, r, 1] of the first r rows, one block of keys after
+    the other."""
     num_groups, batch, rows, keys = weights.shape
     flat, values = weights.view(-1, rows, keys), v.view(-1, keys, v.shape[-1])
     total = torch.bmm(flat[:, :, :KV_BLOCK], values[:, :KV_BLOCK])
-    norm = flat[:, :, :KV_BLOCK].sum(-1, keepdim=True)
+    norm = flat[:, :num_rows, :KV_BLOCK].sum(-1, keepdim=True)
     for start in range(KV_BLOCK, keys, KV_BLOCK):
         block = slice(start, start + KV_BLOCK)
         total += torch.bmm(flat[:, :, block], values[:, block])
-        norm += flat[:, :, block].sum(-1, keepdim=True)
-    return total.view(num_groups, batch, rows, -1), norm.view(num_groups, batch, rows, 1)
+        norm += flat[:, :num_rows, block].sum(-1, keepdim=True)
+    return total.view(num_groups, batch, rows, -1)[:, :, :num_rows], norm.view(num_groups, batch, num_rows, 1)
 
 
 def _row_slices(q: Tensor, k: Tensor) -> list[slice]:
@@ -111,11 +134,13 @@ class RowLayout:
     """Where the flat tokens of a call go in [B, L] query positions, and back.
 
     `gather` [B * L] is the token at each query position (0 where padded), `scatter` [T'] the query position of each
-    token, T' = T padded to the row tile; `visible` [B, L] how many keys a position sees.
+    token, T' = T padded to the row tile; `visible` [B, L] how many keys a position sees. Positions from `num_used` on
+    are padding in every sequence.
     """
 
     batch: int
     positions: int
+    num_used: int
     gather: Tensor
     scatter: Tensor
     visible: Tensor
@@ -138,7 +163,9 @@ class RowLayout:
         def tensor(array: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-        return RowLayout(batch, positions, tensor(gather.reshape(-1)), tensor(scatter), tensor(visible))
+        return RowLayout(
+            batch, positions, int(lengths.max()), tensor(gather.reshape(-1)), tensor(scatter), tensor(visible)
+        )
 
     def rows(self, q: Tensor, num_kv_heads: int) -> Tensor:
         """q [T, H, D] -> [K, B, L * G, D]."""
@@ -167,31 +194,52 @@ class PackedAttention:
     """
 
     def __init__(self, lengths: NDArray[np.int32], *, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
-        sizes = np.asarray(lengths, dtype=np.int64)
+        self.lengths = np.asarray(lengths, dtype=np.int64)
         self.groups = num_heads // num_kv_heads
-        self.num_kv_heads = num_kv_heads
-        self.layout = RowLayout.build(np.zeros_like(sizes), sizes, self.groups, device)
-        self.visible = self.layout.row_visible(self.groups)
-        num_keys = -(-int(sizes.max()) // KV_BLOCK) * KV_BLOCK
-        offset = np.arange(num_keys)
-        first = np.cumsum(sizes) - sizes
-        keys = np.where(offset < sizes[:, None], first[:, None] + offset, 0)
-        self.keys = torch.from_numpy(keys.reshape(-1)).to(device)
-        self.num_keys = num_keys
+        self.device = device
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = self.layout.rows(q, self.num_kv_heads)
-        scale = q.shape[-1] ** -0.5
-        if q.device.type == "cpu":
-            out = blocked_attention(rows, self._laid(k), self._laid(v), self.visible, scale)
-        else:
-            out = sdpa(rows, self._laid(k), self._laid(v), self.visible, scale)
-        return self.layout.tokens(out)
+        if flash_takes(q.shape[-1], q.dtype, q.device):
+            return self._flash(q, k, v)
+        return self._blocks(q, k, v)
+
+    @cached_property
+    def _flash(self) -> PackedFlash:
+        return PackedFlash(self.lengths, self.device)
+
+    @cached_property
+    def _blocks(self) -> _PackedBlocks:
+        return _PackedBlocks(self.lengths, self.groups, self.device)
+
+
+class _PackedBlocks:
+    """Packed sequences laid out for `blocked_attention`; away from the CPU, for `sdpa`."""
+
+    def __init__(self, lengths: NDArray[np.int64], groups: int, device: torch.device) -> None:
+        self.layout = RowLayout.build(np.zeros_like(lengths), lengths, groups, device)
+        self.num_keys = -(-int(lengths.max()) // KV_BLOCK) * KV_BLOCK
+        offset = np.arange(self.num_keys)
+        first = np.cumsum(lengths) - lengths
+        keys = np.where(offset < lengths[:, None], first[:, None] + offset, 0)
+        self.keys = torch.from_numpy(keys.reshape(-1)).to(device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = self.layout.rows(q, k.shape[1])
+        return self.layout.tokens(attention_of_rows(rows, self._laid(k), self._laid(v), self.layout))
 
     def _laid(self, x: Tensor) -> Tensor:
         """[T', K, D] -> [K, B, S, D]."""
-        laid = x.index_select(0, self.keys).view(self.layout.batch, self.num_keys, self.num_kv_heads, -1)
+        laid = x.index_select(0, self.keys).view(self.layout.batch, self.num_keys, x.shape[1], -1)
         return laid.permute(2, 0, 1, 3).contiguous()
+
+
+def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
+    """The op for the device at hand. Shape: as `blocked_attention`."""
+    visible = layout.row_visible(q.shape[2] // layout.positions)
+    scale = q.shape[-1] ** -0.5
+    if q.device.type == "cpu":
+        return blocked_attention(q, k, v, visible, scale, layout.num_used * (q.shape[2] // layout.positions))
+    return sdpa(q, k, v, visible, scale)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:

@@ -8,14 +8,15 @@ import json
 import torch
 
 from spmd_rl.kernels.attention import KV_BLOCK
+from spmd_rl.kernels.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.tile import ROW_TILE
 
 CONTRACT_VERSION = 1
 
 
-def contract(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
-    """Every fact that can change a bit of a forward pass on this rank."""
+def contract(device: torch.device, dtype: torch.dtype, head_dim: int | None = None) -> dict[str, str | int]:
+    """Every fact that can change a bit of a forward pass on this rank; `head_dim` settles which attention runs."""
     facts: dict[str, str | int] = {
         "version": CONTRACT_VERSION,
         "row_tile": ROW_TILE,
@@ -27,17 +28,26 @@ def contract(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
         "device": device.type,
     }
     if device.type == "cpu":
-        facts |= {"isa": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
-    else:
-        facts |= {
-            "gpu": torch.cuda.get_device_name(device),
-            "cuda": torch.version.cuda or "",
-            "tf32": int(torch.backends.cuda.matmul.allow_tf32),
-            "bf16_reduced": int(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
-        }
-    return facts
+        isa, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+        return facts | {"attention": "blocked", "linear": "library", "isa": isa, "threads": threads}
+    return facts | _gpu_facts(device, dtype, head_dim)
 
 
-def contract_digest(device: torch.device, dtype: torch.dtype) -> str:
+def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> dict[str, str | int]:
+    from triton import __version__ as triton_version
+
+    exact = flash_takes(head_dim or FLASH_HEAD_DIMS[0], dtype, device)
+    return {
+        "attention": f"flash-attn-4 {flash_version()} causal, one split" if exact else "sdpa, no promise",
+        "linear": "one ascending chain" if dtype == torch.bfloat16 else "library, no promise",
+        "gpu": torch.cuda.get_device_name(device),
+        "cuda": torch.version.cuda or "",
+        "triton": triton_version,
+        "tf32": int(torch.backends.cuda.matmul.allow_tf32),
+        "bf16_reduced": int(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+    }
+
+
+def contract_digest(device: torch.device, dtype: torch.dtype, head_dim: int | None = None) -> str:
     """Sixteen hex digits of SHA-256 over `contract`."""
-    return hashlib.sha256(json.dumps(contract(device, dtype), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(contract(device, dtype, head_dim), sort_keys=True).encode()).hexdigest()[:16]

@@ -12,13 +12,15 @@ from spmd_rl.kernels.tile import pad_rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, one rounding to x's dtype.
+    """x @ weight.T + bias, one rounding to x's dtype. On GPUs the promise is for bf16.
 
     Shape: x [T, K], weight [N, K], bias [N]; returns [T, N].
     """
-    if x.device.type != "cpu":
-        return F.linear(x, weight, bias)
-    return F.linear(pad_rows(x), weight, bias)[: x.shape[0]]
+    if x.device.type == "cpu":
+        return F.linear(pad_rows(x), weight, bias)[: x.shape[0]]
+    if _is_exact(x):
+        return _Linear.apply(x, weight, bias, x.dtype)
+    return F.linear(x, weight, bias)
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -28,21 +30,33 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.dtype == torch.float32:
         return linear(x, weight)
-    if x.device.type != "cpu":
-        return _Fp32Out.apply(x, weight)
+    if _is_exact(x):
+        return _Linear.apply(x, weight, None, torch.float32)
     return linear(x.float(), weight.float())
 
 
-class _Fp32Out(torch.autograd.Function):
-    """bf16 operands, fp32 result: what `F.linear` cannot say."""
+def _is_exact(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+class _Linear(torch.autograd.Function):
+    """The contract's product forward, the library's backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        from spmd_rl.kernels.linear_plan import matmul
+
         ctx.save_for_backward(x, weight)
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return matmul(x, weight, bias, out_dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
-        return grad @ weight, grad.t() @ x
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        return (
+            grad @ weight if needs_x else None,
+            grad.t() @ x if needs_weight else None,
+            grad.sum(0) if needs_bias else None,
+            None,
+        )

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_rl.kernels.tile import dense
+
 NUM_VOCAB_SHARDS = 8
 VOCAB_CHUNK = 1024
 
@@ -44,6 +46,14 @@ def _sum_exp(terms: Tensor) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, Tensor]:
+        if logits.is_cuda:
+            from spmd_rl.kernels.logprob_triton import logprob_forward
+
+            logits = dense(logits)
+            logprob, entropy, norms = logprob_forward(logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK)
+            ctx.save_for_backward(logits, targets, inv_temperature, norms)
+            ctx.mark_non_differentiable(entropy)
+            return logprob, entropy
         shifted = logits * inv_temperature.unsqueeze(1)
         shifted -= shifted.amax(dim=1, keepdim=True)
         terms = shifted.exp()
@@ -58,6 +68,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        if grads[0].is_cuda:
+            from spmd_rl.kernels.logprob_triton import logprob_backward
+
+            return logprob_backward(grads[0], *ctx.saved_tensors), None, None
         probs, targets, inv_temperature = ctx.saved_tensors
         scale = (grads[0] * inv_temperature).unsqueeze(1)
         grad = probs * -scale

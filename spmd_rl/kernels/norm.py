@@ -20,6 +20,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.is_cuda:
+            from spmd_rl.kernels.norm_triton import rms_norm_forward
+
+            out, rstd = rms_norm_forward(x, weight, eps)
+            ctx.save_for_backward(x, weight, rstd)
+            return out
         wide = x.float()
         rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         normed = (wide * rstd).to(x.dtype)
@@ -29,6 +35,10 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, rstd = ctx.saved_tensors
+        if x.is_cuda:
+            from spmd_rl.kernels.norm_triton import rms_norm_backward
+
+            return *rms_norm_backward(grads[0], x, weight, rstd), None
         grad = grads[0].float()
         normed = x.float() * rstd
         grad_normed = grad * weight.float()

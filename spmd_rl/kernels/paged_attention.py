@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention import KV_BLOCK, RowLayout, blocked_attention, sdpa
+from spmd_rl.kernels.attention import KV_BLOCK, RowLayout, attention_of_rows
+from spmd_rl.kernels.flash import PagedFlash, flash_takes
 from spmd_rl.kernels.tile import ROW_TILE, padded_rows
 
 
@@ -15,7 +18,8 @@ class KvCache:
     """Pages of keys and values for every layer; slot = page * page_size + offset.
 
     It starts at zero and must stay finite: unused slots of a page are multiplied by exact zeros.
-    Shape: each layer's keys and values are [K, num_pages * page_size, D].
+    Shape: each layer's keys and values are [num_pages, page_size, K, D] for FlashAttention, else
+    [K, num_pages * page_size, D].
     """
 
     def __init__(
@@ -31,21 +35,30 @@ class KvCache:
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
-        shape = (num_layers, 2, num_kv_heads, num_pages * page_size, head_dim)
-        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.num_kv_heads = num_kv_heads
+        self.flash = flash_takes(head_dim, dtype, device)
+        pages = (num_pages, page_size, num_kv_heads) if self.flash else (num_kv_heads, num_pages * page_size)
+        self.data = torch.zeros((num_layers, 2, *pages, head_dim), dtype=dtype, device=device)
         self.layers = [(layer[0], layer[1]) for layer in self.data]
 
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Shape: slots [T]; k and v [T', K, D], of which the first T rows are written."""
+        for pages, new in zip(self.layers[layer], (k[: len(slots)], v[: len(slots)]), strict=True):
+            if self.flash:
+                pages.flatten(0, 1).index_copy_(0, slots, new)
+            else:
+                pages.index_copy_(1, slots, new.transpose(0, 1))
+
 
 class PagedAttention:
     """Writes the new keys and values of a step into the cache, then attends each new token to its own history.
 
     Call it as `attend(layer, q, k, v)` with q [T', H, D], k and v [T', K, D]: the new tokens of all sequences laid end
-    to end, then padding up to the row tile. Sequences with one new token are computed apart from those with many, so
-    that a prefill chunk does not widen the decode rows.
+    to end, then padding up to the row tile.
 
     Shape: page_table [B, P] (any value where a sequence has no page; its first page stands in), starts [B] (tokens
     already in the cache), lengths [B] (new tokens, at least 1), slots [T] (where each new token's key goes).
@@ -63,10 +76,34 @@ class PagedAttention:
     ) -> None:
         self.cache = cache
         device = cache.data.device
-        self.num_kv_heads = cache.data.shape[2]
-        self.num_tokens = len(slots)
         self.slots = torch.from_numpy(np.asarray(slots, dtype=np.int64)).to(device)
-        groups = num_heads // self.num_kv_heads
+        self.kernel: PagedFlash | _PagedBlocks
+        if cache.flash:
+            self.kernel = PagedFlash(page_table, starts, lengths, cache.page_size, device)
+        else:
+            self.kernel = _PagedBlocks(cache, page_table, starts, lengths, num_heads)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.cache.write(layer, self.slots, k, v)
+        return self.kernel(q, *self.cache.layers[layer])
+
+
+class _PagedBlocks:
+    """Pages laid out for `blocked_attention`.
+
+    Sequences with one new token are computed apart from those with many, so that a prefill chunk does not widen the
+    decode rows.
+    """
+
+    def __init__(
+        self,
+        cache: KvCache,
+        page_table: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        num_heads: int,
+    ) -> None:
+        groups = num_heads // cache.num_kv_heads
         few = lengths * groups <= ROW_TILE
         first = np.cumsum(lengths) - lengths
         self.parts = [
@@ -74,23 +111,21 @@ class PagedAttention:
             for chosen in (few, ~few)
             if chosen.any()
         ]
-        self.order = self._token_order(lengths, few, device) if len(self.parts) == 2 else None
+        self.order = _token_order(lengths, few, cache.data.device) if len(self.parts) == 2 else None
 
-    def _token_order(self, lengths: NDArray[np.int64], few: NDArray[np.bool_], device: torch.device) -> Tensor:
-        """[T']: where each token's output lies once the parts are laid one after the other."""
-        part = np.repeat(few, lengths)
-        place = np.empty(self.num_tokens, dtype=np.int64)
-        num_few = int(part.sum())
-        place[part] = np.arange(num_few)
-        place[~part] = padded_rows(num_few) + np.arange(self.num_tokens - num_few)
-        return torch.from_numpy(np.pad(place, (0, padded_rows(len(place)) - len(place)))).to(device)
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = self.cache.layers[layer]
-        keys.index_copy_(1, self.slots, k[: self.num_tokens].transpose(0, 1))
-        values.index_copy_(1, self.slots, v[: self.num_tokens].transpose(0, 1))
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         outs = [part.attend(q, keys, values) for part in self.parts]
         return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
+
+
+def _token_order(lengths: NDArray[np.int64], few: NDArray[np.bool_], device: torch.device) -> Tensor:
+    """[T']: where each token's output lies once the parts are laid one after the other."""
+    part = np.repeat(few, lengths)
+    place = np.empty(len(part), dtype=np.int64)
+    num_few = int(part.sum())
+    place[part] = np.arange(num_few)
+    place[~part] = padded_rows(num_few) + np.arange(len(part) - num_few)
+    return torch.from_numpy(np.pad(place, (0, padded_rows(len(place)) - len(place)))).to(device)
 
 
 class _Part:
@@ -110,8 +145,7 @@ class _Part:
         shift = np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
         token = np.arange(int(lengths.sum())) + shift
         gather = torch.from_numpy(token).to(device).index_select(0, layout.gather)
-        self.layout = RowLayout(layout.batch, layout.positions, gather, layout.scatter, layout.visible)
-        self.visible = self.layout.row_visible(groups)
+        self.layout = replace(layout, gather=gather)
         page_size = cache.page_size
         num_keys = int((starts + lengths).max())
         unit = max(KV_BLOCK, page_size)
@@ -125,9 +159,7 @@ class _Part:
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rows = self.layout.rows(q, keys.shape[0])
-        op = blocked_attention if q.device.type == "cpu" else sdpa
-        out = op(rows, self._read(keys), self._read(values), self.visible, q.shape[-1] ** -0.5)
-        return self.layout.tokens(out)
+        return self.layout.tokens(attention_of_rows(rows, self._read(keys), self._read(values), self.layout))
 
     def _read(self, cached: Tensor) -> Tensor:
         """[K, slots, D] -> [K, B, S, D]."""

@@ -71,14 +71,21 @@ def sample_tokens(
 
     Shape: logits [M, V] fp32; all else [M] (`keys` int64, `greedy` bool, `top_k` int64); returns [M] int64.
     """
-    scores = logits * inv_temperature.unsqueeze(1)
+    scores = logits
     if top_k is not None or top_p is not None or min_p is not None:
-        scores = _filter(scores, top_k, top_p, min_p)
+        scores = _filter(logits * inv_temperature.unsqueeze(1), top_k, top_p, min_p)
+        inv_temperature = torch.ones_like(inv_temperature)
+    if greedy is not None and scores is not logits:
+        scores = torch.where(greedy.unsqueeze(1), logits, scores)
+    if logits.is_cuda:
+        from spmd_rl.kernels.sampling_triton import gumbel_argmax
+
+        return gumbel_argmax(scores, inv_temperature, keys, greedy)
     noise = gumbel_noise(keys, logits.shape[1])
     if greedy is not None:
-        scores = torch.where(greedy.unsqueeze(1), logits, scores)
+        inv_temperature = inv_temperature.masked_fill(greedy, 1.0)
         noise = noise.masked_fill(greedy.unsqueeze(1), 0.0)
-    return (scores + noise).argmax(dim=1)
+    return (scores * inv_temperature.unsqueeze(1) + noise).argmax(dim=1)
 
 
 def _filter(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:

@@ -196,4 +196,4 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
 
 def _legend(axes: Any) -> None:
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, frameon=False, labelcolor=_INK, loc="best")
+        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none", labelcolor=_INK, loc="best")

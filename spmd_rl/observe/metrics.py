@@ -31,6 +31,7 @@ METRICS = (
     Metric("rollout/response_tokens_mean", "tokens", "mean response length"),
     Metric("rollout/truncated", "", "share of responses cut at max_tokens"),
     Metric("onpolicy/mismatched_tokens", "tokens", "tokens whose trainer and engine log-probs differ in any bit"),
+    Metric("onpolicy/compared_tokens", "tokens", "tokens whose log-probs were compared"),
     Metric("onpolicy/max_abs_dlogp", "nats", "largest |trainer - engine| log-prob of a token"),
     Metric("onpolicy/k3", "nats", "k3 estimate of KL(engine || trainer) per token"),
     Metric("train/loss", "", "loss of the step, over its global denominator"),

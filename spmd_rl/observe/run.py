@@ -64,7 +64,7 @@ class RunFolder:
             if changed:
                 raise ConfigError(
                     f"{self.path} holds a run with another configuration ({changed[0]}): choose another name, "
-                    "remove the folder, or ask to resume"
+                    "remove the folder, or say --run.resume=true"
                 )
 
 

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-CAPACITY = 8192  # spans held in memory; writing so many takes a few milliseconds
+CAPACITY = 4096  # spans held in memory; writing so many takes a few milliseconds
 
 now_ns = time.monotonic_ns
 
@@ -63,7 +63,7 @@ class Trace:
         self._began_ns = now_ns()
         self._file: BinaryIO | None = None
         if folder is not None:
-            self._file = self._open(folder / f"{process.replace(' ', '_')}.jsonl", process, rank)
+            self._begin(folder / f"{process.replace(' ', '_')}.jsonl", process, rank)
 
     @property
     def on(self) -> bool:
@@ -82,29 +82,22 @@ class Trace:
         """Append the spans recorded so far to the file."""
         with self._flushing:
             spans = [self._spans.popleft() for _ in range(len(self._spans))]
-            if self._file is None or not spans:
-                return
-            try:
-                self._file.write(self._encoder.encode_lines(spans))
-            except OSError as error:
-                self._file = None
-                warnings.warn(f"tracing ends here: {error}", stacklevel=2)
+            if spans:
+                self._write(self._encoder.encode_lines(spans))
 
     def close(self) -> None:
         """Write what is left; nothing is recorded afterwards."""
         self.flush()
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        self._end()
 
     def _take(self, name: str, start_ns: int, end_ns: int, lane: str, args: dict[str, Any]) -> None:
         self._spans.append((name, start_ns - self._began_ns, end_ns - start_ns, lane, args))
         if len(self._spans) >= self._capacity:
             self.flush()
 
-    def _open(self, path: Path, process: str, rank: int | None) -> BinaryIO:
+    def _begin(self, path: Path, process: str, rank: int | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab", buffering=0)
+        self._file = path.open("ab", buffering=0)
         header = {
             "process": process,
             "rank": rank,
@@ -113,8 +106,21 @@ class Trace:
             "began_unix_ns": self._began_ns + unix_offset_ns(),
         }
         # the newline before it closes a line that an earlier process died in
-        file.write((b"\n" if file.tell() else b"") + self._encoder.encode(header) + b"\n")
-        return file
+        self._write((b"\n" if self._file.tell() else b"") + self._encoder.encode(header) + b"\n")
+
+    def _write(self, lines: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(lines)
+        except OSError as error:
+            self._end()
+            warnings.warn(f"tracing ends here: {error}", stacklevel=3)
+
+    def _end(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 class _Span(AbstractContextManager[None]):

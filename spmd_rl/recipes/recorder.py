@@ -19,7 +19,7 @@ class Recorder:
 
     def __init__(self, run: RunConfig, cfg: Any, world_size: int) -> None:
         """Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit."""
-        self._folder = RunFolder.open(run.path, dump_toml(cfg), _resolved(cfg, world_size))
+        self._folder = RunFolder.open(run.path, dump_toml(cfg), _resolved(cfg, world_size), resume=run.resume)
         self._observer: Observer | None = None
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 

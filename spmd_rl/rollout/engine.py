@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.types import FinishReason, Sample
+
+if TYPE_CHECKING:
+    from spmd_rl.weights.held import Held
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,10 @@ class Engine(Protocol):
         ...
 
     def wake(self) -> None: ...
+
+    def weights(self) -> Held:
+        """The engine's own parameters, where a push puts new ones."""
+        ...
 
     def stats(self) -> dict[str, int]:
         """Counts since the start."""

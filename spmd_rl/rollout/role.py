@@ -1,26 +1,24 @@
-"""The Rollout role: prompts in, graded groups of samples out."""
+"""The Rollout role: prompts in, graded groups of samples out.
+
+The controller imports this module too, for the endpoints: torch comes in with the instance, on workers only.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.place import Place
-from spmd_rl.model.hf import has_weights, load_weights
-from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rewards.grade import grade
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import Engine, EngineConfig, Request, SamplingConfig
-from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types import Group, Prompt, Sample
-from spmd_rl.weights.held import Held
 
-FOLDER_VERSION = 0
+if TYPE_CHECKING:
+    from spmd_rl.weights.held import Held
 
 
 class Rollout(Role):
@@ -30,11 +28,9 @@ class Rollout(Role):
         super().__init__(cfg, place)
         self.tokenizer = load_tokenizer(cfg.model)
         self.reward = resolve_reward(cfg.reward) if cfg.reward else None
-        self.model = build_model(cfg, place.device)
-        self.engine: Engine = NativeEngine(self.model, cfg, place.device, decode=self._decode)
-        if cfg.load_weights and has_weights(cfg.model):
-            load_weights(self.model, cfg.model)
-            self.engine.new_version(FOLDER_VERSION)
+        from spmd_rl.rollout.native.build import build
+
+        self.engine: Engine = build(cfg, place.device, self._decode)
 
     @collective
     def generate(self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig) -> Sharded[list[Group]]:
@@ -73,7 +69,7 @@ class Rollout(Role):
 
     def weight_sink(self) -> Held:
         """Where pushed weights go: this engine's own parameters."""
-        return Held.whole(dict(self.model.named_parameters()))
+        return self.engine.weights()
 
     def on_weights(self, version: int) -> None:
         """The parameters now hold `version`, on every rank of the role."""
@@ -86,10 +82,3 @@ class Rollout(Role):
         text = self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
         sample = replace(sample, text=text)
         return grade(self.reward, prompt, sample) if self.reward else sample
-
-
-def build_model(cfg: EngineConfig, device: torch.device) -> CausalLM:
-    """The model of the folder's config with parameters in unset memory: weights come by `load_weights` or a push."""
-    with torch.device("meta"):
-        model = CausalLM(ModelSpec.from_folder(cfg.model))
-    return model.to(getattr(torch, cfg.dtype)).to_empty(device=device).requires_grad_(False)

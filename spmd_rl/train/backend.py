@@ -15,9 +15,11 @@ from spmd_rl.weights.held import Held
 
 
 class Backend(Protocol):
-    """Every method is called by all ranks of the trainer together. `device` is where micro-batches go."""
+    """Every method is called by all ranks of the trainer together. `device` is where micro-batches go, `max_positions`
+    the longest sequence the model takes."""
 
     device: torch.device
+    max_positions: int
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability, with its graph where gradients are enabled, and entropy of the scored tokens.
@@ -35,7 +37,7 @@ class Backend(Protocol):
         ...
 
     def step(self, lr: float, grad_scale: float) -> None:
-        """One optimizer step on the gradients times `grad_scale`, which are then forgotten."""
+        """One optimizer step on the gradients that `square_norm` saw, times `grad_scale`; they are then forgotten."""
         ...
 
     def discard(self) -> None:

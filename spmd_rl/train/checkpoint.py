@@ -54,7 +54,7 @@ def load(folder: str, backend: Backend, place: Place) -> Progress:
     return progress
 
 
-def export_hf(folder: str, like: str, backend: Backend, place: Place, dtype: torch.dtype) -> None:
+def export_hf(folder: str, like: str, backend: Backend, place: Place, dtype: str) -> None:
     """Write a Hugging Face folder, gathering one tensor at a time; config and tokenizer come from `like`.
 
     Ranks: all of the role. Blocks: until the folder is written.
@@ -62,7 +62,7 @@ def export_hf(folder: str, like: str, backend: Backend, place: Place, dtype: tor
     tensors = _gathered(backend)
     try:
         if place.rank == 0:
-            save_folder(folder, like, tensors, dtype=dtype)
+            save_folder(folder, like, tensors, dtype=getattr(torch, dtype))
     finally:
         # The other ranks gather every tensor, so this one must too, even after a full disk.
         for _ in tensors:

@@ -59,6 +59,7 @@ class Fsdp2:
 
     def __init__(self, model: CausalLM, mesh: DeviceMesh, cfg: TrainerConfig, device: torch.device) -> None:
         self.device = device
+        self.max_positions = model.spec.max_positions
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
         self.scorer = Scorer(model.to(device), cfg.logit_rows)
@@ -80,21 +81,18 @@ class Fsdp2:
         loss.backward()
 
     def square_norm(self) -> float:
-        self._collect()
-        gradients = [one.grad for one in self.local.values() if one.grad is not None]
-        return float(nn.utils.get_total_norm(gradients)) ** 2 / self.num_replicas
-
-    def _collect(self) -> None:
-        """Hand the reduced gradient shards to the local parameters."""
         for name, parameter in self.parameters.items():
-            gradient = parameter.grad
-            if gradient is not None and self.local[name].numel():
-                self.local[name].grad = cast(DTensor, gradient).to_local()
+            # An empty shard, of fewer rows than ranks, has nothing to update.
+            if parameter.grad is not None and self.local[name].numel():
+                self.local[name].grad = cast(DTensor, parameter.grad).to_local()
+        return float(nn.utils.get_total_norm(self._gradients())) ** 2 / self.num_replicas
+
+    def _gradients(self) -> list[Tensor]:
+        return [one.grad for one in self.local.values() if one.grad is not None]
 
     def step(self, lr: float, grad_scale: float) -> None:
-        self._collect()
         if grad_scale != 1.0:
-            torch._foreach_mul_([one.grad for one in self.local.values() if one.grad is not None], grad_scale)
+            torch._foreach_mul_(self._gradients(), grad_scale)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

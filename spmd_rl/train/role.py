@@ -1,44 +1,45 @@
-"""The Trainer role: a model on some ranks of the world, and what the controller may ask of it."""
+"""The Trainer role: a model on some ranks of the world, and what the controller may ask of it.
+
+The controller imports this module too, for the endpoints: torch comes in with the instance, on workers only.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.batch import Scores
 from spmd_rl.algo.losses import Loss
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import DataError
 from spmd_rl.mesh.place import Place
-from spmd_rl.model.hf import init_weights, load_weights
-from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train import checkpoint
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.fsdp2 import Fsdp2
-from spmd_rl.train.learner import Learner
 from spmd_rl.types import Batch
-from spmd_rl.weights.held import Held
+
+if TYPE_CHECKING:
+    from spmd_rl.weights.held import Held
 
 
 class Trainer(Role):
-    """Learns from batches. Its version counts the train steps taken, from 0."""
+    """Learns from batches. Its version names the current weights: a push sets it, each train step raises it by one."""
 
     def __init__(self, cfg: TrainerConfig, place: Place) -> None:
         super().__init__(cfg, place)
         self.cfg: TrainerConfig = cfg
-        self.backend = Fsdp2(_model(cfg), place.mesh, cfg, place.device)
-        self.learner = Learner(self.backend, place, cfg)
+        from spmd_rl.train.build import build
+
+        self.learner = build(cfg, place)
+        self.backend = self.learner.backend
 
     @collective
     def train_step(self, batch: Sharded[Batch], loss: Loss, lr: float | None = None) -> dict[str, float]:
         """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the schedule's rate."""
+        self._check_fits(batch)
         return self.learner.train_step(batch, loss, lr)
 
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[Scores]:
         """Log-probabilities of the batch's tokens under the current weights."""
+        self._check_fits(batch)
         return Scores(self.learner.score(batch), batch.lengths, batch.index)
 
     @collective
@@ -48,18 +49,24 @@ class Trainer(Role):
     @collective
     def save(self, folder: str) -> None:
         """Write a checkpoint to resume from."""
+        from spmd_rl.train import checkpoint
+
         checkpoint.save(folder, self.backend, self.learner.progress, self.place)
 
     @collective
     def load(self, folder: str) -> int:
         """Resume from a checkpoint, written by any number of ranks; returns its version."""
+        from spmd_rl.train import checkpoint
+
         self.learner.progress = checkpoint.load(folder, self.backend, self.place)
         return self.learner.progress.version
 
     @collective
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
         """Write a folder that `transformers` loads, with the config and tokenizer of the model trained from."""
-        checkpoint.export_hf(folder, self.cfg.model, self.backend, self.place, getattr(torch, dtype))
+        from spmd_rl.train import checkpoint
+
+        checkpoint.export_hf(folder, self.cfg.model, self.backend, self.place, dtype)
 
     def on_pushed(self, version: int) -> None:
         """The weights that were just pushed are `version`, here as at the engine."""
@@ -69,14 +76,9 @@ class Trainer(Role):
         """This rank's share of the master weights, updated in place by every train step."""
         return self.backend.held()
 
-
-def _model(cfg: TrainerConfig) -> CausalLM:
-    if not cfg.model:
-        raise ConfigError("trainer.model is empty: name a Hugging Face model folder")
-    spec = ModelSpec.from_folder(cfg.model)
-    model = CausalLM(spec)
-    if cfg.init == "random":
-        init_weights(model, spec, cfg.seed)
-    else:
-        load_weights(model, cfg.model)
-    return model
+    def _check_fits(self, batch: Batch) -> None:
+        limit = self.backend.max_positions
+        for index, length in zip(batch.index, batch.lengths, strict=True):
+            if length > limit:
+                problem = f"{length} tokens are more than the model's {limit} positions"
+                raise DataError(f"batch, sequence {index}", problem)

@@ -14,15 +14,14 @@ from numpy.typing import NDArray
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, PagedAttention, sample_tokens, stream_keys, token_logprobs
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig, Progress, Request
 from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.pool_size import auto_pages
 from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.scheduler import Plan, Scheduler
 from spmd_rl.rollout.native.stop import StopStrings
 from spmd_rl.types import FinishReason, Sample
-
-CPU_POOL_BYTES = 1 << 30
+from spmd_rl.weights.held import Held
 
 
 class NativeEngine:
@@ -106,6 +105,9 @@ class NativeEngine:
                 dtype=getattr(torch, self.cfg.dtype),
                 device=self.device,
             )
+
+    def weights(self) -> Held:
+        return Held.whole(dict(self.model.named_parameters()))
 
     def stats(self) -> dict[str, int]:
         return {
@@ -238,15 +240,3 @@ class NativeEngine:
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
-
-
-def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
-    """Whole contexts for a full batch, as far as memory allows; at least one whole context."""
-    context = -(-spec.max_positions // cfg.page_size)
-    bytes_per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * getattr(torch, cfg.dtype).itemsize
-    if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * cfg.memory_fraction)
-    else:
-        budget = CPU_POOL_BYTES
-    affordable = budget // (bytes_per_token * cfg.page_size)
-    return max(context, min(cfg.max_batch * context, affordable))

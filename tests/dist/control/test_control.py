@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import time
@@ -55,7 +56,21 @@ def test_own_role_example(start: Chaos, spmd_rl: list[str], repo: Path) -> None:
         start([*spmd_rl, str(repo / "examples/own_role/word_count.py"), "--nproc=2", "--text", "a b. c. d e f"])
     )
     assert code == 0, last
-    assert out == "[2, 1, 3] on 2 ranks\n"
+    assert "[2, 1, 3] on 2 ranks" in out
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ([], "copy+buckets 192 slept ['rollout', 'sleep', 'train', 'wake']"),
+        (["--split.train.ranks=1", "--split.infer.ranks=1"], "buckets 96 stayed ['rollout', 'train']"),
+        (["--split.train.ranks=1", "--split.infer.ranks=all"], "buckets 96 slept"),
+    ],
+)
+def test_weights_cross_a_link(start: Chaos, spmd_rl: list[str], repo: Path, split: list[str], expected: str) -> None:
+    code, out, last = outcome(start([*spmd_rl, str(repo / "tests/dist/control/linked.py"), "--nproc=2", *split]))
+    assert code == 0, last
+    assert expected in out
 
 
 @pytest.mark.parametrize(
@@ -67,10 +82,11 @@ def test_own_role_example(start: Chaos, spmd_rl: list[str], repo: Path) -> None:
         ("recipe", 1, "ZeroDivisionError: in the recipe"),
     ],
 )
-def test_errors_end_with_their_sentence(chaos: Chaos, scenario: str, code: int, sentence: str) -> None:
+def test_errors_end_with_their_sentence(chaos: Chaos, tmp_path: Path, scenario: str, code: int, sentence: str) -> None:
     got, _, last = outcome(chaos(scenario))
     assert got == code, last
     assert sentence in last
+    assert not list(tmp_path.glob("spmd_rl-*")), "the run's private folder must not outlive it"
 
 
 def test_a_worker_error_shows_its_traceback_above_the_sentence(chaos: Chaos) -> None:
@@ -115,7 +131,11 @@ def test_any_death_ends_all(chaos: Chaos, victim: int | str, sentence: str) -> N
 def test_a_stopped_worker_is_lost(chaos: Chaos) -> None:
     process = chaos("hang", "--run.lost_after_s=3")
     pids = report(process)
-    os.kill(pids["ranks"][1], signal.SIGSTOP)
+    witness, stopped = os.pidfd_open(pids["ranks"][0]), pids["ranks"][1]
+    os.kill(stopped, signal.SIGSTOP)
+    assert select.select([witness], [], [], 30)[0], "rank 0 must end although rank 1 is stopped"
+    os.close(witness)
+    os.kill(stopped, signal.SIGCONT)  # torchrun itself would wait 30 s for it
     code, _, last = outcome(process)
     assert code != 0
     assert "lost rank 1 (host " in last

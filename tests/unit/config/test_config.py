@@ -127,7 +127,7 @@ def test_a_missing_or_broken_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read config file"):
         load(Run, tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="not valid TOML.*line 2"):
-        load(Run, written(tmp_path, "steps = 1\nsteps ="))
+        load(Run, written(tmp_path, "steps = 1\nname = ?\n"))
 
 
 def test_a_file_is_strict_about_types(tmp_path: Path) -> None:

@@ -203,11 +203,11 @@ def test_control_other_block_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_control_descending_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def descending(weights: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def descending(weights: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         blocks = range(weights.shape[-1] - 64, -1, -64)
         total = sum(weights[..., b : b + 64] @ v[..., b : b + 64, :] for b in blocks)
         norm = sum(weights[..., b : b + 64].sum(-1, keepdim=True) for b in blocks)
-        return torch.as_tensor(total), torch.as_tensor(norm)
+        return torch.as_tensor(total)[:, :, :num_rows], torch.as_tensor(norm)[:, :, :num_rows]
 
     assert _mismatches(monkeypatch, "_ascending_sums", descending) > 0
 

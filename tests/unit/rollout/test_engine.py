@@ -8,7 +8,8 @@ import torch
 
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
-from spmd_rl.rollout.native.engine import NativeEngine, auto_pages
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.pool_size import auto_pages
 
 EOS = 1
 
@@ -158,7 +159,7 @@ def test_nan_weights_are_named_and_leave_nothing_behind(new_model, new_engine, f
     kept_value = value.clone()
     value.fill_(float("nan"))
     engine.new_version(4)
-    engine.submit(request(uid=3))
+    engine.submit(request(uid=3, prompt=range(2, 17)))
     with pytest.raises(SpmdError, match="weights version 4 give NaN logits: prompt 3, sample 0, response token 0"):
         engine.step()
     engine.abort()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.kernels import PackedAttention
+from spmd_rl.kernels import PackedAttention, sample_tokens, stream_keys
 from spmd_rl.rollout.engine import Request, SamplingConfig
 
 NUM_DRAWS = 4000
@@ -68,6 +68,23 @@ def test_filters_draw_from_their_support_and_record_the_unmasked_logprob(draw, l
     means = np.exp(unmasked[kept_tokens])
     means *= NUM_DRAWS / means.sum()
     assert ((drawn[kept_tokens] - means) ** 2 / means).sum() < CHI_SQUARE_36_999
+
+
+def test_each_token_is_drawn_with_the_key_of_its_seed_prompt_sample_and_position(model, new_engine, finish):
+    names = [(uid, index, seed) for uid in (0, 5) for index in (0, 2) for seed in (uid, 9)]
+    requests = [
+        Request(uid + 10 * seed, index, PROMPT, SamplingConfig(max_tokens=6, seed=seed, ignore_eos=True))
+        for uid, index, seed in names
+    ]
+    samples = finish(new_engine(model), requests)
+    for request in requests:
+        sample = samples[request.uid, request.index]
+        attend = PackedAttention(np.array([10]), num_heads=4, num_kv_heads=2, device=torch.device("cpu"))
+        tokens = torch.from_numpy(np.concatenate([PROMPT, sample.tokens])).long()
+        rows = model(tokens, torch.arange(10), attend, torch.arange(3, 9))
+        same = np.ones(6, dtype=np.int64)
+        keys = stream_keys(request.sampling.seed, request.uid * same, request.index * same, np.arange(6))
+        assert sample_tokens(rows, torch.ones(6), torch.from_numpy(keys)).tolist() == sample.tokens.tolist()
 
 
 def test_greedy_takes_the_largest_and_scores_it_at_temperature_one(draw, logits):

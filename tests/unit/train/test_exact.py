@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.algo.losses import grpo_loss, sft_loss
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
@@ -83,6 +83,18 @@ def test_only_tokens_of_the_current_version_are_compared(new_trainer) -> None:
     assert again["onpolicy/compared_tokens"] == 0
     stale = trainer.train_step(replace(batch, versions=np.where(batch.mask, 2, -1).astype(np.int32)), grpo_loss)
     assert stale["onpolicy/mismatched_tokens"] > 0.9 * batch.mask.sum()
+
+
+def test_the_number_of_the_last_push_is_the_one_compared(new_trainer) -> None:
+    """A supervised warm-up raises the version; the engine's tokens still carry the number they were pushed under."""
+    trainer = new_trainer()
+    for seed in range(3):
+        trainer.train_step(make_batch(seed), sft_loss)
+    batch = _as_rolled(trainer, make_batch(version=0))
+    trainer.on_pushed(0)
+    stats = trainer.train_step(batch, grpo_loss)
+    assert (stats["onpolicy/compared_tokens"], stats["onpolicy/mismatched_tokens"]) == (batch.mask.sum(), 0)
+    assert trainer.version() == 1
 
 
 def test_without_padding_to_the_row_tile_bits_differ(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:

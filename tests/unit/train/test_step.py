@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmd_rl.algo.losses import grpo_loss, sft_loss
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
@@ -136,3 +136,16 @@ def test_the_optimizer_writes_in_place(new_trainer) -> None:
     after = trainer.weight_source()
     assert {name: one.local.data_ptr() for name, one in after.items()} == pointers
     assert not any(torch.equal(one.local, before[name]) for name, one in after.items())
+
+
+def test_a_sequence_beyond_the_context_is_named(new_trainer) -> None:
+    trainer, batch = new_trainer(), make_batch(longest=200)
+    longest, shortest = int(batch.lengths.argmax()), int(batch.lengths.argmin())
+    with pytest.raises(DataError, match=f"sequence {longest}: {batch.lengths[longest]} tokens .* 160 positions"):
+        trainer.train_step(batch.take([shortest, longest]), grpo_loss)
+
+
+def test_a_rate_given_with_the_step_overrides_the_schedule(new_trainer) -> None:
+    trainer = new_trainer(lr=1e-2, warmup_steps=4)
+    rates = [trainer.train_step(make_batch(), sft_loss, lr=lr)["train/lr"] for lr in (None, 3e-3, None)]
+    assert rates == [0.0025, 3e-3, 0.0075]

@@ -1,0 +1,130 @@
+"""Decode matrix products of Qwen3 against cuBLAS's best, split-K allowed: microseconds, weights cold in L2.
+
+Ours keeps one ascending chain over K (docs/numerics.md). Each number is the median over replays of a graph that runs
+the product once for each of many copies of the weight.
+
+    python benchmarks/kernels/decode_gemm.py [--out benchmarks/results/h200]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from spmd_rl.kernels.linear_plan import matmul
+
+ROWS = (1, 16, 64, 128, 256)
+COPY_BYTES_PER_S, FLOPS_PER_S = 4.3e12, 788e12  # measured on an H200
+COLD_BYTES = 256 << 20
+MAX_COPIES = 64
+REPLAYS = 9
+
+
+def shapes() -> dict[str, tuple[int, int, torch.dtype]]:
+    """Name -> (N, K, type of the result); q, k, v and gate, up both joined and apart."""
+    models = {
+        "0.6B": (1024, 3072, 16 * 128, 8 * 128),
+        "4B": (2560, 9728, 32 * 128, 8 * 128),
+        "8B": (4096, 12288, 32 * 128, 8 * 128),
+    }
+    found = {}
+    for model, (hidden, inner, q, kv) in models.items():
+        for name, n, k in (
+            ("q", q, hidden),
+            ("kv", kv, hidden),
+            ("qkv", q + 2 * kv, hidden),
+            ("o", hidden, q),
+            ("gate", inner, hidden),
+            ("gate_up", 2 * inner, hidden),
+            ("down", hidden, inner),
+        ):
+            found[f"Qwen3-{model} {name}"] = (n, k, torch.bfloat16)
+        found[f"Qwen3-{model} lm_head"] = (151936, hidden, torch.float32)
+    return found
+
+
+def cold_weights(n: int, k: int) -> list[Tensor]:
+    copies = min(MAX_COPIES, max(2, -(-COLD_BYTES // (2 * n * k))))
+    return [torch.randn(n, k, device="cuda").bfloat16() for _ in range(copies)]
+
+
+def microseconds(op: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    """Median time of `op` for one weight."""
+    op(weights[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            op(weight)
+    times = []
+    for replay in range(REPLAYS + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if replay >= 2:
+            times.append(start.elapsed_time(end) * 1e3 / len(weights))
+    return statistics.median(times)
+
+
+def floor_us(m: int, n: int, k: int) -> float:
+    return 1e6 * max(2 * n * k / COPY_BYTES_PER_S, 2 * m * n * k / FLOPS_PER_S)
+
+
+def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[dict[str, object]]:
+    weights, found = cold_weights(n, k), []
+    for m in ROWS:
+        x = torch.randn(m, k, device="cuda").bfloat16()
+        widen = {"out_dtype": out_dtype} if out_dtype != x.dtype else {}
+        ours = microseconds(lambda w, x=x: matmul(x, w, None, out_dtype), weights)
+        cublas = microseconds(lambda w, x=x, widen=widen: torch.mm(x, w.t(), **widen), weights)
+        ratio = ours / cublas
+        found.append(
+            {
+                "what": f"{name} {n}x{k}, M={m}",
+                "value": round(ours, 2),
+                "unit": "us",
+                "peer": "cuBLAS",
+                "peer_value": round(cublas, 2),
+                "ratio": round(ratio, 3),
+                "bar": "<= 1.00",
+                "holds": ratio <= 1.0,
+                "floor": round(floor_us(m, n, k), 2),
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/h200"))
+    folder = parser.parse_args().out
+    rows = [row for name, shape in shapes().items() for row in measure(name, *shape)]
+    for row in rows:
+        print(
+            f"{row['what']:40} {row['value']:8} us   cuBLAS {row['peer_value']:8}   x{row['ratio']:5}"
+            f"   floor {row['floor']}"
+        )
+    report = {
+        "script": "benchmarks/kernels/decode_gemm.py",
+        "date": date.today().isoformat(),
+        "machine": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": triton.__version__},
+        "rows": rows,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "decode_gemm.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{sum(bool(row['holds']) for row in rows)} of {len(rows)} rows at or under cuBLAS")
+
+
+if __name__ == "__main__":
+    main()

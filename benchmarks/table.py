@@ -1,0 +1,106 @@
+"""Prints every committed benchmark result as one markdown table.
+
+    python -m benchmarks.table
+
+A result is `benchmarks/results/<machine>/<script>.json`; `Result` below is its schema, read strictly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+RESULTS = Path(__file__).parent / "results"
+HEADER = ("machine", "benchmark", "what", "value", "peer", "ratio", "bar", "holds")
+
+
+class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One claim: what was measured, beside a peer where there is one, and whether it meets its bar.
+
+    `ratio` is value over peer_value; `holds` is computed by the script, null where there is no bar.
+    """
+
+    what: str
+    value: float
+    unit: str
+    peer: str | None = None
+    peer_value: float | None = None
+    ratio: float | None = None
+    bar: str | None = None
+    holds: bool | None = None
+
+
+class Result(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What one script found on one machine on one day, with the versions it ran on."""
+
+    script: str
+    date: str
+    machine: str
+    versions: dict[str, str]
+    rows: list[Row]
+
+
+def read_results(folder: Path) -> list[Result]:
+    """All results below `folder`, by machine and script. Raises: ValueError naming the file that does not fit."""
+    return [_read(path) for path in sorted(folder.glob("*/*.json"))]
+
+
+def table(results: Iterable[Result]) -> str:
+    """The markdown table of all rows."""
+    body = [_cells(result, row) for result in results for row in result.rows]
+    rule = tuple("--:" if name in ("value", "ratio") else "---" for name in HEADER)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (HEADER, rule, *body))
+
+
+def problems(path: Path, result: Result) -> Iterator[str]:
+    """What the types alone do not catch."""
+    if path.parent.name != result.machine:
+        yield f"machine is {result.machine!r}, the folder is {path.parent.name!r}"
+    if path.stem != Path(result.script).stem:
+        yield f"script is {result.script!r}, the file is {path.name!r}"
+    for row in result.rows:
+        if (row.bar is None) != (row.holds is None):
+            yield f"{row.what!r}: a bar and whether it holds belong together"
+        if (row.peer is None) != (row.peer_value is None):
+            yield f"{row.what!r}: a peer and its value belong together"
+        if row.ratio is not None and row.peer_value and abs(row.value / row.peer_value / row.ratio - 1) > 0.01:
+            yield f"{row.what!r}: the ratio is not value over peer_value"
+
+
+def _read(path: Path) -> Result:
+    try:
+        result = msgspec.json.decode(path.read_bytes(), type=Result)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}: {error}") from error
+    for problem in problems(path, result):
+        raise ValueError(f"{path}: {problem}")
+    return result
+
+
+def _cells(result: Result, row: Row) -> tuple[str, ...]:
+    peer = f"{row.peer} {_number(row.peer_value)}" if row.peer is not None else ""
+    holds = {True: "yes", False: "**no**", None: ""}[row.holds]
+    value = f"{_number(row.value)} {row.unit}".strip()
+    return result.machine, result.script, row.what, value, peer, _number(row.ratio), row.bar or "", holds
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 1000 else f"{value:.3g}"
+
+
+def main() -> int:
+    try:
+        print(table(read_results(RESULTS)))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""FlashAttention-4 for packed sequences and for pages of a cache.
+
+Both call the same kernel with an explicit causal mask and one split, which makes a query's bits depend on its own
+history alone (measured on Hopper, docs/numerics.md). Without it, or for head sizes that were not verified, attention
+falls back to torch's scaled-dot-product attention, which promises nothing; `contract` says which one runs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.kernels.tile import padded_rows
+
+FLASH_HEAD_DIMS = (64, 128)
+
+
+@cache
+def flash_version() -> str | None:
+    """The installed FlashAttention-4, if the GPU is the generation that it was verified on."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return None
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return None
+
+
+def flash_takes(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    exact = dtype == torch.bfloat16 and head_dim in FLASH_HEAD_DIMS
+    return exact and device.type == "cuda" and flash_version() is not None
+
+
+class PackedFlash:
+    """Causal attention within sequences laid end to end, differentiable; the padding of a call is one more sequence.
+
+    Shape: q [T', H, D], k and v [T', K, D], T' the number of tokens or that padded to the row tile.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
+        ends = np.cumsum(lengths)
+        self.num_tokens = int(ends[-1])
+        self.longest = int(lengths.max())
+        self.bounds = _int32([0, *ends, padded_rows(self.num_tokens)], device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        padding = q.shape[0] - self.num_tokens
+        bounds, longest = self.bounds if padding else self.bounds[:-1], max(self.longest, padding)
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=True,
+            num_splits=1,
+        )[0]
+
+
+class PagedFlash:
+    """Each new token to its sequence's pages up to itself.
+
+    Shape: q [T', H, D] of which the first sum(lengths) rows count; keys and values [num_pages, page_size, K, D].
+    """
+
+    def __init__(
+        self,
+        page_table: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        used = -(-(starts + lengths) // page_size)
+        standing_in = np.where(np.arange(page_table.shape[1]) < used[:, None], page_table, page_table[:, :1])
+        self.num_tokens = int(lengths.sum())
+        self.longest = int(lengths.max())
+        self.pages = _int32(standing_in, device)
+        self.num_keys = _int32(starts + lengths, device)
+        self.bounds = _int32([0, *np.cumsum(lengths)], device)
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(
+            q[: self.num_tokens],
+            keys,
+            values,
+            cu_seqlens_q=self.bounds,
+            seqused_k=self.num_keys,
+            page_table=self.pages,
+            max_seqlen_q=self.longest,
+            causal=True,
+            num_splits=1,
+        )[0]
+        return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - self.num_tokens))
+
+
+def _int32(values: NDArray[np.int64] | list[int], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)

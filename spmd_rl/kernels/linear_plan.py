@@ -1,0 +1,86 @@
+"""Which rows of a matrix product go to cuBLAS on NVIDIA GPUs, and which to Triton.
+
+cuBLAS is the faster for many rows, but may split K when it likes. It is therefore called for a few fixed numbers of
+rows only, and only where it has been seen to give the Triton kernel's bits in this process: first for ordinary data,
+then for data whose halves cancel, so that nothing but the rounding of the chain is left. Other rows go to Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.linear_tiles import REFERENCE
+
+CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
+COMPARED_ROWS = 1024
+
+Key = tuple[int, int, int, bool, torch.dtype, torch.device]
+_admitted: dict[Key, bool] = {}
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """x @ weight.T + bias with fp32 accumulators and one rounding to `out_dtype`.
+
+    Shape: x [M, K] and weight [N, K] bf16; returns [M, N].
+    """
+    from spmd_rl.kernels.linear_triton import matmul_into
+
+    x, weight = x.contiguous(), weight.contiguous()
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
+    done = 0
+    for rows in CHUNKS:
+        while x.shape[0] - done >= rows and _takes(rows, x, weight, bias, out_dtype):
+            _cublas(out[done : done + rows], x[done : done + rows], weight, bias)
+            done += rows
+    if done < x.shape[0]:
+        matmul_into(out[done:], x[done:], weight, bias)
+    return out
+
+
+def _takes(rows: int, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    n, k = weight.shape
+    if n % 8 or k % 8 or weight.data_ptr() % 16 or x.data_ptr() % 16:
+        return False
+    key = (n, k, rows, bias is not None, out_dtype, x.device)
+    if key not in _admitted:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _admitted[key] = proves_equal(*key)
+    return _admitted[key]
+
+
+@torch.no_grad()
+def proves_equal(n: int, k: int, rows: int, has_bias: bool, out_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether cuBLAS gives the reference kernel's bits for this shape."""
+    from spmd_rl.kernels.linear_triton import matmul_into
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(count: int) -> Tensor:
+        return torch.randn(count, k, dtype=torch.bfloat16, device=device, generator=generator)
+
+    x, weight = draw(rows), draw(n)
+    bias = torch.linspace(-1e-4, 1e-4, n, device=device).bfloat16() if has_bias else None
+    out, expected = (torch.empty(size, n, dtype=out_dtype, device=device) for size in (rows, min(rows, COMPARED_ROWS)))
+    bits = torch.int16 if out_dtype == torch.bfloat16 else torch.int32
+    for cancelling in (False, True):
+        if cancelling:
+            x[:, k // 2 :] = -x[:, : k - k // 2]
+            weight[:, k // 2 :] = weight[:, : k - k // 2]
+        _cublas(out, x, weight, bias)
+        for start in range(0, rows, COMPARED_ROWS):
+            part = slice(start, start + COMPARED_ROWS)
+            matmul_into(expected, x[part], weight, bias, REFERENCE)
+            if not torch.equal(out[part].view(bits), expected.view(bits)):
+                return False
+    return True
+
+
+def _cublas(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is not None:
+        torch.addmm(bias, x, weight.t(), out=out)
+    elif out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)

@@ -1,0 +1,114 @@
+"""Log-probabilities on NVIDIA GPUs.
+
+Three small kernels: the maximum of each (row, vocabulary shard); its sum of exp(z - m), lane by lane over chunks of
+1,024 and then along one tree; and the eight shards of a row added in ascending order. The gradient is recomputed from
+the logits, so beside them only a row's maximum and sum are kept.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SUM_WARPS = 4
+GRADIENT_BLOCK = 4096
+
+
+def logprob_forward(
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward pass."""
+    num_rows, vocab = logits.shape
+    shard = triton.cdiv(vocab, num_shards)
+    partial = logits.new_empty(3, num_rows, num_shards)
+    shape = {"SHARD": shard, "CHUNK": chunk, "num_warps": SUM_WARPS, "enable_fp_fusion": False}
+    grid = (num_rows, num_shards)
+    _shard_maxima[grid](logits, inv_temperature, partial[0], vocab, **shape)
+    _shard_sums[grid](
+        logits, inv_temperature, partial[0], partial[1], partial[2], vocab, NUM_SHARDS=num_shards, **shape
+    )
+    logprob, entropy, norms = logits.new_empty(num_rows), logits.new_empty(num_rows), logits.new_empty(2, num_rows)
+    _combine[(num_rows,)](
+        logits, targets, inv_temperature, partial[0], partial[1], partial[2], logprob, entropy, norms[0], norms[1],
+        vocab, NUM_SHARDS=num_shards, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return logprob, entropy, norms
+
+
+def logprob_backward(grad: Tensor, logits: Tensor, targets: Tensor, inv_temperature: Tensor, norms: Tensor) -> Tensor:
+    """Gradient of the logits [M, V] fp32."""
+    num_rows, vocab = logits.shape
+    out = torch.empty_like(logits)
+    _gradient[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
+        grad.contiguous(), logits, targets, inv_temperature, norms[0], norms[1], out, vocab, GRADIENT_BLOCK, num_warps=8
+    )
+    return out
+
+
+@triton.jit
+def _shard_maxima(logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr) -> None:
+    row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scale = tl.load(inv_temperature + row)
+    best = tl.full((CHUNK,), float("-inf"), tl.float32)
+    for start in range(0, SHARD, CHUNK):
+        within = start + tl.arange(0, CHUNK)
+        column = shard * SHARD + within
+        inside = (within < SHARD) & (column < vocab)
+        best = tl.maximum(best, tl.load(logits + row * vocab + column, mask=inside, other=float("-inf")) * scale)
+    tl.store(maxima + row * tl.num_programs(1) + shard, tl.max(best, axis=0))
+
+
+@triton.jit
+def _shard_sums(
+    logits, inv_temperature, maxima, sums, weighted, vocab,
+    NUM_SHARDS: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    scale = tl.load(inv_temperature + row)
+    maximum = tl.max(tl.load(maxima + row * NUM_SHARDS + tl.arange(0, NUM_SHARDS)), axis=0)
+    total, first_moment = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for start in range(0, SHARD, CHUNK):
+        within = start + tl.arange(0, CHUNK)
+        column = shard * SHARD + within
+        inside = (within < SHARD) & (column < vocab)
+        shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - maximum
+        term = tl.where(inside, tl.exp(shifted), 0.0)
+        total += term
+        first_moment += tl.where(inside, term * shifted, 0.0)
+    tl.store(sums + row * NUM_SHARDS + shard, tl.sum(total, axis=0))
+    tl.store(weighted + row * NUM_SHARDS + shard, tl.sum(first_moment, axis=0))
+
+
+@triton.jit
+def _combine(
+    logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, row_max, row_sum, vocab,
+    NUM_SHARDS: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    maximum = tl.max(tl.load(maxima + row * NUM_SHARDS + tl.arange(0, NUM_SHARDS)), axis=0)
+    total = tl.load(sums + row * NUM_SHARDS)
+    first_moment = tl.load(weighted + row * NUM_SHARDS)
+    for shard in tl.static_range(1, NUM_SHARDS):
+        total += tl.load(sums + row * NUM_SHARDS + shard)
+        first_moment += tl.load(weighted + row * NUM_SHARDS + shard)
+    chosen = tl.load(logits + row * vocab + tl.load(targets + row)) * tl.load(inv_temperature + row)
+    log_total = tl.log(total)
+    tl.store(logprob + row, (chosen - maximum) - log_total)
+    tl.store(entropy + row, log_total - first_moment / total)
+    tl.store(row_max + row, maximum)
+    tl.store(row_sum + row, total)
+
+
+@triton.jit
+def _gradient(grad, logits, targets, inv_temperature, row_max, row_sum, out, vocab, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    scale = tl.load(inv_temperature + row)
+    shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - tl.load(row_max + row)
+    hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+    result = tl.load(grad + row) * scale * (hit - tl.exp(shifted) / tl.load(row_sum + row))
+    tl.store(out + row * vocab + column, result, mask=inside)

@@ -1,0 +1,123 @@
+"""The samples a page has room for: some steps, evenly spread, and of each some groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import DataError
+from spmd_rl.observe.report.tokens import find_tokenizer, pieces
+
+Sample = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What of a run's samples goes on its page. A group is shown whole or not at all."""
+
+    num_steps: int = 40
+    num_tokens: int = 160_000
+    tokens_per_sample: int = 2_000
+
+
+def read_samples(run: Path, config: dict[str, Any], room: Room) -> dict[str, Any]:
+    """Steps with their groups, and how many of the run's steps they are."""
+    files = {_step(path): path for path in (run / "samples").glob("step_*.jsonl")}
+    tokenizer = find_tokenizer(run, config)
+    chosen = spread(sorted(files), room.num_steps)
+    steps, left = [], room.num_tokens
+    for i in coarse_to_fine(len(chosen)):
+        if left > 0:
+            step = _read_step(files[chosen[i]], tokenizer, room, min(left, room.num_tokens // len(chosen)))
+            steps.append({"step": chosen[i]} | step)
+            left -= sum(len(sample["pieces"]) for group in step["groups"] for sample in group["samples"])
+    return {"steps": sorted(steps, key=lambda step: step["step"]), "num_steps": len(files)}
+
+
+def spread(items: list[int], num: int) -> list[int]:
+    """At most `num` of `items`, evenly spaced, the first and the last among them."""
+    if len(items) <= num:
+        return items
+    return [items[round(i * (len(items) - 1) / (num - 1))] for i in range(num)]
+
+
+def coarse_to_fine(num: int) -> list[int]:
+    """0 to `num - 1`: the last and the first, then what lies half way, then half way again."""
+    order = dict.fromkeys([num - 1, 0] if num else [])
+    stride = num
+    while stride > 1:
+        stride = (stride + 1) // 2
+        order |= dict.fromkeys(range(0, num, stride))
+    return list(order)
+
+
+def _read_step(path: Path, tokenizer: Any, room: Room, num_tokens: int) -> dict[str, Any]:
+    """Whole groups until they have `num_tokens`, at least one; `num_samples` counts the file's."""
+    groups: dict[Any, dict[str, Any]] = {}
+    num_samples = taken = 0
+    full = False
+    for number, line in _whole_lines(path):
+        num_samples += 1
+        if full:
+            continue
+        row = _row(path, number, line)
+        uid = row.get("prompt_uid")
+        if uid not in groups:
+            if full := taken >= num_tokens and bool(groups):
+                continue
+            groups[uid] = {"uid": uid, "prompt": _text(row, "prompt"), "answer": _text(row, "answer"), "samples": []}
+        sample = _sample(row, tokenizer, room.tokens_per_sample)
+        groups[uid]["samples"].append(sample)
+        taken += len(sample["pieces"])
+    return {"groups": list(groups.values()), "num_samples": num_samples}
+
+
+def _sample(row: dict[str, Any], tokenizer: Any, most: int) -> Sample:
+    tokens = row.get("tokens") or []
+    parts, known = pieces(tokenizer, tokens, _text(row, "text"))
+    logprobs = [None if value is None else round(value, 4) for value in row.get("logprobs") or []]
+    versions = row.get("versions") or []
+    sample: Sample = {
+        "index": row.get("index"),
+        "reward": row.get("reward"),
+        "finish": _text(row, "finish"),
+        "parts": row.get("parts") or {},
+        "num_tokens": len(tokens),
+        "known": known,
+    }
+    per_token = {"pieces": parts, "tokens": tokens, "logprobs": logprobs, "versions": versions}
+    if len(parts) > most:  # the beginning and the end
+        sample["left_out_at"] = half = most // 2
+        per_token = {name: values[:half] + values[-half:] for name, values in per_token.items()}
+    if len(set(versions)) == 1:
+        per_token["versions"] = versions[:1]
+    return sample | per_token
+
+
+def _text(row: dict[str, Any], key: str) -> str:
+    return str(row.get(key, ""))
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open(encoding="utf-8") as file:
+        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line, parse_constant=lambda _: None)  # NaN and infinities: JSON in a page has none
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{number}", f"not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{path}:{number}", "not the record of a sample")
+    return row
+
+
+def _step(path: Path) -> int:
+    try:
+        return int(path.stem.removeprefix("step_"))
+    except ValueError:
+        raise DataError(str(path), "not named after a step") from None

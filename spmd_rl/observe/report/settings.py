@@ -1,0 +1,48 @@
+"""What a run was given and what that resolved to, and where several runs differ."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import DataError
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """`config.toml` by dotted key. Raises: DataError when it does not parse."""
+    path = run / "config.toml"
+    try:
+        return dict(_leaves(tomllib.loads(path.read_text(encoding="utf-8")))) if path.exists() else {}
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(str(path), f"not TOML: {error}") from None
+
+
+def read_plan(run: Path) -> Any:
+    """`plan.json` as it is. Raises: DataError when it does not parse."""
+    path = run / "plan.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=str) if path.exists() else {}
+    except ValueError as error:
+        raise DataError(str(path), f"not JSON: {error}") from None
+
+
+def differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
+    """The keys whose values are not the same in all `configs`, each with its values as text; None where unset."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [(key, [as_text(config[key]) if key in config else None for config in configs]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

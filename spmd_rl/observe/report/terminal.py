@@ -1,0 +1,34 @@
+"""A comparison of runs for a terminal: where they differ, and where they ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def print_comparison(data: dict[str, Any]) -> None:
+    """Print the differing settings and the final figures of what `gather` gathered."""
+    runs = data["runs"]
+    settings = _table("setting", runs)
+    for key, values in data["differences"]:
+        settings.add_row(Text(key), *(Text("-" if value is None else value) for value in values))
+    results = _table("figure", runs)
+    for i, figure in enumerate(data["figures"]):
+        values = [run["figures"][i] for run in runs]
+        if any(value is not None for value in values):
+            label = f"{figure['label']} ({figure['how']})"
+            results.add_row(label, *("-" if value is None else f"{value:,.5g}" for value in values))
+    console = Console()
+    console.print(settings if data["differences"] else "the runs' settings are the same")
+    console.print(results)
+
+
+def _table(what: str, runs: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 2))
+    table.add_column(what)
+    for run in runs:
+        table.add_column(Text(run["name"]), justify="right", overflow="fold")
+    return table

@@ -1,0 +1,110 @@
+"""Where metrics go beside `metrics.jsonl`: TensorBoard and Weights & Biases, each only if a run asks for it.
+
+Both come with `pip install 'spmd-rl[log]'` and are imported when opened. W&B is set up by its own variables:
+WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline and the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from spmd_rl.errors import ConfigError
+
+
+class Sink(Protocol):
+    """Somewhere that a step's metrics are sent to."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Take a row as `MetricsLog.write` returns it: `step`, `unix_s` and the metrics, None where not finite."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """An event file in `tensorboard/` of the run folder, in TensorBoard's own writer: no torch, no TensorFlow."""
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        self._event = _package("tensorboard", "tensorboard.compat.proto.event_pb2")
+        self._summary = _package("tensorboard", "tensorboard.compat.proto.summary_pb2")
+        writer = _package("tensorboard", "tensorboard.summary.writer.event_file_writer")
+        self._writer = writer.EventFileWriter(str(run / "tensorboard"))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in _numbers(row).items()]
+        summary = self._summary.Summary(value=values)
+        self._writer.add_event(
+            self._event.Event(wall_time=row.get("unix_s") or time.time(), step=row["step"], summary=summary)
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """One W&B run for one run folder, restarts included: the folder's `wandb/run_id` says which.
+
+    Steps are a metric of their own there, because W&B's own counter does not go back to where a restart resumes.
+    """
+
+    def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
+        wandb = _package("wandb", "wandb")
+        (run / "wandb").mkdir(parents=True, exist_ok=True)
+        name = run / "wandb" / "run_id"
+        if not name.exists():
+            name.write_text(uuid.uuid4().hex, encoding="utf-8")
+        run_id = name.read_text(encoding="utf-8").strip()
+        self._run = wandb.init(id=run_id, name=run.name, dir=str(run), config=dict(config), resume="allow")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._run.log({"step": row["step"]} | _numbers(row))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+KINDS: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+
+
+class Sinks:
+    """All sinks of a run as one. A sink that fails is dropped with a warning: a run outlives where its metrics are sent."""
+
+    def __init__(self, kinds: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
+        """`config` is shown where a sink can. Raises: ConfigError for an unknown kind or a package that is not there."""
+        for kind in kinds:
+            if kind not in KINDS:
+                raise ConfigError(f"no sink called '{kind}': there are {' and '.join(KINDS)}")
+        self._open = {kind: KINDS[kind](run, config) for kind in kinds}
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._each(lambda sink: sink.write(row))
+
+    def close(self) -> None:
+        self._each(lambda sink: sink.close())
+        self._open = {}
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for kind, sink in list(self._open.items()):
+            try:
+                act(sink)
+            except Exception as error:  # noqa: BLE001  a server, disk or package of others must not end a training run
+                del self._open[kind]
+                warnings.warn(f"{kind} gets no more metrics: {error}", stacklevel=3)
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name not in ("step", "unix_s") and value is not None}
+
+
+def _package(package: str, module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{package} is not installed ({error}): pip install 'spmd-rl[log]'") from None

@@ -1,0 +1,165 @@
+"""The spans of all processes of a run on one time axis, and `trace.json`, which Perfetto and chrome://tracing open.
+
+    spmd-rl trace RUN [RUN ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from spmd_rl.errors import ConfigError, DataError
+
+FOLDER = "traces"
+USAGE = "usage: spmd-rl trace RUN [RUN ...]"
+
+
+@dataclass(frozen=True)
+class Process:
+    """Who recorded, since when in unix time. `rank` is None for the controller."""
+
+    name: str
+    rank: int | None = None
+    host: str = ""
+    pid: int = 0
+    began_ns: int = 0
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """The controller comes first, then the ranks."""
+        return (-1 if self.rank is None else self.rank, self.name)
+
+
+class Span(NamedTuple):
+    """What a process did. Units: `start_ns` is unix time."""
+
+    name: str
+    start_ns: int
+    length_ns: int
+    lane: str
+    args: dict[str, Any]
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.length_ns
+
+
+def trace_files(run: Path) -> dict[Path, Process]:
+    """The files of a run's processes with who wrote them, in their order."""
+    files = {path: _first(path) for path in (run / FOLDER).glob("*.jsonl")}
+    return dict(sorted(files.items(), key=lambda item: item[1].order))
+
+
+def _first(path: Path) -> Process:
+    return next((process for process, _ in read_spans(path)), Process(path.stem))
+
+
+def read_spans(path: Path) -> Iterator[tuple[Process, Span | None]]:
+    """A file's spans in the order they ended, each with the process that recorded it; None where a process begins.
+
+    A line that the death of its process cut short is left out. Raises: DataError for one that says something else.
+    """
+    process = Process(path.stem)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                continue
+            try:
+                if isinstance(record, dict):
+                    process = Process(*(record[key] for key in ("process", "rank", "host", "pid", "began_unix_ns")))
+                    yield process, None
+                else:
+                    name, start_ns, length_ns, lane, args = record
+                    yield process, Span(name, process.began_ns + start_ns, length_ns, lane, args)
+            except (LookupError, TypeError, ValueError):
+                raise DataError(f"{path}:{number}", "neither the header nor a span of a trace") from None
+
+
+def tracks(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
+    """Spans of one lane by start, each with its track and its depth there.
+
+    On a track every span lies within or beside every other, as viewers demand of a thread; spans that merely overlap, as
+    calls in flight do, go on different tracks.
+    """
+    ends_of_track: list[list[int]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ns, -span.length_ns)):
+        for track, ends in enumerate([*ends_of_track, []]):
+            while ends and ends[-1] <= span.start_ns:
+                ends.pop()
+            if not ends or span.end_ns <= ends[-1]:
+                break
+        if track == len(ends_of_track):
+            ends_of_track.append(ends)
+        ends.append(span.end_ns)
+        yield track, len(ends) - 1, span
+
+
+def write_chrome(run: Path) -> int:
+    """Write `trace.json` from what the processes recorded, one process at a time; the number of spans.
+
+    Raises: ConfigError when they recorded nothing.
+    """
+    files = trace_files(run)
+    if not files:
+        raise ConfigError(f"{run / FOLDER} holds no trace: was the run traced?")
+    part, num_spans = run / "trace.json.part", 0
+    began_ns = min(process.began_ns for process in files.values())
+    with part.open("wb") as out:
+        out.write(b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n' % (began_ns / 1e9))
+        for number, (path, process) in enumerate(files.items(), 1):
+            events = list(_events(path, process, number, began_ns))
+            num_spans += sum(event["ph"] == "X" for event in events)
+            lines = (json.dumps(event, separators=(",", ":")).encode() for event in events)
+            out.write((b",\n" if number > 1 else b"") + b",\n".join(lines))
+        out.write(b"\n]}\n")
+    os.replace(part, run / "trace.json")
+    return num_spans
+
+
+def _events(path: Path, process: Process, number: int, began_ns: int) -> Iterator[dict[str, Any]]:
+    """One process as Chrome's events: its names, then its spans, lane by lane."""
+    lanes: dict[str, list[Span]] = {}
+    for _, span in read_spans(path):
+        if span is not None:
+            lanes.setdefault(span.lane, []).append(span)
+    title = process.name + (f" on {process.host}" if process.host else "")
+    yield {"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": title}}
+    yield {"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index", "args": {"sort_index": number}}
+    thread_of: dict[tuple[str, int], int] = {}
+    for lane, spans in lanes.items():
+        for track, _, span in tracks(spans):
+            if (lane, track) not in thread_of:
+                thread = thread_of[lane, track] = len(thread_of) + 1
+                name = lane if track == 0 else f"{lane} ({track + 1})"
+                yield {"ph": "M", "pid": number, "tid": thread, "name": "thread_name", "args": {"name": name}}
+            yield {
+                "ph": "X",
+                "pid": number,
+                "tid": thread_of[lane, track],
+                "name": span.name,
+                "cat": str(span.args.get("phase") or "span"),
+                "ts": (span.start_ns - began_ns) / 1e3,
+                "dur": span.length_ns / 1e3,
+                "args": span.args,
+            }
+
+
+def main(argv: list[str]) -> int:
+    """`spmd-rl trace`: write each run's trace.json."""
+    if not argv or argv[0].startswith("-"):
+        print(USAGE)
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    for run in map(Path, argv):
+        if not run.is_dir():
+            raise ConfigError(f"no run folder at {run}")
+        num_spans = write_chrome(run)
+        print(f"{run / 'trace.json'}: {num_spans:,} spans; open it at ui.perfetto.dev or in chrome://tracing")
+    return 0

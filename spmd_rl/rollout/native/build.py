@@ -1,0 +1,35 @@
+"""From an engine's config to a native engine with its model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from spmd_rl.model.hf import has_weights, load_weights
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.native.engine import NativeEngine
+
+FOLDER_VERSION = 0
+
+
+def build(cfg: EngineConfig, device: torch.device, decode: Callable[[tuple[int, ...]], str]) -> NativeEngine:
+    """The engine of `cfg.model`, with the folder's weights where it has them and the config asks for them.
+
+    Raises: ConfigError if the model folder does not serve.
+    """
+    model = _model(cfg, device)
+    engine = NativeEngine(model, cfg, device, decode=decode)
+    if cfg.load_weights and has_weights(cfg.model):
+        load_weights(model, cfg.model)
+        engine.new_version(FOLDER_VERSION)
+    return engine
+
+
+def _model(cfg: EngineConfig, device: torch.device) -> CausalLM:
+    """The model of the folder's config with parameters in unset memory: weights come by `load_weights` or a push."""
+    with torch.device("meta"):
+        model = CausalLM(ModelSpec.from_folder(cfg.model))
+    return model.to(getattr(torch, cfg.dtype)).to_empty(device=device).requires_grad_(False)

@@ -1,0 +1,88 @@
+"""A recipe that pushes weights between two toy roles, for the tests beside it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.controller import Controller
+from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.split import Split
+
+ROWS, COLUMNS = 6, 4
+
+
+class Source(Role):
+    """Holds its rows of one tensor."""
+
+    def __init__(self, cfg: "Config", place: Place) -> None:
+        import torch
+
+        super().__init__(cfg, place)
+        self.rows = torch.zeros(-(-ROWS // place.size), COLUMNS)
+
+    @collective
+    def fill(self, value: float) -> None:
+        self.rows.fill_(value + self.place.rank)
+
+    def weight_source(self) -> Any:
+        from spmd_rl.weights.held import Held, HeldTensor
+        from spmd_rl.weights.layout import chunk_box
+
+        box = chunk_box((ROWS, COLUMNS), self.place.rank, self.place.size)
+        return Held({"w": HeldTensor((ROWS, COLUMNS), box, self.rows)})
+
+
+class Sink(Role):
+    """Holds the whole tensor."""
+
+    def __init__(self, cfg: "Config", place: Place) -> None:
+        import torch
+
+        super().__init__(cfg, place)
+        self.whole = torch.full((ROWS, COLUMNS), -1.0)
+        self.version = -1
+
+    def weight_sink(self) -> Any:
+        from spmd_rl.weights.held import Held
+
+        return Held.whole({"w": self.whole})
+
+    def on_weights(self, version: int) -> None:
+        self.version = version
+
+    @collective
+    def look(self) -> Sharded[list[tuple[int, list[float]]]]:
+        return [(self.version, self.whole[:, 0].tolist())]
+
+    @collective
+    def sleep(self) -> None:
+        self.version = -2
+
+    @collective
+    def wake(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Config:
+    split: Split = field(default_factory=Split)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def main(ctl: Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    source = ctl.spawn(Source, cfg, on=roles.train)
+    sink = ctl.spawn(Sink, cfg, on=roles.infer)
+    link = ctl.link(source, sink)
+    rows = ROWS // roles.train.size
+    for version in range(3):
+        source.fill.call(10.0 * version)
+        stats = link.push(version)
+        expected = [10.0 * version + rank for rank in range(roles.train.size) for _ in range(rows)]
+        assert sink.look.call() == [(version, expected)] * roles.infer.size
+    for step in ctl.steps(1):
+        with ctl.phase("train", awake=[source]):
+            slept = sink.look.call()[0][0] == -2
+        with ctl.phase("rollout", awake=[sink]):
+            pass
+        print(stats.route, stats.bytes_moved, "slept" if slept else "stayed", sorted(step.phase_s), flush=True)

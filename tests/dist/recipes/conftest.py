@@ -1,0 +1,76 @@
+"""Whole runs of the arithmetic example, small ones, each in a process group of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[3]
+EXAMPLE = REPO / "examples" / "arithmetic"
+COMMAND = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run"]
+SMALL = [
+    f"--model={EXAMPLE / 'model'}",
+    f"--data={EXAMPLE / 'train.jsonl'}",
+    f"--reward={EXAMPLE / 'reward.py'}:correct",
+    "--prompts_per_step=8",
+    "--sampling.num_samples=4",
+    "--sampling.max_tokens=4",
+    "--trainer.init=random",
+    "--trainer.lr=1e-3",
+]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended: exit code, the last line of stderr, and the folder it left."""
+
+    code: int
+    sentence: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        return [json.loads(row) for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().splitlines()]
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Run a recipe to its end: `run("grpo", "--steps=3", nproc=2)`; `small=False` leaves out the small settings."""
+
+    def whole(recipe: str, *words: str, nproc: int = 1, name: str = "r", small: bool = True) -> Ended:
+        command = [*COMMAND, recipe, *(SMALL if small else []), f"--nproc={nproc}", f"--run.name={name}", *words]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            _, err = process.communicate(timeout=100)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        lines = err.strip().splitlines()
+        return Ended(process.returncode, lines[-1] if lines else "", tmp_path / "runs" / name)
+
+    return whole

@@ -1,0 +1,100 @@
+"""Whatever is wrong with the input, a run ends with one clear sentence and a non-zero exit code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--trainer.learning_rate=1"], "unknown key 'trainer.learning_rate'"),
+        (["--stpes=3"], "the nearest known key is 'steps'"),
+        (["--steps=many"], "steps: expected a whole number"),
+        (["--model=nowhere"], "no model folder at nowhere"),
+        (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--reward=spmd_rl.rewards.match:excat"], "has no 'excat'"),
+        (["--sampling.temperature=-1"], "temperature must be 0 (greedy) or more"),
+        (["--config=missing.toml"], "cannot read config file missing.toml"),
+    ],
+)
+def test_refused_before_anything_starts(run: Any, words: list[str], sentence: str) -> None:
+    ended = run("grpo", *words)
+    assert ended.code == 2
+    assert sentence in ended.sentence
+    assert not ended.folder.exists()
+
+
+def test_split_that_does_not_fit(run: Any) -> None:
+    ended = run("grpo", "--split.train.ranks=1", "--split.infer.ranks=2", nproc=2)
+    assert ended.code == 2
+    assert "split.infer asks for 2 ranks after the 1 already taken: that needs 3 ranks" in ended.sentence
+
+
+def test_unknown_recipe(run: Any) -> None:
+    ended = run("gpro")
+    assert ended.code == 2
+    assert "did you mean grpo" in ended.sentence
+
+
+def test_broken_model_folder(run: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(EXAMPLE / "model", broken)
+    (broken / "config.json").write_text("{")
+    ended = run("grpo", f"--model={broken}")
+    assert ended.code == 2
+    assert "config.json is not JSON" in ended.sentence
+    shutil.copy(EXAMPLE / "model/config.json", broken)
+    ended = run("grpo", f"--model={broken}", "--trainer.init=folder")
+    assert ended.code == 2
+    assert "holds no weights" in ended.sentence
+
+
+def test_malformed_line(run: Any, tmp_path: Path) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+\n')
+    ended = run("grpo", f"--data={data}")
+    assert ended.code == 2
+    assert "bad.jsonl:2" in ended.sentence
+
+
+def test_prompt_longer_than_the_context(run: Any, tmp_path: Path) -> None:
+    data = tmp_path / "long.jsonl"
+    data.write_text('{"prompt": "' + "1+" * 100 + '1=", "answer": "101"}\n')
+    ended = run("grpo", f"--data={data}")
+    assert ended.code == 2
+    assert "has 202 tokens, but the model's context is 128" in ended.sentence
+
+
+def test_reward_that_raises_shows_the_sample(run: Any, tmp_path: Path) -> None:
+    reward = tmp_path / "bad_reward.py"
+    reward.write_text("def grade(prompt, sample):\n    return 1 / (len(sample.tokens) - len(sample.tokens))\n")
+    ended = run("grpo", f"--reward={reward}:grade")
+    assert ended.code == 2
+    assert "ZeroDivisionError" in ended.sentence
+    assert "response" in ended.sentence
+    assert "prompt '" in ended.sentence
+
+
+def test_loss_that_is_not_finite(run: Any) -> None:
+    """A learning rate beyond all measure makes the next step's log-probs NaN."""
+    words = (f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--trainer.init=random")
+    ended = run("sft", *words, "--trainer.lr=1e30", "--trainer.clip_norm=0", "--steps=5", small=False)
+    assert ended.code == 1
+    assert re.search(r"train step 1: the (loss|gradient) is not finite on rank 0; the weights were left", ended.sentence)
+
+
+def test_folder_of_another_run(run: Any) -> None:
+    assert run("grpo", "--steps=1").code == 0
+    ended = run("grpo", "--steps=1", "--trainer.lr=5e-4")
+    assert ended.code == 2
+    assert "holds a run with another configuration (trainer.lr was" in ended.sentence

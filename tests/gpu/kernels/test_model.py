@@ -1,0 +1,174 @@
+"""Whole models in bf16 on a GPU: what the engine records while it decodes is what the training forward computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels import PackedAttention, token_logprobs
+from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.model.hf import init_weights
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.types import Sample
+
+DEVICE = torch.device("cuda")
+QWEN3 = ModelSpec(
+    family="qwen3",
+    vocab_size=4096,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    max_positions=2048,
+    rms_eps=1e-6,
+    rope=RopeSpec(1e6),
+    tie_embeddings=True,
+    qkv_bias=False,
+    out_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    init_std=0.06,
+)
+QWEN2 = replace(
+    QWEN3, family="qwen2", vocab_size=5003, head_dim=128, num_heads=6, num_kv_heads=2, qkv_bias=True, qk_norm=False
+)
+SPECS = {"qwen3": QWEN3, "qwen2": replace(QWEN2, tie_embeddings=False)}
+
+
+@pytest.fixture(autouse=True)
+def _needs_flash() -> None:
+    if not flash_takes(128, torch.bfloat16, DEVICE):
+        pytest.skip("needs FlashAttention-4 on a Hopper GPU")
+
+
+def build(name: str) -> CausalLM:
+    model = CausalLM(SPECS[name])
+    init_weights(model, SPECS[name], 0)
+    return model.to(DEVICE, torch.bfloat16)
+
+
+def requests(vocab: int) -> list[Request]:
+    rng = np.random.default_rng(0)
+    stem = rng.integers(2, vocab, 700)
+    prompts = [stem[:3], stem[:17], stem[:300], stem[:129], np.concatenate([stem[:200], rng.integers(2, vocab, 41)])]
+    shapes = [
+        SamplingConfig(max_tokens=90, seed=5, ignore_eos=True),
+        SamplingConfig(max_tokens=64, seed=5, temperature=0.7, ignore_eos=True),
+        SamplingConfig(max_tokens=33, seed=5, temperature=1.3, top_k=50, top_p=0.9, ignore_eos=True),
+        SamplingConfig(max_tokens=20, seed=6, temperature=0.0, ignore_eos=True),
+        SamplingConfig(max_tokens=70, seed=6, ignore_eos=True),
+    ]
+    return [
+        Request(uid, index, prompt.astype(np.int32), sampling)
+        for uid, (prompt, sampling) in enumerate(zip(prompts, shapes, strict=True))
+        for index in range(6)
+    ]
+
+
+def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[dict[tuple[int, int], Sample], dict]:
+    engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **cfg), DEVICE)
+    engine.new_version(0)
+    for request in wanted:
+        engine.submit(request)
+    samples = {}
+    while engine.has_work:
+        samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
+    return samples, engine.stats()
+
+
+def score(model: CausalLM, wanted: list[Request], samples: dict[tuple[int, int], Sample]) -> tuple[Tensor, Tensor]:
+    """Log-probs of all response tokens, packed: as the trainer computes them, and as the engine recorded them."""
+    pairs = [(request, samples[request.uid, request.index]) for request in wanted]
+    tokens = [np.concatenate([request.prompt, sample.tokens]).astype(np.int64) for request, sample in pairs]
+    lengths = np.array([len(one) for one in tokens], dtype=np.int32)
+    ends = np.cumsum(lengths)
+    spec = model.spec
+    attend = PackedAttention(lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=DEVICE)
+    rows = [np.arange(end - len(s.tokens) - 1, end - 1) for end, (_, s) in zip(ends, pairs, strict=True)]
+    warm = np.concatenate([np.full(len(s.tokens), s.temperature, dtype=np.float32) for _, s in pairs])
+
+    def tensor(parts: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(DEVICE)
+
+    logits = model(tensor(tokens), tensor([np.arange(n) for n in lengths]), attend, tensor(rows))
+    targets = tensor([s.tokens.astype(np.int64) for _, s in pairs])
+    scored, _ = token_logprobs(logits, targets, (1 / torch.from_numpy(warm)).to(DEVICE))
+    return scored, tensor([s.logprobs for _, s in pairs])
+
+
+@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize("name", SPECS)
+def test_recorded_logprobs_equal_the_training_forward(name: str, page_size: int, unequal) -> None:
+    model, wanted = build(name), requests(SPECS[name].vocab_size)
+    samples, stats = generate(model, wanted, max_batch=20, max_step_tokens=150, page_size=page_size)
+    assert stats["num_hit_tokens"] > 0
+    assert stats["num_partial_chunks"] > 0
+    scored, recorded = score(model, wanted, samples)
+    assert len(scored) == 6 * 277
+    assert unequal(scored.detach(), recorded) == 0
+    some = wanted[::7]
+    assert unequal(*(x.detach() for x in score(model, some, samples))) == 0
+
+
+def test_any_batch_gives_the_same_samples() -> None:
+    model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
+    first, _ = generate(model, wanted, max_batch=64)
+    second, _ = generate(model, wanted[::-1], max_batch=7, max_step_tokens=33, page_size=64, prefix_cache=False)
+    for name, sample in first.items():
+        assert sample.tokens.tobytes() == second[name].tokens.tobytes()
+        assert sample.logprobs.tobytes() == second[name].logprobs.tobytes()
+
+
+def test_control_attention_without_promise_fails(monkeypatch: pytest.MonkeyPatch, unequal) -> None:
+    model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
+    samples, _ = generate(model, wanted)
+    monkeypatch.setattr("spmd_rl.kernels.attention.flash_takes", lambda *_: False)
+    assert unequal(*(x.detach() for x in score(model, wanted, samples))) > 0
+
+
+def test_gradients_are_those_of_the_float32_model() -> None:
+    model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
+    samples, _ = generate(model, wanted)
+    reference = CausalLM(QWEN3)
+    reference.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    reference.to(DEVICE)
+    for one in (model, reference):
+        score(one, wanted, samples)[0].mean().backward()
+    wide = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = wide[name].grad
+        assert (parameter.grad.float() - expected).norm() / expected.norm() < 0.1, name
+
+
+def test_logits_are_close_to_transformers(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from spmd_rl.model.hf import load_weights
+
+    config = transformers.Qwen3Config(
+        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
+    )  # fmt: skip
+    reference = transformers.AutoModelForCausalLM.from_config(config).eval()
+    reference.save_pretrained(tmp_path)
+    spec = ModelSpec.from_folder(tmp_path)
+    model = CausalLM(spec)
+    load_weights(model, tmp_path)
+    model.to(DEVICE, torch.bfloat16)
+    lengths = np.array([5, 130, 64, 257])
+    tokens = torch.randint(0, 4096, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
+    attend = PackedAttention(lengths, num_heads=8, num_kv_heads=4, device=DEVICE)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with torch.no_grad():
+        every = torch.arange(len(tokens), device=DEVICE)
+        logits = model(tokens.to(DEVICE), positions.to(DEVICE), attend, every).cpu()
+        expected = torch.cat([reference(part[None]).logits[0] for part in tokens.split(lengths.tolist())])
+    assert (logits - expected).norm() / expected.norm() < 2e-2

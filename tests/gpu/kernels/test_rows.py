@@ -1,0 +1,141 @@
+"""Row against batch on a GPU: every op gives a row the same bits whatever rows lie beside it.
+
+Matrix products are compared in their fp32 accumulators, where a split of K changes nearly every element; rounded to
+bf16 it would change one in five hundred. The negative controls at the end are the same checks on ops that break the
+contract; they must fail them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd_rl.kernels import linear, linear_fp32, rms_norm, rope, rope_table, silu_mul, token_logprobs
+
+KINDS = ("normal", "wide", "cancelling", "tiny")
+# (N, K) of Qwen3's projections: 0.6B and 8B, joined and apart, and shapes that no library likes.
+SHAPES = [
+    (1024, 1024),
+    (2048, 1024),
+    (4096, 1024),
+    (1024, 2048),
+    (6144, 1024),
+    (1024, 3072),
+    (4096, 4096),
+    (6144, 4096),
+    (24576, 4096),
+    (4096, 12288),
+    (100, 72),
+    (37, 100),
+]
+NUM_TOKENS = 8192
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_linear_accumulators(n: int, k: int, kind: str, rows, unequal_rows) -> None:
+    weight = rows("normal" if kind == "tiny" else kind, n, k)
+    assert unequal_rows(lambda x: linear_fp32(x, weight), rows(kind, NUM_TOKENS, k)) == 0
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_linear_rounded(n: int, k: int, has_bias: bool, rows, unequal, unequal_rows) -> None:
+    weight, x = rows("normal", n, k), rows("normal", NUM_TOKENS, k)
+    bias = rows("normal", 1, n)[0] if has_bias else None
+    assert unequal_rows(lambda x: linear(x, weight, bias), x) == 0
+    accumulators = linear_fp32(x, weight)
+    expected = (accumulators if bias is None else accumulators + bias.float()).bfloat16()
+    assert unequal(linear(x, weight, bias), expected) == 0
+
+
+def test_head_of_a_large_vocabulary(rows, unequal_rows) -> None:
+    weight = rows("normal", 151936, 1024)
+    assert unequal_rows(lambda x: linear_fp32(x, weight), rows("normal", 2048, 1024)) == 0
+
+
+def test_products_fill_more_than_two_to_the_31_elements(rows, unequal) -> None:
+    weight, x = rows("normal", 151936, 64), rows("normal", 14400, 64)
+    whole = linear_fp32(x, weight)
+    assert unequal(whole[-33:], linear_fp32(x[-33:], weight)) == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [64, 100, 128, 1024, 2560, 4096, 5120])
+def test_norm(columns: int, kind: str, dtype: torch.dtype, rows, unequal_rows) -> None:
+    weight = rows("normal", 1, columns, dtype)[0]
+    assert unequal_rows(lambda x: rms_norm(x, weight, 1e-6), rows(kind, NUM_TOKENS, columns, dtype)) == 0
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 14, 32])
+def test_norm_and_rope_of_heads(num_heads: int, rows, unequal_rows) -> None:
+    dim, x = 128, rows("normal", NUM_TOKENS, num_heads * 128)
+    weight = rows("normal", 1, dim)[0]
+    table = rope_table(1.0 / 1e6 ** (torch.arange(0, dim, 2) / dim), 4096)
+    cos, sin = (t[4000].cuda() for t in table)
+
+    def op(x: Tensor) -> Tensor:
+        normed = rms_norm(x.unflatten(1, (num_heads, dim)), weight, 1e-6)
+        return rope(normed, cos.expand(len(x), -1), sin.expand(len(x), -1)).flatten(1)
+
+    assert unequal_rows(op, x) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [100, 3072])
+def test_silu_mul(columns: int, kind: str, rows, unequal_rows) -> None:
+    assert unequal_rows(lambda x: silu_mul(x, x), rows(kind, NUM_TOKENS, columns)) == 0
+
+
+@pytest.mark.parametrize("vocab", [5, 97, 4096, 50257, 151936])
+def test_logprobs(vocab: int, rows, unequal_rows) -> None:
+    x = rows("normal", 2048 if vocab > 10000 else NUM_TOKENS, vocab, torch.float32) * 3
+
+    def op(x: Tensor) -> Tensor:
+        target = torch.full((len(x),), 3, device="cuda")
+        return torch.stack(token_logprobs(x, target, torch.full((len(x),), 1.25, device="cuda")), dim=1)
+
+    assert unequal_rows(op, x) == 0
+
+
+def _split_in_two(x: Tensor, weight: Tensor) -> Tensor:
+    if len(x) > 64:
+        return linear_fp32(x, weight)
+    half = x.shape[1] // 2
+    return linear_fp32(x[:, :half], weight[:, :half]) + linear_fp32(x[:, half:], weight[:, half:])
+
+
+def test_control_split_of_k_fails(rows, unequal_rows) -> None:
+    weight = rows("normal", 1024, 3072)
+    assert unequal_rows(lambda x: _split_in_two(x, weight), rows("normal", 256, 3072)) > 100_000
+
+
+def test_control_cublas_for_few_rows_fails(rows, unequal_rows) -> None:
+    weight = rows("normal", 1024, 3072)
+    assert unequal_rows(lambda x: F.linear(x, weight), rows("normal", NUM_TOKENS, 3072)) > 0
+
+
+def test_control_other_warps_fail(monkeypatch: pytest.MonkeyPatch, rows, unequal) -> None:
+    x, weight = rows("normal", 4096, 4096, torch.float32), rows("normal", 1, 4096, torch.float32)[0]
+    expected = rms_norm(x, weight, 1e-6)
+    monkeypatch.setattr("spmd_rl.kernels.norm_triton.NUM_WARPS", 8)
+    assert unequal(rms_norm(x, weight, 1e-6), expected) > 0
+
+
+def test_control_norm_with_one_rounding_less_fails(rows, unequal) -> None:
+    x, weight = rows("normal", 4096, 1024), rows("normal", 1, 1024)[0]
+    wide = x.float()
+    fused = (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * weight.float()).bfloat16()
+    assert unequal(fused, rms_norm(x, weight, 1e-6)) > 0.1 * x.numel()
+
+
+def test_control_other_chunk_fails(monkeypatch: pytest.MonkeyPatch, rows, unequal) -> None:
+    x = rows("normal", 2048, 50257, torch.float32)
+    target, one = torch.full((len(x),), 3, device="cuda"), torch.ones(len(x), device="cuda")
+    expected = token_logprobs(x, target, one)[0]
+    monkeypatch.setattr("spmd_rl.kernels.logprob.VOCAB_CHUNK", 512)
+    assert unequal(token_logprobs(x, target, one)[0], expected) > 0

@@ -1,0 +1,212 @@
+"""Runs as jobs of a real Slurm: submitted, cancelled, requeued, preempted, and on a node that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.cluster import Cluster, until
+from tests.system.conftest import Call, Telephone
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(Path(__file__).with_name("witness.py"))
+SUBMIT = [sys.executable, "-c", "import sys; from spmd_rl.slurm import submit; sys.exit(submit(sys.argv[1:]))"]
+NOTE = "it's \"$HOME\" \\ `id`\n#SBATCH --nodes=1\nétoile"
+
+
+class Desk:
+    """Submits the witness from a folder of its own, and looks after its job."""
+
+    def __init__(self, cluster: Cluster, telephone: Telephone, folder: Path) -> None:
+        self.cluster = cluster
+        self.telephone = telephone
+        self.folder = folder
+        self.logs = folder / "runs/run/logs"
+        self.jobs: list[int] = []
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """`spmd-rl submit` of the witness, to its end."""
+        paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPMD_RL_INTERFACE": "lo"}
+        return subprocess.run(
+            [*SUBMIT, RECIPE, f"--telephone={self.telephone.path}", *words],
+            cwd=self.folder,
+            env=self.cluster.environment | paths,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def submit(self, *words: str) -> Call:
+        """Submit over two nodes; its first call."""
+        done = self.run("--nodes=2", "--time=10", *words)
+        assert done.returncode == 0, done.stderr
+        self.jobs.append(int(done.stdout.split(":")[0].removeprefix("job ")))
+        return self.answer()
+
+    def answer(self) -> Call:
+        try:
+            return self.telephone.answer()
+        except TimeoutError:
+            raise AssertionError(f"no call from {self.cluster.job(self.jobs[-1])}\n{self.all_logs()}") from None
+
+    def all_logs(self) -> str:
+        return "".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.logs.glob("*.log")))
+
+    def job_log(self) -> str:
+        return (self.logs / f"slurm_{self.jobs[-1]}.log").read_text()
+
+    def state(self) -> str:
+        return self.cluster.job(self.jobs[-1])["JobState"]
+
+    def await_state(self, *states: str) -> dict[str, str]:
+        number = self.jobs[-1]
+        until(lambda: self.state() in states, f"job {number} in state {states}\n{self.all_logs()}")
+        return self.cluster.job(number)
+
+    def release(self) -> None:
+        """Spare a requeued job the two minutes that Slurm holds it back, once its first life is over."""
+        job = self.await_state("PENDING")
+        until(lambda: not self.cluster.busy(), "no process of the first life left")
+        assert job["Restarts"] == "1"
+        self.cluster.command("scontrol", "update", f"JobId={self.jobs[-1]}", "StartTime=now")
+
+    def leave(self) -> None:
+        """Cancel whatever is left, and wait until Slurm has seen the last of it."""
+        for number in self.jobs:
+            subprocess.run(["scancel", str(number)], env=self.cluster.environment, capture_output=True, check=False)
+        queue = ("squeue", "--noheader")
+        until(lambda: not self.cluster.command(*queue).strip(), "an empty queue")
+
+
+@pytest.fixture
+def desk(cluster: Cluster, telephone: Telephone, tmp_path: Path) -> Iterator[Desk]:
+    ours = Desk(cluster, telephone, tmp_path)
+    yield ours
+    ours.leave()
+
+
+def test_a_run_over_two_nodes(desk: Desk) -> None:
+    call = desk.submit(f"--note={NOTE}")
+    assert sorted(call.report["nodes"]) == ["n1", "n2"]
+    assert call.report["total"] == 2
+    assert call.report["note"] == NOTE
+    secret = Path(call.report["secret_file"])
+    assert call.report["secret_mode"] == "0o600"
+    text = secret.read_text()
+    call.tell("end")
+    assert desk.await_state("COMPLETED")["Restarts"] == "0"
+    until(lambda: not secret.exists(), "the secret removed")
+    for node in ("n1", "n2"):
+        assert "a rank is seated" in (desk.logs / f"node_{node}.log").read_text()
+    assert text not in desk.all_logs() + desk.cluster.command("scontrol", "write", "batch_script", str(call.report["job"]), "-")
+
+
+def test_what_cannot_run_is_refused_before_it_queues(desk: Desk) -> None:
+    misspelt = desk.run("--nots=x")
+    assert "note" in misspelt.stderr
+    nowhere = desk.run("--partition=nowhere")
+    assert "invalid partition" in nowhere.stderr
+    assert misspelt.returncode != 0
+    assert nowhere.returncode != 0
+    assert not desk.cluster.command("squeue", "--noheader")
+
+
+def test_a_cancelled_run_ends_and_stays_ended(desk: Desk) -> None:
+    call = desk.submit()
+    desk.cluster.command("scancel", str(call.report["job"]))
+    assert desk.await_state("CANCELLED")["Restarts"] == "0"
+    until(lambda: not desk.cluster.busy(), "no process of the job left")
+    assert "queued again" not in desk.job_log()
+
+
+def test_a_failed_run_names_its_cause_and_is_not_requeued(desk: Desk) -> None:
+    call = desk.submit("--max-restarts=0")
+    call.tell("fail")
+    assert desk.await_state("FAILED")["Restarts"] == "0"
+    assert "RuntimeError: told to fail" in desk.job_log()
+
+
+def test_a_killed_rank_restarts_all_ranks_within_the_job(desk: Desk) -> None:
+    first = desk.submit()
+    os.kill(first.report["pids"][1], signal.SIGKILL)
+    second = desk.answer()
+    assert second.report["requeues"] == 0
+    assert not set(first.report["pids"]) & set(second.report["pids"])
+    assert sorted(second.report["nodes"]) == ["n1", "n2"]
+    second.tell("end")
+    desk.await_state("COMPLETED")
+
+
+def test_a_requeued_run_comes_back_with_a_secret_of_its_own(desk: Desk) -> None:
+    first = desk.submit()
+    desk.cluster.command("scontrol", "requeue", str(first.report["job"]))
+    desk.release()
+    second = desk.answer()
+    assert second.report["job"] == first.report["job"]
+    assert (first.report["requeues"], second.report["requeues"]) == (0, 1)
+    assert first.report["secret_hash"] != second.report["secret_hash"]
+    second.tell("end")
+    desk.await_state("COMPLETED")
+    assert desk.job_log().count("of the run on n[1-2]") == 2
+
+
+def test_a_run_whose_time_is_up_queues_again(desk: Desk) -> None:
+    first = desk.submit()
+    desk.cluster.command("scancel", "--batch", "--signal=USR1", str(first.report["job"]))
+    desk.release()
+    second = desk.answer()
+    assert second.report["requeues"] == 1
+    second.tell("end")
+    desk.await_state("COMPLETED")
+    assert "queued again" in desk.job_log()
+
+
+def test_a_run_whose_time_is_up_does_not_queue_again_when_told_not_to(desk: Desk) -> None:
+    first = desk.submit("--no-requeue")
+    desk.cluster.command("scancel", "--batch", "--signal=USR1", str(first.report["job"]))
+    assert desk.await_state("FAILED")["Restarts"] == "0"
+
+
+def test_a_preempted_run_gives_way_and_comes_back(desk: Desk) -> None:
+    first = desk.submit("--partition=low", "--slurm=--exclusive")
+    other = ("--partition=high", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=true")
+    desk.cluster.command("sbatch", "--wait", *other)
+    desk.release()
+    second = desk.answer()
+    assert second.report["job"] == first.report["job"]
+    assert second.report["requeues"] == 1
+    second.tell("end")
+    desk.await_state("COMPLETED")
+
+
+def test_a_run_moves_off_a_node_that_fails(desk: Desk) -> None:
+    first = desk.submit()
+    assert sorted(first.report["nodes"]) == ["n1", "n2"]
+    desk.cluster.kill_node("n2")
+    try:
+        desk.release()
+        second = desk.answer()
+        assert sorted(second.report["nodes"]) == ["n1", "n3"]
+        second.tell("end")
+        desk.await_state("COMPLETED")
+    finally:
+        desk.cluster.revive_node("n2")
+
+
+def test_a_node_that_fails_is_named_when_the_run_may_not_move(desk: Desk) -> None:
+    desk.submit("--no-requeue")
+    desk.cluster.kill_node("n2")
+    try:
+        job = desk.await_state("NODE_FAIL")
+        assert job["Restarts"] == "0"
+    finally:
+        desk.cluster.revive_node("n2")

@@ -1,0 +1,60 @@
+"""A recipe that calls the test up, says where and in which life it runs, and does as it is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.controller import Controller
+from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.mesh.split import RoleSplit
+
+
+@dataclass(frozen=True)
+class Config:
+    telephone: str = ""  # the test's socket
+    note: str = ""
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+class Witness(Role):
+    @collective
+    def total(self, value: int) -> int:
+        """Over all ranks, by a collective."""
+        return int(self.place.all_reduce_sum(np.array([float(value)]))[0])
+
+    @collective
+    def seats(self) -> Sharded[list[str]]:
+        """The node and pid of each rank."""
+        print("a rank is seated", flush=True)
+        return [f"{os.environ['SLURMD_NODENAME']}:{os.getpid()}"]
+
+
+def main(ctl: Controller, cfg: Config) -> None:
+    roles = ctl.world.split({"witness": RoleSplit()})
+    witness = ctl.spawn(Witness, cfg, on=roles.witness)
+    seats = [seat.split(":") for seat in witness.seats.call()]
+    secret = Path(os.environ["SPMD_RL_SECRET_FILE"])
+    report = {
+        "nodes": [node for node, _ in seats],
+        "pids": [int(pid) for _, pid in seats],
+        "total": witness.total.call(1),
+        "job": int(os.environ["SLURM_JOB_ID"]),
+        "requeues": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+        "note": cfg.note,
+        "secret_file": str(secret),
+        "secret_mode": oct(secret.stat().st_mode & 0o777),
+        "secret_hash": hashlib.sha256(secret.read_bytes()).hexdigest(),
+    }
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(cfg.telephone)
+        line.sendall(json.dumps(report).encode() + b"\n")
+        if line.recv(16) == b"fail":
+            raise RuntimeError("told to fail")

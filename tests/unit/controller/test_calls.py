@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from spmd_rl.controller.calls import Calls
+from spmd_rl.controller.codec import Packed
+from spmd_rl.controller.wire import Failure
+from spmd_rl.errors import LostRankError
+
+ANSWER = Packed(b"x", b"")
+
+
+def test_a_wait_ends_when_every_rank_has_answered() -> None:
+    calls = Calls()
+    record = calls.open("actor.go", (0, 1))
+    assert calls.answer(record.number, 0, ANSWER)
+    assert not calls.wait(record, 0.0)
+    assert record.owing == [1]
+    threading.Thread(target=calls.answer, args=(record.number, 1, ANSWER)).start()
+    assert calls.wait(record, 10.0)
+
+
+def test_a_wait_ends_at_the_first_failure() -> None:
+    calls = Calls()
+    record = calls.open("actor.go", (0, 1))
+    failure = Failure(record.number, "KeyError", "'x'", "", 1)
+    calls.answer(record.number, 1, failure)
+    assert calls.wait(record, 10.0)
+    assert record.failure == (1, failure)
+
+
+def test_answers_nobody_asked_for_are_refused() -> None:
+    calls = Calls()
+    record = calls.open("actor.go", (0,))
+    assert not calls.answer(record.number, 1, ANSWER)
+    assert not calls.answer(record.number + 1, 0, ANSWER)
+    assert calls.answer(record.number, 0, ANSWER)
+    assert not calls.answer(record.number, 0, ANSWER)
+    calls.close(record)
+    assert not calls.answer(record.number, 0, ANSWER)
+
+
+def test_a_cause_ends_all_waits_and_the_first_stands() -> None:
+    calls = Calls()
+    record = calls.open("actor.go", (0,))
+    first = LostRankError("rank 0")
+    threading.Thread(target=calls.fail, args=(first,)).start()
+    with pytest.raises(LostRankError, match="rank 0"):
+        calls.wait(record, 10.0)
+    calls.fail(LostRankError("rank 1"))
+    with pytest.raises(LostRankError, match="rank 0"):
+        calls.open("actor.more", (0,))
+
+
+def test_who_owes_what() -> None:
+    calls = Calls()
+    calls.phase = "rollout"
+    first, second = calls.open("a.go", (0, 1)), calls.open("b.go", (1,))
+    calls.answer(first.number, 0, ANSWER)
+    assert (calls.num_owed(0), calls.num_owed(1)) == (0, 2)
+    assert calls.oldest(0) is None
+    assert calls.oldest(1) is first
+    assert second.phase == "rollout"

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from spmd_rl.controller.codec import _DTYPES, Packed, name_of, pack, resolve, unpack
+from spmd_rl.errors import ContractError
+from spmd_rl.types import Group, Prompt, Sample
+
+arrays = st.sampled_from(_DTYPES).flatmap(
+    lambda name: hnp.arrays(np.dtype(name), hnp.array_shapes(min_dims=0, min_side=0))
+)
+
+
+@dataclass(frozen=True)
+class Nested:
+    many: list[NDArray[Any]]
+    named: dict[str, NDArray[Any]] = field(default_factory=dict)
+    note: str | None = None
+
+
+@given(st.lists(arrays, max_size=4), st.dictionaries(st.text(max_size=4), arrays, max_size=3), st.none() | st.text())
+def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str | None) -> None:
+    value = Nested(many, named, note)
+    back = unpack(pack(value), Nested)
+    assert back.note == note
+    assert list(back.named) == list(named)
+    for old, new in zip([*many, *named.values()], [*back.many, *back.named.values()], strict=True):
+        assert (old.dtype, old.shape, old.tobytes()) == (new.dtype, new.shape, new.tobytes())
+        assert new.flags.writeable
+        assert new.flags.owndata
+    assert pack(back) == pack(value)
+
+
+def test_the_nouns_cross() -> None:
+    prompt = Prompt(1, np.arange(3, dtype=np.int32), meta={"level": 2})
+    sample = Sample(
+        1, 0, np.array([5], np.int32), np.array([-0.5], np.float32), np.zeros(1, np.int32), "stop", parts={"a": 1.0}
+    )
+    back = unpack(pack([Group(prompt, [sample])]), list[Group])
+    assert back[0].samples[0].logprobs.dtype == np.float32
+    assert back[0].prompt.meta == {"level": 2}
+
+
+def test_strided_arrays_and_numpy_scalars_cross() -> None:
+    view = np.arange(12).reshape(3, 4)[:, ::2]
+    assert (unpack(pack(view), NDArray[np.int64]) == view).all()
+    assert unpack(pack({"loss": np.float32(0.5), "n": np.int64(3)}), dict[str, float]) == {"loss": 0.5, "n": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "sentence"),
+    [
+        (np.zeros(2), NDArray[np.int32], "Expected an array of int32, got float64"),
+        ([1, 2], NDArray[np.int32], "Expected"),
+        ({"x": "no"}, dict[str, int], "Expected `int`, got `str`"),
+        ("nothing:here", Callable[[], None], "Expected"),
+    ],
+)
+def test_values_must_fit_their_annotation(value: Any, annotation: Any, sentence: str) -> None:
+    with pytest.raises(ContractError, match=sentence):
+        unpack(pack(value), annotation)
+
+
+@pytest.mark.parametrize("value", [object(), np.array(["a"]), np.array([None]), lambda x: x, functools.partial(max, 1)])
+def test_what_cannot_cross_is_named(value: Any) -> None:
+    with pytest.raises(ContractError, match="cannot cross"):
+        pack(value)
+
+
+def test_functions_cross_by_name() -> None:
+    back = unpack(pack(functools.partial(name_of, item=1)), Callable[..., Any])
+    assert (back.func, back.keywords) == (name_of, {"item": 1})
+    assert unpack(pack(resolve), Callable[[str], Any]) is resolve
+    assert unpack(pack(None), Callable[[str], Any] | None) is None
+    with pytest.raises(ContractError, match="cannot be imported here"):
+        resolve("spmd_rl.controller.codec:nothing")
+
+
+@given(st.data())
+def test_mutated_values_never_crash(data: st.DataObject) -> None:
+    packed = pack(Nested([np.arange(5), np.ones((2, 3), np.float32)], {"k": np.zeros(1, np.bool_)}, "note"))
+    body = bytearray(packed.body)
+    for _ in range(data.draw(st.integers(1, 4))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    payload = packed.payload[: data.draw(st.integers(0, len(packed.payload)))]
+    try:
+        assert isinstance(unpack(Packed(bytes(body), payload), Nested), Nested)
+    except ContractError:
+        return

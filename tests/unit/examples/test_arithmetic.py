@@ -1,0 +1,96 @@
+"""The arithmetic example: its data is what its generator makes, its model folders load, its check can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.arithmetic.check import Figure, learning
+from examples.arithmetic.reward import correct
+from spmd_rl.data.files import read_records
+from spmd_rl.rewards.load import resolve_reward
+from spmd_rl.types import Prompt, Sample
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "examples" / "arithmetic"
+NAMES = ("train", "eval", "warmup")
+
+
+def asked(name: str) -> list[tuple[int, int, int]]:
+    rows = [record.row for record in read_records(str(EXAMPLE / f"{name}.jsonl"))]
+    return [(*map(int, row["prompt"].rstrip("=").split("+")), int(row["answer"])) for row in rows]
+
+
+def test_the_shipped_files_are_the_generators(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.arithmetic.generate", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    for name in NAMES:
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == (EXAMPLE / f"{name}.jsonl").read_bytes()
+
+
+def test_answers_are_right_and_held_out_prompts_are_held_out() -> None:
+    train, held_out, warmup = (asked(name) for name in NAMES)
+    assert all(a + b == answer for a, b, answer in train + held_out)
+    trained_on = {(a, b) for a, b, _ in train + warmup}
+    assert trained_on.isdisjoint((a, b) for a, b, _ in held_out)
+    assert 0.4 < np.mean([a + b == answer for a, b, answer in warmup]) < 0.5  # the teacher is careless
+
+
+@pytest.mark.parametrize(("folder", "least", "most"), [("model", 0.1e6, 0.3e6), ("model-20m", 20e6, 40e6)])
+def test_the_model_folders_load_in_transformers(folder: str, least: float, most: float) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    from spmd_rl.model.spec import ModelSpec
+
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / folder)
+    config = AutoConfig.from_pretrained(EXAMPLE / folder)
+    ids = tokenizer("37+48= ok\n")["input_ids"]
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "37+48= ok\n"
+    assert len(ids) == 10
+    assert len(tokenizer) <= config.vocab_size
+    assert least <= ModelSpec.from_folder(EXAMPLE / folder).num_parameters <= most
+
+
+def test_the_reward() -> None:
+    prompt = Prompt(0, np.zeros(1, np.int32), "37+48=", "85")
+    none = np.zeros(0)
+    said = {
+        (text, finish): correct(prompt, Sample(0, 0, none, none, none, finish, text=text))
+        for text, finish in (("85", "stop"), ("85", "length"), ("86", "stop"), (" 85", "stop"))
+    }
+    assert [key for key, reward in said.items() if reward] == [("85", "stop")]
+    assert resolve_reward(f"{EXAMPLE / 'reward.py'}:correct")(prompt, Sample(0, 0, none, none, none, "stop", text="85"))
+
+
+def lines(rewards: list[float], mismatched: int | None = 0) -> list[dict[str, float | None]]:
+    return [{"reward/mean": reward, "onpolicy/mismatched_tokens": mismatched} for reward in rewards]
+
+
+def failing(rows: list[dict[str, float | None]]) -> list[str]:
+    return [figure.what for figure in learning(rows) if not figure.holds]
+
+
+def test_the_check_passes_what_learned_and_fails_what_did_not() -> None:
+    assert failing(lines([0.4, *[0.95] * 6])) == []
+    assert failing(lines([0.6, *[0.95] * 6])) == ["reward of the first step"]
+    assert failing(lines([0.4, *[0.85] * 6])) == ["mean reward of the last 5 steps"]
+    assert failing(lines([0.4, *[0.95] * 6], mismatched=1)) == ["mismatched tokens"]
+    assert failing(lines([0.4, *[0.95] * 6], mismatched=None)) == ["steps without a count of mismatched tokens"]
+    assert not Figure("x", float("nan"), ">= 0").holds
+
+
+def test_the_check_of_an_empty_folder_fails(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "examples.arithmetic.check", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "holds no metrics" in done.stderr) == (1, True)
+
+
+def test_shipped_lines_are_plain_prompt_and_answer() -> None:
+    for name in NAMES:
+        for line in (EXAMPLE / f"{name}.jsonl").read_text().splitlines():
+            assert set(json.loads(line)) == {"prompt", "answer"}

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.errors import PlanError
+from spmd_rl.mesh.split import Placement, RoleSplit, Split, colocated, disjoint, plan_split
+
+
+def test_default_split_colocates_both_roles_on_all_ranks() -> None:
+    roles = plan_split(Split(), 3)
+    assert roles.train.ranks == roles.infer.ranks == (0, 1, 2)
+    assert roles.train.axes == {"dp": 1, "fsdp": 3, "tp": 1}
+    assert colocated(roles.train, roles.infer)
+
+
+def test_counts_take_the_next_ranks() -> None:
+    roles = plan_split(Split(RoleSplit("4", dp=2), RoleSplit("2")), 8)
+    assert roles.train == Placement("train", (0, 1, 2, 3), {"dp": 2, "fsdp": 2, "tp": 1})
+    assert roles["infer"].ranks == (4, 5)
+    assert disjoint(roles.train, roles.infer)
+
+
+def test_mixed_split_of_user_roles() -> None:
+    roles = plan_split({"judge": RoleSplit("1-2"), "train": RoleSplit("2"), "env": RoleSplit()}, 4)
+    assert [placement.ranks for placement in roles.values()] == [(1, 2), (0, 1), (0, 1, 2, 3)]
+    assert not disjoint(roles.judge, roles.train)
+    assert not colocated(roles.judge, roles.train)
+
+
+@pytest.mark.parametrize(
+    ("split", "sentence"),
+    [
+        (
+            Split(RoleSplit("4"), RoleSplit("4")),
+            "4 ranks after the 4 already taken: that needs 8 ranks, and the world has 6",
+        ),
+        (Split(RoleSplit("0-6")), "needs 7 ranks"),
+        (Split(RoleSplit("3-1")), "is empty"),
+        (Split(RoleSplit("0")), "is empty"),
+        (Split(RoleSplit("some")), "neither 'all'"),
+        (Split(RoleSplit(dp=4)), "dp 4 x fsdp 1 x tp 1 = 4, but it has 6 ranks"),
+        (Split(RoleSplit(fsdp=5)), "dp 1 x fsdp 5 x tp 1 = 5, but it has 6 ranks"),
+        (Split(RoleSplit(dp=0)), "dp >= 1"),
+        (Split(RoleSplit(tp=2)), "use the axes dp and fsdp"),
+    ],
+)
+def test_what_does_not_fit_says_why(split: Split, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence.replace("(", r"\(")):
+        plan_split(split, 6)
+
+
+def test_unknown_role_names_the_known() -> None:
+    with pytest.raises(AttributeError, match="train, infer"):
+        _ = plan_split(Split(), 1).judge
+
+
+@given(dp=st.integers(1, 8), fsdp=st.integers(1, 8), spare=st.integers(0, 8))
+def test_every_placed_rank_has_one_seat(dp: int, fsdp: int, spare: int) -> None:
+    size = dp * fsdp
+    placement = plan_split({"a": RoleSplit(str(size), dp=dp)}, size + spare).a
+    assert placement.size == math.prod(placement.axes.values()) == size
+    assert [placement.data_rank(rank) for rank in placement.ranks] == list(range(placement.data_size))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 3))
+def test_counted_roles_never_overlap(sizes: list[int], spare: int) -> None:
+    roles = plan_split({f"r{i}": RoleSplit(str(size)) for i, size in enumerate(sizes)}, sum(sizes) + spare)
+    ranks = [rank for placement in roles.values() for rank in placement.ranks]
+    assert ranks == list(range(sum(sizes)))
+    with pytest.raises(PlanError):
+        plan_split({f"r{i}": RoleSplit(str(size)) for i, size in enumerate(sizes)}, sum(sizes) - 1)

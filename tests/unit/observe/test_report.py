@@ -1,0 +1,194 @@
+"""The report as a file: whole, self-contained, bounded, and closed to what a model wrote. A browser opens it elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.observe.report import main, write_report
+from spmd_rl.observe.report import metrics as figures
+from spmd_rl.observe.report.build import gather
+from spmd_rl.observe.report.page import as_json
+from spmd_rl.observe.report.settings import differences
+from tests.unit.observe.synthetic import HOSTILE, make_run
+
+PAGE = Path(figures.__file__).parent / "page"
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and the text of its data."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.data = ""
+        self._in_data = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._in_data = ("id", "data") in attrs
+
+    def handle_data(self, text: str) -> None:
+        self.data += text if self._in_data else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_data = False
+
+
+def page_of(*runs: Path) -> Elements:
+    return Elements(write_report(runs).read_text(encoding="utf-8"))
+
+
+OURS = ["html", "head", "meta", "meta", "meta", "meta", "link", "title", "style", "body", "noscript", "script", "script"]
+
+
+@pytest.mark.parametrize("text", [HOSTILE, "</SCRIPT >", "<!--", "]]>", "\ud83d alone", "\x00\x08\x7f", "a\u2028b\u2029c", "{{script}}"])
+def test_what_a_model_wrote_stays_data(tmp_path: Path, text: str) -> None:
+    page = page_of(make_run(tmp_path / "run", num_steps=2, num_ranks=1, text=text))
+    assert [tag for tag, _ in page.found] == OURS
+    data = json.loads(page.data)
+    group = data["runs"][0]["samples"]["steps"][0]["groups"][0]
+    assert group["prompt"] == text
+    assert "".join(group["samples"][0]["pieces"]) == text
+
+
+def test_hostile_names_settings_and_plans_stay_data_too(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "<b onmouseover=x>&", num_steps=1, num_ranks=1, settings='note = "</script><b>"')
+    (run / "plan.json").write_text(json.dumps({"</script>": ["<img src=x>", float("nan")]}))
+    page = page_of(run)
+    assert [tag for tag, _ in page.found] == OURS
+    assert json.loads(page.data)["runs"][0]["plan"] == {"</script>": ["<img src=x>", "NaN"]}
+
+
+def test_the_check_for_elements_can_fail() -> None:
+    assert [tag for tag, _ in Elements("<p><img src=x>").found] == ["p", "img"]
+
+
+def test_json_in_a_page_has_no_character_that_matters_to_html() -> None:
+    text = as_json({"a": "</script>&<!--\u2028é"})
+    assert re.fullmatch(r"[ -~]*", text)
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == {"a": "</script>&<!--\u2028é"}
+
+
+def test_the_scripts_make_text_nodes_only() -> None:
+    forbidden = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|\bfetch\b|XMLHttp|import\(|https?://(?!www\.w3\.org/2000/svg)")
+    for script in sorted(PAGE.glob("*.js")):
+        assert not forbidden.findall(script.read_text(encoding="utf-8")), script.name
+    assert forbidden.search('node.innerHTML = "x"')
+
+
+def test_the_page_names_nothing_outside_itself_and_admits_only_its_own_script(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", num_steps=1, num_ranks=1))
+    links = [value for _, attributes in page.found for name, value in attributes.items() if name in ("src", "href", "action")]
+    assert links == ["data:,"]
+    policy = next(a["content"] for _, a in page.found if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 599, 601, 10_000])
+def test_curves_of_any_length_have_bounded_size(num_steps: int) -> None:
+    rows = [{"step": step, "x": float(step)} for step in range(1, num_steps + 1)]
+    drawn = figures.curves(rows)
+    num_points = len(drawn["first"])
+    assert num_points == min(num_steps, figures.MAX_POINTS)
+    assert (drawn["first"][0], drawn["last"][-1], drawn["num_steps"]) == (1, num_steps, num_steps)
+    assert all(b == a + 1 for a, b in zip(drawn["last"], drawn["first"][1:], strict=False))
+    column = drawn["columns"]["x"]
+    means = [(a + b) / 2 for a, b in zip(drawn["first"], drawn["last"], strict=True)]
+    assert column["mean"] == pytest.approx(means, rel=1e-6)
+    assert ("low" in column) == (num_steps > figures.MAX_POINTS)
+
+
+def test_one_step_that_stands_out_among_ten_thousand_is_still_seen() -> None:
+    rows = [{"step": step, "onpolicy/mismatched_tokens": 512 if step == 7777 else 0} for step in range(1, 10_001)]
+    column = figures.curves(rows)["columns"]["onpolicy/mismatched_tokens"]
+    assert max(column["high"]) == 512
+    assert sum(value > 0 for value in column["high"]) == 1
+
+
+def test_missing_values_are_gaps_and_words_are_no_metrics() -> None:
+    rows = [{"step": 1, "a": None, "b": 1}, {"step": 2, "a": 2.0, "note": "hello", "flag": True}]
+    assert figures.curves(rows)["columns"] == {"a": {"mean": [None, 2]}, "b": {"mean": [1, None]}}
+
+
+def test_a_run_that_has_not_begun_makes_a_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    (run / "metrics.jsonl").write_text("")
+    for path in [*(run / "samples").iterdir(), *(run / "traces").iterdir()]:
+        path.unlink()
+    data = json.loads(page_of(run).data)["runs"][0]
+    assert data["curves"]["columns"] == {}
+    assert data["wall_s"] is None
+    assert set(data["figures"]) == {None}
+
+
+def test_final_figures_are_what_their_words_say() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": step, "reward/mean": step / 100, "onpolicy/mismatched_tokens": 2, "time/step": 9.0 if step == 1 else 1.0}
+        for step in range(1, 101)
+    ]
+    values = dict(zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True))
+    assert values["reward/mean"] == pytest.approx(0.98)  # the mean of the last five
+    assert values["onpolicy/mismatched_tokens"] == 200
+    assert values["time/step"] == 1.0
+    assert values["perf/mfu"] is None
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = make_run(tmp_path / "one", num_steps=20, num_ranks=1, settings="lr = 1e-4")
+    two = make_run(tmp_path / "two", num_steps=10, num_ranks=1, settings="lr = 3e-4", seed=1)
+    assert main([str(one), str(two)]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == str(tmp_path / "compare.html")
+    assert re.search(r"lr\s+0\.0001\s+0\.0003", said)
+    assert "model" not in said  # the same in both
+    data = json.loads(Elements((tmp_path / "compare.html").read_text(encoding="utf-8")).data)
+    assert [run["curves"]["num_steps"] for run in data["runs"]] == [20, 10]
+    assert [key for key, _ in data["differences"]] == ["steps", "lr", "run.seed", "run.name"]
+
+
+def test_a_setting_only_one_run_has_differs_and_words_differ_from_numbers() -> None:
+    assert differences([{"a": 1, "b": 2}, {"b": 2}]) == [("a", ["1", None])]
+    assert differences([{"a": [1, 2]}, {"a": [1, 2]}, {"a": [1, 3]}]) == [("a", ["[1, 2]", "[1, 2]", "[1, 3]"])]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / place / "demo", num_steps=1, num_ranks=1) for place in ("a", "b")]
+    assert [run["name"] for run in gather(runs)["runs"]] == ["a/demo", "b/demo"]
+    assert [run["name"] for run in gather([runs[0], runs[0]])["runs"]] == [f"{runs[0]} (1)", f"{runs[0]} (2)"]
+
+
+def test_out_and_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    assert main([str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").is_file()
+    assert not (run / "report.html").exists()
+    assert main([]) == 2
+    assert main(["--help"]) == 0
+    assert main([str(run), "--nonsense"]) == 2
+    assert "usage: spmd-rl report" in capsys.readouterr().out
+
+
+def test_what_is_no_run_or_does_not_parse_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        write_report([tmp_path])
+    run = make_run(tmp_path / "run", num_steps=3, num_ranks=1)
+    (run / "metrics.jsonl").write_text('{"step": 1\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl: not JSON lines"):
+        write_report([run])
+    assert not (run / "report.html").exists()
+
+
+def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=10_000, num_ranks=8)
+    assert write_report([run]).stat().st_size < 2_000_000

@@ -1,0 +1,87 @@
+"""The run folder: made once, never overwritten, every file whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.observe.metrics import KNOWN, METRICS, MetricsLog, keep_until, read_metrics
+from spmd_rl.observe.run import RunFolder
+from spmd_rl.types import Group, Prompt, Sample
+
+CONFIG = "steps = 3\n[trainer]\nlr = 0.1\n"
+
+
+def group() -> Group:
+    tokens = np.array([4, 5], np.int32)
+    logprobs = np.array([-0.1, -1e-7], np.float32)
+    sample = Sample(0, 0, tokens, logprobs, np.zeros(2, np.int32), "stop", text="85", reward=1.0)
+    return Group(Prompt(0, np.array([1], np.int32), "37+48=", "85"), [sample])
+
+
+def test_a_new_folder(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path / "runs" / "demo", CONFIG, {"world": 2})
+    assert (run.path / "config.toml").read_text() == CONFIG
+    assert json.loads((run.path / "plan.json").read_text()) == {"world": 2}
+    assert all(folder.is_dir() for folder in (run.samples, run.logs, run.stacks))
+
+
+def test_the_same_configuration_continues(tmp_path: Path) -> None:
+    RunFolder.open(tmp_path / "r", CONFIG, {}).metrics.write_text("kept\n")
+    assert RunFolder.open(tmp_path / "r", CONFIG, {}).metrics.read_text() == "kept\n"
+
+
+def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    RunFolder.open(tmp_path / "r", CONFIG, {"world": 2})
+    with pytest.raises(ConfigError, match=r"another configuration \(trainer\.lr was 0\.1, is 0\.2\)"):
+        RunFolder.open(tmp_path / "r", CONFIG.replace("0.1", "0.2"), {"world": 4})
+    assert (tmp_path / "r" / "config.toml").read_text() == CONFIG
+    assert json.loads((tmp_path / "r" / "plan.json").read_text()) == {"world": 2}
+    RunFolder.open(tmp_path / "r", CONFIG.replace("0.1", "0.2"), {}, resume=True)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        RunFolder.open(tmp_path, CONFIG, {}, resume=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_samples_keep_every_bit(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path / "r", CONFIG, {})
+    run.write_samples(1, [group()])
+    (row,) = [json.loads(line) for line in (run.samples / "step_00001.jsonl").read_text().splitlines()]
+    assert (row["prompt"], row["answer"], row["text"], row["reward"]) == ("37+48=", "85", "85", 1.0)
+    assert np.array(row["logprobs"], np.float32).tobytes() == group().samples[0].logprobs.tobytes()
+
+
+def test_a_line_a_step_is_there_at_once(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    row = log.write(1, {"reward/mean": 0.5, "onpolicy/mismatched_tokens": 0.0})
+    assert read_metrics(log.path) == [row]
+    assert (row["step"], row["reward/mean"], row["onpolicy/mismatched_tokens"]) == (1, 0.5, 0)
+    log.close()
+
+
+def test_nan_is_written_as_null_and_warned_of(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    with pytest.warns(UserWarning, match="step 3: not a finite number, written as null: train/loss"):
+        log.write(3, {"train/loss": float("nan"), "reward/mean": 1.0})
+    assert read_metrics(log.path)[0]["train/loss"] is None
+    log.close()
+
+
+def test_a_resumed_run_writes_the_later_lines_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')  # the last line was cut by a crash
+    keep_until(path, 2)
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_metric_names_are_unique_and_explained() -> None:
+    assert len(KNOWN) == len(METRICS)
+    assert all("/" in metric.name and metric.meaning for metric in METRICS)

@@ -1,0 +1,176 @@
+"""What a person sees: plain lines, the live view, the curves; and the observer that feeds them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from spmd_rl.observe import curves, observer
+from spmd_rl.observe.live import LiveView
+from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.observer import Observer
+from spmd_rl.observe.plain import step_line
+from spmd_rl.observe.progress import Progress, duration, sparkline
+from spmd_rl.observe.run import RunFolder
+from spmd_rl.types import Group, Prompt, Sample
+
+METRICS = {
+    "reward/mean": 0.5,
+    "onpolicy/mismatched_tokens": 0.0,
+    "rollout/tokens_per_s": 8123.4,
+    "train/loss": 0.01,
+    "time/step": 0.5,
+    "time/rollout": 0.3,
+    "time/train": 0.15,
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def group() -> Group:
+    sample = Sample(0, 0, np.zeros(4, np.int32), np.zeros(4, np.float32), np.zeros(4, np.int32), "stop", text="85")
+    return Group(Prompt(0, np.array([1], np.int32), "37+48=", "85"), [sample])
+
+
+def progress(num_steps: int = 10, **metrics: float) -> Progress:
+    state = Progress(num_steps, Clock())
+    state.take(4, METRICS | metrics)
+    return state
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (None, 0, 59.6, 3723)] == ["-:--", "0:00", "1:00", "1:02:03"]
+
+
+def test_sparkline_keeps_the_scale_of_a_reward() -> None:
+    assert sparkline([0, 0.5, 1], 10) == "▁▅█"
+    assert sparkline([0, 0, 1, 1], 2) == "▁█"
+    assert len(sparkline(list(np.linspace(0, 1, 1000)), 40)) == 40
+    assert sparkline([-5, 0, 5], 9) == "▁▅█"
+    assert sparkline([float("nan")], 9) == ""
+
+
+def test_time_left_is_the_recent_pace() -> None:
+    state = Progress(100, Clock())
+    assert state.left_s is None
+    for index in range(1, 31):
+        state.take(index, {"time/step": 100.0 if index <= 10 else 2.0})
+    assert state.left_s == 70 * 2.0
+
+
+def test_a_plain_line() -> None:
+    line = step_line(progress())
+    assert line == "step  4/10  reward 0.500  mismatched 0  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
+    assert step_line(Progress(10, Clock())) == "step  0/10  ETA -:--"
+
+
+def rendered(state: Progress, *groups: Group) -> str:
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    view = LiveView(state, "runs/demo", console)
+    view.show(groups)
+    view.close()
+    shown = Console(file=io.StringIO(), width=100)
+    shown.print(view.render())
+    assert isinstance(shown.file, io.StringIO)
+    return shown.file.getvalue()
+
+
+def test_the_live_view_shows_what_matters() -> None:
+    state = progress()
+    state.begin_phase("train")
+    text = rendered(state, group())
+    for expected in (
+        "runs/demo",
+        "step 4/10",
+        "0:03 left",
+        "train",
+        "0.500",
+        "8,123 tok/s",
+        "agree bit for bit",
+        "37+48= → 85",
+    ):
+        assert expected in text
+
+
+def test_the_live_view_shouts_about_a_mismatch() -> None:
+    text = rendered(progress(**{"onpolicy/mismatched_tokens": 3.0, "onpolicy/max_abs_dlogp": 0.02}))
+    assert "3 tokens this step, 3 in all, max |Δ log-prob| 2.00e-02" in text
+    assert "bit for bit" not in text
+
+
+def test_the_live_view_before_the_first_step() -> None:
+    assert "starting" in rendered(Progress(10, Clock()))
+
+
+def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> Observer:
+    run = RunFolder.open(tmp_path / "r", "steps = 2\n", {})
+    return Observer(run, 2, tty=False, clock=clock, **kwargs)
+
+
+def test_the_observer_times_records_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    watch = opened(tmp_path, clock)
+    for _ in range(2):  # a phase may come twice in a step
+        watch.on_phase("rollout")
+        watch.on_phase("rollout", 0.25)
+    clock.now += 2.0
+    watch.on_step(1, {"reward/mean": 0.5}, [group()])
+    clock.now += 1.0
+    watch.on_step(2, {"reward/mean": 0.75})
+    watch.close()
+    first, second = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert (first["time/rollout"], first["time/step"], first["rollout/tokens_per_s"]) == (0.5, 2, 8)
+    assert "time/rollout" not in second
+    assert second["time/step"] == 1
+    assert capsys.readouterr().out.splitlines()[0].startswith("step 1/2  reward 0.500")
+    assert [path.name for path in (tmp_path / "r" / "samples").iterdir()] == ["step_00001.jsonl"]
+
+
+def test_the_observer_continues_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[int]] = []
+    monkeypatch.setattr(curves, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows]))
+    watch = opened(tmp_path, Clock())
+    watch.on_step(1, {})
+    watch.on_step(2, {})
+    watch.close()
+    again = opened(tmp_path, Clock(), resume_at=1)
+    again.on_step(2, {})
+    again.close()
+    assert drawn == [[1, 2], [1, 2]]
+
+
+def test_a_plot_is_asked_for_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(observer.CurvePainter, "request", lambda self, rows: asked.append(rows[-1]["step"]))
+    monkeypatch.setattr(observer.CurvePainter, "finish", lambda self, rows: None)
+    watch = opened(tmp_path, Clock(), plot_every_steps=3)
+    for index in range(1, 8):
+        watch.on_step(index, {})
+    watch.close()
+    assert asked == [3, 6]
+
+
+def test_curves_are_drawn_whatever_is_missing(tmp_path: Path) -> None:
+    rows = [{"step": 1, "reward/mean": None}, {"step": 2, "train/loss": 0.5, "onpolicy/mismatched_tokens": 3}]
+    curves.draw(rows, tmp_path / "curves.png", "runs/demo")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+    curves.draw([], tmp_path / "none.png", "")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_running_mean_leaves_missing_values_out() -> None:
+    values = np.array([np.nan, 1.0, 3.0, np.nan, 5.0])
+    expected = [np.nan, 1.0, 2.0, 3.0, 5.0]
+    np.testing.assert_array_equal(curves.running_mean(values, 2), expected)

@@ -1,0 +1,122 @@
+"""Reward functions: found by name, checked before the start, and every failure told with its sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.rewards import match
+from spmd_rl.rewards.grade import grade
+from spmd_rl.rewards.load import resolve_reward
+from spmd_rl.types import Prompt, Sample
+
+PROMPT = Prompt(7, np.array([1], np.int32), text="37+48=", answer="85")
+
+
+def sample(text: str, finish: Any = "stop") -> Sample:
+    num = len(text)
+    return Sample(7, 3, np.zeros(num, np.int32), np.zeros(num, np.float32), np.zeros(num, np.int32), finish, text=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "exact", "contains", "last_number"),
+    [
+        ("85", 1, 1, 1),
+        (" 85\n", 1, 1, 1),
+        ("It is 85.", 0, 1, 1),
+        ("85 or 86", 0, 1, 0),
+        ("850", 0, 1, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_match(text: str, exact: float, contains: float, last_number: float) -> None:
+    got = (
+        match.exact(PROMPT, sample(text)),
+        match.contains(PROMPT, sample(text)),
+        match.last_number(PROMPT, sample(text)),
+    )
+    assert got == (exact, contains, last_number)
+
+
+def test_an_answer_that_was_cut_is_not_exact() -> None:
+    assert match.exact(PROMPT, sample("85", "length")) == 0
+
+
+@pytest.mark.parametrize(("said", "wanted"), [("1,000", "1000"), ("2.50", "2.5"), ("= -3", "-3")])
+def test_last_number_compares_numbers(said: str, wanted: str) -> None:
+    assert match.last_number(replace(PROMPT, answer=wanted), sample(said)) == 1
+
+
+def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
+    assert resolve_reward("spmd_rl.rewards.match:exact") is match.exact
+    file = tmp_path / "mine.py"
+    file.write_text("def half(prompt, sample):\n    return 0.5\n")
+    assert resolve_reward(f"{file}:half")(PROMPT, sample("x")) == 0.5
+    assert resolve_reward(f"{file}:half") is resolve_reward(f"{file}:half")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("exact", "write it as package.module:function or path/to/file.py:function"),
+        ("no.such.module:f", "no module 'no.such.module'"),
+        ("spmd_rl.rewards.match:exakt", "has no 'exakt' .its functions: exact, contains, last_number"),
+        ("nowhere/mine.py:f", "no file nowhere/mine.py"),
+        ("spmd_rl.rewards.match:re", "it is a module, not a function"),
+    ],
+)
+def test_a_wrong_name_is_told_with_the_fix(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        resolve_reward(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("def f(sample):\n    return 1", "it takes .sample., but is called as function.prompt, sample."),
+        ("def f(prompt, sample, *, strict):\n    return 1", "is called as function"),
+        ("async def f(prompt, sample):\n    return 1", "it is async"),
+        ("1 / 0", "importing it raised ZeroDivisionError"),
+        ("import no_such_package", "importing it raised ModuleNotFoundError: No module named 'no_such_package'"),
+        ("def f(", "importing it raised SyntaxError"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused(tmp_path: Path, source: str, sentence: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    with pytest.raises(ConfigError, match=sentence):
+        resolve_reward(f"{file}:f")
+
+
+def test_grade_takes_numbers_and_dicts() -> None:
+    assert grade(lambda p, s: True, PROMPT, sample("x")).reward == 1.0
+    graded = grade(lambda p, s: {"reward": 0.5, "form": 1}, PROMPT, sample("x"))
+    assert (graded.reward, graded.parts) == (0.5, {"reward": 0.5, "form": 1.0})
+
+
+def _raises(prompt: Prompt, sample: Sample) -> float:
+    raise KeyError("gold")
+
+
+@pytest.mark.parametrize(
+    ("reward", "problem"),
+    [
+        (_raises, "raised KeyError: 'gold'"),
+        (lambda p, s: None, "returned no finite number as 'reward': None"),
+        (lambda p, s: math.nan, "returned no finite number as 'reward': nan"),
+        (lambda p, s: {"form": 1.0}, "without the key 'reward'"),
+        (lambda p, s: {"reward": 1.0, "form": "good"}, "as 'form': 'good'"),
+    ],
+)
+def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
+    with pytest.raises(
+        DataError, match=r"on prompt 7 sample 3 \(prompt '37\+48=', answer '85', response '84'\)"
+    ) as told:
+        grade(reward, PROMPT, sample("84"))
+    assert problem in str(told.value)
