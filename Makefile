@@ -1,5 +1,6 @@
 # make demo   a language model learns addition on this machine: its own .venv, install, run, into runs/demo
 # make test   lint, types, then every test that needs no GPU
+# make test-system   a real browser, a real Slurm, real faults: programs from tests/system/install.sh
 # Both install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -10,7 +11,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1
 
-.PHONY: demo test lint unit dist clean
+.PHONY: demo test lint unit dist test-system chaos fuzz clean
 
 demo: $(VENV)/.demo
 	rm -rf runs/demo
@@ -23,10 +24,14 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest -q -n 2 -m "not dist and not gpu" tests
+	$(FAST) $(BIN)/pytest -q -n 2 -m "not dist and not gpu and not system" tests
 
 dist: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest -q -m "dist and not gpu" tests
+	$(FAST) $(BIN)/pytest -q -m "dist and not gpu and not system" tests
+
+test-system: $(VENV)/.dev
+	tests/system/install.sh
+	$(FAST) $(BIN)/pytest -q -m system tests/system
 
 # A stamp is as old as the environment it speaks of: it is made anew when what it was built from changes.
 $(VENV)/.demo: setup.py constraints.txt

@@ -16,7 +16,11 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["spmd_rl", "spmd_rl.*"]),
-    package_data={"spmd_rl": ["py.typed"]},
+    package_data={
+        "spmd_rl": ["py.typed"],
+        "spmd_rl.observe.report.page": ["*.html", "*.css", "*.js"],
+        "spmd_rl.slurm": ["*.sbatch"],
+    },
     python_requires=">=3.11,<3.13",
     install_requires=[
         "torch>=2.11,<2.14",

@@ -2,6 +2,12 @@
 
     spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]     on this machine
     torchrun --nproc-per-node N -m spmd_rl run RECIPE ...                          anywhere
+    spmd-rl plan RECIPE --world N                  what a run would be: split, groups, weight routes, memory
+    spmd-rl submit RECIPE --nodes N ...            the same run through Slurm
+    spmd-rl check                                  is this host fit for it
+    spmd-rl report RUN [RUN ...]                   a page of curves and samples; several runs side by side
+    spmd-rl trace RUN                              a Chrome / Perfetto trace
+    spmd-rl stacks RUN                             where every process of the live run in folder RUN is
 
 RECIPE is a shipped name, a path to a .py file, or a module. `spmd-rl run` checks the config, then becomes
 torchrun's launcher; each rank that torchrun starts arrives in `rank_main`.
@@ -9,6 +15,7 @@ torchrun's launcher; each rank that torchrun starts arrives in `rank_main`.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -20,10 +27,18 @@ from pathlib import Path
 from spmd_rl.config import describe
 from spmd_rl.controller import last_words
 from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable
+from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
 from spmd_rl.errors import ConfigError, SpmdError
 
 USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]"
+COMMANDS = {
+    "check": "spmd_rl.check:check",
+    "plan": "spmd_rl.plan:main",
+    "report": "spmd_rl.observe.report:main",
+    "submit": "spmd_rl.slurm:submit",
+    "trace": "spmd_rl.observe.timeline:main",
+}
 HELP = {"--help", "-h"}
 
 
@@ -46,6 +61,10 @@ def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
 
 
 def _main(words: list[str]) -> int:
+    if words and words[0] in COMMANDS:
+        return _command(words[0])(words[1:])
+    if words[:1] == ["stacks"]:
+        return _stacks(words[1:])
     if HELP & set(words) or words[:1] != ["run"]:
         return _help(words)
     invocation = Invocation.parse(words[1:])
@@ -56,8 +75,23 @@ def _main(words: list[str]) -> int:
     return launch(invocation.nproc or getattr(cfg, "nproc", 0) or 0, words)
 
 
+def _command(name: str) -> Callable[[list[str]], int]:
+    module, _, function = COMMANDS[name].partition(":")
+    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def _stacks(words: list[str]) -> int:
+    """Print the Python stacks of every rank of a live run."""
+    if len(words) != 1 or HELP & set(words):
+        print("usage: spmd-rl stacks RUN")
+        return 0 if HELP & set(words) else 2
+    print(ask(Path(words[0])))
+    return 0
+
+
 def _help(words: list[str]) -> int:
-    print(USAGE)
+    print(USAGE if words[:1] == ["run"] else __doc__.strip())
     named = [word for word in words[1:] if not word.startswith("-")]
     if words[:1] == ["run"] and named:
         for key in describe(load_recipe(named[0]).config):
@@ -74,6 +108,8 @@ def _rank_main(words: list[str]) -> int:
             from spmd_rl.recipes.recorder import Recorder
 
             return run_controller(Lifeline(int(descriptor), Path(folder)), address, Invocation.parse(rest), Recorder)
+        case ["check", *rest]:
+            return _command("check")(rest)
     raise ConfigError(f"{USAGE}, or torchrun ... -m spmd_rl run RECIPE ...")
 
 

@@ -20,6 +20,8 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
+    if num_parts == 1:
+        return [list(range(len(weights)))]
     # The solutions whose heaviest and lightest part differ most are merged first, so that they level out.
     heap: list[tuple[int, int, Parts]] = []
     for item, weight in enumerate(weights):

@@ -100,11 +100,10 @@ class Batch:
 
     def take(self, indices: list[int] | NDArray[np.intp]) -> Batch:
         """The sequences `indices`, in that order, with the same denominator."""
-        ends = np.cumsum(self.lengths)
-        starts = ends - self.lengths
-        picked = [np.arange(starts[i], ends[i]) for i in indices]
-        flat = np.concatenate(picked) if picked else np.zeros(0, dtype=np.int64)
         rows = np.asarray(indices, dtype=np.int64)
+        lengths = self.lengths[rows].astype(np.int64)
+        starts = np.cumsum(self.lengths, dtype=np.int64)[rows] - lengths
+        flat = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
         return Batch(
             tokens=self.tokens[flat],
             lengths=self.lengths[rows],

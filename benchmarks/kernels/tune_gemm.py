@@ -1,117 +1,99 @@
-"""Find the fastest tile of every decode shape and print the table of spmd_rl/kernels/linear_tiles.py.
+"""Time every candidate tile on every decode shape, and say where one clearly beats the table's (linear_tiles.py).
 
-    python benchmarks/kernels/tune_gemm.py > table.txt
+    python -m benchmarks.kernels.tune_gemm
 
 Only speed depends on the outcome: every tile gives the same bits (tests/gpu/kernels/test_rows.py).
 """
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from decode_gemm import cold_weights, floor_us, microseconds, shapes
+from torch import Tensor
 
-from spmd_rl.kernels.linear_tiles import ROW_BUCKETS, Tile
+from benchmarks.kernels.decode_gemm import cold_weights, floor_us, microseconds, shapes
+from spmd_rl.kernels.linear_tiles import REFERENCE, Tile, choose_tile
 from spmd_rl.kernels.linear_triton import matmul_into
 
-NARROW = [
-    Tile(16, 16, 256, 4, 4),
-    Tile(16, 16, 512, 4, 4),
-    Tile(16, 32, 128, 4, 6),
-    Tile(16, 32, 256, 4, 4),
-    Tile(16, 32, 256, 2, 4),
-    Tile(16, 32, 512, 4, 3),
-    Tile(16, 64, 128, 4, 5),
-    Tile(16, 64, 256, 4, 3),
-    Tile(16, 64, 256, 8, 4),
-    Tile(16, 128, 128, 4, 4),
-    Tile(16, 128, 128, 8, 5),
-    Tile(16, 128, 64, 4, 6),
-]
-MIDDLE = [
-    Tile(32, 16, 256, 4, 4),
-    Tile(32, 32, 256, 4, 4),
-    Tile(32, 64, 128, 4, 4),
-    Tile(32, 64, 256, 4, 3),
-    Tile(32, 128, 128, 4, 4),
-    Tile(64, 16, 256, 4, 4),
-    Tile(64, 32, 128, 4, 5),
-    Tile(64, 32, 256, 4, 3),
-    Tile(64, 64, 64, 4, 6),
-    Tile(64, 64, 128, 4, 4),
-    Tile(64, 128, 64, 4, 5),
-    Tile(64, 128, 128, 4, 3),
-    Tile(64, 128, 128, 8, 3),
-    Tile(64, 256, 64, 8, 4),
-]
-WIDE = [
-    Tile(128, 16, 256, 4, 3),
-    Tile(128, 32, 128, 4, 4),
-    Tile(128, 64, 64, 4, 5),
-    Tile(128, 64, 128, 4, 4),
-    Tile(128, 64, 128, 8, 4),
-    Tile(128, 128, 64, 4, 4),
-    Tile(128, 128, 64, 8, 4),
-    Tile(128, 128, 128, 8, 3),
-    Tile(128, 256, 64, 8, 3),
-    Tile(256, 64, 64, 8, 4),
-    Tile(256, 128, 64, 8, 4),
-]
+CLEARLY = 1.03
 CANDIDATES = {
-    16: NARROW,
-    32: NARROW[2:8] + MIDDLE[:5],
-    64: NARROW[3:4] + MIDDLE,
-    128: MIDDLE[1:] + WIDE[:8],
-    256: MIDDLE[6:] + WIDE,
+    16: [
+        *((16, n, k, 4, stages, True) for n, k, stages in ((64, 256, 5), (64, 128, 5), (64, 128, 8), (64, 256, 3))),
+        *((16, n, k, 4, stages, True) for n, k, stages in ((128, 128, 4), (128, 128, 6), (128, 64, 8), (256, 64, 5))),
+        *((16, n, k, 4, stages) for n, k, stages in ((16, 512, 4), (16, 256, 4), (16, 256, 8), (32, 256, 4))),
+        *((16, n, k, 4, stages) for n, k, stages in ((32, 256, 6), (32, 512, 3), (64, 256, 5), (128, 128, 4))),
+    ],
+    32: [
+        *((32, n, k, 4, stages, True) for n, k, stages in ((64, 128, 6), (64, 128, 8), (64, 256, 4), (128, 128, 4))),
+        *((32, n, k, 4, stages, True) for n, k, stages in ((128, 64, 8), (256, 64, 5))),
+        *((32, n, k, 4, stages) for n, k, stages in ((16, 256, 5), (32, 256, 5), (32, 128, 8), (64, 128, 6))),
+        *((16, n, k, 4, stages, True) for n, k, stages in ((64, 256, 5), (64, 128, 8))),
+    ],
+    64: [
+        *((64, n, k, 4, stages) for n, k, stages in ((16, 256, 4), (32, 128, 5), (32, 256, 4), (64, 128, 6))),
+        *((64, n, k, 4, stages) for n, k, stages in ((64, 64, 8), (128, 64, 8), (128, 128, 4))),
+        *((64, n, k, 4, stages, True) for n, k, stages in ((64, 128, 6), (128, 64, 8), (128, 128, 4))),
+        *((64, 256, 64, 8, 4, swap) for swap in (False, True)),
+        *((32, n, k, 4, stages, True) for n, k, stages in ((64, 128, 6), (128, 128, 4), (64, 128, 8))),
+    ],
+    128: [
+        *(
+            (64, n, k, 4, stages)
+            for n, k, stages in ((32, 128, 6), (32, 128, 8), (64, 128, 5), (64, 128, 6), (128, 64, 6))
+        ),
+        *((64, n, k, 4, stages, True) for n, k, stages in ((64, 128, 5), (128, 64, 6), (128, 128, 4))),
+        *((128, n, k, 4, stages, swap) for n, k, stages in ((64, 128, 4), (128, 64, 5)) for swap in (False, True)),
+        *((128, n, k, 4, stages) for n, k, stages in ((32, 128, 5), (64, 64, 8))),
+        *((128, n, k, 8, stages, True) for n, k, stages in ((64, 128, 4), (128, 64, 5), (256, 64, 4))),
+        (128, 256, 64, 8, 4),
+    ],
+    256: [
+        *(
+            (64, n, k, 4, stages)
+            for n, k, stages in ((64, 128, 5), (64, 128, 6), (128, 64, 6), (128, 128, 4), (256, 64, 4))
+        ),
+        *((64, n, k, 4, stages, True) for n, k, stages in ((64, 128, 5), (128, 64, 6), (128, 128, 4))),
+        *((128, n, k, 4, stages, swap) for n, k, stages in ((64, 128, 4), (128, 64, 5)) for swap in (False, True)),
+        *((128, n, k, 8, stages, swap) for n, k, stages in ((128, 64, 5), (256, 64, 4)) for swap in (False, True)),
+        *((256, n, k, 8, stages) for n, k, stages in ((64, 64, 5), (128, 64, 4))),
+    ],
 }
 
 
-def compile_all() -> None:
-    """Compile every tile at once, on all cores."""
-    x = torch.randn(16, 4096, device="cuda").bfloat16()
+def compile_all(dtype: torch.dtype) -> None:
+    """Compile every tile at once, on all cores; a table is only good if all its tiles give the same bits."""
+    weight = torch.randn(4096, 4096, device="cuda").bfloat16()
+    x = torch.randn(256, 4096, device="cuda").bfloat16()
 
-    def build(tile: Tile, dtype: torch.dtype) -> None:
-        matmul_into(
-            torch.empty(16, 4096, device="cuda", dtype=dtype), x, x.expand(256, -1, -1).reshape(4096, -1), None, tile
-        )
+    def product(tile: Tile) -> Tensor:
+        out = torch.empty(256, 4096, device="cuda", dtype=dtype)
+        matmul_into(out, x, weight, None, tile)
+        return out
 
+    tiles = [Tile(*one) for some in CANDIDATES.values() for one in some]
     with ThreadPoolExecutor(16) as pool:
-        jobs = [
-            pool.submit(build, tile, dtype)
-            for tile in NARROW + MIDDLE + WIDE
-            for dtype in (torch.bfloat16, torch.float32)
-        ]
-        for job in jobs:
-            job.result()
+        results = list(pool.map(product, tiles))
+    reference = product(REFERENCE)
+    assert all(torch.equal(result, reference) for result in results)
 
 
-def best_tile(m: int, n: int, k: int, dtype: torch.dtype, weights: list[torch.Tensor]) -> tuple[Tile, float]:
+def time_tiles(m: int, n: int, k: int, dtype: torch.dtype, weights: list[Tensor]) -> dict[Tile, float]:
     x, out = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, device="cuda", dtype=dtype)
-    times = {
-        tile: microseconds(lambda w, tile=tile: matmul_into(out, x, w, None, tile), weights)
-        for tile in CANDIDATES[m]
-        if k % tile.k == 0
-    }
-    tile = min(times, key=times.__getitem__)
-    return tile, times[tile]
+    tiles = {choose_tile(m, n), *(Tile(*one) for one in CANDIDATES[m])}
+    return {tile: microseconds(lambda w, tile=tile: matmul_into(out, x, w, None, tile), weights) for tile in tiles}
 
 
 def main() -> None:
-    compile_all()
-    done = set()
-    for name, (n, k, dtype) in shapes().items():
-        if (n, k) in done:
-            continue
-        done.add((n, k))
+    compile_all(torch.bfloat16)
+    compile_all(torch.float32)
+    for n, k, dtype in dict.fromkeys(shapes().values()):
         weights = cold_weights(n, k)
-        found = [best_tile(m, n, k, dtype, weights) for m in ROW_BUCKETS]
-        print(f"    ({n}, {k}): ({', '.join(str(tuple(tile)) for tile, _ in found)}),", flush=True)
-        report = "  ".join(
-            f"{m}: {us:.1f}/{floor_us(m, n, k):.1f}" for m, (_, us) in zip(ROW_BUCKETS, found, strict=True)
-        )
-        print(f"{name} {n}x{k}  {report}", file=sys.stderr, flush=True)
+        for m in CANDIDATES:
+            times, chosen = time_tiles(m, n, k, dtype, weights), choose_tile(m, n)
+            best = min(times, key=times.__getitem__)
+            better = f"; {best} takes {times[best]:.1f}" if times[chosen] > CLEARLY * times[best] else ""
+            print(f"{n}x{k} M={m}: {times[chosen]:.1f} us, floor {floor_us(m, n, k):.1f}{better}", flush=True)
 
 
 if __name__ == "__main__":

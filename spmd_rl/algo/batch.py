@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from spmd_rl.errors import ConfigError, ContractError
-from spmd_rl.types import Batch, Group, Prompt, Sample
+from spmd_rl.types import Batch, Group
 
 Aggregation = Literal["token", "sample", "const"]
 
@@ -38,9 +38,25 @@ def pack(
     """
     if [len(group.samples) for group in groups] != [len(values) for values in advantages]:
         raise ContractError("pack needs one advantage for each sample of each group, in the same order")
-    rows = [_row(group.prompt, sample) for group in groups for sample in group.samples]
-    flat = [float(value) for values in advantages for value in values]
-    return _lay_out(rows, flat, aggregation, max_response_tokens)
+    prompts = [group.prompt for group in groups for _ in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
+    if bare := [prompt.uid for prompt in prompts if len(prompt.tokens) == 0]:
+        raise ConfigError(f"prompt {bare[0]} has no tokens: the first response token has nothing to be predicted from")
+    pieces = [part for prompt, sample in zip(prompts, samples, strict=True) for part in (prompt.tokens, sample.tokens)]
+    sizes = np.array([len(part) for part in pieces], dtype=np.int32).reshape(-1, 2)
+    mask = np.repeat(np.tile([False, True], len(samples)), sizes.reshape(-1))
+    roll, versions = np.zeros(len(mask), np.float32), np.full(len(mask), NO_VERSION, np.int32)
+    roll[mask] = _joined([sample.logprobs for sample in samples], np.float32)
+    versions[mask] = _joined([sample.versions for sample in samples], np.int32)
+    rows = _Rows(
+        tokens=_joined(pieces, np.int32),
+        lengths=sizes.sum(1, dtype=np.int32),
+        mask=mask,
+        roll_logprobs=roll,
+        versions=versions,
+        temperature=np.array([sample.temperature for sample in samples], dtype=np.float32),
+    )
+    return _lay_out(rows, [float(value) for values in advantages for value in values], aggregation, max_response_tokens)
 
 
 def pack_sft(
@@ -50,14 +66,18 @@ def pack_sft(
     max_response_tokens: int | None = None,
 ) -> Batch:
     """Lay (tokens, mask) pairs end to end for supervised training; the mask marks the tokens to learn."""
-    rows = []
-    for tokens, mask in pairs:
-        mask = np.array(mask, dtype=np.bool_)
-        mask[:1] = False
-        rows.append(
-            _Row(np.asarray(tokens, np.int32), mask, np.zeros(len(mask), np.float32), _versions(len(mask)), 1.0)
-        )
-    return _lay_out(rows, [0.0] * len(rows), aggregation, max_response_tokens)
+    lengths = np.array([len(tokens) for tokens, _ in pairs], dtype=np.int32)
+    mask = _joined([mask for _, mask in pairs], np.bool_)
+    mask[np.cumsum(lengths) - lengths] = False
+    rows = _Rows(
+        tokens=_joined([tokens for tokens, _ in pairs], np.int32),
+        lengths=lengths,
+        mask=mask,
+        roll_logprobs=np.zeros(len(mask), np.float32),
+        versions=np.full(len(mask), NO_VERSION, np.int32),
+        temperature=np.ones(len(pairs), np.float32),
+    )
+    return _lay_out(rows, [0.0] * len(pairs), aggregation, max_response_tokens)
 
 
 @dataclass(frozen=True)
@@ -83,50 +103,37 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Rows:
+    """Sequences end to end. Shape: as in `Batch`."""
+
     tokens: NDArray[np.int32]
+    lengths: NDArray[np.int32]
     mask: NDArray[np.bool_]
     roll_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
-    temperature: float
+    temperature: NDArray[np.float32]
 
 
-def _versions(num_tokens: int) -> NDArray[np.int32]:
-    return np.full(num_tokens, NO_VERSION, dtype=np.int32)
+def _joined(pieces: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    return np.concatenate(pieces).astype(dtype) if pieces else np.zeros(0, dtype)
 
 
-def _row(prompt: Prompt, sample: Sample) -> _Row:
-    start = len(prompt.tokens)
-    if start == 0:
-        raise ConfigError(
-            f"prompt {prompt.uid} has no tokens: the first response token has nothing to be predicted from"
-        )
-    tokens = np.concatenate([prompt.tokens, sample.tokens]).astype(np.int32)
-    mask = np.arange(len(tokens)) >= start
-    roll, versions = np.zeros(len(tokens), np.float32), _versions(len(tokens))
-    roll[start:], versions[start:] = sample.logprobs, sample.versions
-    return _Row(tokens, mask, roll, versions, sample.temperature)
-
-
-def _lay_out(
-    rows: list[_Row], advantages: list[float], aggregation: Aggregation, max_response_tokens: int | None
-) -> Batch:
-    if not rows:
+def _lay_out(rows: _Rows, advantages: list[float], aggregation: Aggregation, max_response_tokens: int | None) -> Batch:
+    num_sequences = len(rows.lengths)
+    if num_sequences == 0:
         raise ContractError("cannot pack a batch of no sequences")
-    mask = np.concatenate([row.mask for row in rows])
-    lengths = np.array([len(row.tokens) for row in rows], dtype=np.int32)
-    num_learned = np.array([row.mask.sum() for row in rows], dtype=np.int64)
-    per_token = np.repeat(_sequence_weights(num_learned, aggregation), lengths)
+    sequence = np.repeat(np.arange(num_sequences), rows.lengths)
+    num_learned = np.bincount(sequence, weights=rows.mask, minlength=num_sequences).astype(np.int64)
     return Batch(
-        tokens=np.concatenate([row.tokens for row in rows]),
-        lengths=lengths,
-        mask=mask,
-        weight=np.where(mask, per_token, 0).astype(np.float32),
-        advantages=np.where(mask, np.repeat(advantages, lengths), 0).astype(np.float32),
-        roll_logprobs=np.concatenate([row.roll_logprobs for row in rows]),
-        versions=np.concatenate([row.versions for row in rows]),
-        temperature=np.array([row.temperature for row in rows], dtype=np.float32),
-        index=np.arange(len(rows), dtype=np.int32),
+        tokens=rows.tokens,
+        lengths=rows.lengths,
+        mask=rows.mask,
+        weight=np.where(rows.mask, _sequence_weights(num_learned, aggregation)[sequence], 0).astype(np.float32),
+        advantages=np.where(rows.mask, np.asarray(advantages)[sequence], 0).astype(np.float32),
+        roll_logprobs=rows.roll_logprobs,
+        versions=rows.versions,
+        temperature=rows.temperature,
+        index=np.arange(num_sequences, dtype=np.int32),
         denominator=_denominator(num_learned, aggregation, max_response_tokens),
     )
 

@@ -12,7 +12,7 @@ from spmd_rl.controller.wire import Failure
 from spmd_rl.errors import SpmdError
 
 
-@dataclass
+@dataclass(eq=False)
 class CallRecord:
     """One issued command: `what` names it for people ("trainer.train_step"), `answers` are by rank."""
 

@@ -1,83 +1,165 @@
-"""Checkpoints of a whole run: each step saved is one folder, which appears under its name only when it is whole.
+"""Checkpoints of a whole run: one folder each, whole from the moment that all it names is there.
 
 checkpoints/step_000040/
-    state.json      the next step, and the state of everything that lives in the recipe (a data stream, say)
-    trainer/        what a role wrote through its `save` endpoint
+    trainer/        what a role wrote through its `save` endpoint, perhaps still writing it behind the next steps
+    ahead/          what an object of the recipe wrote in the same way
+    state.json      written last of what the controller writes: the next step, small states, what else belongs to it
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
+
+import msgspec
 
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, SpmdError
 
 STATE_FILE = "state.json"
 
 
 class Stateful(Protocol):
-    """An object of the recipe whose state is plain data."""
+    """An object of the recipe whose state is a little plain data."""
 
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-Part = Role | Stateful
+@runtime_checkable
+class Stored(Protocol):
+    """An object of the recipe that writes a folder of its own, whole by the time that `save` returns."""
+
+    def save(self, folder: str) -> None: ...
+
+    def load(self, folder: str) -> None: ...
+
+
+Part = Role | Stateful | Stored
+
+
+@dataclass(frozen=True)
+class Record:
+    """The state file. `reward` is the mean reward of the step before; `roles` are the axes that each role was on."""
+
+    next_step: int
+    seed: int
+    reward: float | None = None
+    roles: dict[str, dict[str, int]] = field(default_factory=dict)
+    stored: list[str] = field(default_factory=list)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Checkpoints:
-    """The run's checkpoints; the newest `keep` stay."""
+    """The run's checkpoints; the newest `keep` of them stay, and the `keep_best` with the highest reward."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, keep_best: int) -> None:
         self.folder = folder
-        self.keep = keep
+        self._keep = keep
+        self._keep_best = keep_best
+        self._open: Path | None = None  # begun, and perhaps not yet whole
+        self._writing: list[Handle] = []
 
-    def saved(self) -> list[Path]:
+    def saved(self) -> dict[Path, Record]:
         """Whole checkpoints, oldest first."""
-        return sorted(path for path in self.folder.glob("step_*") if (path / STATE_FILE).is_file())
+        read = {path: _read(path) for path in sorted(self.folder.glob("step_*"))}
+        return {path: record for path, record in read.items() if record is not None}
 
-    def save(self, next_step: int, parts: dict[str, Part]) -> Path:
-        """Write every part, then rename the whole into place and drop what is older than the newest `keep`.
+    def save(self, record: Record, parts: Mapping[str, Part]) -> None:
+        """Begin the checkpoint that `record` describes: all parts as they are now, once the one before is whole.
 
-        Blocks: until every role has written; a crash before the rename leaves the earlier checkpoints as they were.
+        Blocks: while roles copy what they hold. Those that have an endpoint `saved` write it later; `settle` waits for
+        them. Raises: what a role raised, or SpmdError when the disk does not take it.
         """
-        target = self.folder / f"step_{next_step:06d}"
-        part = self.folder / f".{target.name}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        states: dict[str, Any] = {}
-        for name, item in parts.items():
-            if isinstance(item, Handle):
-                item.save.call(str(part / name))
-            else:
-                states[name] = cast(Stateful, item).state()
-        (part / STATE_FILE).write_text(json.dumps({"next_step": next_step, "states": states}, indent=2) + "\n")
+        self.settle()
+        target = self.folder / f"step_{record.next_step:06d}"
         shutil.rmtree(target, ignore_errors=True)
-        os.rename(part, target)
-        for old in self.saved()[: -self.keep]:
-            shutil.rmtree(old)
-        return target
+        try:
+            target.mkdir(parents=True)
+            self._write(target, record, parts)
+        except OSError as error:
+            shutil.rmtree(target, ignore_errors=True)
+            raise SpmdError(f"cannot save {target}: {error}") from error
 
-    def restore(self, parts: dict[str, Part]) -> int:
-        """Load the newest checkpoint into the parts; returns the step to go on with, 0 when there is none.
+    def settle(self) -> None:
+        """Wait until the last checkpoint is whole, and drop those that need not stay.
 
-        Raises: ConfigError when the checkpoint holds other parts.
+        Raises: what kept a role from writing it.
         """
-        if not self.saved():
-            return 0
-        newest = self.saved()[-1]
-        record = json.loads((newest / STATE_FILE).read_text())
-        for name, item in parts.items():
-            if isinstance(item, Handle):
-                item.load.call(str(newest / name))
-            elif name in record["states"]:
-                cast(Stateful, item).restore(record["states"][name])
+        if self._open is None:
+            return
+        for handle in self._writing:
+            handle.saved.call()
+        _flush(self._open)
+        self._open = None
+        saved = self.saved()
+        best = sorted((path for path in saved if saved[path].reward is not None), key=lambda p: (saved[p].reward, p))
+        stay = {*list(saved)[-self._keep :], *best[::-1][: self._keep_best]}
+        for path in saved.keys() - stay:
+            shutil.rmtree(path)
+
+    def restore(self, parts: Mapping[str, Part]) -> tuple[Path, Record] | None:
+        """Load the newest checkpoint into the parts, if there is one, and remove what a crash left unfinished.
+
+        Raises: ConfigError when it holds other parts.
+        """
+        saved = self.saved()
+        for path in set(self.folder.glob("step_*")) - saved.keys():
+            shutil.rmtree(path)
+        if not saved:
+            return None
+        path, record = list(saved.items())[-1]
+        for name, part in parts.items():
+            if name not in {*record.roles, *record.stored, *record.states}:
+                raise ConfigError(f"{path} was saved by another recipe: it has no state of '{name}'")
+            if isinstance(part, Handle):
+                part.load.call(str(path / name))
+            elif isinstance(part, Stored):
+                part.load(str(path / name))
             else:
-                raise ConfigError(f"{newest} was saved by another recipe: it has no state of '{name}'")
-        return int(record["next_step"])
+                cast(Stateful, part).restore(record.states[name])
+        return path, record
+
+    def _write(self, target: Path, record: Record, parts: Mapping[str, Part]) -> None:
+        roles = {name: part for name, part in parts.items() if isinstance(part, Handle)}
+        pending = [handle.save.start(str(target / name)) for name, handle in roles.items()]
+        for name, part in parts.items():
+            if name in roles:
+                record.roles[name] = dict(roles[name].placement.axes)
+            elif isinstance(part, Stored):
+                record.stored.append(name)
+                part.save(str(target / name))
+            else:
+                record.states[name] = cast(Stateful, part).state()
+        for call in pending:
+            call.wait()
+        self._writing = [handle for handle in roles.values() if "saved" in handle.endpoints]
+        unfinished = target / f".{STATE_FILE}.part"
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+        os.replace(unfinished, target / STATE_FILE)
+        self._open = target
+
+
+def _read(path: Path) -> Record | None:
+    """The record of a checkpoint, None while it is not whole."""
+    try:
+        record = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=Record)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path / STATE_FILE} is no checkpoint's state: {error}") from error
+    return record if all((path / name).is_dir() for name in (*record.roles, *record.stored)) else None
+
+
+def _flush(folder: Path) -> None:
+    """Let what the system still holds of these files reach the disk, before anything older is dropped."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())

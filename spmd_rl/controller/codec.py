@@ -79,8 +79,8 @@ def pack(value: Any) -> Packed:
     return Packed(body, b"".join(chunks))
 
 
-def unpack(packed: Packed, annotation: Any) -> Any:
-    """Decode a value as `annotation`.
+def unpack(packed: Packed, annotation: Any, *, functions: bool = True) -> Any:
+    """Decode a value as `annotation`; without `functions` nothing is imported for it.
 
     Raises: ContractError saying where the value does not fit it.
     """
@@ -88,8 +88,9 @@ def unpack(packed: Packed, annotation: Any) -> Any:
     def array(code: int, data: memoryview) -> NDArray[Any]:
         return _array_in(code, data, packed.payload)
 
+    hook = _custom if functions else _custom_data
     try:
-        return msgspec.msgpack.decode(packed.body, type=annotation, dec_hook=_custom, ext_hook=array)
+        return msgspec.msgpack.decode(packed.body, type=annotation, dec_hook=hook, ext_hook=array)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise ContractError(str(error)) from error
 
@@ -159,6 +160,13 @@ def _custom(annotation: Any, value: Any) -> Any:
     reference = msgspec.convert(value, _FunctionRef)
     function = resolve(reference.function)
     return functools.partial(function, **reference.kwargs) if reference.kwargs else function
+
+
+def _custom_data(annotation: Any, value: Any) -> Any:
+    """The same where the sender must not choose what is imported here."""
+    if _is_callable_type(typing.get_origin(annotation) or annotation):
+        raise msgspec.ValidationError("a worker cannot return a function")
+    return _custom(annotation, value)
 
 
 def _is_callable_type(origin: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmd_rl.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -17,8 +19,14 @@ class RunConfig:
     lost_after_s: float = 20.0  # a rank silent for this long is lost
     start_s: float = 300.0  # how long all ranks may take to report
     resume: bool = False  # go on in the folder of a run whose configuration was another
-    save_every: int = 0  # steps between checkpoints; 0 saves once, after the last step
+    save_every: int = 20  # steps between checkpoints; 0 saves once, after the last step
     keep_checkpoints: int = 2  # how many of the newest stay
+    keep_best: int = 1  # how many more stay because of their reward
+
+    def __post_init__(self) -> None:
+        for name, least in (("save_every", 0), ("keep_checkpoints", 1), ("keep_best", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"run.{name} = {getattr(self, name)}: expected {least} or more")
 
     @property
     def path(self) -> Path:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from spmd_rl.controller.checkpoints import Checkpoints, Part
+from spmd_rl.controller.checkpoints import Checkpoints, Part, Record
 from spmd_rl.controller.codec import name_of, pack
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.endpoint import Role
@@ -62,7 +62,7 @@ class Controller:
         self.run_folder: Path = run.path
         self.seed = run.seed
         self._save_every = run.save_every
-        self._checkpoints = Checkpoints(run.path / "checkpoints", run.keep_checkpoints)
+        self._checkpoints = Checkpoints(run.path / "checkpoints", run.keep_checkpoints, run.keep_best)
         self._parts: dict[str, Part] = {}
         self.observer = observer
         self._board = board
@@ -112,14 +112,23 @@ class Controller:
     def resume(self, **parts: Part) -> int:
         """Name what checkpoints hold, and load the newest into it; returns the step to go on with, 0 in a fresh run.
 
-        A part is a role with endpoints `save(folder)` and `load(folder)`, or an object with `state()` and `restore(state)`.
+        A part is a role with endpoints `save(folder)` and `load(folder)`, an object with methods of these names, or one
+        with `state()` and `restore(state)`.
         Blocks: until every role has loaded. Raises: ConfigError when the checkpoint is of another recipe.
         """
         self._parts = parts
-        return self._checkpoints.restore(parts)
+        found = self._checkpoints.restore(parts)
+        if found is None:
+            return 0
+        path, record = found
+        print(f"resuming at step {record.next_step + 1} from {path}{self._caveat(record)}", flush=True)
+        return record.next_step
 
     def steps(self, num_steps: int, start: int = 0) -> Iterator[Step]:
-        """Steps `start` to `num_steps - 1`, each timed; checkpoints are written between them."""
+        """Steps `start` to `num_steps - 1`, each timed; checkpoints are begun between them.
+
+        Blocks: after the last, until its checkpoint is whole.
+        """
         if self.observer is not None:
             self.observer.on_steps(start, num_steps)
         for index in range(start, num_steps):
@@ -133,7 +142,21 @@ class Controller:
             self._step = None
             last = index + 1 == num_steps
             if self._parts and (last or (self._save_every and (index + 1) % self._save_every == 0)):
-                self._checkpoints.save(index + 1, self._parts)
+                with self._timed("save"):
+                    self._checkpoints.save(Record(index + 1, self.seed, step.reward), self._parts)
+        self._checkpoints.settle()
+
+    def _caveat(self, record: Record) -> str:
+        """Why the run will not go on bit for bit as it would have; empty when it will."""
+        axes = {name: part.placement.axes for name, part in self._parts.items() if isinstance(part, Handle)}
+        changes = [
+            f"{name} from {_written(record.roles[name])} to {_written(now)}"
+            for name, now in axes.items()
+            if record.roles.get(name, now) != now
+        ]
+        if record.seed != self.seed:
+            changes.append(f"seed from {record.seed} to {self.seed}")
+        return f": not bit for bit as it would have gone on ({', '.join(changes)})" if changes else ""
 
     def _rouse(self, awake: list[Handle]) -> None:
         """Put to sleep who shares ranks with `awake` without being listed, then wake who sleeps."""
@@ -163,3 +186,7 @@ class Controller:
                 self._step.phase_s[name] = self._step.phase_s.get(name, 0.0) + seconds
             if self.observer is not None:
                 self.observer.on_phase(name, seconds)
+
+
+def _written(axes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one rank"

@@ -2,71 +2,84 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import sys
 import threading
 import time
-import traceback
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from spmd_rl.controller.envelope import Incoming, Outgoing
+from spmd_rl.controller.family import end_siblings
 from spmd_rl.controller.last_words import end_process
 from spmd_rl.controller.secret import FILE_ENV, SECRET_ENV, Keys
+from spmd_rl.controller.stacks import all_stacks, flight_record, place_of_main_thread
+from spmd_rl.controller.vigil import Vigil
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
     MAX_PAYLOAD_BYTES,
     Bye,
     Command,
+    Dying,
     Hello,
     Message,
     Ping,
     Pong,
+    Signalled,
     StackRequest,
     Stacks,
     Stop,
     ToWorker,
-    WireError,
     decode_at_worker,
     encode,
 )
 
 TICK_MS = 250
-CONNECT_S = 30.0  # until the first word of the controller
-CLOSED_S = 1.5  # for rank 0 to say why the controller is gone, once its connection closed
-SIGNALLED_S = 5.0  # for the controller to find the cause, once the launcher ends this process
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HANDSHAKE_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class Dealer:
-    """Owns the worker's DEALER socket. Commands arrive in `inbox`; `post` may be called from any thread."""
+    """Owns the worker's DEALER socket. Commands arrive in `inbox`; `post` may be called from any thread.
 
-    def __init__(self, endpoint: str, keys: Keys, generation: int, hello: Hello) -> None:
+    `abandon` is called when the controller has been given up, before the process ends.
+    """
+
+    def __init__(
+        self, endpoint: str, keys: Keys, generation: int, hello: Hello, abandon: Callable[[], None] = lambda: None
+    ) -> None:
         self.inbox: queue.SimpleQueue[tuple[Command | Stop, bytes]] = queue.SimpleQueue()
-        self.dropped: Counter[str] = Counter()
-        self._generation = generation
-        self._rank = hello.rank
+        self._hello = hello
         self._endpoint = endpoint
+        self._abandon = abandon
+        self._incoming = Incoming(generation, decode_at_worker)
+        self._outgoing = Outgoing(generation)
         self._context = zmq.Context()
         self._socket = _client_socket(self._context, keys, hello.rank)
         self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
-        self._outbox: deque[list[bytes]] = deque()
+        self._outbox: deque[tuple[bytes, bytes]] = deque()
         self._waker = Waker()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)
-        self._give_up_at, self._why = time.monotonic() + CONNECT_S, f"heard nothing from the controller at {endpoint}"
-        self._signal: signal.Signals | None = None
+        self._vigil = Vigil(endpoint, os.getppid(), time.monotonic())
         self._closing = False
         self.post(hello)
         self._thread = threading.Thread(target=self._run, name="dealer", daemon=True)
         self._thread.start()
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many frames were dropped, by reason."""
+        return dict(self._incoming.refused)
+
     def post(self, message: Message, payload: bytes = b"") -> None:
         """Queue a message to the controller."""
-        self._outbox.append(encode(self._generation, message, payload))
+        self._outbox.append(encode(message, payload))
         self._waker.wake()
 
     def close(self) -> None:
@@ -79,6 +92,11 @@ class Dealer:
         self._thread.join()
         self._waker.close()
 
+    def take(self, frames: Sequence[bytes]) -> None:
+        """Act on what the socket received. Runs on this object's thread."""
+        if taken := self._incoming.take(frames):
+            self._act(*taken)
+
     def _run(self) -> None:
         poller = zmq.Poller()
         for source in (self._socket, self._monitor, self._waker.fileno()):
@@ -90,10 +108,9 @@ class Dealer:
             if self._monitor in ready:
                 self._disconnected()
             if self._socket in ready:
-                self._receive()
+                self.take(self._socket.recv_multipart())
             self._send()
-            if time.monotonic() > self._give_up_at:
-                self._end(f"rank {self._rank} {self._why}", 1)
+            self._watch()
         self._send()
         self._socket.disable_monitor()
         self._monitor.close()
@@ -101,63 +118,60 @@ class Dealer:
 
     def _woken(self) -> None:
         for number in self._waker.drain():
-            if self._signal is None:
-                self._signal = number
-                self._give_up_at, self._why = time.monotonic() + SIGNALLED_S, f"was ended by {self._signal.name}"
-                self.post(Bye(self._signal.name))
+            if self._vigil.signalled(number, time.monotonic()):
+                self.post(Signalled(number.name))
 
     def _disconnected(self) -> None:
         if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
-            self._give_up_at, self._why = time.monotonic() + CLOSED_S, "lost the controller: its connection closed"
+            self._vigil.disconnected(time.monotonic())
             return
         self._end(
-            f"rank {self._rank} and the controller at {self._endpoint} hold different secrets: "
+            f"rank {self._hello.rank} and the controller at {self._endpoint} hold different secrets: "
             f"give every rank the same {SECRET_ENV} or {FILE_ENV}, or none",
             2,
         )
 
+    def _watch(self) -> None:
+        """End this process when those above it are gone."""
+        if why := self._vigil.launcher_lost(os.getppid()):
+            print(f"rank {self._hello.rank} {why}", file=sys.stderr)  # nobody is left to read torchrun's error file
+            self._die(why)
+        if why := self._vigil.given_up(time.monotonic()):
+            self._abandon()
+            self._die(why)
+
     def _send(self) -> None:
         while self._outbox:
-            self._socket.send_multipart(self._outbox.popleft())
+            self._socket.send_multipart(self._outgoing.frames(*self._outbox.popleft()))
 
-    def _receive(self) -> None:
-        frames = self._socket.recv_multipart()
-        try:
-            message, payload = decode_at_worker(self._generation, frames)
-        except WireError as error:
-            self.dropped[str(error)] += 1
-            return
-        self._take(message, payload)
-
-    def _take(self, message: ToWorker, payload: bytes) -> None:
+    def _act(self, message: ToWorker, payload: bytes) -> None:
         match message:
             case Ping(lost_after_s):
+                self._vigil.pinged(lost_after_s, time.monotonic())
                 self.post(Pong())
-                if self._signal is None:
-                    self._give_up_at = time.monotonic() + lost_after_s
-                    self._why = f"lost the controller: silent for {lost_after_s:g} s"
             case StackRequest():
-                self.post(Stacks(all_stacks()))
-            case Stop(sentence, exit_code) if exit_code:
+                self._post_stacks()
+            case Stop(sentence, exit_code, lost) if exit_code:
+                self._post_stacks()
+                self.post(Bye())
+                end_siblings(lost)
                 self._end(sentence, exit_code)
             case _:
                 self.inbox.put((message, payload))
 
+    def _post_stacks(self) -> None:
+        self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), flight_record())
+
+    def _die(self, why: str) -> None:
+        counts = "".join(f"; {count} frames refused: {reason}" for reason, count in self.refused.items())
+        self.post(Dying(why + counts))
+        self._end(f"rank {self._hello.rank} (host {self._hello.host}, pid {self._hello.pid}) {why}{counts}", 1)
+
     def _end(self, sentence: str, exit_code: int) -> None:
         """End the process from here: the main thread may be inside a collective that nobody will finish."""
-        self.post(Bye(sentence))
         self._send()
         self._context.destroy(linger=200)
         end_process(sentence, exit_code)
-
-
-def all_stacks() -> str:
-    """The Python stack of every thread of this process."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
-    )
 
 
 def _client_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, rank: int) -> zmq.Socket[bytes]:
@@ -167,5 +181,5 @@ def _client_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, rank: in
     dealer.curve_publickey = keys.client.public
     dealer.curve_secretkey = keys.client.private
     dealer.maxmsgsize = MAX_PAYLOAD_BYTES
-    dealer.sndhwm = dealer.rcvhwm = 0
+    dealer.sndhwm = 0  # what is sent is bounded by what was asked; what is received, by ZeroMQ's default of 1000
     return dealer

@@ -71,9 +71,12 @@ class RemoteEndpoint(Bound[..., Any]):
     def _finish(self, ranks: tuple[int, ...], answers: list[Packed]) -> Any:
         placement, by_rank = self._handle.placement, dict(zip(ranks, answers, strict=True))
         if not self._signature.gathers:
-            return unpack(_agreed(self._what, by_rank), self._signature.result)
+            return self._unpack(by_rank)
         shards = [{rank: by_rank[rank] for rank in _with_data_rank(placement, i)} for i in range(placement.data_size)]
-        return self._signature.gather([unpack(_agreed(self._what, shard), self._signature.result) for shard in shards])
+        return self._signature.gather([self._unpack(shard) for shard in shards])
+
+    def _unpack(self, answers: dict[int, Packed]) -> Any:
+        return unpack(_agreed(self._what, answers), self._signature.result, functions=False)
 
 
 def _with_data_rank(placement: Placement, data_rank: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -13,16 +14,25 @@ ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 
 
 def write(sentence: str) -> None:
-    """Leave `sentence` for torchrun's report, and on stderr where torchrun gave no file. The first one stands."""
+    """Leave `sentence` for torchrun's report, and on stderr where that has no place for it. The first one stands."""
     path = os.environ.get(ERROR_FILE_ENV)
-    if not path:
+    if not (path and _left(Path(path), sentence)):
         print(sentence, file=sys.stderr)
-        return
+
+
+def _left(path: Path, sentence: str) -> bool:
+    """Whether there is a whole record now; torchrun itself fails on half of one."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with open(path, "x") as file:
-            json.dump({"message": sentence, "timestamp": int(time.time())}, file)
+        part.write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
+        os.link(part, path)
     except FileExistsError:
-        return
+        return True
+    except OSError:  # the disk is full
+        return False
+    finally:
+        part.unlink(missing_ok=True)
+    return True
 
 
 def read(folder: Path) -> list[str]:

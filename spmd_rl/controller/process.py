@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +16,16 @@ from spmd_rl.controller import secret
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.recipe import Invocation, Recipe, load_recipe, run_config
+from spmd_rl.controller.stacks import StackServer
 from spmd_rl.controller.steps import Observer
 from spmd_rl.controller.supervisor import Lifeline
 from spmd_rl.controller.switchboard import Switchboard
 from spmd_rl.errors import ConfigError, RemoteError, SpmdError
 from spmd_rl.mesh.world import World
 
-
 Watch = Callable[[RunConfig, Any, int], Observer]
+
+CLOSE_S = 5.0
 
 
 def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch) -> int:
@@ -29,18 +34,21 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
     Blocks: as long as the recipe runs.
     """
     board: Switchboard | None = None
+    observer: Observer | None = None
     error: SpmdError | None = None
     try:
         recipe = load_recipe(invocation.recipe)
         cfg = recipe.configure(invocation)
         board = _open(lifeline, address, cfg)
-        _run(recipe, cfg, board, watch)
+        observer = watch(run_config(cfg), cfg, board.roster.world_size)
+        _run(recipe, cfg, board, observer, lifeline.folder)
     except Exception as raised:  # noqa: BLE001  a recipe may raise anything: it becomes the run's last words
         error = explain(raised, invocation.verbose)
     if board is not None:
         board.stop(error)
     if error is not None:
         lifeline.last_words(error)  # for a rank 0 that had not come yet
+        _close(observer, lifeline, error.exit_code)
     lifeline.close()
     return error.exit_code if error is not None else 0
 
@@ -50,21 +58,30 @@ def _open(lifeline: Lifeline, address: str, cfg: Any) -> Switchboard:
     if key is None:
         raise ConfigError("the controller was started without a secret: it is rank 0 that starts it")
     generation = secrets.randbits(63)
-    board = Switchboard(
-        run_config(cfg), World.from_env().size, address, secret.derive(key), generation, lifeline.socket
-    )
+    size, keys = World.from_env().size, secret.derive(key)
+    board = Switchboard(run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.leave)
+    board.take_signals(signal.SIGTERM, signal.SIGINT)
     lifeline.announce(board.endpoint, generation)
     return board
 
 
-def _run(recipe: Recipe, cfg: Any, board: Switchboard, watch: Watch) -> None:
+def _run(recipe: Recipe, cfg: Any, board: Switchboard, observer: Observer, private: Path) -> None:
     run = run_config(cfg)
-    observer = watch(run, cfg, board.roster.world_size)
-    try:
+    with contextlib.closing(StackServer(private, run.path, board.stacks)):
         board.wait_for_all()
         recipe.main(Controller(run, board, observer), cfg)
-    finally:
         observer.close()
+
+
+def _close(observer: Observer | None, lifeline: Lifeline, exit_code: int) -> None:
+    """Let the observer of a failed run draw its last, when the workers have ended already; it has `CLOSE_S`."""
+    limit = threading.Timer(CLOSE_S, lifeline.leave, [exit_code])
+    limit.daemon = True
+    limit.start()
+    with contextlib.suppress(Exception):  # a full disk, or whatever else ended the run, must not hide why it ended
+        if observer is not None:
+            observer.close()
+    limit.cancel()
 
 
 def explain(raised: Exception, verbose: bool) -> SpmdError:
@@ -76,5 +93,7 @@ def explain(raised: Exception, verbose: bool) -> SpmdError:
         sys.stderr.flush()
     if isinstance(raised, SpmdError):
         return raised
+    if isinstance(raised, OSError) and raised.filename:
+        return SpmdError(f"{raised.filename}: {raised.strerror}")
     frame = traceback.extract_tb(raised.__traceback__)[-1]
     return SpmdError(f"{Path(frame.filename).name}:{frame.lineno}: {type(raised).__name__}: {raised}")

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from spmd_rl.controller.wire import Hello
 
-FAREWELL_S = 2.0  # how long ranks may take to say Bye once the launcher is ending them
+FAREWELL_S = 2.0  # how long the launcher may take to signal all ranks once it has signalled one
 
 
 @dataclass
 class Seat:
-    """One worker as the controller knows it."""
+    """One worker as the controller knows it. `signal` is what its launcher ends it by; `gone`: it answers no more."""
 
     hello: Hello
     heard: float
-    farewell: str | None = None
+    signal: str = ""
+    gone: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.hello.rank} (host {self.hello.host}, pid {self.hello.pid})"
@@ -44,16 +45,16 @@ class Roster:
         self.seats[rank].heard = now
         return True
 
-    def bye(self, rank: int, reason: str, now: float) -> None:
-        """Note that a worker is ending, because of `reason` when not asked to."""
-        self.seats[rank].farewell = reason
-        if reason and self._ending_since is None:
+    def signalled(self, rank: int, name: str, now: float) -> None:
+        """Note that its launcher is ending a worker."""
+        self.seats[rank].signal = name
+        if self._ending_since is None:
             self._ending_since = now
 
     def gone(self, rank: int) -> None:
-        """Note that a worker is no more."""
+        """Note that a worker said Bye, or is no more."""
         if rank in self.seats:
-            self.seats[rank].farewell = "gone"
+            self.seats[rank].gone = True
 
     @property
     def missing(self) -> list[int]:
@@ -62,18 +63,19 @@ class Roster:
 
     @property
     def staying(self) -> list[int]:
-        """The ranks that came and have not said Bye."""
-        return [rank for rank, seat in self.seats.items() if seat.farewell is None]
+        """The ranks that came and are not gone."""
+        return [rank for rank, seat in self.seats.items() if not seat.gone]
 
     def lost(self, now: float) -> list[int]:
-        """The ranks given up: silent for too long, or mute while the launcher ends the others."""
+        """The ranks given up: silent for too long, or not signalled when the launcher ended the others."""
         if self._ending_since is not None and now - self._ending_since > FAREWELL_S:
-            return self.staying
+            return [rank for rank in self.staying if not self.seats[rank].signal]
         return [rank for rank in self.staying if now - self.seats[rank].heard > self.lost_after_s]
 
     @property
     def ended_by(self) -> str | None:
-        """Why every rank that came said Bye unasked, once all have."""
-        if self._ending_since is None or self.staying:
+        """The signal that every rank that stays was given, once all were."""
+        staying = [self.seats[rank] for rank in self.staying]
+        if self._ending_since is None or not all(seat.signal for seat in staying):
             return None
-        return next(seat.farewell for seat in self.seats.values() if seat.farewell)
+        return next((seat.signal for seat in self.seats.values() if seat.signal), None)

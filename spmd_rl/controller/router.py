@@ -6,19 +6,21 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from signal import Signals
 from typing import Protocol
 
 import zmq
 from zmq.utils import z85
 
+from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
     MAX_PAYLOAD_BYTES,
     Message,
+    Refusal,
     ToController,
-    WireError,
     decode_at_controller,
     encode,
 )
@@ -41,32 +43,61 @@ class Listener(Protocol):
     def on_parent_lost(self) -> None:
         """Rank 0, which started the controller, is gone."""
 
+    def on_signal(self, number: Signals) -> None:
+        """Somebody wants the controller to end."""
+
 
 class Router:
     """Owns every ZeroMQ socket of the controller. `post` may be called from any thread."""
 
-    def __init__(self, address: str, keys: Keys, generation: int, listener: Listener, lifeline: socket.socket) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: Keys,
+        generation: int,
+        world_size: int,
+        listener: Listener,
+        lifeline: socket.socket,
+    ) -> None:
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
         self._router = _server_socket(self._context, keys)
         self._router.bind(address)
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.dropped: Counter[str] = Counter()
-        self._generation = generation
+        self._unknown: Counter[str] = Counter()
+        self._ranks = {b"rank-%d" % rank: rank for rank in range(world_size)}
+        self._incoming = [Incoming(generation, decode_at_controller) for _ in range(world_size)]
+        self._outgoing = [Outgoing(generation) for _ in range(world_size)]
         self._client_key = keys.client.public
         self._listener = listener
         self._lifeline = lifeline
-        self._outbox: deque[list[bytes]] = deque()
+        self._outbox: deque[tuple[int, bytes, bytes]] = deque()
         self._waker = Waker()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen; the listener has to be ready."""
         self._thread.start()
 
-    def post(self, ranks: list[int] | tuple[int, ...], message: Message, payload: bytes = b"") -> None:
+    @property
+    def refused(self) -> Counter[str]:
+        """How many frames were dropped, by reason."""
+        return sum((incoming.refused for incoming in self._incoming), Counter(self._unknown))
+
+    def refused_of(self, rank: int) -> Counter[str]:
+        """How many of one rank's frames were dropped, by reason."""
+        return self._incoming[rank].refused
+
+    def take_signals(self, *numbers: Signals) -> None:
+        """Have these signals go to the listener. Call it on the main thread only."""
+        self._waker.take_signals(*numbers)
+
+    def post(self, ranks: Sequence[int], message: Message, payload: bytes = b"") -> None:
         """Queue a message to each of `ranks`, in order with all others."""
-        frames = encode(self._generation, message, payload)
-        self._outbox.extend([_identity(rank), *frames] for rank in ranks)
+        header, payload = encode(message, payload)
+        self._outbox.extend((rank, header, payload) for rank in ranks)
         self._waker.wake()
 
     def close(self) -> None:
@@ -79,12 +110,20 @@ class Router:
         self._thread.join()
         self._waker.close()
 
+    def take(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        """Act on what the socket received. Runs on this object's thread."""
+        rank = self._ranks.get(identity)
+        if rank is None:
+            self._unknown[Refusal.STRANGER] += 1
+        elif (taken := self._incoming[rank].take(frames)) and not self._listener.on_message(rank, *taken):
+            self._incoming[rank].refused[Refusal.UNASKED] += 1
+
     def _run(self) -> None:
         poller = zmq.Poller()
         handlers: dict[object, Callable[[], None]] = {
             self._router: self._receive,
             self._zap: self._admit,
-            self._waker.fileno(): self._send,
+            self._waker.fileno(): self._woken,
             self._lifeline.fileno(): lambda: self._parent_lost(poller),
         }
         for source in handlers:
@@ -100,25 +139,23 @@ class Router:
         self._send()
         self._context.destroy(linger=1000)
 
+    def _woken(self) -> None:
+        for number in self._waker.drain():
+            self._listener.on_signal(number)
+        self._send()
+
     def _send(self) -> None:
-        self._waker.drain()
         while self._outbox:
-            identity, *frames = self._outbox.popleft()
+            rank, header, payload = self._outbox.popleft()
+            frames = self._outgoing[rank].frames(header, payload)
             try:
-                self._router.send_multipart([identity, *frames], zmq.DONTWAIT)
+                self._router.send_multipart([b"rank-%d" % rank, *frames], zmq.DONTWAIT)
             except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
-                self._listener.on_unreachable(_rank(identity))
+                self._listener.on_unreachable(rank)
 
     def _receive(self) -> None:
         identity, *frames = self._router.recv_multipart()
-        try:
-            message, payload = decode_at_controller(self._generation, frames)
-            rank = _rank(identity)
-        except WireError as error:
-            self.dropped[str(error)] += 1
-            return
-        if not self._listener.on_message(rank, message, payload):
-            self.dropped[f"unasked {type(message).__name__}"] += 1
+        self.take(identity, frames)
 
     def _admit(self) -> None:
         """Answer one ZAP request (ZeroMQ RFC 27): version, id, domain, address, identity, mechanism, key."""
@@ -139,15 +176,5 @@ def _server_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> zmq.S
     router.zap_domain = b"spmd_rl"
     router.router_mandatory = True
     router.maxmsgsize = MAX_PAYLOAD_BYTES
-    router.sndhwm = router.rcvhwm = 0
+    router.sndhwm = 0  # what is sent is bounded by what was asked; what is received, by ZeroMQ's default of 1000
     return router
-
-
-def _identity(rank: int) -> bytes:
-    return b"rank-%d" % rank
-
-
-def _rank(identity: bytes) -> int:
-    if not identity.startswith(b"rank-") or not identity[5:].isdigit():
-        raise WireError("unknown identity")
-    return int(identity[5:])

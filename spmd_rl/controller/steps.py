@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from spmd_rl.types import Group
 
 
 class Observer(Protocol):
@@ -36,6 +39,13 @@ class Step:
     elapsed_s: float = 0.0
     waited_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+
+    @property
+    def reward(self) -> float | None:
+        """The mean reward of the samples logged, if there are any that have one."""
+        mean = sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
+        return mean if math.isfinite(mean) else None
 
     @property
     def controller_share(self) -> float:
@@ -44,5 +54,7 @@ class Step:
 
     def log(self, *what: Any) -> None:
         """Hand what the recipe knows of this step to the observer."""
+        groups = [item for listed in what if isinstance(listed, list) for item in listed if isinstance(item, Group)]
+        self.rewards += [sample.reward for group in groups for sample in group.samples]
         if self.observer is not None:
             self.observer.on_log(self, what)

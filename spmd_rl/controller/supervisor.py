@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address, bind_address
@@ -35,6 +36,7 @@ class ControllerProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="spmd_rl-", dir=os.environ.get("XDG_RUNTIME_DIR")))
         self._secret_file = "" if secret.given() else str(secret.create(self._folder))
         self._addresses: queue.SimpleQueue[Address] = queue.SimpleQueue()
+        self._given_up = False
         self._lifeline, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -54,6 +56,12 @@ class ControllerProcess:
             return self._addresses.get(timeout=ADDRESS_S)
         except queue.Empty:
             raise DeadlineError(f"the controller did not bind its socket within {ADDRESS_S:g} s") from None
+
+    def kill(self) -> None:
+        """End a controller that answers no more, and remove its private folder."""
+        self._given_up = True  # its end is no news then
+        self._process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait(self) -> int:
         """The controller's exit code. Blocks: for `EXIT_S` at most, then kills it."""
@@ -83,7 +91,7 @@ class ControllerProcess:
                     shutil.rmtree(self._folder, ignore_errors=True)
                     end_process(record["sentence"], record["exit_code"])
         code = self._process.wait()
-        if code:
+        if code and not self._given_up:
             shutil.rmtree(self._folder, ignore_errors=True)
             end_process(f"the controller (pid {self._process.pid}) {ending(code)}", 1)
 
@@ -93,12 +101,17 @@ class Lifeline:
 
     def __init__(self, descriptor: int, folder: Path) -> None:
         self.socket = socket.socket(fileno=descriptor)
-        self._folder = folder
+        self.folder = folder
 
     def close(self) -> None:
         """Remove the run's private folder and let go of rank 0."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.socket.close()
+
+    def leave(self, exit_code: int) -> NoReturn:
+        """End the controller now, whatever the recipe is doing."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(exit_code)
 
     def announce(self, endpoint: str, generation: int) -> None:
         """Tell rank 0 where to dial."""
@@ -111,7 +124,7 @@ class Lifeline:
     def _write(self, record: dict[str, str | int]) -> None:
         try:
             self.socket.sendall(json.dumps(record).encode() + b"\n")
-        except BrokenPipeError:  # rank 0 is gone, and the socket thread knows
+        except (BrokenPipeError, ConnectionResetError):  # rank 0 is gone, and the socket thread knows
             return
 
 

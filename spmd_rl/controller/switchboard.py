@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from signal import Signals
 
-from spmd_rl import errors
+from spmd_rl.controller.account import in_call, refusals, remote_error
 from spmd_rl.controller.calls import CallRecord, Calls
 from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.family import await_end, end_children, parent_of
 from spmd_rl.controller.roster import Roster
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import Keys
+from spmd_rl.controller.snapshots import Snapshots
 from spmd_rl.controller.wire import (
     Bye,
+    Dying,
     Failure,
     Hello,
     Message,
     Ping,
     Result,
+    Signalled,
     StackRequest,
     Stacks,
     Stop,
@@ -34,11 +40,15 @@ STACKS_S = 2.0  # how long all ranks may take to send their stacks
 ECHO_S = 1.5  # how long a failed collective may be ahead of the news of a death; more than PING_S
 BYE_S = 30.0  # how long all ranks may take to stop in order
 FAILED_BYE_S = 3.0  # and when the run has failed
-LAST_RESORT_S = 10.0  # how long the recipe may go on after that
+LAST_RESORT_S = 5.0  # how long the recipe may go on after that
 
 
 class Switchboard:
-    """The controller's end of every conversation. Its `on_*` methods run on the socket thread."""
+    """The controller's end of every conversation. Its `on_*` methods run on the socket thread.
+
+    `last_resort` ends the process when the recipe does not notice that the run has failed. Once somebody ends the run
+    from outside, `ending` is the error to end it with; it goes on for `grace_s`, so that something can be saved.
+    """
 
     def __init__(
         self,
@@ -48,16 +58,34 @@ class Switchboard:
         keys: Keys,
         generation: int,
         lifeline: socket.socket,
+        last_resort: Callable[[int], object] = os._exit,
     ) -> None:
         self.calls = Calls()
         self.roster = Roster(world_size, run.lost_after_s)
         self._run = run
-        self._changed = threading.Condition()  # the roster or the stacks
-        self._stacks: dict[int, str] = {}
+        self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
+        self._last_resort = last_resort
+        self._changed = threading.Condition()  # the roster
+        self._snapshots = Snapshots()
+        self._gathering = threading.Lock()
+        self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
         self._next_ping = 0.0
+        self.ending: SpmdError | None = None
+        self.grace_s = 0.0
+        self._ending_since = 0.0
         self._stopping = False
-        self._router = Router(address, keys, generation, self, lifeline)
+        self._router = Router(address, keys, generation, world_size, self, lifeline)
         self.endpoint = self._router.endpoint
+        self._router.start()
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """How many frames were dropped, by reason."""
+        return dict(self._router.refused)
+
+    def take_signals(self, *numbers: Signals) -> None:
+        """Let these signals end the run in order. Call it on the main thread only."""
+        self._router.take_signals(*numbers)
 
     def wait_for_all(self) -> None:
         """Wait until every rank has said Hello.
@@ -90,15 +118,25 @@ class Switchboard:
             self.calls.close(record)
         return [answer for rank in record.ranks if isinstance(answer := record.answers[rank], Packed)]
 
+    def stacks(self) -> str:
+        """The stacks of all ranks, as text. Blocks: for `STACKS_S` at most."""
+        with self._gathering:
+            self._gather()
+            titles = {rank: str(self.roster.seats.get(rank, f"rank {rank}")) for rank in range(self.roster.world_size)}
+            return self._snapshots.text(titles)
+
     def stop(self, error: SpmdError | None) -> None:
         """End every worker, orderly or because of `error`, and close the sockets.
 
-        Blocks: until all said Bye; `BYE_S` ends it, or `FAILED_BYE_S`.
+        Blocks: until all said Bye; `BYE_S` ends it, or `FAILED_BYE_S`, and then those that can be are killed.
         """
         self._end_all(error)
         with self._changed:
             self._changed.wait_for(lambda: not self.roster.staying, FAILED_BYE_S if error else BYE_S)
+        if isinstance(error, LostRankError) and error.exit_code == LostRankError.exit_code:
+            self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
         self._router.close()
+        self._kill()
 
     def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
         """Take a worker's message; False when it was not asked for."""
@@ -106,7 +144,7 @@ class Switchboard:
         with self._changed:
             self._changed.notify_all()
             if isinstance(message, Hello):
-                return message.rank == rank and self.roster.hello(message, now)
+                return message.rank == rank and self._seat(message, now)
             if not self.roster.heard(rank, now):
                 return False
             match message:
@@ -114,10 +152,15 @@ class Switchboard:
                     return self.calls.answer(call, rank, Packed(bytes(value), payload))
                 case Failure(call):
                     return self.calls.answer(call, rank, message)
-                case Stacks(text):
-                    self._stacks[rank] = text
-                case Bye(reason):
-                    self.roster.bye(rank, reason, now)
+                case Stacks():
+                    self._snapshots.take(rank, message, payload)
+                case Signalled(name):
+                    self.roster.signalled(rank, name, now)
+                case Dying(why):
+                    self._fail(LostRankError(f"{self.roster.seats[rank]} {why}, {in_call(self.calls.oldest(rank))}"))
+                    self.roster.gone(rank)
+                case Bye():
+                    self.roster.gone(rank)
             return True
 
     def on_tick(self, now: float) -> None:
@@ -126,16 +169,16 @@ class Switchboard:
             self._next_ping = now + PING_S
             self._router.post(self.roster.staying, Ping(self._run.lost_after_s))
         if lost := self.roster.lost(now):
-            self._fail(self._lost(lost, now))
-        elif reason := self.roster.ended_by:
+            self._fail(self._lost_error(lost, now), lost)
+        elif name := self.roster.ended_by:
             missing = self.roster.missing
-            who = f"ranks {missing} ended before they reported" if missing else f"every rank got {reason}"
-            self._fail(LostRankError(f"the run was ended from outside: {who}"))
+            self._end(name, f"ranks {missing} ended before they reported" if missing else f"every rank got {name}")
+        if self.ending is not None and now - self._ending_since >= self.grace_s:
+            self._fail(self.ending)
 
     def on_unreachable(self, rank: int) -> None:
         """A rank's connection is closed; unless all are stopping, that ends the run."""
-        now = time.monotonic()
-        self._fail(self._lost([rank], now))
+        self._fail(self._lost_error([rank], time.monotonic()), [rank])
         with self._changed:
             self.roster.gone(rank)
             self._changed.notify_all()
@@ -144,29 +187,68 @@ class Switchboard:
         """Rank 0, our parent, is gone."""
         self.on_unreachable(0)
 
-    def _fail(self, cause: SpmdError) -> None:
+    def on_signal(self, number: Signals) -> None:
+        """Somebody ends the controller itself."""
+        self._end(number.name, f"the controller got {number.name}")
+
+    def _seat(self, hello: Hello, now: float) -> bool:
+        if seated := self.roster.hello(hello, now):
+            self._router.post([hello.rank], Ping(self._run.lost_after_s))
+        return seated
+
+    def _end(self, name: str, who: str) -> None:
+        if self.ending is None:
+            self._ending_since = time.monotonic()
+            self.ending = LostRankError(f"the run was ended from outside: {who}")
+            self.ending.exit_code = 128 + Signals[name]
+
+    def _fail(self, cause: SpmdError, lost: Sequence[int] = ()) -> None:
         """End the run from the socket thread: the recipe may be busy, and hears of it at its next wait."""
         if self._stopping:
             return
+        self._lost.update(lost)
         self.calls.fail(cause)
         self._end_all(cause)
-        last_resort = threading.Timer(LAST_RESORT_S, os._exit, [cause.exit_code])
+        last_resort = threading.Timer(LAST_RESORT_S, self._leave, [cause.exit_code])
         last_resort.daemon = True
         last_resort.start()
 
-    def _end_all(self, error: SpmdError | None) -> None:
-        if not self._stopping:
-            self._stopping = True
-            stop = Stop(str(error), error.exit_code) if error else Stop("", 0)
-            self._router.post(list(self.roster.seats), stop)
+    def _leave(self, exit_code: int) -> None:
+        self._kill()
+        self._last_resort(exit_code)
 
-    def _lost(self, ranks: list[int], now: float) -> LostRankError:
+    def _end_all(self, error: SpmdError | None) -> None:
+        if self._stopping:
+            return
+        self._stopping = True
+        seats = self.roster.seats
+        stop = Stop("", 0, [])
+        if error is not None:
+            stop = Stop(str(error), error.exit_code, [seats[rank].hello for rank in self._lost & seats.keys()])
+            if self._lost and self._lost >= set(self.roster.staying):
+                print(error, file=sys.stderr, flush=True)  # no rank is left to say it
+        self._router.post(self.roster.staying, stop)
+        with self._changed:
+            for rank in self._lost:
+                self.roster.gone(rank)
+            self._changed.notify_all()
+
+    def _kill(self) -> None:
+        """End what has not ended, on this host, once the launcher has seen the others' last words."""
+        seats = self.roster.seats
+        left = [seats[rank].hello for rank in {*self._lost, *self.roster.staying} & seats.keys()]
+        if left and self._launcher is not None:
+            await_end([seat.hello for seat in seats.values() if seat.hello not in left])
+            end_children(self._launcher, left)
+
+    def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
         """Who is lost, and in which call."""
         known = [self.roster.seats[rank] for rank in ranks if rank in self.roster.seats]
         who = ", ".join(str(seat) for seat in known) or f"rank {ranks[0]}"
         silence_s = max((now - seat.heard for seat in known), default=0.0)
         owed = next(filter(None, map(self.calls.oldest, ranks)), None)
-        return LostRankError(f"lost {who}, last heard {silence_s:.1f} s ago, {describe(owed)}")
+        refused = refusals(self._router.refused_of(ranks[0]))
+        return LostRankError(f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(owed)}{refused}")
 
     def _failed(self, what: str, rank: int, failure: Failure) -> SpmdError:
         """What a rank raised, or the death of another that it was only the echo of, in a collective."""
@@ -174,47 +256,18 @@ class Switchboard:
         return (isinstance(error, RemoteError) and self.calls.cause_within(ECHO_S)) or error
 
     def _overdue(self, record: CallRecord) -> DeadlineError:
-        """Save every rank's stacks, and say who owes what since when."""
-        who = ", ".join(str(self.roster.seats[rank]) for rank in record.owing)
-        folder = self._save_stacks()
-        return DeadlineError(f"no answer from {who} {describe(record)}; the stacks of all ranks are in {folder}")
+        """Save every rank's stacks, and say who owes what since when, and where it is."""
+        with self._gathering:
+            self._gather()
+            saved = self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
+            who = ", ".join(f"{self.roster.seats[rank]} {self._snapshots.place(rank)}" for rank in record.owing)
+            stuck = {self.calls.oldest(rank) for rank in record.owing} - {record, None}
+            self._lost.update(rank for rank in record.owing if not self._snapshots.has(rank))
+            earlier = "".join(f", still {in_call(call)}" for call in stuck)
+        return DeadlineError(f"no answer from {who}{earlier}, {in_call(record)}; {saved}")
 
-    def _save_stacks(self) -> Path:
-        folder = self._run.path / "stacks"
-        folder.mkdir(parents=True, exist_ok=True)
-        asked = set(self.roster.staying)
-        self._router.post(list(asked), StackRequest())
-        with self._changed:
-            self._changed.wait_for(lambda: asked <= set(self._stacks), STACKS_S)
-            for rank in range(self.roster.world_size):
-                text = self._stacks.pop(rank, "no answer: the process is stopped or holds the interpreter lock\n")
-                (folder / f"rank_{rank}.txt").write_text(text)
-        return folder
-
-
-def describe(record: CallRecord | None) -> str:
-    """Which call, in which phase, for how long."""
-    if record is None:
-        return "between calls"
-    phase = f" (phase {record.phase})" if record.phase else ""
-    return f"in {record.what}{phase} after {record.age_s:.1f} s"
-
-
-def remote_error(what: str, rank: int, failure: Failure) -> SpmdError:
-    """The error of a worker, here: one of our own kinds as it was, anything else as a RemoteError."""
-    kind = getattr(errors, failure.kind, None)
-    if isinstance(kind, type) and issubclass(kind, SpmdError) and kind is not RemoteError:
-        error = kind.__new__(kind)
-        error.args = (failure.sentence,)
-        error.add_note(f"rank {rank}, {what}:\n{failure.traceback}")
-        return error
-    role, _, call = what.partition(".")
-    return RemoteError(
-        rank=rank,
-        role=role,
-        call=call,
-        kind=failure.kind,
-        sentence=failure.sentence,
-        remote_traceback=failure.traceback,
-        exit_code=failure.exit_code,
-    )
+    def _gather(self) -> None:
+        asked = self.roster.staying
+        self._snapshots.forget()
+        self._router.post(asked, StackRequest())
+        self._snapshots.wait_for(asked, STACKS_S)

@@ -1,13 +1,14 @@
-"""The closed set of messages between controller and worker, and their two frames.
+"""The closed set of messages between controller and worker, and their headers.
 
-A message is a msgpack header and one raw payload (the bytes of all its arrays, see codec.py). Whatever is not
-exactly one of these types, or exceeds the limits, is a `WireError`: the socket threads drop and count it.
+A message is a msgpack header and one raw payload (the bytes of all its arrays, see codec.py); envelope.py numbers
+them. Whatever is not exactly one of these types, or exceeds the limits, is a `WireError`: the socket threads drop
+and count it. docs/wire.md is the table of all this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 
@@ -18,8 +19,26 @@ MAX_HEADER_BYTES = 256 << 20
 MAX_PAYLOAD_BYTES = 8 << 30
 
 
+class Refusal(StrEnum):
+    """Why frames were dropped: all there is, so that counting them takes no memory."""
+
+    FRAMES = "not three frames"
+    OVERSIZE = "oversize"
+    PREAMBLE = "malformed preamble"
+    GENERATION = "another generation"
+    REPLAYED = "replayed"
+    EARLY = "out of order"
+    HEADER = "malformed header"
+    STRANGER = "unknown identity"
+    UNASKED = "unasked"
+
+
 class WireError(Exception):
-    """Frames that are no message of this protocol."""
+    """Frames that are no message of this conversation."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -57,13 +76,30 @@ class Pong(Message, frozen=True):
 
 
 class Stacks(Message, frozen=True):
+    """Where this process is: `place` in one line, every thread's stack, and how many frames it refused, by reason.
+
+    The payload is torch's flight record of collectives, as JSON, where there is one.
+    """
+
+    place: str
     text: str
+    refused: dict[str, int]
+
+
+class Signalled(Message, frozen=True):
+    """The launcher is ending this worker, by the signal of this name; it stays for a while."""
+
+    name: str
+
+
+class Dying(Message, frozen=True):
+    """This worker ends itself now, because of `sentence`."""
+
+    sentence: str
 
 
 class Bye(Message, frozen=True):
-    """The last message of a worker; `reason` is empty after an orderly stop, else what is ending it."""
-
-    reason: str
+    """The last message of a worker that was told to stop."""
 
 
 # From the controller to a worker.
@@ -107,68 +143,54 @@ class Call(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """End, orderly after the commands before it when `exit_code` is 0, else at once and because of `sentence`."""
+    """End, orderly after the commands before it when `exit_code` is 0, else at once and because of `sentence`.
+
+    `lost` are the workers that answer no more: whoever shares a launcher with one ends it too.
+    """
 
     sentence: str
     exit_code: int
+    lost: list[Hello]
 
 
 Command = Split | Spawn | Call
 Reply = Result | Failure
-ToController = Hello | Result | Failure | Pong | Stacks | Bye
+ToController = Hello | Result | Failure | Pong | Stacks | Signalled | Dying | Bye
 ToWorker = Ping | StackRequest | Split | Spawn | Call | Stop
 
-M = TypeVar("M", bound=Message)
-
-
-class _Envelope(msgspec.Struct, Generic[M], frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`generation` tells the messages of one life of a run from those of an earlier one."""
-
-    generation: int
-    message: M
-
+M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()
-_to_controller = msgspec.msgpack.Decoder(_Envelope[ToController])
-_to_worker = msgspec.msgpack.Decoder(_Envelope[ToWorker])
+_to_controller = msgspec.msgpack.Decoder(ToController)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
 
 
-def encode(generation: int, message: Message, payload: bytes = b"") -> list[bytes]:
-    """The two frames of a message.
+def encode(message: Message, payload: bytes = b"") -> tuple[bytes, bytes]:
+    """The header of a message, and its payload.
 
-    Raises: ContractError when it exceeds what the other side would take.
+    Raises: ContractError when they exceed what the other side would take.
     """
-    header = _encoder.encode(_Envelope(generation, message))
+    header = _encoder.encode(message)
     if len(header) > MAX_HEADER_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
         raise ContractError(
             f"a {type(message).__name__} of {len(header)} + {len(payload)} bytes exceeds the wire's limits of "
             f"{MAX_HEADER_BYTES} (header) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
         )
-    return [header, payload]
+    return header, payload
 
 
-def decode_at_controller(generation: int, frames: Sequence[bytes]) -> tuple[ToController, bytes]:
-    """A worker's message and its payload. Raises: WireError."""
-    return _decode(_to_controller, generation, frames)
+def decode_at_controller(header: bytes) -> ToController:
+    """A worker's message. Raises: WireError."""
+    return _decode(_to_controller, header)
 
 
-def decode_at_worker(generation: int, frames: Sequence[bytes]) -> tuple[ToWorker, bytes]:
-    """A controller's message and its payload. Raises: WireError."""
-    return _decode(_to_worker, generation, frames)
+def decode_at_worker(header: bytes) -> ToWorker:
+    """A controller's message. Raises: WireError."""
+    return _decode(_to_worker, header)
 
 
-def _decode(
-    decoder: msgspec.msgpack.Decoder[_Envelope[M]], generation: int, frames: Sequence[bytes]
-) -> tuple[M, bytes]:
-    if len(frames) != 2:
-        raise WireError(f"{len(frames)} frames instead of 2")
-    header, payload = frames
-    if len(header) > MAX_HEADER_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
-        raise WireError(f"oversize frames: {len(header)} and {len(payload)} bytes")
+def _decode(decoder: msgspec.msgpack.Decoder[M], header: bytes) -> M:
     try:
-        envelope = decoder.decode(header)
+        return decoder.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(f"malformed header: {error}") from error
-    if envelope.generation != generation:
-        raise WireError(f"generation {envelope.generation} instead of {generation}")
-    return envelope.message, payload
+        raise WireError(Refusal.HEADER) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import traceback
 from pathlib import Path
@@ -17,7 +18,7 @@ from spmd_rl.controller.dealer import Dealer
 from spmd_rl.controller.endpoint import Role, Signature, endpoints
 from spmd_rl.controller.supervisor import ControllerProcess
 from spmd_rl.controller.wire import Bye, Call, Command, Failure, Hello, Result, Spawn, Split, Stop
-from spmd_rl.errors import ContractError, SpmdError
+from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.place import Seats
 from spmd_rl.mesh.world import World, join, open_store
 
@@ -100,20 +101,31 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     """
     import torch.distributed as dist
 
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # a launcher's own handlers, inherited, would wait for the store's C++ code
     store = open_store()
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
-    dealer = _dial(world, store)
+    dealer = _dial(world, store, controller)
     join(world, store)
     Worker(Seats(world)).serve(dealer)
     dist.destroy_process_group()
-    dealer.post(Bye(""))
+    dealer.post(Bye())
     dealer.close()
     return controller.wait() if controller is not None else 0
 
 
-def _dial(world: World, store: Store) -> Dealer:
-    address = msgspec.json.decode(store.get(ENDPOINT_KEY), type=Address)
-    key = secret.given() or secret.read(Path(address.secret_file))
+def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:
+    from torch.distributed import DistError
+
+    try:
+        text = store.get(ENDPOINT_KEY)
+    except DistError as error:
+        raise DeadlineError(f"rank {world.rank} did not hear from rank 0 where the controller is: {error}") from error
+    address = msgspec.json.decode(text, type=Address)
+    keys = secret.derive(secret.given() or secret.read(Path(address.secret_file)))
     hello = Hello(world.rank, socket.gethostname(), os.getpid())
-    return Dealer(address.endpoint, secret.derive(key), address.generation, hello)
+    abandon = controller.kill if controller is not None else lambda: None
+    return Dealer(address.endpoint, keys, address.generation, hello, abandon)

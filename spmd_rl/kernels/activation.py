@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,8 +27,8 @@ class _SiluMul(torch.autograd.Function):
 
             return silu_mul_forward(gate, up)
         wide = gate.float()
-        denominator = torch.exp(-wide).add_(1.0)
-        return (wide / denominator).mul_(up).to(gate.dtype)
+        denominator = wide.neg().exp_().add_(1.0)
+        return torch.div(wide, denominator, out=denominator).mul_(up).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +38,6 @@ class _SiluMul(torch.autograd.Function):
 
             return silu_mul_backward(grads[0], gate, up)
         wide, grad = gate.float(), grads[0].float()
-        sigmoid = torch.sigmoid(wide)
-        grad_up = grad * wide * sigmoid
-        grad_gate = grad * up.float() * sigmoid * (1 + wide * (1 - sigmoid))
+        grad_gate = torch.ops.aten.silu_backward(grad * up.float(), wide)
+        grad_up = F.silu(wide).mul_(grad)
         return grad_gate.to(gate.dtype), grad_up.to(up.dtype)

@@ -1,14 +1,14 @@
 """Causal attention in which a query's bits depend on its own history alone.
 
 On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`, serves training and
-decoding: the exact maximum over the visible keys,
-then exp(s - m), then sums of weights and of weighted values over blocks of 64 keys counted from the start of the
-sequence, in ascending order. A block beyond a query's sight adds exact zeros, so padding and neighbours change
-nothing. Queries are laid in rows of a fixed tile height, several query heads of one key-value head together.
+decoding: the exact maximum over the visible keys, then exp(s - m), then sums of weights and of weighted values over
+blocks of 64 keys counted from the start of the sequence, in ascending order. A block beyond a query's sight adds exact
+zeros, so padding and neighbours change nothing. Queries are laid in rows of a fixed tile height, several query heads
+of one key-value head together.
 
 Where neither applies, the same interface runs torch's scaled-dot-product attention.
 
-Shape letters: B sequences, L query positions, S keys (a multiple of 64), H heads, K key-value heads, G = H / K,
+Shape letters: B sequences, L query positions, S keys (a multiple of 16), H heads, K key-value heads, G = H / K,
 D head size, R rows = L * G.
 """
 
@@ -26,16 +26,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.flash import PackedFlash, flash_takes
-from spmd_rl.kernels.tile import ROW_TILE, padded_rows
+from spmd_rl.kernels.tile import padded_rows
 
 KV_BLOCK = 64
+QUERY_TILE = 8
 MAX_SCORES = 1 << 24
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, num_rows: int) -> Tensor:
     """Softmax(q k^T) v with a fixed order of sums; differentiable in q, k and v.
 
-    Shape: q [K, B, R, D] with R a multiple of the row tile, k and v [K, B, S, D], visible [B, R] int64: how many keys
+    Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D], visible [B, R] int64: how many keys
     (from the first) each row sees, at least 1. Rows from `num_rows` on are padding. Returns [K, B, R, D], zero there.
     """
     return _BlockedAttention.apply(q, k, v, visible, scale, num_rows)
@@ -66,8 +67,8 @@ class _BlockedAttention(torch.autograd.Function):
             live = slice(rows.start, min(rows.stop, num_rows))
             scores = _scores(q[:, :, rows], k[:, :, :width], visible[:, live], scale)
             maximum = scores.amax(-1, keepdim=True)
-            weights = _zero_extended(scores.sub_(maximum).exp_(), rows.stop - rows.start, k.shape[2])
-            values, norm = _ascending_sums(weights, v, live.stop - live.start)
+            weights = scores.sub_(maximum).exp_()
+            values, norm = _ascending_sums(weights, v[:, :, :width], rows.stop - rows.start)
             out[:, :, live] = values.div_(norm)
             log_norm[:, :, live] = (norm.log_() + maximum).squeeze(-1)
         ctx.save_for_backward(q, k, v, visible, out, log_norm)
@@ -99,33 +100,28 @@ def _width(visible: Tensor) -> int:
     return padded_rows(int(visible.max()))
 
 
-def _zero_extended(weights: Tensor, rows: int, keys: int) -> Tensor:
-    """[K, B, r, W] -> [K, B, rows, keys], zero where nothing was."""
-    if weights.shape[2:] == (rows, keys):
-        return weights
-    whole = weights.new_zeros(*weights.shape[:2], rows, keys)
-    whole[:, :, : weights.shape[2], : weights.shape[3]] = weights
-    return whole
+def _ascending_sums(weights: Tensor, v: Tensor, height: int) -> tuple[Tensor, Tensor]:
+    """Sum of weighted values [K, B, r, D] and of weights [K, B, r, 1], one block of keys after the other.
 
-
-def _ascending_sums(weights: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Sum of weighted values [K, B, r, D] and of weights [K, B, r, 1] of the first r rows, one block of keys after
-    the other."""
+    The products are taken at the given height of rows, r or more, and sums of weights over whole blocks.
+    """
     num_groups, batch, rows, keys = weights.shape
-    flat, values = weights.view(-1, rows, keys), v.view(-1, keys, v.shape[-1])
-    total = torch.bmm(flat[:, :, :KV_BLOCK], values[:, :KV_BLOCK])
-    norm = flat[:, :num_rows, :KV_BLOCK].sum(-1, keepdim=True)
+    flat, values = weights.view(-1, rows, keys), v.reshape(-1, keys, v.shape[-1])
+    tall = F.pad(flat, (0, 0, 0, height - rows)) if height > rows else flat
+    whole = F.pad(flat, (0, -keys % KV_BLOCK)) if keys % KV_BLOCK else flat
+    norm = whole[:, :, :KV_BLOCK].sum(-1, keepdim=True)
+    total = torch.bmm(tall[:, :, :KV_BLOCK], values[:, :KV_BLOCK])
     for start in range(KV_BLOCK, keys, KV_BLOCK):
         block = slice(start, start + KV_BLOCK)
-        total += torch.bmm(flat[:, :, block], values[:, block])
-        norm += flat[:, :num_rows, block].sum(-1, keepdim=True)
-    return total.view(num_groups, batch, rows, -1)[:, :, :num_rows], norm.view(num_groups, batch, num_rows, 1)
+        norm += whole[:, :, block].sum(-1, keepdim=True)
+        total += torch.bmm(tall[:, :, block], values[:, block])
+    return total.view(num_groups, batch, height, -1)[:, :, :rows], norm.view(num_groups, batch, rows, 1)
 
 
 def _row_slices(q: Tensor, k: Tensor) -> list[slice]:
     """Row ranges, multiples of the tile, whose score matrix stays within MAX_SCORES entries."""
     num_groups, batch, rows, _ = q.shape
-    height = max(1, MAX_SCORES // (num_groups * batch * k.shape[2] * ROW_TILE)) * ROW_TILE
+    height = max(1, MAX_SCORES // (num_groups * batch * k.shape[2] * QUERY_TILE)) * QUERY_TILE
     return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
 
 
@@ -150,7 +146,7 @@ class RowLayout:
         starts: NDArray[np.int64], lengths: NDArray[np.int64], queries_per_key: int, device: torch.device
     ) -> RowLayout:
         """`starts` [B]: keys that exist before the first new token of each sequence; `lengths` [B]: new tokens."""
-        unit = ROW_TILE // math.gcd(ROW_TILE, queries_per_key)
+        unit = QUERY_TILE // math.gcd(QUERY_TILE, queries_per_key)
         batch, positions = len(lengths), -(-int(lengths.max()) // unit) * unit
         offset = np.arange(positions)
         valid = offset < lengths[:, None]
@@ -190,11 +186,21 @@ class PackedAttention:
     """Causal attention within each of the sequences laid end to end: the trainer's.
 
     Call it as `attend(layer, q, k, v)`; q [T', H, D], k and v [T', K, D] where T' may be the tokens padded to the row
-    tile. Returns [T', H, D].
+    tile. Returns [T', H, D]. `prefixes` [N], on the CPU only: the earlier sequence that each one goes on from, whose
+    tokens it sees before its own; -1 for none.
     """
 
-    def __init__(self, lengths: NDArray[np.int32], *, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        lengths: NDArray[np.int32],
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        device: torch.device,
+        prefixes: NDArray[np.int32] | None = None,
+    ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.prefixes = np.full(len(self.lengths), -1) if prefixes is None else prefixes
         self.groups = num_heads // num_kv_heads
         self.device = device
 
@@ -209,18 +215,21 @@ class PackedAttention:
 
     @cached_property
     def _blocks(self) -> _PackedBlocks:
-        return _PackedBlocks(self.lengths, self.groups, self.device)
+        return _PackedBlocks(self.lengths, self.prefixes, self.groups, self.device)
 
 
 class _PackedBlocks:
     """Packed sequences laid out for `blocked_attention`; away from the CPU, for `sdpa`."""
 
-    def __init__(self, lengths: NDArray[np.int64], groups: int, device: torch.device) -> None:
-        self.layout = RowLayout.build(np.zeros_like(lengths), lengths, groups, device)
-        self.num_keys = -(-int(lengths.max()) // KV_BLOCK) * KV_BLOCK
-        offset = np.arange(self.num_keys)
-        first = np.cumsum(lengths) - lengths
-        keys = np.where(offset < lengths[:, None], first[:, None] + offset, 0)
+    def __init__(
+        self, lengths: NDArray[np.int64], prefixes: NDArray[np.int32], groups: int, device: torch.device
+    ) -> None:
+        starts = np.where(prefixes >= 0, lengths[prefixes], 0)
+        self.layout = RowLayout.build(starts, lengths, groups, device)
+        self.num_keys = padded_rows(int((starts + lengths).max()))
+        offset, first = np.arange(self.num_keys), np.cumsum(lengths) - lengths
+        own = np.where(offset < (starts + lengths)[:, None], (first - starts)[:, None] + offset, 0)
+        keys = np.where(offset < starts[:, None], first[prefixes][:, None] + offset, own)
         self.keys = torch.from_numpy(keys.reshape(-1)).to(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Which rows of a matrix product go to cuBLAS on NVIDIA GPUs, and which to Triton.
 
-cuBLAS is the faster for many rows, but may split K when it likes. It is therefore called for a few fixed numbers of
+cuBLAS is the faster for many rows, but may split K when it likes. It is therefore called for a few listed numbers of
 rows only, and only where it has been seen to give the Triton kernel's bits in this process: first for ordinary data,
 then for data whose halves cancel, so that nothing but the rounding of the chain is left. Other rows go to Triton.
 """
@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear_tiles import REFERENCE
+from spmd_rl.kernels.tile import dense
 
-CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)
+CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # rows taken from a larger product
+WHOLE = {256: 2048, 128: 4096}  # rows of a whole product: weight rows above which cuBLAS is the faster
 COMPARED_ROWS = 1024
 
 Key = tuple[int, int, int, bool, torch.dtype, torch.device]
@@ -26,21 +28,22 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     """
     from spmd_rl.kernels.linear_triton import matmul_into
 
-    x, weight = x.contiguous(), weight.contiguous()
-    out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
-    done = 0
-    for rows in CHUNKS:
-        while x.shape[0] - done >= rows and _takes(rows, x, weight, bias, out_dtype):
-            _cublas(out[done : done + rows], x[done : done + rows], weight, bias)
+    x, weight = dense(x), dense(weight)
+    num_rows = x.shape[0]
+    out, done = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype), 0
+    for rows in (num_rows,) if num_rows in WHOLE else CHUNKS:
+        while num_rows - done >= rows and _takes(rows, x, weight, bias, out_dtype):
+            part = slice(done, done + rows)
+            _cublas(out[part], x[part], weight, bias)
             done += rows
-    if done < x.shape[0]:
+    if done < num_rows:
         matmul_into(out[done:], x[done:], weight, bias)
     return out
 
 
 def _takes(rows: int, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
     n, k = weight.shape
-    if n % 8 or k % 8 or weight.data_ptr() % 16 or x.data_ptr() % 16:
+    if n % 8 or k % 8 or n <= WHOLE.get(rows, 0):
         return False
     key = (n, k, rows, bias is not None, out_dtype, x.device)
     if key not in _admitted:

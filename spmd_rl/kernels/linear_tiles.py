@@ -1,4 +1,7 @@
-"""Which tile a matrix product takes. Only speed depends on it; the table comes from benchmarks/kernels/tune_gemm.py."""
+"""Which tile a matrix product takes. Only speed depends on it (benchmarks/kernels/tune_gemm.py, on an H200).
+
+Few rows leave only the weight's width to spread over the processor: so the narrower the weight, the narrower the tile.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,68 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Rows of x, rows of the weight and steps of K a program handles at a time; warps; stages of the load pipeline."""
+    """What a program handles at a time, and how.
+
+    `m` rows of x, `n` rows of the weight, `k` steps of K; `warps`; `stages` of the load pipeline; `swap` multiplies
+    weight by x instead of x by weight, so that few rows of x fill the tensor cores' narrow side.
+    """
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    swap: bool = False
 
 
-ROW_BUCKETS = (16, 32, 64, 128, 256)
 REFERENCE = Tile(128, 128, 64, 8, 3)
+ANY = 1 << 31
 
-# (N, K): a tile for each row bucket; None takes the default.
-TILES: dict[tuple[int, int], tuple[Tile | None, ...]] = {}
+# Row bucket: tiles for weights up to so many rows.
+TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
+    16: (
+        (8192, Tile(16, 64, 256, 4, 5, swap=True)),
+        (10240, Tile(16, 64, 128, 4, 5, swap=True)),
+        (16384, Tile(16, 128, 128, 4, 4, swap=True)),
+        (20480, Tile(16, 256, 64, 4, 5, swap=True)),
+        (ANY, Tile(16, 64, 128, 4, 5, swap=True)),
+    ),
+    32: (
+        (5120, Tile(16, 64, 256, 4, 5, swap=True)),
+        (8192, Tile(32, 64, 256, 4, 4, swap=True)),
+        (16384, Tile(32, 128, 128, 4, 4, swap=True)),
+        (20480, Tile(32, 256, 64, 4, 5, swap=True)),
+        (32768, Tile(32, 64, 256, 4, 4, swap=True)),
+        (ANY, Tile(32, 128, 128, 4, 4, swap=True)),
+    ),
+    64: (
+        (2048, Tile(64, 16, 256, 4, 4)),
+        (4608, Tile(32, 64, 128, 4, 8, swap=True)),
+        (8192, Tile(64, 64, 128, 4, 6)),
+        (16384, Tile(64, 128, 128, 4, 4)),
+        (32768, Tile(64, 256, 64, 8, 4, swap=True)),
+        (ANY, Tile(64, 128, 128, 4, 4)),
+    ),
+    128: (
+        (2048, Tile(64, 32, 128, 4, 6)),
+        (4608, Tile(64, 64, 128, 4, 6)),
+        (8192, Tile(128, 64, 64, 4, 8)),
+        (16384, Tile(128, 128, 64, 4, 5)),
+        (32768, Tile(128, 256, 64, 8, 4, swap=True)),
+        (ANY, Tile(128, 128, 64, 4, 5, swap=True)),
+    ),
+    256: (
+        (2048, Tile(64, 64, 128, 4, 6)),
+        (4608, Tile(64, 128, 128, 4, 4)),
+        (8192, Tile(128, 128, 64, 4, 5)),
+        (16384, Tile(256, 128, 64, 8, 4)),
+        (32768, Tile(128, 128, 64, 4, 5)),
+        (ANY, Tile(128, 256, 64, 8, 4)),
+    ),
+}
+BUCKETS = tuple(TILES)
 
-DEFAULTS = (
-    Tile(16, 32, 256, 4, 4),
-    Tile(32, 32, 256, 4, 4),
-    Tile(64, 32, 128, 4, 5),
-    Tile(128, 64, 64, 4, 5),
-    Tile(128, 128, 64, 8, 4),
-)
 
-
-def choose_tile(m: int, n: int, k: int) -> Tile:
-    bucket = min(bisect_left(ROW_BUCKETS, m), len(ROW_BUCKETS) - 1)
-    listed = TILES.get((n, k))
-    return (listed[bucket] if listed else None) or DEFAULTS[bucket]
+def choose_tile(m: int, n: int) -> Tile:
+    row = TILES[BUCKETS[min(bisect_left(BUCKETS, m), len(BUCKETS) - 1)]]
+    return next(tile for width, tile in row if n <= width)

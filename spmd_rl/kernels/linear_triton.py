@@ -1,62 +1,63 @@
 """Matrix products on NVIDIA GPUs with one ascending chain over K for every output element.
 
-The tile is free: on Hopper, mma.sync and wgmma round alike (measured, docs/numerics.md), so small batches take narrow
-tiles and large ones wide tiles, with the same bits. What is not free is the chain: no split of K, ever.
+The tile is free: on Hopper, mma.sync and wgmma round alike, and so does a product taken the other way round (measured,
+docs/numerics.md). So small batches take narrow tiles and large ones wide tiles, with the same bits. What is not free is
+the chain: no split of K, ever. Rows, columns and steps of K beyond the matrices are read as zeros.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
 from __future__ import annotations
 
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spmd_rl.kernels.linear_tiles import Tile, choose_tile
+from spmd_rl.kernels.tile import dense
 
 ROW_GROUP = 8
+COPY_UNIT = 8  # the copy engine moves rows of whole 16-byte units
 
 
 def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None) -> None:
     """out = x @ weight.T + bias, accumulated in fp32, with one rounding to out's dtype.
 
-    Shape: out [M, N], x [M, K], weight [N, K], all with contiguous rows; bias [N].
+    Shape: out [M, N] with contiguous rows, x [M, K], weight [N, K], bias [N].
     """
     (m, k), n = x.shape, weight.shape[0]
     if tile is None:
-        tile = choose_tile(m, n, k)
-    grid = (triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)
-    _matmul[grid](
-        x, weight, weight if bias is None else bias.contiguous(), out, m, n, k, x.stride(0), weight.stride(0), out.stride(0),
-        bias is not None, k % tile.k == 0, tile.m, tile.n, tile.k, ROW_GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        tile = choose_tile(m, n)
+    if k % COPY_UNIT:
+        x, weight = (F.pad(one, (0, COPY_UNIT - k % COPY_UNIT)) for one in (x, weight))
+    _matmul[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+        TensorDescriptor.from_tensor(dense(x), [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(dense(weight), [tile.n, tile.k]),
+        out if bias is None else bias.contiguous(), out, m, n, k, out.stride(0),
+        bias is not None, tile.swap, tile.m, tile.n, tile.k, ROW_GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(do_not_specialize=["m", "k"])
 def _matmul(
-    x, weight, bias, out, m, n, k, x_stride, weight_stride, out_stride,
-    HAS_BIAS: tl.constexpr, WHOLE_K: tl.constexpr,
+    x, weight, bias, out, m, n, k, out_stride, HAS_BIAS: tl.constexpr, SWAP: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
     group = tl.program_id(0) // (GROUP * tiles_n)
     height = min(tiles_m - group * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * tiles_n)
-    row = (group * GROUP + within % height) * TILE_M + tl.arange(0, TILE_M)
-    column = (within // height) * TILE_N + tl.arange(0, TILE_N)
-    depth = tl.arange(0, TILE_K)
-    x_at = x + (row % m).to(tl.int64)[:, None] * x_stride + depth[None, :]
-    weight_at = weight + (column % n).to(tl.int64)[None, :] * weight_stride + depth[:, None]
-    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    first_row = (group * GROUP + within % height) * TILE_M
+    first_column = (within // height) * TILE_N
+    total = tl.zeros((TILE_N, TILE_M) if SWAP else (TILE_M, TILE_N), tl.float32)
     for start in range(0, k, TILE_K):
-        if WHOLE_K:
-            a, b = tl.load(x_at), tl.load(weight_at)
-        else:
-            a = tl.load(x_at, mask=(depth < k - start)[None, :], other=0.0)
-            b = tl.load(weight_at, mask=(depth < k - start)[:, None], other=0.0)
-        total = tl.dot(a, b, total)
-        x_at += TILE_K
-        weight_at += TILE_K
+        a = x.load([first_row, start])
+        b = weight.load([first_column, start])
+        total = tl.dot(b, tl.trans(a), total) if SWAP else tl.dot(a, tl.trans(b), total)
+    if SWAP:
+        total = tl.trans(total)
+    row, column = first_row + tl.arange(0, TILE_M), first_column + tl.arange(0, TILE_N)
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     at = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]

@@ -30,7 +30,7 @@ class _RmsNorm(torch.autograd.Function):
         rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         normed = (wide * rstd).to(x.dtype)
         ctx.save_for_backward(x, weight, rstd)
-        return normed * weight
+        return normed.mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -41,7 +41,8 @@ class _RmsNorm(torch.autograd.Function):
             return *rms_norm_backward(grads[0], x, weight, rstd), None
         grad = grads[0].float()
         normed = x.float() * rstd
-        grad_normed = grad * weight.float()
-        grad_x = rstd * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        product = grad * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        along = product.mul_(weight).mean(-1, keepdim=True)
+        grad_x = (grad * weight).sub_(normed.mul_(along)).mul_(rstd)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -16,7 +16,7 @@ from spmd_rl.kernels.tile import dense
 
 TILE_ELEMENTS = 1024
 NUM_WARPS = 4
-MAX_BACKWARD_PROGRAMS = 512
+MAX_BACKWARD_PROGRAMS = 1024
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -35,6 +35,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> 
     """Gradients of x and weight."""
     grad, x, weight = dense(grad), dense(x), dense(weight)
     rows, block = norm_tile(x.shape[-1])
+    rows *= 4 if rows > 1 else 1
     num_tiles = triton.cdiv(len(rstd), rows)
     programs = min(num_tiles, MAX_BACKWARD_PROGRAMS)
     grad_x = torch.empty_like(x)

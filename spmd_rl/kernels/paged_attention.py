@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention import KV_BLOCK, RowLayout, attention_of_rows
+from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows
 from spmd_rl.kernels.flash import PagedFlash, flash_takes
-from spmd_rl.kernels.tile import ROW_TILE, padded_rows
+from spmd_rl.kernels.tile import padded_rows
 
 
 class KvCache:
@@ -38,7 +39,7 @@ class KvCache:
         self.num_kv_heads = num_kv_heads
         self.flash = flash_takes(head_dim, dtype, device)
         pages = (num_pages, page_size, num_kv_heads) if self.flash else (num_kv_heads, num_pages * page_size)
-        self.data = torch.zeros((num_layers, 2, *pages, head_dim), dtype=dtype, device=device)
+        self.data = _zeros((num_layers, 2, *pages, head_dim), dtype, device)
         self.layers = [(layer[0], layer[1]) for layer in self.data]
 
     @property
@@ -52,6 +53,14 @@ class KvCache:
                 pages.flatten(0, 1).index_copy_(0, slots, new)
             else:
                 pages.index_copy_(1, slots, new.transpose(0, 1))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU of memory that the system clears when it is first touched, which most pages never are."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    cleared = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(cleared).view(dtype).view(shape)
 
 
 class PagedAttention:
@@ -104,7 +113,7 @@ class _PagedBlocks:
         num_heads: int,
     ) -> None:
         groups = num_heads // cache.num_kv_heads
-        few = lengths * groups <= ROW_TILE
+        few = lengths * groups <= QUERY_TILE
         first = np.cumsum(lengths) - lengths
         self.parts = [
             _Part(cache, page_table[chosen], starts[chosen], lengths[chosen], first[chosen], groups)
@@ -148,8 +157,7 @@ class _Part:
         self.layout = replace(layout, gather=gather)
         page_size = cache.page_size
         num_keys = int((starts + lengths).max())
-        unit = max(KV_BLOCK, page_size)
-        num_pages = -(-num_keys // unit) * unit // page_size
+        num_pages = -(-padded_rows(num_keys) // page_size)
         used = -(-(starts + lengths) // page_size)
         table = np.repeat(page_table[:, :1], num_pages, axis=1)
         width = min(num_pages, page_table.shape[1])

@@ -32,8 +32,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
         return rotate(x, cos, sin, direction)
     first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1) * direction
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if direction < 0:
+        sin = -sin
+    out = torch.empty(x.shape, dtype=torch.float32)
+    turned_first, turned_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=turned_first).sub_(second * sin)
+    torch.mul(second, cos, out=turned_second).add_(first * sin)
+    return out.to(x.dtype)
 
 
 class _Rope(torch.autograd.Function):

@@ -85,6 +85,15 @@ class Place:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return int(largest.item())
 
+    def side_group(self) -> ProcessGroup:
+        """A new group of the role's ranks on the host, for collectives of a thread beside the main one.
+
+        Ranks: all of the role. Blocks: until each has called.
+        """
+        import torch.distributed as dist
+
+        return dist.new_group(list(self.placement.ranks), backend="gloo", use_local_synchronization=True)
+
     def barrier(self) -> None:
         """Ranks: all of the role. Blocks: until each has called."""
         self.all_reduce_max(0)

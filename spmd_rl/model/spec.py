@@ -73,15 +73,38 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters in all, a tied head counted once."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        if self.qkv_bias:
-            attention += self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
-        attention += self.hidden_size * self.out_bias + 2 * self.head_dim * self.qk_norm
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        layers = self.num_layers * (attention + mlp + 2 * self.hidden_size)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter of the network by its canonical name, in the network's order; needs no torch."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        for layer in range(self.num_layers):
+            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self._block_shapes().items()}
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    def _block_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linears = (
+            ("self_attn.q_proj", width, hidden, self.qkv_bias),
+            ("self_attn.k_proj", kv_width, hidden, self.qkv_bias),
+            ("self_attn.v_proj", kv_width, hidden, self.qkv_bias),
+            ("self_attn.o_proj", hidden, width, self.out_bias),
+            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
+            ("mlp.up_proj", inner, hidden, self.mlp_bias),
+            ("mlp.down_proj", hidden, inner, self.mlp_bias),
+        )
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, rows, columns, bias in linears:
+            shapes[f"{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{name}.bias"] = (rows,)
+        if self.qk_norm:
+            shapes |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
+        return shapes | {f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
 
 
 def _from_config(raw: dict[str, Any], eos_ids: tuple[int, ...]) -> ModelSpec:

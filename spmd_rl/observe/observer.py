@@ -11,6 +11,7 @@ from spmd_rl.observe.curves import CurvePainter
 from spmd_rl.observe.metrics import MetricsLog, keep_until, read_metrics
 from spmd_rl.observe.plain import PlainView
 from spmd_rl.observe.progress import Progress
+from spmd_rl.observe.report import write_report
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.types import Group
 
@@ -76,6 +77,7 @@ class Observer:
         self._view.close()
         self._log.close()
         self._painter.finish(self._rows)
+        write_report([self._run.path])
 
     def _timed(self, groups: Sequence[Group]) -> dict[str, float]:
         """What the clock here knows of the step: phases, the whole, and the rate of generation."""

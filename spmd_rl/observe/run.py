@@ -42,9 +42,10 @@ class RunFolder:
         """
         run = cls(Path(path))
         run._refuse_other(config, resume)
-        for folder in (run.path, run.samples, run.logs, run.stacks):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_whole(run.path / "config.toml", config)
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_whole(run.path / "config.toml", config)  # first: it is what makes this the folder of a run
+        for folder in (run.samples, run.logs, run.stacks):
+            folder.mkdir(exist_ok=True)
         write_whole(run.path / "plan.json", json.dumps(plan, indent=2) + "\n")
         return run
 
@@ -53,8 +54,14 @@ class RunFolder:
         rows = (_sample_row(group, sample) for group in groups for sample in group.samples)
         write_whole(self.samples / f"step_{step:05d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
+    def drop_samples(self, after: int) -> None:
+        """Remove the samples of the steps after `after`, which a resumed run will write again."""
+        for path in self.samples.glob("step_*"):
+            if int(path.name.removeprefix("step_").partition(".")[0]) > after:
+                path.unlink()
+
     def _refuse_other(self, config: str, resume: bool) -> None:
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if not self.path.exists() or (self.path.is_dir() and all(_before_a_run(f) for f in self.path.iterdir())):
             return
         held = self.path / "config.toml"
         if not held.is_file():
@@ -66,6 +73,11 @@ class RunFolder:
                     f"{self.path} holds a run with another configuration ({changed[0]}): choose another name, "
                     "remove the folder, or say --run.resume=true"
                 )
+
+
+def _before_a_run(path: Path) -> bool:
+    """What may lie in the folder before its run: half-written files, and the logs that a batch system opens first."""
+    return path.suffix == ".part" or path.name == "logs"
 
 
 def write_whole(path: Path, text: str) -> None:

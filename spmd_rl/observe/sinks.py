@@ -74,10 +74,10 @@ KINDS: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {"tensorboard": Te
 
 
 class Sinks:
-    """All sinks of a run as one. A sink that fails is dropped with a warning: a run outlives where its metrics are sent."""
+    """All sinks of a run as one. A sink that fails is dropped with a warning, and the run goes on."""
 
     def __init__(self, kinds: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
-        """`config` is shown where a sink can. Raises: ConfigError for an unknown kind or a package that is not there."""
+        """`config` is shown where a sink can. Raises: ConfigError for an unknown kind or a missing package."""
         for kind in kinds:
             if kind not in KINDS:
                 raise ConfigError(f"no sink called '{kind}': there are {' and '.join(KINDS)}")

@@ -1,11 +1,10 @@
 """The spans of all processes of a run on one time axis, and `trace.json`, which Perfetto and chrome://tracing open.
 
-    spmd-rl trace RUN [RUN ...]
+spmd-rl trace RUN [RUN ...]
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -86,20 +85,23 @@ def read_spans(path: Path) -> Iterator[tuple[Process, Span | None]]:
 def tracks(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
     """Spans of one lane by start, each with its track and its depth there.
 
-    On a track every span lies within or beside every other, as viewers demand of a thread; spans that merely overlap, as
-    calls in flight do, go on different tracks.
+    On a track every span lies within or beside every other, as viewers demand of a thread; spans that merely overlap,
+    as calls in flight do, go on different tracks.
     """
     ends_of_track: list[list[int]] = []
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.length_ns)):
-        for track, ends in enumerate([*ends_of_track, []]):
-            while ends and ends[-1] <= span.start_ns:
-                ends.pop()
-            if not ends or span.end_ns <= ends[-1]:
-                break
+        track = next((i for i, ends in enumerate(ends_of_track) if _has_room(ends, span)), len(ends_of_track))
         if track == len(ends_of_track):
-            ends_of_track.append(ends)
-        ends.append(span.end_ns)
-        yield track, len(ends) - 1, span
+            ends_of_track.append([])
+        ends_of_track[track].append(span.end_ns)
+        yield track, len(ends_of_track[track]) - 1, span
+
+
+def _has_room(ends: list[int], span: Span) -> bool:
+    """Whether `span`, no earlier than those before it, fits a track whose spans end at `ends`, the outermost first."""
+    while ends and ends[-1] <= span.start_ns:
+        ends.pop()
+    return not ends or span.end_ns <= ends[-1]
 
 
 def write_chrome(run: Path) -> int:
@@ -113,12 +115,13 @@ def write_chrome(run: Path) -> int:
     part, num_spans = run / "trace.json.part", 0
     began_ns = min(process.began_ns for process in files.values())
     with part.open("wb") as out:
-        out.write(b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n' % (began_ns / 1e9))
+        out.write(
+            b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n' % (began_ns / 1e9)
+        )
         for number, (path, process) in enumerate(files.items(), 1):
             events = list(_events(path, process, number, began_ns))
             num_spans += sum(event["ph"] == "X" for event in events)
-            lines = (json.dumps(event, separators=(",", ":")).encode() for event in events)
-            out.write((b",\n" if number > 1 else b"") + b",\n".join(lines))
+            out.write((b",\n" if number > 1 else b"") + b",\n".join(map(msgspec.json.encode, events)))
         out.write(b"\n]}\n")
     os.replace(part, run / "trace.json")
     return num_spans
@@ -160,6 +163,9 @@ def main(argv: list[str]) -> int:
     for run in map(Path, argv):
         if not run.is_dir():
             raise ConfigError(f"no run folder at {run}")
-        num_spans = write_chrome(run)
+        try:
+            num_spans = write_chrome(run)
+        except OSError as error:
+            raise ConfigError(f"trace.json cannot be written: {error}") from None
         print(f"{run / 'trace.json'}: {num_spans:,} spans; open it at ui.perfetto.dev or in chrome://tracing")
     return 0

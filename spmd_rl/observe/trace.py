@@ -5,14 +5,14 @@
         ...
     trace.flush()                                             # where nobody waits for this process
 
-The file is `traces/<process>.jsonl`. Every start of the process appends a header, an object, and then its spans, arrays:
+The file is `traces/<process>.jsonl`. Every start of the process appends a header, an object, then its spans, arrays:
 
     {"process": "rank 3", "rank": 3, "host": "node1", "pid": 4711, "began_unix_ns": 1700000000000000000}
     ["trainer.train_step", 1200300, 95000000, "MainThread", {"role": "trainer", "phase": "train", "step": 7}]
 
-that is name, start in ns since `began_unix_ns`, length in ns, lane (a thread, or whatever follows one thing at a time) and
-arguments. A span is timed on the monotonic clock; the header says where that clock's zero lies in unix time, so that the
-files of all processes share one time axis, as far as their hosts' clocks agree. `timeline.py` reads them.
+that is name, start in ns since `began_unix_ns`, length in ns, lane (a thread, or whatever does one thing at a time)
+and arguments. A span is timed on the monotonic clock, and the header says when in unix time the recording began, so
+that the files of all processes share one time axis, as far as their hosts' clocks agree. `timeline.py` reads them.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _THREAD = _Thread()
 
 
 class Trace:
-    """Records spans of one process, from any of its threads. Without a folder it records nothing and costs next to nothing.
+    """Records spans of one process, from any of its threads. Without a folder it is off.
 
-    At most `capacity` spans wait in memory: the span that fills it writes them all. A full disk ends the recording with a
-    warning, and never the run.
+    At most `capacity` spans wait in memory: the span that fills it writes them all. A full disk ends the recording
+    with a warning, and never the run.
     """
 
     def __init__(
@@ -61,29 +61,41 @@ class Trace:
         self._flushing = threading.Lock()
         self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._began_ns = now_ns()
+        self._path = None if folder is None else folder / f"{process.replace(' ', '_')}.jsonl"
         self._file: BinaryIO | None = None
-        if folder is not None:
-            self._begin(folder / f"{process.replace(' ', '_')}.jsonl", process, rank)
+        self._header = {
+            "process": process,
+            "rank": rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "began_unix_ns": self._began_ns + unix_offset_ns(),
+        }
 
     @property
     def on(self) -> bool:
-        return self._file is not None
+        return self._path is not None
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Time what runs inside, on the lane of the thread that runs it."""
-        return _OFF if self._file is None else _Span(self, name, args)
+        return _OFF if self._path is None else _Span(self, name, args)
 
     def add(self, name: str, start_ns: int, end_ns: int, lane: str = "", **args: Any) -> None:
         """Record what began and ended at two readings of `now_ns`, for what no `with` can hold: calls in flight."""
-        if self._file is not None:
+        if self._path is not None:
             self._take(name, start_ns, end_ns, lane or _THREAD.lane, args)
 
     def flush(self) -> None:
-        """Append the spans recorded so far to the file."""
+        """Append the spans recorded so far to the file; the first of them make it."""
         with self._flushing:
             spans = [self._spans.popleft() for _ in range(len(self._spans))]
-            if spans:
-                self._write(self._encoder.encode_lines(spans))
+            if self._path is None or not spans:
+                return
+            try:
+                file = self._file or self._begin(self._path)
+                file.write(self._encoder.encode_lines(spans))
+            except OSError as error:
+                self._end()
+                warnings.warn(f"tracing ends here: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Write what is left; nothing is recorded afterwards."""
@@ -95,32 +107,18 @@ class Trace:
         if len(self._spans) >= self._capacity:
             self.flush()
 
-    def _begin(self, path: Path, process: str, rank: int | None) -> None:
+    def _begin(self, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
-        header = {
-            "process": process,
-            "rank": rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "began_unix_ns": self._began_ns + unix_offset_ns(),
-        }
-        # the newline before it closes a line that an earlier process died in
-        self._write((b"\n" if self._file.tell() else b"") + self._encoder.encode(header) + b"\n")
-
-    def _write(self, lines: bytes) -> None:
-        if self._file is None:
-            return
-        try:
-            self._file.write(lines)
-        except OSError as error:
-            self._end()
-            warnings.warn(f"tracing ends here: {error}", stacklevel=3)
+        file = self._file = path.open("ab", buffering=0)
+        # the newline before the header closes a line that an earlier process died in
+        file.write((b"\n" if file.tell() else b"") + self._encoder.encode(self._header) + b"\n")
+        return file
 
     def _end(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        self._path = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 class _Span(AbstractContextManager[None]):

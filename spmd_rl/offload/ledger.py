@@ -57,17 +57,20 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def trainer_ledger(num_parameters: int, num_shards: int, compute_bytes: int) -> Ledger:
-    """fp32 master weights, gradients and two Adam moments, each cut into `num_shards`, and, where the forward runs in
-    a narrower type, the gathered copy of the weights."""
+def trainer_ledger(
+    num_parameters: int, num_shards: int, compute_bytes: int, *, num_gathered: int = 0, activations: int = 0
+) -> Ledger:
+    """fp32 master weights, gradients and two Adam moments, each cut into `num_shards`; the `num_gathered` parameters
+    that are whole at once, where that is not the master itself; and what the backward pass keeps."""
     shard = -(-num_parameters // num_shards) * FP32_BYTES
-    gathered = num_parameters * compute_bytes if num_shards > 1 or compute_bytes != FP32_BYTES else 0
+    gathered = num_gathered * compute_bytes if num_shards > 1 or compute_bytes != FP32_BYTES else 0
     return Ledger(
         (
             Entry("master", shard),
             Entry("moments", 2 * shard),
             Entry("grads", shard, ("train",)),
             Entry("gathered", gathered, ("train",)),
+            Entry("activations", activations, ("train",)),
         )
     )
 
@@ -75,6 +78,28 @@ def trainer_ledger(num_parameters: int, num_shards: int, compute_bytes: int) -> 
 def engine_ledger(num_parameters: int, weight_bytes: int, kv_bytes: int) -> Ledger:
     """One whole replica of the weights and its pages of keys and values."""
     return Ledger((Entry("weights", num_parameters * weight_bytes), Entry("kv", kv_bytes, ("rollout",))))
+
+
+def activation_bytes(
+    *,
+    num_tokens: int,
+    num_layers: int,
+    hidden_size: int,
+    intermediate_size: int,
+    attention_width: int,
+    logit_bytes: int,
+    element_bytes: int,
+    recomputed: bool,
+) -> int:
+    """An estimate of what one micro-batch keeps for its backward pass, and its logits.
+
+    A layer keeps its input, the two normed copies, q, k, v and the attention's output (`attention_width` elements,
+    twice), gate, up and their product; with recomputation its input alone, and one layer in full while it is redone.
+    """
+    layer = num_tokens * element_bytes * (4 * hidden_size + 2 * attention_width + 3 * intermediate_size)
+    kept = num_tokens * element_bytes * hidden_size
+    layers = num_layers * kept + layer if recomputed else num_layers * layer
+    return layers + 2 * logit_bytes
 
 
 def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:

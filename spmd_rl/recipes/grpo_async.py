@@ -24,17 +24,17 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     sampling = replace(cfg.sampling, seed=cfg.run.seed)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="roll")
 
-    ahead = None
-    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
-        if ahead is None:
+    ahead = rl.Ahead(rollout.generate)
+
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead)):
+        if not ahead:
             weights.push(version=step.index)
-            ahead = rollout.generate.start(prompts.next(cfg.prompts_per_step), sampling)
+            ahead.start(prompts.next(cfg.prompts_per_step), sampling)
         with ctl.phase("rollout"):
             groups = ahead.wait()
         with ctl.phase("sync"):
             weights.push(version=step.index)
-        if step.index + 1 < cfg.steps:
-            ahead = rollout.generate.start(prompts.next(cfg.prompts_per_step), sampling)
+        ahead.start(prompts.next(cfg.prompts_per_step), sampling)
         with ctl.phase("train"):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
         step.log(groups, stats)

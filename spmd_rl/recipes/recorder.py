@@ -24,6 +24,7 @@ class Recorder:
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 
     def on_steps(self, start: int, num_steps: int) -> None:
+        self._folder.drop_samples(after=start)
         self._observer = Observer(self._folder, num_steps, resume_at=start)
 
     def on_phase(self, name: str, seconds: float | None) -> None:

@@ -23,9 +23,12 @@ FLAGS = ("nodes", "time", "partition", "gpus-per-node", "account", "qos", "job-n
 def submit(words: list[str]) -> int:
     """Queue a run, or print its script; `words` are those after `spmd-rl submit`.
 
-    Raises: ConfigError when the recipe's config is wrong, or Slurm does not take the job.
+    Raises: ConfigError when a word is wrong, in the recipe's eyes or in Slurm's.
     """
-    asked, run_words = _parser().parse_known_args(words)
+    try:
+        asked, run_words = _parser().parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"spmd-rl submit: {error}") from error
     if asked.help or not run_words:
         _parser().print_help()
         return 0 if asked.help else 2
@@ -48,18 +51,21 @@ def plan_job(asked: argparse.Namespace, run_words: list[str]) -> Job:
     if recipe.check is not None:
         recipe.check(cfg)
     run = run_config(cfg)
-    given = vars(asked)
-    options = {"job-name": run.name} | {
-        flag: str(value) for flag in FLAGS if (value := given[flag.replace("-", "_")]) is not None
-    }
     return Job(
         words=tuple(run_words),
         folder=Path(os.path.abspath(run.path)),
         python=sys.executable,
         nproc=asked.nproc_per_node or invocation.nproc or asked.gpus_per_node or getattr(cfg, "nproc", 0) or 0,
         max_restarts=asked.max_restarts,
-        options={**options, "requeue" if asked.requeue else "no-requeue": None, **dict(map(_option, asked.slurm))},
+        options={"job-name": run.name, **_options(asked)},
     )
+
+
+def _options(asked: argparse.Namespace) -> dict[str, str | None]:
+    """What was asked of Slurm, as options of sbatch."""
+    values = {flag: getattr(asked, flag.replace("-", "_")) for flag in FLAGS}
+    requeue: dict[str, str | None] = {"requeue" if asked.requeue else "no-requeue": None}
+    return {flag: str(value) for flag, value in values.items() if value} | requeue | dict(map(_option, asked.slurm))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Queue a run with Slurm. What is not listed here is for `spmd-rl run`.",
         add_help=False,
         allow_abbrev=False,
+        exit_on_error=False,
     )
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--time", help="time limit, such as 4:00:00; shortly before it the run saves and queues again")

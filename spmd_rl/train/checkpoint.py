@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.hf import save_folder
 from spmd_rl.train.backend import Backend
@@ -22,22 +27,66 @@ from spmd_rl.train.learner import Progress
 PROGRESS_FILE = "trainer.json"
 
 
-def save(folder: str, backend: Backend, progress: Progress, place: Place) -> None:
-    """Write weights, optimizer state and progress, sharded, then rename the whole into place.
+class Saver:
+    """Writes checkpoints beside the training: a step waits for a copy in memory, never for the disk.
 
-    Ranks: all of the role. Blocks: until every rank has written.
+    Every method is called by all ranks of the role. One checkpoint is written at a time, by a thread on each rank;
+    these agree among themselves, in a process group of their own.
     """
-    target = Path(folder)
-    part = target.with_name(f".{target.name}.part")
-    if place.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    place.barrier()
-    save_shards(backend.state(), checkpoint_id=part, process_group=place.group)
-    if place.rank == 0:
-        (part / PROGRESS_FILE).write_text(json.dumps(vars(progress)) + "\n")
-        _replace(target, part)
-    place.barrier()
+
+    def __init__(self, backend: Backend, place: Place) -> None:
+        self._backend = backend
+        self._place = place
+        self._group: ProcessGroup | None = None
+        self._thread: threading.Thread | None = None
+        self._error: SpmdError | None = None
+
+    def start(self, folder: str, progress: Progress) -> None:
+        """Copy weights, optimizer state and progress, and begin to write them to `folder`, which appears when whole.
+
+        Blocks: until they are copied, and before that until the checkpoint before is written.
+        """
+        self.wait()
+        target = Path(folder)
+        if self._place.rank == 0:
+            shutil.rmtree(_part(target), ignore_errors=True)
+            _part(target).mkdir(parents=True)
+        self._group = self._group or self._place.side_group()
+        self._place.barrier()
+        copies = {
+            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for kind, tensors in self._backend.state().items()
+        }
+        words = (target, copies, replace(progress))
+        self._thread = threading.Thread(target=self._run, args=words, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Blocks: until the last checkpoint is written. Raises: SpmdError when it could not be."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raises: SpmdError when the last checkpoint could not be written, as far as that is known yet."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, target: Path, state: dict[str, Any], progress: Progress) -> None:
+        try:
+            self._write(target, state, progress)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001  whatever it is, the main thread raises it
+            self._error = SpmdError(f"cannot save {target}: {_cause(error)}; {_space(target)}")
+            if self._place.rank == 0:
+                shutil.rmtree(_part(target), ignore_errors=True)
+
+    def _write(self, target: Path, state: dict[str, Any], progress: Progress) -> None:
+        """The shards of every rank, then on one of them the progress and the name that makes the whole visible."""
+        save_shards(state, checkpoint_id=_part(target), process_group=self._group)
+        if self._place.rank == 0:
+            (_part(target) / PROGRESS_FILE).write_text(json.dumps(asdict(progress)) + "\n")
+            _replace(target, _part(target))
 
 
 def load(folder: str, backend: Backend, place: Place) -> Progress:
@@ -75,6 +124,10 @@ def _gathered(backend: Backend) -> Iterator[tuple[str, Tensor]]:
         yield name, backend.full(name)
 
 
+def _part(target: Path) -> Path:
+    return target.with_name(f".{target.name}.part")
+
+
 def _replace(target: Path, part: Path) -> None:
     old = target.with_name(f".{target.name}.old")
     shutil.rmtree(old, ignore_errors=True)
@@ -82,3 +135,16 @@ def _replace(target: Path, part: Path) -> None:
         os.rename(target, old)
     os.rename(part, target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _cause(error: BaseException) -> str:
+    """The first rank's error in one line, without the traceback that comes with it."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (first, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank} of the role: {_cause(first)}"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _space(target: Path) -> str:
+    """How much room there is, which is why most writes fail."""
+    return f"{shutil.disk_usage(target.parent).free / 2**20:,.0f} MiB are free there"

@@ -8,6 +8,8 @@ from typing import Literal
 
 from spmd_rl.errors import ConfigError
 
+WHOLE_MODEL_BYTES = 64 << 20  # up to this size FSDP gathers the model as one
+
 
 @dataclass(frozen=True)
 class TrainerConfig:

@@ -18,12 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.held import Held, HeldTensor
 from spmd_rl.weights.layout import chunk_box
-
-WHOLE_MODEL_BYTES = 64 << 20
 
 
 class Scorer(nn.Module):
@@ -37,7 +35,13 @@ class Scorer(nn.Module):
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of the scored tokens; of no more than `logit_rows` logits exist at once."""
         spec, device = self.model.spec, micro.tokens.device
-        attend = PackedAttention(micro.lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=device)
+        attend = PackedAttention(
+            micro.lengths,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            device=device,
+            prefixes=micro.prefixes,
+        )
         hidden = self.model(micro.tokens, micro.positions, attend)
         if micro.num_scored == 0:
             # The other ranks' collectives expect this one's gradients, zeros, of every parameter, the head's too.

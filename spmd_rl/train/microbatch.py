@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.partition import balanced
+from spmd_rl.train import prefixes
 from spmd_rl.types import Batch
 
 
@@ -40,13 +41,14 @@ def split(lengths: Sequence[int], count: int) -> list[list[int]]:
 class MicroBatch:
     """One forward pass. `rows` are the tokens whose hidden state predicts a token of the mask.
 
-    Shape: tokens, positions [T] int64; lengths [N] on the host; rows, targets, sequence [M] int64;
-    inv_temperature, weight, advantages, roll [M] fp32; versions [M] int32.
+    Shape: tokens, positions [T] int64; lengths, prefixes [P] on the host, as in `prefixes.Pieces`;
+    rows, targets, sequence [M] int64; inv_temperature, weight, advantages, roll [M] fp32; versions [M] int32.
     """
 
     tokens: Tensor
     positions: Tensor
     lengths: NDArray[np.int32]
+    prefixes: NDArray[np.int32]
     rows: Tensor
     targets: Tensor
     sequence: Tensor
@@ -62,21 +64,24 @@ class MicroBatch:
 
 
 def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
-    """The micro-batch of these sequences; of none, one token and an empty mask."""
-    lengths = batch.lengths if batch.num_sequences else np.ones(1, np.int32)
-    tokens = batch.tokens if batch.num_sequences else np.zeros(1, np.int32)
-    starts = np.cumsum(lengths) - lengths
+    """The micro-batch of these sequences; of none, one token and an empty mask. The CPU's attention shares prompts."""
+    if not batch.num_sequences:
+        return _empty(device)
+    pieces = prefixes.shared(batch) if device.type == "cpu" else prefixes.whole(batch)
+    sequence = np.repeat(np.arange(batch.num_sequences), batch.lengths)
+    positions = np.arange(batch.num_tokens) - (np.cumsum(batch.lengths) - batch.lengths)[sequence]
     scored = np.flatnonzero(batch.mask)
-    sequence = np.repeat(np.arange(batch.num_sequences), batch.lengths)[scored]
+    sequence = sequence[scored]
 
     def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
 
     return MicroBatch(
-        tokens=tensor(tokens, torch.int64),
-        positions=tensor(np.arange(len(tokens)) - np.repeat(starts, lengths), torch.int64),
-        lengths=lengths,
-        rows=tensor(scored - 1, torch.int64),
+        tokens=tensor(batch.tokens[pieces.source], torch.int64),
+        positions=tensor(positions[pieces.source], torch.int64),
+        lengths=pieces.lengths,
+        prefixes=pieces.prefixes,
+        rows=tensor(pieces.place[scored - 1], torch.int64),
         targets=tensor(batch.tokens[scored], torch.int64),
         sequence=tensor(sequence, torch.int64),
         inv_temperature=tensor(inverse_temperature(batch.temperature)[sequence], torch.float32),
@@ -84,6 +89,25 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
         advantages=tensor(batch.advantages[scored], torch.float32),
         roll=tensor(batch.roll_logprobs[scored], torch.float32),
         versions=tensor(batch.versions[scored], torch.int32),
+    )
+
+
+def _empty(device: torch.device) -> MicroBatch:
+    index, number = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    return MicroBatch(
+        tokens=one,
+        positions=one,
+        lengths=np.ones(1, np.int32),
+        prefixes=np.full(1, -1, np.int32),
+        rows=index,
+        targets=index,
+        sequence=index,
+        inv_temperature=number,
+        weight=number,
+        advantages=number,
+        roll=number,
+        versions=index.int(),
     )
 
 

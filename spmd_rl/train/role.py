@@ -26,13 +26,16 @@ class Trainer(Role):
         super().__init__(cfg, place)
         self.cfg: TrainerConfig = cfg
         from spmd_rl.train.build import build
+        from spmd_rl.train.checkpoint import Saver
 
         self.learner = build(cfg, place)
         self.backend = self.learner.backend
+        self.saver = Saver(self.backend, place)
 
     @collective
     def train_step(self, batch: Sharded[Batch], loss: Loss, lr: float | None = None) -> dict[str, float]:
         """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the schedule's rate."""
+        self.saver.check()
         self._check_fits(batch)
         return self.learner.train_step(batch, loss, lr)
 
@@ -48,10 +51,13 @@ class Trainer(Role):
 
     @collective
     def save(self, folder: str) -> None:
-        """Write a checkpoint to resume from."""
-        from spmd_rl.train import checkpoint
+        """Begin a checkpoint of this moment to resume from; it is on disk once `saved` has returned."""
+        self.saver.start(folder, self.learner.progress)
 
-        checkpoint.save(folder, self.backend, self.learner.progress, self.place)
+    @collective
+    def saved(self) -> None:
+        """Wait until the last checkpoint is written. Raises: SpmdError when it could not be."""
+        self.saver.wait()
 
     @collective
     def load(self, folder: str) -> int:

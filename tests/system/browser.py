@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,12 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
 )  # fmt: skip
+PROGRAMS = ("chromedriver", "chromium")  # Debian's packages chromium-driver and chromium
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
 class Browser:
-    """One page at a time. Everything the page logs or asks the network for since it was opened is kept by the driver."""
+    """One page at a time. The driver keeps what the page logs and asks the network for."""
 
     def __init__(self, session_url: str) -> None:
         self._url = session_url
@@ -32,18 +34,31 @@ class Browser:
         """The value that the JavaScript function body `script` returns in the page."""
         return self._post("execute/sync", {"script": script, "args": list(arguments)})
 
+    def each(self, selector: str, expression: str = "e.textContent") -> list[Any]:
+        """The value of a JavaScript expression for each element `e` that `selector` finds, in their order."""
+        return self.run(f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})", selector)
+
     def click(self, selector: str) -> None:
-        """Click as a person does: the element is scrolled into sight and must not be covered."""
-        element = self._post("element", {"using": "css selector", "value": selector})
+        """Click as a person does: the element must be in sight and not be covered."""
+        element = self._in_sight(selector)
         self._post(f"element/{element[ELEMENT]}/click", {})
 
     def drag(self, selector: str, start: tuple[int, int], end: tuple[int, int], *, press: bool = True) -> None:
-        """Move the mouse from `start` to `end`, in pixels from the middle of the element, with the button held if `press`."""
-        element = self._post("element", {"using": "css selector", "value": selector})
-        self.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
-        moves = [_move(element, *start), {"type": "pointerDown", "button": 0}, _move(element, *end), {"type": "pointerUp", "button": 0}]
+        """Move the mouse from `start` to `end`, in pixels from the element's middle; the button is held if `press`."""
+        element = self._in_sight(selector)
+        moves = [
+            _move(element, *start),
+            {"type": "pointerDown", "button": 0},
+            _move(element, *end),
+            {"type": "pointerUp", "button": 0},
+        ]
         moves = moves if press else [move for move in moves if move["type"] == "pointerMove"]
         self._post("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": moves}]})
+
+    def _in_sight(self, selector: str) -> dict[str, str]:
+        element: dict[str, str] = self._post("element", {"using": "css selector", "value": selector})
+        self.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
+        return element
 
     def resize(self, width: int, height: int) -> None:
         self._post("window/rect", {"width": width, "height": height})
@@ -61,7 +76,7 @@ class Browser:
         return [entry["message"] for entry in self._log("browser") if entry["level"] in ("WARNING", "SEVERE")]
 
     def requests(self) -> list[str]:
-        """The addresses that pages from files asked for since last asked, inline data left out; each page asks for its own."""
+        """The addresses that pages from files asked for since last asked, their own first; inline data is left out."""
         events = [json.loads(entry["message"])["message"] for entry in self._log("performance")]
         asked = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
         urls = [ask["request"]["url"] for ask in asked if ask["documentURL"].startswith("file:")]
@@ -78,16 +93,20 @@ def _move(element: dict[str, str], x: int, y: int) -> dict[str, Any]:
     return {"type": "pointerMove", "duration": 20, "origin": element, "x": x, "y": y}
 
 
+def missing_programs() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
     """A browser with the empty folder `profile` for its own files; it ends with the block."""
-    programs = {name: shutil.which(name) for name in ("chromedriver", "chromium")}
-    missing = [name for name, path in programs.items() if path is None]
-    assert not missing, f"{' and '.join(missing)} not found: apt-get install chromium chromium-driver"
-    driver = subprocess.Popen([str(programs["chromedriver"]), "--port=0"], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen([PROGRAMS[0], "--port=0"], stdout=subprocess.PIPE, text=True)
     try:
         base = f"http://127.0.0.1:{_port(driver)}/session"
-        options = {"binary": programs["chromium"], "args": [*FLAGS, f"--user-data-dir={profile}", "--window-size=1400,1000"]}
+        options = {
+            "binary": shutil.which(PROGRAMS[1]),
+            "args": [*FLAGS, f"--user-data-dir={profile}", "--window-size=1400,1000"],
+        }
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
         session = _ask("POST", base, {"capabilities": {"alwaysMatch": wanted}})
         try:

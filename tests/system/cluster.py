@@ -131,9 +131,10 @@ class Cluster:
             _kill(pid)
         shutil.rmtree(self.folder)
 
-    def command(self, *words: str) -> str:
+    def command(self, *words: str, **environment: str) -> str:
         """What a Slurm client prints; fails when it does."""
-        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        variables = self.environment | environment
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,19 @@ class Telephone:
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(path))
         self._server.listen()
-        self._server.settimeout(CALL_S)
+        self._server.settimeout(1.0)
         self._lines: list[socket.socket] = [self._server]
 
-    def answer(self) -> Call:
-        """The next run that calls. Blocks: for `CALL_S` at most, then raises TimeoutError."""
-        line, _ = self._server.accept()
+    def answer(self, hopeless: Callable[[], bool]) -> Call:
+        """The next run that calls. Blocks: for `CALL_S` at most, or until `hopeless`; then raises TimeoutError."""
+        give_up_at = time.monotonic() + CALL_S
+        while True:
+            try:
+                line, _ = self._server.accept()
+                break
+            except TimeoutError:
+                if time.monotonic() > give_up_at or hopeless():
+                    raise
         line.settimeout(CALL_S)
         self._lines.append(line)
         with line.makefile("r") as text:

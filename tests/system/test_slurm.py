@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 RECIPE = str(Path(__file__).with_name("witness.py"))
 SUBMIT = [sys.executable, "-c", "import sys; from spmd_rl.slurm import submit; sys.exit(submit(sys.argv[1:]))"]
-NOTE = "it's \"$HOME\" \\ `id`\n#SBATCH --nodes=1\nétoile"
+CHECK = [sys.executable, "-c", "import sys; from spmd_rl.check import check; sys.exit(check(sys.argv[1:]))"]
+NOTE = 'it\'s "$HOME" \\ `id`\n#SBATCH --nodes=1\nétoile'
 
 
 class Desk:
@@ -54,7 +55,7 @@ class Desk:
 
     def answer(self) -> Call:
         try:
-            return self.telephone.answer()
+            return self.telephone.answer(hopeless=lambda: self.state() in ("FAILED", "COMPLETED", "CANCELLED"))
         except TimeoutError:
             raise AssertionError(f"no call from {self.cluster.job(self.jobs[-1])}\n{self.all_logs()}") from None
 
@@ -73,11 +74,14 @@ class Desk:
         return self.cluster.job(number)
 
     def release(self) -> None:
-        """Spare a requeued job the two minutes that Slurm holds it back, once its first life is over."""
+        """Spare a requeued job most of the two minutes that Slurm holds it back, once its first life is over.
+
+        Not all: in the second in which Slurm revoked a job's credential it takes no new one.
+        """
         job = self.await_state("PENDING")
         until(lambda: not self.cluster.busy(), "no process of the first life left")
         assert job["Restarts"] == "1"
-        self.cluster.command("scontrol", "update", f"JobId={self.jobs[-1]}", "StartTime=now")
+        self.cluster.command("scontrol", "update", f"JobId={self.jobs[-1]}", "StartTime=now+2")
 
     def leave(self) -> None:
         """Cancel whatever is left, and wait until Slurm has seen the last of it."""
@@ -107,7 +111,8 @@ def test_a_run_over_two_nodes(desk: Desk) -> None:
     until(lambda: not secret.exists(), "the secret removed")
     for node in ("n1", "n2"):
         assert "a rank is seated" in (desk.logs / f"node_{node}.log").read_text()
-    assert text not in desk.all_logs() + desk.cluster.command("scontrol", "write", "batch_script", str(call.report["job"]), "-")
+    script = desk.cluster.command("scontrol", "write", "batch_script", str(call.report["job"]), "-")
+    assert text not in desk.all_logs() + script
 
 
 def test_what_cannot_run_is_refused_before_it_queues(desk: Desk) -> None:
@@ -210,3 +215,11 @@ def test_a_node_that_fails_is_named_when_the_run_may_not_move(desk: Desk) -> Non
         assert job["Restarts"] == "0"
     finally:
         desk.cluster.revive_node("n2")
+
+
+def test_check_looks_at_every_node_of_a_job(desk: Desk) -> None:
+    nodes = ("--nodes=2", "--ntasks-per-node=1", "--label")
+    lines = desk.cluster.command("srun", *nodes, *CHECK, f"--run.folder={desk.folder}", PYTHONPATH=str(ROOT))
+    for task in ("0", "1"):
+        (found,) = [line for line in lines.splitlines() if line.startswith(f"{task}:") and "  slurm  " in line]
+        assert "on 2 nodes" in found

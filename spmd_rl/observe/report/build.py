@@ -2,7 +2,7 @@
 
     spmd-rl report RUN [RUN ...] [--out FILE]
 
-writes RUN/report.html, or for several runs `compare.html` beside the first of them, and prints what there is to compare.
+writes RUN/report.html, or for several runs `compare.html` beside the first of them, and prints their differences.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def main(argv: list[str]) -> int:
         print(USAGE)
         return 0 if {"-h", "--help"} & set(words) else 2
     runs = [Path(word) for word in words]
-    page = write_report(runs, out)
+    try:
+        page = write_report(runs, out)
+    except OSError as error:
+        raise ConfigError(f"the report cannot be written ({error}): name another place with --out") from None
     if len(runs) > 1:
         from spmd_rl.observe.report.terminal import print_comparison
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from spmd_rl.observe.metrics import KNOWN
@@ -43,12 +44,12 @@ FIGURES = (
 def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Every metric at no more than `max_points` points.
 
-    A point covers the steps `first` to `last` and has their mean; where it covers several it has their lowest and highest
-    value too, so that a lone spike is never averaged away.
+    A point covers the steps `first` to `last` and has their mean; where it covers several it has their lowest and
+    highest value too, so that a lone spike is never averaged away.
     """
     num_points = min(len(rows), max_points)
     edges = [i * len(rows) // num_points for i in range(num_points)] + [len(rows)] if num_points else []
-    parts = [rows[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [rows[a:b] for a, b in pairwise(edges)]
     return {
         "num_steps": len(rows),
         "first": [part[0]["step"] for part in parts],

@@ -13,10 +13,15 @@ from spmd_rl.observe.report.tokens import find_tokenizer, pieces
 
 Sample = dict[str, Any]
 
+TOKENS_BESIDES = 30  # as much as the rest of a sample takes of a page
+
 
 @dataclass(frozen=True)
 class Room:
-    """What of a run's samples goes on its page. A group is shown whole or not at all."""
+    """What of a run's samples goes on its page. A group is there whole or not at all.
+
+    Units: `num_tokens` counts a sample as `TOKENS_BESIDES` more than it has.
+    """
 
     num_steps: int = 40
     num_tokens: int = 160_000
@@ -32,8 +37,8 @@ def read_samples(run: Path, config: dict[str, Any], room: Room) -> dict[str, Any
     for i in coarse_to_fine(len(chosen)):
         if left > 0:
             step = _read_step(files[chosen[i]], tokenizer, room, min(left, room.num_tokens // len(chosen)))
+            left -= step.pop("num_tokens")
             steps.append({"step": chosen[i]} | step)
-            left -= sum(len(sample["pieces"]) for group in step["groups"] for sample in group["samples"])
     return {"steps": sorted(steps, key=lambda step: step["step"]), "num_steps": len(files)}
 
 
@@ -71,8 +76,8 @@ def _read_step(path: Path, tokenizer: Any, room: Room, num_tokens: int) -> dict[
             groups[uid] = {"uid": uid, "prompt": _text(row, "prompt"), "answer": _text(row, "answer"), "samples": []}
         sample = _sample(row, tokenizer, room.tokens_per_sample)
         groups[uid]["samples"].append(sample)
-        taken += len(sample["pieces"])
-    return {"groups": list(groups.values()), "num_samples": num_samples}
+        taken += len(sample["pieces"]) + TOKENS_BESIDES
+    return {"groups": list(groups.values()), "num_samples": num_samples, "num_tokens": taken}
 
 
 def _sample(row: dict[str, Any], tokenizer: Any, most: int) -> Sample:

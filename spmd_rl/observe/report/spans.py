@@ -18,7 +18,7 @@ Recorded = tuple[Process, Span]
 
 
 def read_timeline(run: Path, max_steps: int = MAX_STEPS, max_spans: int = MAX_SPANS) -> dict[str, Any]:
-    """Steps with their spans, evenly spread over the run, as many as fit; a step too full for the page keeps its longest."""
+    """Steps with their spans, evenly spread over the run, as many as fit; one too full keeps its longest spans."""
     windows = _windows(run)
     chosen = [windows[i] for i in spread(list(range(len(windows))), max_steps)]
     per_step: list[list[Recorded]] = [[] for _ in chosen]
@@ -28,7 +28,8 @@ def read_timeline(run: Path, max_steps: int = MAX_STEPS, max_spans: int = MAX_SP
             if span.start_ns < chosen[i].end_ns and span.end_ns > chosen[i].start_ns:
                 per_step[i].append((process, span))
     names: dict[str, int] = {}
-    steps, num_left = [], max_spans
+    steps: list[dict[str, Any]] = []
+    num_left = max_spans
     for i in coarse_to_fine(len(chosen)):
         spans = sorted(per_step[i], key=lambda item: -item[1].length_ns)[:max_spans]
         if len(spans) <= num_left or not steps:

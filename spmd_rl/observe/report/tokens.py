@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 
 def find_tokenizer(run: Path, config: dict[str, Any]) -> Any | None:
-    """The `tokenizers` tokenizer of the exported model, or of the model the config names; None if neither is at hand."""
+    """The tokenizer of the exported model, or of the model the config names; None if neither is at hand."""
     models = [value for key, value in config.items() if key.rpartition(".")[2] == "model" and isinstance(value, str)]
     for folder in [run / "hf", *map(Path, filter(None, models))]:
         file = folder / "tokenizer.json"
@@ -32,7 +33,7 @@ def pieces(tokenizer: Any | None, tokens: Sequence[int], text: str) -> tuple[lis
         if decoded is not None and text.strip() in "".join(decoded):
             return decoded, True
     edges = [i * len(text) // len(tokens) for i in range(len(tokens))] + [len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)] or [text], False
+    return [text[a:b] for a, b in pairwise(edges)] or [text], False
 
 
 def _decoded(tokenizer: Any, tokens: Sequence[int]) -> list[str] | None:

@@ -60,6 +60,7 @@ class Scheduler:
         self.counters = Counters()
         self._root = root_key(0)
         self._keys: dict[int, list[bytes]] = {}
+        self._prompt: tuple[NDArray[np.int32] | None, list[bytes]] = None, []
 
     def add(self, request: Request) -> None:
         self.counters.num_submitted += 1
@@ -116,6 +117,7 @@ class Scheduler:
         self.retract_all()
         self.pool.flush()
         self._root = root_key(version)
+        self._prompt = None, []
 
     def _append_pages(self) -> None:
         """Give each running row the page that its newest token needs; where none is left, preempt the newest rows."""
@@ -141,7 +143,7 @@ class Scheduler:
             chunk = min(budget, length - start)
             budget -= chunk
             self.counters.num_partial_chunks += chunk < length - start
-            self._publish(np.array([row]), np.array([start + chunk]))
+            self._publish_pages(row, start // self.rows.page_size, (start + chunk) // self.rows.page_size)
             rows.append(row)
             starts.append(start)
             lengths.append(chunk)
@@ -160,10 +162,7 @@ class Scheduler:
         """
         page_size = self.rows.page_size
         num_needed = -(-request.num_tokens // page_size)
-        keys: list[bytes] = []
-        if self.prefix_cache:
-            tokens = np.concatenate([request.prompt, request.tokens]).astype(np.int32, copy=False)
-            extend_keys(keys, self._root, tokens, page_size)
+        keys = self._page_keys(request) if self.prefix_cache else []
         # at least one token is computed, for the logits that the next one is drawn from
         pages = self.pool.match(keys[: (request.num_tokens - 1) // page_size])
         self.pool.hold(pages)
@@ -181,22 +180,38 @@ class Scheduler:
         self.counters.num_hit_tokens += num_hit
         return row
 
+    def _page_keys(self, request: Request) -> list[bytes]:
+        """The keys of the pages that `request` fills so far; the samples of one prompt come one after the other."""
+        prompt, keys = self._prompt
+        if prompt is not request.prompt:
+            keys = []
+            extend_keys(keys, self._root, request.prompt.astype(np.int32, copy=False), self.rows.page_size)
+            self._prompt = request.prompt, keys
+        keys = keys.copy()
+        if len(request.tokens):
+            tokens = np.concatenate([request.prompt, request.tokens]).astype(np.int32, copy=False)
+            extend_keys(keys, self._root, tokens, self.rows.page_size)
+        return keys
+
     def _publish(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Make known the pages that this step fills.
+        """Make known the pages that this step fills."""
+        page_size = self.rows.page_size
+        first, last = self.rows.computed[rows] // page_size, ends // page_size
+        filling = first < last
+        for row, begin, end in zip(*(x[filling].tolist() for x in (rows, first, last)), strict=True):
+            self._publish_pages(row, begin, end)
+
+    def _publish_pages(self, row: int, begin: int, end: int) -> None:
+        """Make known the pages `begin : end` of `row`, which this step fills.
 
         They may be shared from this step on: a layer writes the K/V of all its tokens before any token attends.
         """
-        if not self.prefix_cache:
+        if not self.prefix_cache or begin == end:
             return
-        page_size = self.rows.page_size
-        first = self.rows.computed[rows] // page_size
-        for row, begin, end in zip(rows.tolist(), first.tolist(), (ends // page_size).tolist(), strict=True):
-            if begin == end:
-                continue
-            keys = self._keys[row]
-            extend_keys(keys, self._root, self.rows.tokens[row, : end * page_size], page_size)
-            for page in range(begin, end):
-                self.pool.publish(int(self.rows.pages[row, page]), keys[page])
+        keys = self._keys[row]
+        extend_keys(keys, self._root, self.rows.tokens[row, : end * self.rows.page_size], self.rows.page_size)
+        for page in range(begin, end):
+            self.pool.publish(int(self.rows.pages[row, page]), keys[page])
 
 
 def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:

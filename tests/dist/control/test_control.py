@@ -23,6 +23,7 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code, stdout, and the last line of stderr, which is the run's sentence."""
     out, err = process.communicate(timeout=60)
     lines = err.strip().splitlines()
+    assert lines.count(lines[-1]) == 1 if lines else True, "the sentence is said once"
     return process.returncode, out, lines[-1] if lines else ""
 
 
@@ -99,7 +100,11 @@ def test_deadline_saves_all_stacks(chaos: Chaos, tmp_path: Path) -> None:
     code, _, last = outcome(chaos("deadline"))
     assert code == 1
     assert "no answer from rank 0" in last
-    assert "in actor.hang" in last
+    assert "chaos.py:" in last
+    assert " in hang, in actor.hang after 0.5 s" in last
+    records = [json.loads((tmp_path / f"runs/run/stacks/rank_{i}.collectives.json").read_text()) for i in range(2)]
+    entered = [len(record.get("entries", [])) for record in records]
+    assert entered[0] == entered[1] + 1, "rank 0 is in a collective that rank 1 never entered"
     stacks = [(tmp_path / f"runs/run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
     assert "barrier" in stacks[0]
     assert "threading.Event().wait()" in stacks[1]
@@ -128,17 +133,80 @@ def test_any_death_ends_all(chaos: Chaos, victim: int | str, sentence: str) -> N
     assert all(map(gone, everyone))
 
 
-def test_a_stopped_worker_is_lost(chaos: Chaos) -> None:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_worker_is_lost_and_ended(chaos: Chaos, tmp_path: Path, victim: int) -> None:
     process = chaos("hang", "--run.lost_after_s=3")
     pids = report(process)
-    witness, stopped = os.pidfd_open(pids["ranks"][0]), pids["ranks"][1]
-    os.kill(stopped, signal.SIGSTOP)
-    assert select.select([witness], [], [], 30)[0], "rank 0 must end although rank 1 is stopped"
-    os.close(witness)
-    os.kill(stopped, signal.SIGCONT)  # torchrun itself would wait 30 s for it
+    os.kill(pids["ranks"][victim], signal.SIGSTOP)
+    stopped = time.monotonic()
     code, _, last = outcome(process)
-    assert code != 0
-    assert "lost rank 1 (host " in last
+    assert time.monotonic() - stopped < END_S, "torchrun alone would wait 30 s for it"
+    assert code == 1
+    assert f"lost rank {victim} (host " in last
+    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
+    stacks = [(tmp_path / f"runs/run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
+    assert "no answer" in stacks[victim]
+    assert "in hang" in stacks[1 - victim]
+
+
+def test_a_deadline_ends_a_stopped_worker(chaos: Chaos) -> None:
+    process = chaos("hang", "--run.deadline_s=2")
+    pids = report(process)
+    os.kill(pids["ranks"][1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, _, last = outcome(process)
+    assert time.monotonic() - stopped < END_S
+    assert code == 1
+    assert "rank 1 (host " in last
+    assert "which does not answer" in last
+    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
+
+
+def test_a_stopped_controller_is_lost_and_ended(chaos: Chaos) -> None:
+    process = chaos("hang", "--run.lost_after_s=3")
+    pids = report(process)
+    os.kill(pids["controller"], signal.SIGSTOP)
+    code, _, last = outcome(process)
+    assert code == 1
+    assert "lost the controller: silent for 3 s" in last
+    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
+
+
+def test_the_launchers_death_ends_all(chaos: Chaos) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    everyone = [os.pidfd_open(pid) for pid in [pids["controller"], *pids["ranks"]]]
+    process.kill()
+    for witness in everyone:
+        assert select.select([witness], [], [], END_S)[0]
+        os.close(witness)
+    assert f"lost its launcher (pid {process.pid})" in outcome(process)[2]
+
+
+def test_ending_the_controller_ends_the_run_in_order(chaos: Chaos) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    os.kill(pids["controller"], signal.SIGTERM)
+    code, _, last = outcome(process)
+    assert code == 128 + signal.SIGTERM
+    assert last == "the run was ended from outside: the controller got SIGTERM"
+    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
+
+
+def test_stacks_of_a_live_run(start: Chaos, chaos: Chaos, spmd_rl: list[str]) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    stacks = [*spmd_rl[:-1], "stacks"]
+    code, out, last = outcome(start([*stacks, "runs/run"]))
+    assert code == 0, last
+    assert all(f"pid {pid}" in out for pid in pids["ranks"])
+    assert "threading.Event().wait()" in out
+    assert "actor.hang.call()" in out, "the controller's own stack"
+    os.kill(pids["controller"], signal.SIGKILL)
+    outcome(process)
+    code, _, last = outcome(start([*stacks, "runs/run"]))
+    assert code == 2
+    assert last.startswith("no run is going on in runs/run")
 
 
 def test_ending_the_run_from_outside(chaos: Chaos) -> None:

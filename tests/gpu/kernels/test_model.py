@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import PackedAttention, token_logprobs
+from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, token_logprobs
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
@@ -126,6 +126,37 @@ def test_any_batch_gives_the_same_samples() -> None:
     for name, sample in first.items():
         assert sample.tokens.tobytes() == second[name].tokens.tobytes()
         assert sample.logprobs.tobytes() == second[name].logprobs.tobytes()
+
+
+def test_graph_replay_equals_eager(unequal) -> None:
+    """One decode step of sequences of many lengths, captured and replayed twice over the cache it writes to."""
+    model, lengths, page_size = build("qwen3"), np.array([1, 16, 127, 128, 300, 64, 33, 129]), 64
+    cache = KvCache(
+        num_layers=3, num_pages=64, page_size=page_size, num_kv_heads=4, head_dim=64,
+        dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    table = np.arange(8 * 5).reshape(8, 5)
+
+    def step(starts: np.ndarray, lengths: np.ndarray) -> tuple[PagedAttention, Tensor, Tensor]:
+        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+        slots = np.repeat(table[:, 0] * page_size, lengths) + positions
+        attend = PagedAttention(cache, page_table=table, starts=starts, lengths=lengths, slots=slots, num_heads=8)
+        return attend, torch.from_numpy(positions).to(DEVICE) * 13 % 4096, torch.from_numpy(positions).to(DEVICE)
+
+    rows = torch.arange(8, device=DEVICE)
+    with torch.inference_mode():
+        attend, tokens, positions = step(np.zeros(8, dtype=np.int64), lengths)
+        model(tokens, positions, attend)
+        attend, tokens, positions = step(lengths, np.ones(8, dtype=np.int64))
+        eager, before = model(tokens, positions, attend, rows), cache.data.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = model(tokens, positions, attend, rows)
+        for _ in range(2):
+            replayed.zero_()
+            graph.replay()
+            assert unequal(replayed, eager) == 0
+            assert unequal(cache.data, before) == 0
 
 
 def test_control_attention_without_promise_fails(monkeypatch: pytest.MonkeyPatch, unequal) -> None:

@@ -108,11 +108,25 @@ def test_drawn_tokens_equal_torch(vocab: int, rows) -> None:
 
 def test_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros(4, 20000, device="cuda")
-    logits[:, [700, 9000, 19999]] = 5.0
+    logits[:, [700, 700 + 512, 9000, 19999]] = 5.0
     ones, keys = torch.ones(4, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
     assert (
         sample_tokens(logits, ones, keys, greedy=torch.ones(4, dtype=torch.bool, device="cuda")).tolist() == [700] * 4
     )
+
+
+def test_a_second_entry_near_the_top_is_not_lost() -> None:
+    """The estimate's runner-up in the same lane, closer than its margin, wins once the exact noise is in."""
+    vocab, num_rows = 4096, 512
+    ids = np.arange(num_rows)
+    keys = torch.from_numpy(stream_keys(9, ids, ids, ids)).cuda()
+    noise, ones = gumbel_noise(keys, vocab), torch.ones(num_rows, device="cuda")
+    logits = torch.full((num_rows, vocab), -100.0, device="cuda")
+    gaps = torch.linspace(-3e-6, 3e-6, num_rows, device="cuda")
+    logits[:, 100], logits[:, 100 + 512] = 1 - noise[:, 100], 1 - noise[:, 612] + gaps
+    expected = (logits + noise).argmax(1)
+    assert set(expected.tolist()) == {100, 612}
+    assert torch.equal(sample_tokens(logits, ones, keys), expected)
 
 
 def test_drawn_tokens_follow_the_distribution() -> None:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ class Nested:
     note: str | None = None
 
 
+@settings(deadline=None)
 @given(st.lists(arrays, max_size=4), st.dictionaries(st.text(max_size=4), arrays, max_size=3), st.none() | st.text())
 def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str | None) -> None:
     value = Nested(many, named, note)
@@ -86,6 +88,7 @@ def test_functions_cross_by_name() -> None:
         resolve("spmd_rl.controller.codec:nothing")
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_mutated_values_never_crash(data: st.DataObject) -> None:
     packed = pack(Nested([np.arange(5), np.ones((2, 3), np.float32)], {"k": np.zeros(1, np.bool_)}, "note"))
@@ -97,3 +100,10 @@ def test_mutated_values_never_crash(data: st.DataObject) -> None:
         assert isinstance(unpack(Packed(bytes(body), payload), Nested), Nested)
     except ContractError:
         return
+
+
+def test_a_result_names_nothing_to_import() -> None:
+    for value, annotation in ((os.path.join, Callable[..., str]), ([os.path.join], list[Callable[..., str]])):
+        assert unpack(pack(value), annotation) == value
+        with pytest.raises(ContractError, match="cannot return a function"):
+            unpack(pack(value), annotation, functions=False)

@@ -29,19 +29,19 @@ def test_the_silent_are_lost() -> None:
     assert roster.lost(10.5) == [1]
 
 
-def test_who_stays_mute_while_others_are_ended_is_lost() -> None:
+def test_who_is_not_signalled_while_others_are_is_lost() -> None:
     roster = seated()
-    roster.bye(0, "SIGTERM", 1.0)
-    roster.bye(2, "SIGTERM", 1.1)
+    roster.signalled(0, "SIGTERM", 1.0)
+    roster.signalled(2, "SIGTERM", 1.1)
     assert roster.lost(1.0 + FAREWELL_S) == []
     assert roster.lost(1.1 + FAREWELL_S) == [1]
     assert roster.ended_by is None
 
 
-def test_when_all_say_why_nobody_is_lost() -> None:
+def test_when_all_are_signalled_nobody_is_lost() -> None:
     roster = seated()
     for rank in range(3):
-        roster.bye(rank, "SIGINT", 1.0)
+        roster.signalled(rank, "SIGINT", 1.0)
     assert roster.ended_by == "SIGINT"
     assert roster.lost(100.0) == []
 
@@ -49,6 +49,6 @@ def test_when_all_say_why_nobody_is_lost() -> None:
 def test_an_orderly_end_has_no_cause() -> None:
     roster = seated()
     for rank in range(3):
-        roster.bye(rank, "", 1.0)
+        roster.gone(rank)
     assert roster.staying == []
     assert roster.ended_by is None

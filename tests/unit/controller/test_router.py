@@ -6,17 +6,20 @@ import queue
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from signal import Signals
 
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import Keys, derive
 from spmd_rl.controller.wire import Hello, Pong, Stop, ToController, decode_at_worker, encode
 
 WAIT_S = 10.0
 GENERATION = 7
+WORLD = 4
 
 
 class Events:
@@ -27,7 +30,7 @@ class Events:
 
     def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
         self.seen.put((rank, message))
-        return isinstance(message, Hello)
+        return True
 
     def on_tick(self, now: float) -> None: ...
 
@@ -36,6 +39,8 @@ class Events:
 
     def on_parent_lost(self) -> None:
         self.seen.put((0, "parent lost"))
+
+    def on_signal(self, number: Signals) -> None: ...
 
 
 @pytest.fixture
@@ -52,7 +57,8 @@ def events() -> Events:
 
 @pytest.fixture
 def router(tmp_path: Path, events: Events, lifelines: tuple[socket.socket, socket.socket]) -> Iterator[Router]:
-    router = Router(f"ipc://{tmp_path}/s", derive(b"a" * 32), GENERATION, events, lifelines[0])
+    router = Router(f"ipc://{tmp_path}/s", derive(b"a" * 32), GENERATION, WORLD, events, lifelines[0])
+    router.start()
     yield router
     router.close()
 
@@ -77,13 +83,41 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], router: Router, keys: Keys, ra
 
 def test_noise_is_dropped_and_counted(router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with dial(context, router, derive(b"a" * 32)) as dealer:
-        for frames in ([b""], [b"noise", b""], [b"a", b"b", b"c"], encode(GENERATION + 1, Pong())):
+        outgoing = Outgoing(GENERATION)
+        hello = outgoing.frames(*encode(Hello(0, "host", 1)))
+        stale = Outgoing(GENERATION + 1).frames(*encode(Pong()))
+        for frames in ([b""], [b"noise", b"", b""], [b"a", b"b"], stale, [hello[0], b"noise", b""]):
             dealer.send_multipart(frames)
-        dealer.send_multipart(encode(GENERATION, Hello(0, "host", 1)))
+        dealer.send_multipart(hello)
         assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
-        assert sum(router.dropped.values()) == 4
-        router.post([0], Stop("why", 2))
-        assert decode_at_worker(GENERATION, dealer.recv_multipart())[0] == Stop("why", 2)
+        pong, later = outgoing.frames(*encode(Pong())), outgoing.frames(*encode(Pong()))
+        for frames in (hello, later, pong):
+            dealer.send_multipart(frames)
+        assert events.seen.get(timeout=WAIT_S) == (0, Pong())
+        router.post([0], Stop("why", 2, []))
+        taken = Incoming(GENERATION, decode_at_worker).take(dealer.recv_multipart())
+        assert taken == (Stop("why", 2, []), b"")
+    assert events.seen.empty()
+    assert router.refused == {
+        "not three frames": 2,
+        "malformed preamble": 1,
+        "another generation": 1,
+        "malformed header": 1,
+        "replayed": 1,
+        "out of order": 1,
+    }
+
+
+def test_a_rank_that_is_not_of_this_world_is_a_stranger(
+    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    with dial(context, router, derive(b"a" * 32), WORLD) as beyond, dial(context, router, derive(b"a" * 32)) as known:
+        hello = Outgoing(GENERATION).frames(*encode(Hello(0, "host", 1)))
+        beyond.send_multipart(hello)
+        while not router.refused:
+            known.send_multipart([b""])
+        assert router.refused.keys() <= {"unknown identity", "not three frames"}
+    assert events.seen.empty()
 
 
 def test_a_known_server_key_does_not_admit_an_unknown_client(
@@ -101,7 +135,7 @@ def test_a_known_server_key_does_not_admit_an_unknown_client(
 def test_a_closed_connection_is_unreachable(
     router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    router.post([3], Stop("", 0))
+    router.post([3], Stop("", 0, []))
     assert events.seen.get(timeout=WAIT_S) == (3, "unreachable")
 
 

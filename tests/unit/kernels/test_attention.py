@@ -169,6 +169,33 @@ def test_against_float64(heads: Heads) -> None:
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_a_prefix_laid_once_gives_the_bits_of_whole_sequences(heads: Heads) -> None:
+    """Three sequences go on from a prefix of 70 tokens, one from a prefix of 5, one stands alone."""
+    prefixes, own = [70, 5], [3, 64, 1, 20, 33]
+    parents = [-1, -1, 0, 0, 0, 1, -1]
+    laid = [*prefixes, *own]
+    leaves = [x.requires_grad_() for x in qkv(laid, heads)]
+    attend = PackedAttention(
+        np.array(laid, np.int32),
+        num_heads=heads.query,
+        num_kv_heads=heads.key,
+        device=CPU,
+        prefixes=np.array(parents, np.int32),
+    )
+    out = attend(0, *leaves)[: sum(laid)].split(laid)
+    pieces = [x.split(laid) for x in leaves]
+    for piece, parent in enumerate(parents):
+        chain = [parent, piece] if parent >= 0 else [piece]
+        q, k, v = (torch.cat([parts[i] for i in chain]) for parts in pieces)
+        whole = packed(q, k, v, [len(q)], heads)[-laid[piece] :]
+        assert torch.equal(out[piece].view(torch.int32), whole.view(torch.int32))
+        grads = torch.autograd.grad(out[piece].square().sum(), leaves, retain_graph=True)
+        expected = torch.autograd.grad(whole.square().sum(), leaves, retain_graph=True)
+        for actual, wanted in zip(grads, expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_row_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, lengths = HEADS[0], [100, 150]
     leaves = [x.requires_grad_() for x in qkv(lengths, heads)]
@@ -203,11 +230,11 @@ def test_control_other_block_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_control_descending_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def descending(weights: Tensor, v: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-        blocks = range(weights.shape[-1] - 64, -1, -64)
+    def descending(weights: Tensor, v: Tensor, height: int) -> tuple[Tensor, Tensor]:
+        blocks = range((weights.shape[-1] - 1) // 64 * 64, -1, -64)
         total = sum(weights[..., b : b + 64] @ v[..., b : b + 64, :] for b in blocks)
         norm = sum(weights[..., b : b + 64].sum(-1, keepdim=True) for b in blocks)
-        return torch.as_tensor(total)[:, :, :num_rows], torch.as_tensor(norm)[:, :, :num_rows]
+        return torch.as_tensor(total), torch.as_tensor(norm)
 
     assert _mismatches(monkeypatch, "_ascending_sums", descending) > 0
 

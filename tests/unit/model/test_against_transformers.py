@@ -100,6 +100,7 @@ def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
 def test_parameter_count(name: str, tmp_path: Path) -> None:
     ours = (_reference(name, tmp_path), _ours(tmp_path))[1]
     assert ours.spec.num_parameters == sum(p.numel() for p in ours.parameters())
+    assert ours.spec.parameter_shapes() == {key: tuple(p.shape) for key, p in ours.named_parameters()}
 
 
 def test_saved_folder_loads_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,9 @@ def write_tokenizer(folder: Path) -> Encode:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([" ".join(WORDS)] * 4, trainer)
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -168,7 +170,10 @@ def write_trace(run: Path, steps: range, num_ranks: int, rng: random.Random) -> 
 
 def parts_of(outer: list[Any], rng: random.Random) -> list[list[Any]]:
     """What a call consists of: a few spans that follow one another inside it."""
-    names = {"trainer.train_step": ["forward", "backward", "optimiser"], "rollout.generate": ["prefill", "decode", "grade"]}
+    names = {
+        "trainer.train_step": ["forward", "backward", "optimiser"],
+        "rollout.generate": ["prefill", "decode", "grade"],
+    }
     found, at = [], outer[1]
     for name in names.get(outer[0], []):
         length = int(outer[2] * rng.uniform(0.2, 0.33))

@@ -1,4 +1,4 @@
-"""The report as a file: whole, self-contained, bounded, and closed to what a model wrote. A browser opens it elsewhere."""
+"""The report as a file: whole, self-contained, bounded, and closed to what a model wrote."""
 
 from __future__ import annotations
 
@@ -46,10 +46,26 @@ def page_of(*runs: Path) -> Elements:
     return Elements(write_report(runs).read_text(encoding="utf-8"))
 
 
-OURS = ["html", "head", "meta", "meta", "meta", "meta", "link", "title", "style", "body", "noscript", "script", "script"]
+OURS = [
+    "html",
+    "head",
+    "meta",
+    "meta",
+    "meta",
+    "meta",
+    "link",
+    "title",
+    "style",
+    "body",
+    "noscript",
+    "script",
+    "script",
+]
 
 
-@pytest.mark.parametrize("text", [HOSTILE, "</SCRIPT >", "<!--", "]]>", "\ud83d alone", "\x00\x08\x7f", "a\u2028b\u2029c", "{{script}}"])
+@pytest.mark.parametrize(
+    "text", [HOSTILE, "</SCRIPT >", "<!--", "]]>", "\ud83d alone", "\x00\x08\x7f", "a\u2028b\u2029c", "{{script}}"]
+)
 def test_what_a_model_wrote_stays_data(tmp_path: Path, text: str) -> None:
     page = page_of(make_run(tmp_path / "run", num_steps=2, num_ranks=1, text=text))
     assert [tag for tag, _ in page.found] == OURS
@@ -79,7 +95,9 @@ def test_json_in_a_page_has_no_character_that_matters_to_html() -> None:
 
 
 def test_the_scripts_make_text_nodes_only() -> None:
-    forbidden = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|\bfetch\b|XMLHttp|import\(|https?://(?!www\.w3\.org/2000/svg)")
+    forbidden = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|\bfetch\b|XMLHttp|import\(|https?://(?!www\.w3\.org/2000/svg)"
+    )
     for script in sorted(PAGE.glob("*.js")):
         assert not forbidden.findall(script.read_text(encoding="utf-8")), script.name
     assert forbidden.search('node.innerHTML = "x"')
@@ -87,7 +105,9 @@ def test_the_scripts_make_text_nodes_only() -> None:
 
 def test_the_page_names_nothing_outside_itself_and_admits_only_its_own_script(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "run", num_steps=1, num_ranks=1))
-    links = [value for _, attributes in page.found for name, value in attributes.items() if name in ("src", "href", "action")]
+    links = [
+        value for _, attributes in page.found for name, value in attributes.items() if name in ("src", "href", "action")
+    ]
     assert links == ["data:,"]
     policy = next(a["content"] for _, a in page.found if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
@@ -134,7 +154,12 @@ def test_a_run_that_has_not_begun_makes_a_page(tmp_path: Path) -> None:
 
 def test_final_figures_are_what_their_words_say() -> None:
     rows: list[dict[str, Any]] = [
-        {"step": step, "reward/mean": step / 100, "onpolicy/mismatched_tokens": 2, "time/step": 9.0 if step == 1 else 1.0}
+        {
+            "step": step,
+            "reward/mean": step / 100,
+            "onpolicy/mismatched_tokens": 2,
+            "time/step": 9.0 if step == 1 else 1.0,
+        }
         for step in range(1, 101)
     ]
     values = dict(zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True))
@@ -177,6 +202,12 @@ def test_out_and_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["--help"]) == 0
     assert main([str(run), "--nonsense"]) == 2
     assert "usage: spmd-rl report" in capsys.readouterr().out
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    with pytest.raises(ConfigError, match="cannot be written .*nowhere.*name another place with --out"):
+        main([str(run), "--out", str(tmp_path / "nowhere" / "page.html")])
 
 
 def test_what_is_no_run_or_does_not_parse_is_named(tmp_path: Path) -> None:

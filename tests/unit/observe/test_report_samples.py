@@ -61,11 +61,11 @@ def test_the_tokenizer_of_the_model_that_the_config_names_serves_too(tmp_path: P
 
 def test_a_page_has_room_for_some_steps_and_whole_groups(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=30, num_ranks=1, text="y" * 300, sample_steps=range(1, 31))
-    shown = read_samples(run, {}, Room(num_steps=5, num_tokens=8000))
+    shown = read_samples(run, {}, Room(num_steps=5, num_tokens=10_000))
     assert [step["step"] for step in shown["steps"]] == [1, 8, 15, 23, 30]
     assert shown["num_steps"] == 30
     for step in shown["steps"]:
-        assert len(step["groups"]) == 2  # of 800 tokens each, where a step has room for 1600
+        assert len(step["groups"]) == 2  # of 1,040 tokens each, all told, where a step has room for 2,000
         assert step["num_samples"] == 48
         assert all(len(group["samples"]) == 8 for group in step["groups"])
 
@@ -87,7 +87,15 @@ def test_a_long_answer_keeps_its_beginning_and_end(tmp_path: Path) -> None:
 
 
 def test_values_that_are_no_numbers_are_none(tmp_path: Path) -> None:
-    row = {"prompt_uid": 1, "index": 0, "prompt": "p", "text": "ab", "reward": float("nan"), "tokens": [1, 2], "logprobs": [-0.5, float("-inf")]}
+    row = {
+        "prompt_uid": 1,
+        "index": 0,
+        "prompt": "p",
+        "text": "ab",
+        "reward": float("nan"),
+        "tokens": [1, 2],
+        "logprobs": [-0.5, float("-inf")],
+    }
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_00001.jsonl").write_text(json.dumps(row) + "\n")
     sample = first_group(read_samples(tmp_path, {}, Room()))["samples"][0]
@@ -169,7 +177,12 @@ def test_a_step_done_again_after_a_restart_counts_as_done_last(tmp_path: Path) -
     (tmp_path / "traces").mkdir()
     head = {"process": "controller", "rank": None, "host": "h", "pid": 1, "began_unix_ns": 10**18}
     again = head | {"began_unix_ns": 2 * 10**18}
-    lines = [head, ["step", 0, 10_000, "MainThread", {"step": 7}], again, ["step", 0, 70_000, "MainThread", {"step": 7}]]
+    lines = [
+        head,
+        ["step", 0, 10_000, "MainThread", {"step": 7}],
+        again,
+        ["step", 0, 70_000, "MainThread", {"step": 7}],
+    ]
     (tmp_path / "traces" / "controller.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = read_timeline(tmp_path)
     assert [step["length_us"] for step in shown["steps"]] == [70]

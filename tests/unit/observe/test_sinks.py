@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -51,7 +51,12 @@ sinks.close()
 def test_wandb_offline_keeps_the_metrics_in_the_run_folder(tmp_path: Path) -> None:
     """In a process of its own: wandb starts a service and sets up signals, exit hooks and warnings of all kinds."""
     pytest.importorskip("wandb")
-    settings = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_PROJECT": "test"}
+    settings = {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_PROJECT": "test",
+    }
     for _ in range(2):  # the second is a restart
         subprocess.run(
             [sys.executable, "-c", OFFLINE, str(tmp_path)],
@@ -83,7 +88,7 @@ class Failing:
 
 
 class Keeping:
-    rows: list[Mapping[str, Any]] = []
+    rows: ClassVar[list[Mapping[str, Any]]] = []
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         self.rows.clear()

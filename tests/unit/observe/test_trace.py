@@ -89,6 +89,11 @@ def test_off_it_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_there_is_no_file_before_there_is_something_to_write(tmp_path: Path) -> None:
+    Trace(tmp_path / "traces", "controller").close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_arguments_json_does_not_know_become_text(tmp_path: Path) -> None:
     trace = Trace(tmp_path, "rank 0", rank=0)
     with trace.span("x", path=Path("a/b"), kind=ValueError("odd")):
@@ -117,9 +122,12 @@ def trace_files_of(folder: Path) -> list[Path]:
 
 def test_a_full_disk_ends_the_recording_not_the_run(tmp_path: Path) -> None:
     (tmp_path / "rank_0.jsonl").symlink_to("/dev/full")
-    with pytest.warns(UserWarning, match="tracing ends here: .*No space left"):
-        trace = Trace(tmp_path, "rank 0", rank=0)
+    trace = Trace(tmp_path, "rank 0", rank=0)
     with trace.span("x"):
+        pass
+    with pytest.warns(UserWarning, match="tracing ends here: .*No space left"):
+        trace.flush()
+    with trace.span("y"):
         pass
     trace.close()
     assert not trace.on
@@ -127,7 +135,9 @@ def test_a_full_disk_ends_the_recording_not_the_run(tmp_path: Path) -> None:
 
 def test_processes_started_at_different_times_share_one_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     early, instant = Trace(tmp_path / "traces", "controller"), now_ns()
-    monkeypatch.setattr(tracing, "now_ns", lambda: time.monotonic_ns() + 50_000_000_000)  # a host with another boot time
+    monkeypatch.setattr(
+        tracing, "now_ns", lambda: time.monotonic_ns() + 50_000_000_000
+    )  # a host with another boot time
     late = Trace(tmp_path / "traces", "rank 0", rank=0)
     early.add("same instant", instant, instant + 10)
     late.add("same instant", instant + 50_000_000_000, instant + 50_000_000_010)

@@ -11,8 +11,8 @@ from spmd_rl.offload.ledger import Entry, Ledger, engine_ledger, kv_token_bytes,
 
 
 def test_eight_billion_on_four_gpus() -> None:
-    ledger = trainer_ledger(8_000_000_000, num_shards=4, compute_bytes=2)
-    assert ledger.resident_bytes("train") == 8_000_000_000 // 4 * 4 * 4 + 16_000_000_000
+    ledger = trainer_ledger(8_000_000_000, num_shards=4, compute_bytes=2, num_gathered=1_000_000_000)
+    assert ledger.resident_bytes("train") == 8_000_000_000 // 4 * 4 * 4 + 2_000_000_000
     assert ledger.resident_bytes("rollout") == 8_000_000_000 // 4 * 4 * 3
 
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.train import checkpoint
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.role import Trainer
@@ -23,6 +26,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(new_trainer, tmp_path: Path) -> None:
     for seed in range(2):
         whole.train_step(make_batch(seed), grpo_loss)
     whole.save(str(tmp_path / "step_2"))
+    whole.saved()
     assert not _same_weights(whole, resumed)
     assert resumed.load(str(tmp_path / "step_2")) == 2
     assert _same_weights(whole, resumed)
@@ -33,22 +37,81 @@ def test_a_resumed_run_goes_on_bit_for_bit(new_trainer, tmp_path: Path) -> None:
     assert _same_weights(whole, resumed)
 
 
-def test_a_checkpoint_appears_whole_or_not_at_all(new_trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
+def test_a_lost_moment_shows(new_trainer, tmp_path: Path, moment: str) -> None:
+    """What the optimizer remembers is part of what makes a resume exact."""
+    whole, resumed = new_trainer(), new_trainer()
+    whole.train_step(make_batch(0), grpo_loss)
+    whole.save(str(tmp_path / "step_1"))
+    whole.saved()
+    resumed.load(str(tmp_path / "step_1"))
+    for tensor in resumed.backend.state()[moment].values():
+        tensor.to_local().zero_()
+    for one in (whole, resumed):
+        one.train_step(make_batch(1), grpo_loss)
+    assert not _same_weights(whole, resumed)
+
+
+def test_what_is_saved_is_of_the_moment_of_the_call(new_trainer, tmp_path: Path, monkeypatch) -> None:
+    """Training goes on while the thread writes, and touches nothing of what it writes."""
+    trainer, same = new_trainer(), new_trainer()
+    for one in (trainer, same):
+        one.train_step(make_batch(0), grpo_loss)
+    go_on = threading.Event()
+    write = checkpoint.save_shards
+
+    def held_up(*args: object, **kwargs: object) -> None:
+        assert go_on.wait(30)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save_shards", held_up)
+    trainer.save(str(tmp_path / "step_1"))
+    trainer.train_step(make_batch(1), grpo_loss)
+    assert not (tmp_path / "step_1").exists()
+    go_on.set()
+    trainer.saved()
+    resumed = new_trainer(seed=7)
+    assert resumed.load(str(tmp_path / "step_1")) == 1
+    assert _same_weights(resumed, same)
+    assert not _same_weights(resumed, trainer)
+    resumed.train_step(make_batch(1), grpo_loss)
+    assert _same_weights(resumed, trainer)
+
+
+def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(new_trainer, tmp_path: Path, monkeypatch) -> None:
     trainer = new_trainer()
     folder = tmp_path / "step_0"
     trainer.save(str(folder))
+    trainer.saved()
     trainer.train_step(make_batch(), grpo_loss)
 
     def full_disk(*args: object, **kwargs: object) -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_shards", full_disk)
-        with pytest.raises(OSError, match="no space"):
-            trainer.save(str(folder))
-    assert new_trainer().load(str(folder)) == 0
+    monkeypatch.setattr(filesystem, "_write_item", full_disk)
     trainer.save(str(folder))
-    assert new_trainer().load(str(folder)) == 1
+    with pytest.raises(SpmdError, match=r"cannot save .*step_0: rank 0 .*No space left on device; .* MiB are free"):
+        trainer.saved()
+    with pytest.raises(SpmdError, match="No space left on device"):
+        trainer.train_step(make_batch(), grpo_loss)
+    assert new_trainer().load(str(folder)) == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_0"]
+
+
+def test_a_checkpoint_that_was_never_renamed_does_not_count(new_trainer, tmp_path: Path, monkeypatch) -> None:
+    """As after a crash between the last byte and the rename."""
+    trainer = new_trainer()
+    folder = tmp_path / "step_0"
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_replace", lambda target, part: None)
+        trainer.save(str(folder))
+        trainer.saved()
+    assert (tmp_path / ".step_0.part" / checkpoint.PROGRESS_FILE).exists()
+    with pytest.raises(ConfigError, match="is not a trainer checkpoint"):
+        new_trainer().load(str(folder))
+    trainer.save(str(folder))
+    trainer.saved()
+    assert new_trainer().load(str(folder)) == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_0"]
 
 

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd_rl.train import prefixes
 from spmd_rl.train.microbatch import inverse_temperature, lay_out, num_needed, split
 from tests.dist.train_case import make_batch
 
@@ -37,9 +39,16 @@ def test_any_agreed_count_can_be_run(lengths: list[int], count: int) -> None:
     assert full == sorted(full, reverse=True)
 
 
-def test_rows_point_at_the_token_before() -> None:
+def test_rows_point_at_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch()
+    sharing = lay_out(batch, CPU)
+    monkeypatch.setattr("spmd_rl.train.prefixes.shared", prefixes.whole)
     micro = lay_out(batch, CPU)
+    assert len(sharing.tokens) < len(micro.tokens)
+    for field in ("tokens", "positions"):
+        one, other = getattr(sharing, field), getattr(micro, field)
+        assert torch.equal(one[sharing.rows], other[micro.rows])
+    assert torch.equal(sharing.targets, micro.targets)
     assert micro.num_scored == batch.mask.sum()
     assert torch.equal(micro.tokens[micro.rows + 1], micro.targets)
     assert torch.equal(micro.sequence, micro.sequence.sort().values)

@@ -3,39 +3,91 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const several = data.runs.length > 1;
 const view = new View(Math.max(...data.runs.map((run) => run.curves.num_steps)));
-const timeline = timelineSection(data, view), samples = samplesSection(data);
+const timeline = timelineSection(data),
+  samples = samplesSection(data);
 
 function topBar() {
-  const links = [["curves", "Curves"], ["timeline", "Timeline"], ["samples", "Samples"], ["settings", "Config"]];
-  const themes = { light: "☀ light", dark: "☾ dark", "": "◐ auto" }, names = Object.keys(themes);
-  const button = el("button", { "aria-label": "colours", click: () => {
-    const root = document.documentElement, next = names[(names.indexOf(root.dataset.theme || "") + 1) % names.length];
-    if (next) root.dataset.theme = next; else delete root.dataset.theme;
-    button.textContent = themes[next];
-    if (timeline.redraw) timeline.redraw();
-  } }, themes[""]);
-  return el("nav", {}, el("b", {}, data.title), links.map(([id, text]) => el("a", { href: `#${id}` }, text)), button);
+  const links = [
+    ["curves", "Curves"],
+    ["timeline", "Timeline"],
+    ["samples", "Samples"],
+    ["settings", "Config"],
+  ];
+  const themes = { light: "☀ light", dark: "☾ dark", "": "◐ auto" },
+    names = Object.keys(themes);
+  const button = el(
+    "button",
+    {
+      "aria-label": "colours",
+      click: () => {
+        const root = document.documentElement,
+          next = names[(names.indexOf(root.dataset.theme || "") + 1) % names.length];
+        if (next) root.dataset.theme = next;
+        else delete root.dataset.theme;
+        button.textContent = themes[next];
+        if (timeline.redraw) timeline.redraw();
+      },
+    },
+    themes[""],
+  );
+  return el(
+    "nav",
+    {},
+    el("b", {}, data.title),
+    links.map(([id, text]) => el("a", { href: `#${id}` }, text)),
+    button,
+  );
 }
 
 function summary(run) {
   const steps = run.curves.num_steps;
   const made = new Date(data.made_unix_s * 1000).toISOString().slice(0, 16).replace("T", " ");
-  return [`${number(steps)} ${steps === 1 ? "step" : "steps"}`, run.wall_s === null ? null : `in ${duration(run.wall_s)}`, `page made ${made} UTC`].filter(Boolean).join(" · ");
+  return [
+    `${number(steps)} ${steps === 1 ? "step" : "steps"}`,
+    run.wall_s === null ? null : `in ${duration(run.wall_s)}`,
+    `page made ${made} UTC`,
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }
 
 function head() {
-  if (!several) return [el("h1", {}, data.runs[0].name), el("p", { class: "sub" }, summary(data.runs[0])), figureCards(data, data.runs[0])];
-  return [el("h1", {}, `${data.runs.length} runs`), el("p", { class: "sub" }, data.title),
-    el("div", { class: "two" }, figuresTable(data), differencesTable(data))];
+  if (!several)
+    return [
+      el("h1", {}, data.runs[0].name),
+      el("p", { class: "sub" }, summary(data.runs[0])),
+      figureCards(data, data.runs[0]),
+    ];
+  return [
+    el("h1", {}, `${data.runs.length} runs`),
+    el("p", { class: "sub" }, data.title),
+    el("div", { class: "two" }, figuresTable(data), differencesTable(data)),
+  ];
 }
 
-document.body.append(topBar(), el("main", {}, head(), curvesSection(data, view), timeline.node, samples.node, settingsSection(data),
-  el("footer", {}, "Made by spmd-rl report from the run folder's own files.")));
+document.body.append(
+  topBar(),
+  el(
+    "main",
+    {},
+    head(),
+    curvesSection(data, view),
+    timeline.node,
+    samples.node,
+    settingsSection(data),
+    el("footer", {}, "Made by spmd-rl report from the run folder's own files."),
+  ),
+);
 view.onPick = (step) => {
   if (samples.go) samples.go(step);
   if (timeline.go) timeline.go(step);
 };
 for (const part of [timeline, samples]) if (part.start) part.start();
 view.redraw();
-new ResizeObserver(() => { view.redraw(); if (timeline.redraw) timeline.redraw(); }).observe(document.querySelector("main"));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (timeline.redraw) timeline.redraw(); });
+new ResizeObserver(() => {
+  view.redraw();
+  if (timeline.redraw) timeline.redraw();
+}).observe(document.querySelector("main"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+  if (timeline.redraw) timeline.redraw();
+});

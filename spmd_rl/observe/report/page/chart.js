@@ -1,27 +1,13 @@
 // One chart of one panel. All charts share `view`: the steps in sight, the step under the pointer, the smoothing.
 //
-// A panel has a title, a unit and series; a series has a label, a colour, the steps `first` to `last` each point covers,
-// their `mean`, and where a point covers several steps their `low` and `high`.
+// A panel has a title, a unit and series; a series has a label, a colour, the steps `first` to `last` that each point
+// covers, their `mean`, and where a point covers several steps their `low` and `high`.
 
-const HEIGHT = 170, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20;
-
-class View {
-  constructor(numSteps) {
-    this.range = null;
-    this.step = null;
-    this.smoothing = numSteps > 60 ? 0.6 : 0;
-    this.hidden = new Set();
-    this.charts = [];
-    this.onPick = () => {};
-  }
-  redraw() { this.charts.forEach((chart) => chart.draw()); }
-  point(step) {
-    this.step = step;
-    if (this.queued) return;
-    this.queued = requestAnimationFrame(() => { this.queued = null; this.charts.forEach((chart) => chart.point()); });
-  }
-  zoom(range) { this.range = range; this.redraw(); }
-}
+const HEIGHT = 170,
+  LEFT = 46,
+  RIGHT = 8,
+  TOP = 8,
+  BOTTOM = 20;
 
 class Chart {
   constructor(panel, view) {
@@ -29,20 +15,43 @@ class Chart {
     this.view = view;
     this.at = el("span", { class: "at" });
     this.legend = el("div", { class: "legend" });
-    this.svg = svg("svg", { role: "img", "aria-label": panel.title, pointermove: (e) => this.move(e), pointerleave: () => view.point(null),
-      pointerdown: (e) => this.press(e), pointerup: (e) => this.release(e), dblclick: () => view.zoom(null) });
-    this.node = el("figure", { class: "card chart", "data-metrics": panel.series.map((s) => s.metric).join(" ") },
-      el("figcaption", {}, el("span", { class: "title", title: panel.meaning || "" }, panel.title), el("span", { class: "unit" }, panel.unit || ""), this.at),
-      this.legend, this.svg);
+    this.svg = svg("svg", {
+      role: "img",
+      "aria-label": panel.title,
+      pointermove: (e) => this.move(e),
+      pointerleave: () => view.point(null),
+      pointerdown: (e) => this.press(e),
+      pointerup: (e) => this.release(e),
+      dblclick: () => view.zoom(null),
+    });
+    this.node = el(
+      "figure",
+      { class: "card chart", "data-metrics": panel.series.map((s) => s.metric).join(" ") },
+      el(
+        "figcaption",
+        {},
+        el("span", { class: "title", title: panel.meaning || "" }, panel.title),
+        el("span", { class: "unit" }, panel.unit || ""),
+        this.at,
+      ),
+      this.legend,
+      this.svg,
+    );
     view.charts.push(this);
   }
 
-  get series() { return this.panel.series.filter((s) => !this.view.hidden.has(s.run)); }
+  get series() {
+    return this.panel.series.filter((s) => !this.view.hidden.has(s.run));
+  }
 
   draw() {
     this.width = this.svg.clientWidth || 360;
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
-    this.lines = this.series.map((s) => ({ ...s, x: s.first.map((a, i) => (a + s.last[i]) / 2), smooth: smoothed(s.mean, this.panel.stacked ? 0 : this.view.smoothing) }));
+    this.lines = this.series.map((s) => ({
+      ...s,
+      x: s.first.map((a, i) => (a + s.last[i]) / 2),
+      smooth: smoothed(s.mean, this.panel.stacked ? 0 : this.view.smoothing),
+    }));
     if (this.panel.stacked) stack(this.lines);
     this.scale();
     this.cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
@@ -50,16 +59,32 @@ class Chart {
     this.drag = svg("rect", { class: "drag", y: TOP, height: HEIGHT - TOP - BOTTOM, width: 0 });
     const clip = `clip${this.view.charts.indexOf(this)}`;
     const inside = svg("g", { "clip-path": `url(#${clip})` }, this.lines.map((line) => this.marks(line)).flat());
-    this.svg.replaceChildren(svg("clipPath", { id: clip }, svg("rect", { x: LEFT, y: TOP - 2, width: this.width - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM + 4 })),
-      ...this.axes(), inside, this.drag, this.cross, this.dots);
+    this.svg.replaceChildren(
+      svg(
+        "clipPath",
+        { id: clip },
+        svg("rect", { x: LEFT, y: TOP - 2, width: this.width - LEFT - RIGHT, height: HEIGHT - TOP - BOTTOM + 4 }),
+      ),
+      ...this.axes(),
+      inside,
+      this.drag,
+      this.cross,
+      this.dots,
+    );
     this.point();
   }
 
   scale() {
-    const [a, b] = this.view.range || (this.lines.length ? span(this.lines.flatMap((l) => [l.first[0], l.last.at(-1)])) : [0, 1]);
+    const [a, b] =
+      this.view.range || (this.lines.length ? span(this.lines.flatMap((l) => [l.first[0], l.last.at(-1)])) : [0, 1]);
     [this.a, this.b] = a === b ? [a - 1, b + 1] : [a, b];
-    const values = this.lines.flatMap((line) => this.panel.stacked ? line.top.filter((_, i) => line === this.lines.at(-1) && this.sees(line.x[i]))
-      : [line.mean, line.low || [], line.high || []].flatMap((ys) => ys.filter((v, i) => v !== null && this.sees(line.x[i]))));
+    const values = this.lines.flatMap((line) =>
+      this.panel.stacked
+        ? line.top.filter((_, i) => line === this.lines.at(-1) && this.sees(line.x[i]))
+        : [line.mean, line.low || [], line.high || []].flatMap((ys) =>
+            ys.filter((v, i) => v !== null && this.sees(line.x[i])),
+          ),
+    );
     let [low, high] = values.length ? (this.panel.whole ? span : usual)(values) : [0, 1];
     this.beyond = values.length && span(values)[1] > high ? span(values)[1] : null;
     if (this.panel.floor !== undefined) low = Math.min(low, this.panel.floor);
@@ -71,35 +96,76 @@ class Chart {
     this.y = (value) => TOP + (1 - (value - this.low) / (this.high - this.low)) * (HEIGHT - TOP - BOTTOM);
   }
 
-  sees(step) { return this.a <= step && step <= this.b; }
+  sees(step) {
+    return this.a <= step && step <= this.b;
+  }
 
   axes() {
     const across = ticks(this.low, this.high, 4).map((v) => [
       svg("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: this.y(v), y2: this.y(v) }),
       svg("text", { x: LEFT - 6, y: this.y(v) + 3.5, "text-anchor": "end" }, short(v)),
     ]);
-    const down = ticks(this.a, this.b, this.width / 80).filter(Number.isInteger).map((v) =>
-      svg("text", { x: Math.min(this.x(v), this.width - RIGHT - 8), y: HEIGHT - 5, "text-anchor": "middle" }, short(v)));
+    const down = ticks(this.a, this.b, this.width / 80)
+      .filter(Number.isInteger)
+      .map((v) =>
+        svg(
+          "text",
+          { x: Math.min(this.x(v), this.width - RIGHT - 8), y: HEIGHT - 5, "text-anchor": "middle" },
+          short(v),
+        ),
+      );
     return [...across.flat(), ...down];
   }
 
   marks(line) {
-    const paint = { stroke: `var(${line.colour})`, fill: "none", strokeWidth: "1.7", strokeLinejoin: "round", strokeDasharray: line.dashed ? "4 3" : "" };
+    const paint = {
+      stroke: `var(${line.colour})`,
+      fill: "none",
+      strokeWidth: "1.7",
+      strokeLinejoin: "round",
+      strokeDasharray: line.dashed ? "4 3" : "",
+    };
     if (line.top) {
-      return [svg("path", { d: this.area(line.x, line.top, line.bottom), paint: { fill: `var(${line.colour})`, opacity: ".85" } })];
+      return [
+        svg("path", {
+          d: this.area(line.x, line.top, line.bottom),
+          paint: { fill: `var(${line.colour})`, opacity: ".85" },
+        }),
+      ];
     }
     const found = [];
-    if (line.low) found.push(svg("path", { d: this.area(line.x, line.high, line.low), paint: { fill: `var(${line.colour})`, opacity: ".13" } }));
-    if (this.view.smoothing) found.push(svg("path", { d: this.path(line.x, line.mean), paint: { ...paint, strokeWidth: "1", opacity: ".3" } }));
+    if (line.low)
+      found.push(
+        svg("path", {
+          d: this.area(line.x, line.high, line.low),
+          paint: { fill: `var(${line.colour})`, opacity: ".13" },
+        }),
+      );
+    if (this.view.smoothing)
+      found.push(
+        svg("path", { d: this.path(line.x, line.mean), paint: { ...paint, strokeWidth: "1", opacity: ".3" } }),
+      );
     found.push(svg("path", { class: "curve", d: this.path(line.x, line.smooth), paint }));
-    if (line.x.length === 1) found.push(svg("circle", { cx: this.x(line.x[0]), cy: this.y(line.mean[0] ?? 0), r: 3, paint: { fill: `var(${line.colour})` } }));
+    if (line.x.length === 1)
+      found.push(
+        svg("circle", {
+          cx: this.x(line.x[0]),
+          cy: this.y(line.mean[0] ?? 0),
+          r: 3,
+          paint: { fill: `var(${line.colour})` },
+        }),
+      );
     return found;
   }
 
   path(xs, ys) {
-    let d = "", pen = "M";
+    let d = "",
+      pen = "M";
     for (let i = 0; i < xs.length; i++) {
-      if (ys[i] === null) { pen = "M"; continue; }
+      if (ys[i] === null) {
+        pen = "M";
+        continue;
+      }
       d += `${pen}${this.x(xs[i]).toFixed(1)} ${this.y(ys[i]).toFixed(1)}`;
       pen = "L";
     }
@@ -110,29 +176,59 @@ class Chart {
     const known = xs.map((_, i) => i).filter((i) => tops[i] !== null && bottoms[i] !== null);
     if (!known.length) return "";
     const at = (i, ys) => `${this.x(xs[i]).toFixed(1)} ${this.y(ys[i]).toFixed(1)}`;
-    return `M${known.map((i) => at(i, tops)).join("L")}L${known.reverse().map((i) => at(i, bottoms)).join("L")}Z`;
+    return `M${known.map((i) => at(i, tops)).join("L")}L${known
+      .reverse()
+      .map((i) => at(i, bottoms))
+      .join("L")}Z`;
   }
 
   // Show the values at the step under the pointer, wherever that is, or else the last ones.
   point() {
-    const step = this.view.step, keys = [];
+    const step = this.view.step,
+      keys = [];
     let covered = null;
     this.dots.replaceChildren();
     for (const line of this.lines) {
-      const i = step === null ? lastKnown(line.mean) : line.first.findIndex((first, j) => first <= step && step <= line.last[j]);
+      const i =
+        step === null
+          ? lastKnown(line.mean)
+          : line.first.findIndex((first, j) => first <= step && step <= line.last[j]);
       const value = i < 0 ? null : line.mean[i];
-      const extent = i >= 0 && line.low && line.low[i] !== line.high[i] && this.lines.length < 3 ? ` ${number(line.low[i])} … ${number(line.high[i])}` : "";
-      keys.push(el("span", { class: line.dashed ? "key dashed" : "key", title: line.label, "--key": `var(${line.colour})` }, el("span", {}, line.label), el("b", {}, number(value)), el("i", {}, extent)));
+      const extent =
+        i >= 0 && line.low && line.low[i] !== line.high[i] && this.lines.length < 3
+          ? ` ${number(line.low[i])} … ${number(line.high[i])}`
+          : "";
+      keys.push(
+        el(
+          "span",
+          { class: line.dashed ? "key dashed" : "key", title: line.label, "--key": `var(${line.colour})` },
+          el("span", {}, line.label),
+          el("b", {}, number(value, this.lines.length > 2 ? 3 : 4)),
+          el("i", {}, extent),
+        ),
+      );
       if (step !== null && i >= 0 && value !== null) {
         covered = covered || [line.first[i], line.last[i], this.x(line.x[i])];
-        if (!line.top) this.dots.append(svg("circle", { cx: this.x(line.x[i]), cy: this.y(value), r: 3, paint: { fill: `var(${line.colour})` } }));
+        if (!line.top)
+          this.dots.append(
+            svg("circle", { cx: this.x(line.x[i]), cy: this.y(value), r: 3, paint: { fill: `var(${line.colour})` } }),
+          );
       }
     }
     this.legend.className = keys.length > 2 ? "legend" : "legend few";
     this.legend.replaceChildren(...keys);
-    this.at.textContent = covered ? (covered[0] === covered[1] ? `step ${covered[0]}` : `steps ${covered[0]}–${covered[1]}`) : this.beyond === null ? "" : `▲ up to ${number(this.beyond)}`;
+    this.at.textContent = covered
+      ? covered[0] === covered[1]
+        ? `step ${covered[0]}`
+        : `steps ${covered[0]}–${covered[1]}`
+      : this.beyond === null
+        ? ""
+        : `▲ up to ${number(this.beyond)}`;
     this.cross.setAttribute("visibility", covered ? "visible" : "hidden");
-    if (covered) { this.cross.setAttribute("x1", covered[2]); this.cross.setAttribute("x2", covered[2]); }
+    if (covered) {
+      this.cross.setAttribute("x1", covered[2]);
+      this.cross.setAttribute("x2", covered[2]);
+    }
   }
 
   stepAt(event) {
@@ -148,48 +244,15 @@ class Chart {
     this.drag.setAttribute("x", left);
     this.drag.setAttribute("width", right - left);
   }
-  press(event) { this.pressed = this.stepAt(event); this.svg.setPointerCapture(event.pointerId); }
+  press(event) {
+    this.pressed = this.stepAt(event);
+    this.svg.setPointerCapture(event.pointerId);
+  }
   release(event) {
     const [a, b] = span([this.pressed, this.stepAt(event)]);
     this.pressed = undefined;
     this.drag.setAttribute("width", 0);
     if ((b - a) / (this.b - this.a) > 0.02 && b > a) this.view.zoom([a, b]);
     else this.view.onPick(b);
-  }
-}
-
-function span(values) {
-  return values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
-}
-
-// The extent of `values` but for the few that lie far outside the rest and would flatten it.
-function usual(values) {
-  const sorted = [...values].sort((a, b) => a - b), at = (share) => sorted[Math.round(share * (sorted.length - 1))];
-  const [low, high] = [at(0.02), at(0.98)], room = high - low;
-  return room ? [Math.max(sorted[0], low - room), Math.min(sorted.at(-1), high + room)] : span(values);
-}
-
-function lastKnown(values) {
-  return values.findLastIndex((v) => v !== null);
-}
-
-// Exponential mean of the points so far, without the pull towards a first value.
-function smoothed(values, weight) {
-  if (!weight) return values;
-  let sum = 0, total = 0;
-  return values.map((v) => {
-    if (v === null) return null;
-    sum = sum * weight + v;
-    total = total * weight + 1;
-    return sum / total;
-  });
-}
-
-function stack(lines) {
-  const base = lines.length ? lines[0].mean.map(() => 0) : [];
-  for (const line of lines) {
-    line.bottom = [...base];
-    line.mean.forEach((v, i) => { base[i] += v || 0; });
-    line.top = [...base];
   }
 }

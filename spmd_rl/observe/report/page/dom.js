@@ -30,18 +30,23 @@ function colour(name) {
   return value;
 }
 
-function number(value) {
+function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (Number.isInteger(value) || size >= 10000) return Math.round(value).toLocaleString("en-US");
   if (size < 0.001) return value.toExponential(2);
-  return Number(value.toPrecision(4)).toLocaleString("en-US", { maximumFractionDigits: 6 });
+  return Number(value.toPrecision(digits)).toLocaleString("en-US", { maximumFractionDigits: 6 });
 }
 
 function short(value) {
   const size = Math.abs(value);
-  for (const [scale, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
-    if (size >= 10 * scale || (size >= scale && letter !== "k")) return `${Number((value / scale).toPrecision(3))}${letter}`;
+  for (const [scale, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
+    if (size >= 10 * scale || (size >= scale && letter !== "k"))
+      return `${Number((value / scale).toPrecision(3))}${letter}`;
   }
   if (size > 0 && size < 0.001) return value.toExponential(0);
   return String(Number(value.toPrecision(4)));
@@ -50,7 +55,9 @@ function short(value) {
 function duration(seconds) {
   if (seconds === null) return "–";
   if (seconds < 100) return `${number(Number(seconds.toPrecision(3)))} s`;
-  const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60), days = Math.floor(hours / 24);
+  const minutes = Math.floor(seconds / 60),
+    hours = Math.floor(minutes / 60),
+    days = Math.floor(hours / 24);
   if (days > 1) return `${days} d ${hours % 24} h`;
   return hours ? `${hours} h ${minutes % 60} min` : `${minutes} min ${Math.round(seconds % 60)} s`;
 }
@@ -62,10 +69,11 @@ function microseconds(us) {
 
 // Round numbers that cover `low` to `high` in about `count` steps.
 function ticks(low, high, count) {
-  const raw = (high - low) / count || 1, scale = 10 ** Math.floor(Math.log10(raw));
+  const raw = (high - low) / count || 1,
+    scale = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map((m) => m * scale).find((s) => s >= raw * 0.999);
   const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(i ? i * step : 0); // no -0
   return found;
 }
 
@@ -81,12 +89,24 @@ function picker(name, options, chosen, onPick) {
     forth.disabled = index >= options.length - 1;
     if (!quiet) onPick(options[index][0]);
   }
-  go(Math.max(0, options.findIndex(([value]) => value === chosen)), true);
+  go(
+    Math.max(
+      0,
+      options.findIndex(([value]) => value === chosen),
+    ),
+    true,
+  );
   return el("span", { class: "picker" }, el("span", { class: "name" }, name), back, select, forth);
 }
 
 function section(id, title, note, tools, ...content) {
-  const head = el("div", { class: "head" }, el("h2", {}, title), el("span", { class: "note" }, note), el("div", { class: "tools" }, tools));
+  const head = el(
+    "div",
+    { class: "head" },
+    el("h2", {}, title),
+    el("span", { class: "note" }, note),
+    el("div", { class: "tools" }, tools),
+  );
   return el("section", { id, class: "section" }, head, ...content);
 }
 

@@ -5,21 +5,73 @@ const PHASE_COLOURS = { rollout: "--c0", train: "--c1", sync: "--c2", sleep: "--
 
 // A line is [metric, label]; a third entry "dashed" draws it so.
 const PANELS = [
-  { title: "Reward", share: true, lines: [["reward/mean", "mean"], ["reward/solve_all", "all solve", "dashed"], ["reward/solve_none", "none solves", "dashed"]] },
+  {
+    title: "Reward",
+    share: true,
+    lines: [
+      ["reward/mean", "mean"],
+      ["reward/solve_all", "all solve", "dashed"],
+      ["reward/solve_none", "none solve", "dashed"],
+    ],
+  },
   { title: "Spread of rewards", floor: 0, lines: [["reward/std", "standard deviation"]] },
   { title: "Response length", unit: "tokens", floor: 0, lines: [["rollout/response_tokens_mean", "mean"]] },
   { title: "Truncated responses", floor: 0, share: true, lines: [["rollout/truncated", "share"]] },
   { title: "Entropy", unit: "nats", floor: 0, lines: [["train/entropy", "per token"]] },
   { title: "Clip fraction", floor: 0, lines: [["train/clip_frac", "of tokens"]] },
-  { title: "Mismatched tokens", unit: "trainer vs engine", floor: 0, whole: true, lines: [["onpolicy/mismatched_tokens", "tokens a step"]] },
-  { title: "Trainer vs engine", unit: "nats", floor: 0, whole: true, lines: [["onpolicy/max_abs_dlogp", "max |Δ log-prob|"], ["onpolicy/k3", "k3"]] },
+  {
+    title: "Mismatched tokens",
+    unit: "trainer vs engine",
+    floor: 0,
+    whole: true,
+    lines: [["onpolicy/mismatched_tokens", "tokens a step"]],
+  },
+  {
+    title: "Trainer vs engine",
+    unit: "nats",
+    floor: 0,
+    whole: true,
+    lines: [
+      ["onpolicy/max_abs_dlogp", "max |Δ log-prob|"],
+      ["onpolicy/k3", "k3"],
+    ],
+  },
   { title: "Loss", lines: [["train/loss", "loss"]] },
   { title: "Gradient norm", floor: 0, lines: [["train/grad_norm", "before clipping"]] },
   { title: "Learning rate", floor: 0, lines: [["train/lr", "rate"]] },
-  { title: "Age of the samples", unit: "weight versions", floor: 0, lines: [["version/lag_mean", "mean"], ["version/lag_max", "oldest token"]] },
-  { title: "Time per step", unit: "s", floor: 0, stacked: true, lines: [...PHASES, "other"].map((phase) => [`time/${phase}`, phase]) },
-  { title: "Speed", unit: "tokens/s", floor: 0, lines: [["rollout/tokens_per_s", "rollout"], ["perf/train_tokens_per_s", "train"]] },
-  { title: "Utilisation", floor: 0, lines: [["perf/mfu", "MFU"], ["perf/controller_share", "controller's share"]] },
+  {
+    title: "Age of the samples",
+    unit: "weight versions",
+    floor: 0,
+    lines: [
+      ["version/lag_mean", "mean"],
+      ["version/lag_max", "oldest token"],
+    ],
+  },
+  {
+    title: "Time per step",
+    unit: "s",
+    floor: 0,
+    stacked: true,
+    lines: [...PHASES, "other"].map((phase) => [`time/${phase}`, phase]),
+  },
+  {
+    title: "Speed",
+    unit: "tokens/s",
+    floor: 0,
+    lines: [
+      ["rollout/tokens_per_s", "rollout"],
+      ["perf/train_tokens_per_s", "train"],
+    ],
+  },
+  {
+    title: "Utilisation",
+    floor: 0,
+    lines: [
+      ["perf/mfu", "MFU"],
+      ["perf/controller_share", "controller's share"],
+    ],
+  },
   { title: "Device memory", unit: "GiB", floor: 0, lines: [["memory/gpu_peak_gib", "peak"]] },
 ];
 
@@ -30,10 +82,21 @@ function panelsOf(data) {
 // Related metrics share a chart; what is not in PANELS gets one of its own.
 function panelsOfOne(data, run) {
   const columns = { ...run.curves.columns, "time/other": otherTime(run.curves.columns) };
-  const panels = PANELS.map((panel) => ({ ...panel, series: panel.lines.filter(([metric]) => columns[metric]).map(([metric, label, style], i) => ({
-    ...columns[metric], metric, label, run: 0, first: run.curves.first, last: run.curves.last, dashed: style === "dashed",
-    colour: panel.stacked ? PHASE_COLOURS[label] : `--c${i}`,
-  })) })).filter((panel) => panel.series.length);
+  const panels = PANELS.map((panel) => ({
+    ...panel,
+    series: panel.lines
+      .filter(([metric]) => columns[metric])
+      .map(([metric, label, style], i) => ({
+        ...columns[metric],
+        metric,
+        label,
+        run: 0,
+        first: run.curves.first,
+        last: run.curves.last,
+        dashed: style === "dashed",
+        colour: panel.stacked ? PHASE_COLOURS[label] : `--c${i}`,
+      })),
+  })).filter((panel) => panel.series.length);
   const shown = new Set([...PANELS.flatMap((panel) => panel.lines.map(([metric]) => metric)), "time/step"]);
   const own = Object.keys(columns).filter((metric) => columns[metric] && !shown.has(metric));
   return panels.concat(own.map((metric) => lonely(data, metric)));
@@ -46,38 +109,98 @@ function panelsOfMany(data) {
 }
 
 function lonely(data, metric) {
-  const known = data.metrics[metric] || {}, like = PANELS.find((panel) => panel.lines.some(([name]) => name === metric)) || {};
-  const series = data.runs.map((run, i) => ({ ...run.curves.columns[metric], metric, label: data.runs.length > 1 ? run.name : "value", run: i, first: run.curves.first, last: run.curves.last, colour: `--c${i}` }));
-  return { title: metric, unit: known.unit, meaning: known.meaning, floor: metric.startsWith("time/") ? 0 : like.floor, share: like.share, whole: like.whole, series: series.filter((s) => s.mean) };
+  const known = data.metrics[metric] || {},
+    like = PANELS.find((panel) => panel.lines.some(([name]) => name === metric)) || {};
+  const series = data.runs.map((run, i) => ({
+    ...run.curves.columns[metric],
+    metric,
+    label: data.runs.length > 1 ? run.name : "value",
+    run: i,
+    first: run.curves.first,
+    last: run.curves.last,
+    colour: `--c${i}`,
+  }));
+  return {
+    title: metric,
+    unit: known.unit,
+    meaning: known.meaning,
+    floor: metric.startsWith("time/") ? 0 : like.floor,
+    share: like.share,
+    whole: like.whole,
+    series: series.filter((s) => s.mean),
+  };
 }
 
 // What of a step's time no phase accounts for.
 function otherTime(columns) {
   if (!columns["time/step"]) return undefined;
   const phases = PHASES.map((phase) => columns[`time/${phase}`]).filter(Boolean);
-  const mean = columns["time/step"].mean.map((whole, i) => whole === null ? null : Math.max(0, whole - phases.reduce((sum, p) => sum + (p.mean[i] || 0), 0)));
+  const mean = columns["time/step"].mean.map((whole, i) =>
+    whole === null ? null : Math.max(0, whole - phases.reduce((sum, p) => sum + (p.mean[i] || 0), 0)),
+  );
   return { mean };
 }
 
 function curvesSection(data, view) {
   const panels = panelsOf(data);
-  if (!panels.length) return section("curves", "Curves", "", [], empty("No step has ended yet: ", el("code", {}, "metrics.jsonl"), " is empty."));
-  const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing, input: () => { view.smoothing = Number(slider.value); view.redraw(); } });
+  if (!panels.length)
+    return section(
+      "curves",
+      "Curves",
+      "",
+      [],
+      empty("No step has ended yet: ", el("code", {}, "metrics.jsonl"), " is empty."),
+    );
+  const slider = el("input", {
+    type: "range",
+    min: 0,
+    max: 0.98,
+    step: 0.02,
+    value: view.smoothing,
+    input: () => {
+      view.smoothing = Number(slider.value);
+      view.redraw();
+    },
+  });
   const reset = el("button", { click: () => view.zoom(null) }, "all steps");
-  const grid = el("div", { class: "charts" }, panels.map((panel) => new Chart(panel, view).node));
-  const most = Math.max(...data.runs.map((run) => run.curves.num_steps)), points = Math.max(...data.runs.map((run) => run.curves.first.length));
-  const note = points < most ? `a point is the mean of ${Math.ceil(most / points)} steps, the band their lowest to highest` : "";
+  const grid = el(
+    "div",
+    { class: "charts" },
+    panels.map((panel) => new Chart(panel, view).node),
+  );
+  const most = Math.max(...data.runs.map((run) => run.curves.num_steps)),
+    points = Math.max(...data.runs.map((run) => run.curves.first.length));
+  const note =
+    points < most ? `a point is the mean of ${Math.ceil(most / points)} steps, the band their lowest to highest` : "";
   const hint = "drag to zoom, click to go to a step" + (note ? `; ${note}` : "");
-  return section("curves", "Curves", hint, [data.runs.length > 1 ? runButtons(data, view) : null, el("label", {}, "smoothing", slider), reset], grid);
+  return section(
+    "curves",
+    "Curves",
+    hint,
+    [data.runs.length > 1 ? runButtons(data, view) : null, el("label", {}, "smoothing", slider), reset],
+    grid,
+  );
 }
 
 function runButtons(data, view) {
-  return el("div", { class: "runs" }, data.runs.map((run, i) => {
-    const button = el("button", { "aria-pressed": "true", "--key": `var(--c${i})`, click: () => {
-      if (!view.hidden.delete(i)) view.hidden.add(i);
-      button.setAttribute("aria-pressed", String(!view.hidden.has(i)));
-      view.redraw();
-    } }, run.name);
-    return button;
-  }));
+  return el(
+    "div",
+    { class: "runs" },
+    data.runs.map((run, i) => {
+      const button = el(
+        "button",
+        {
+          "aria-pressed": "true",
+          "--key": `var(--c${i})`,
+          click: () => {
+            if (!view.hidden.delete(i)) view.hidden.add(i);
+            button.setAttribute("aria-pressed", String(!view.hidden.has(i)));
+            view.redraw();
+          },
+        },
+        run.name,
+      );
+      return button;
+    }),
+  );
 }

@@ -1,6 +1,6 @@
 // The samples of one prompt, side by side, each token as dark as it was unlikely.
 
-const NEVER = 5;  // nats: a log-prob of -5 and below has the full colour
+const NEVER = 5; // nats: a log-prob of -5 and below has the full colour
 
 function tone(reward, low, high) {
   if (reward === null || reward === undefined) return "var(--soft)";
@@ -9,36 +9,91 @@ function tone(reward, low, high) {
 }
 
 function tokenNode(sample, i) {
-  const piece = sample.pieces[i], logprob = sample.logprobs[i] ?? null;
+  const piece = sample.pieces[i],
+    logprob = sample.logprobs[i] ?? null;
   const strength = logprob === null ? 0 : Math.min(1, -logprob / NEVER) * 70;
   const version = sample.versions.length > 1 ? sample.versions[i] : sample.versions[0];
-  const about = [`token ${sample.tokens[i]}`, logprob === null ? null : `log-prob ${number(logprob)}`, logprob === null ? null : `p ${(100 * Math.exp(logprob)).toPrecision(3)} %`, version === undefined ? null : `weights ${version}`];
+  const about = [
+    `token ${sample.tokens[i]}`,
+    logprob === null ? null : `log-prob ${number(logprob)}`,
+    logprob === null ? null : `p ${(100 * Math.exp(logprob)).toPrecision(3)} %`,
+    version === undefined ? null : `weights ${version}`,
+  ];
   const special = sample.known && /^<[|/]?[\w|]+[|]?>$/.test(piece);
-  return el("span", { class: special ? "t special" : "t", "data-about": about.filter(Boolean).join("\n"),
-    paint: { background: strength > 1 ? `color-mix(in srgb, var(--heat) ${strength.toFixed(0)}%, transparent)` : "" } }, piece.split("\n").flatMap((line, j) => j ? [el("i", { class: "nl" }), `\n${line}`] : line));
+  return el(
+    "span",
+    {
+      class: special ? "t special" : "t",
+      "data-about": about.filter(Boolean).join("\n"),
+      paint: { background: strength > 1 ? `color-mix(in srgb, var(--heat) ${strength.toFixed(0)}%, transparent)` : "" },
+    },
+    piece.split("\n").flatMap((line, j) => (j ? [el("i", { class: "nl" }), `\n${line}`] : line)),
+  );
 }
 
 function answerNode(sample, low, high) {
-  const known = sample.logprobs.filter((v) => v !== null), mean = known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
+  const each = mean(sample.logprobs.filter((v) => v !== null));
   const tokens = sample.tokens.length ? sample.pieces.map((_, i) => tokenNode(sample, i)) : [sample.pieces.join("")];
-  if (sample.left_out_at !== undefined) tokens.splice(sample.left_out_at, 0, el("span", { class: "gap" }, `… ${number(sample.num_tokens - sample.pieces.length)} tokens not in this page …`));
+  if (sample.left_out_at !== undefined)
+    tokens.splice(
+      sample.left_out_at,
+      0,
+      el("span", { class: "gap" }, `… ${number(sample.num_tokens - sample.pieces.length)} tokens not in this page …`),
+    );
   const parts = Object.entries(sample.parts).filter(([name]) => name !== "reward");
   const versions = sample.versions.length ? span(sample.versions) : [];
-  return el("article", { class: "card answer", "data-index": sample.index },
-    el("header", {},
-      el("span", { class: "badge reward", "--tone": tone(sample.reward, low, high) }, `reward ${number(sample.reward)}`),
-      el("span", { class: "badge finish", "--tone": sample.finish === "stop" ? "var(--soft)" : "var(--c1)" }, sample.finish || "unfinished"),
-      el("span", { class: "more", title: versions.length ? `made by weights ${[...new Set(versions)].join(" to ")}` : "" }, `#${sample.index} · ${number(sample.num_tokens)} tokens${mean === null ? "" : ` · ${number(Number(mean.toFixed(3)))} nats each`}`)),
+  return el(
+    "article",
+    { class: "card answer", "data-index": sample.index },
+    el(
+      "header",
+      {},
+      el(
+        "span",
+        { class: "badge reward", "--tone": tone(sample.reward, low, high) },
+        `reward ${number(sample.reward)}`,
+      ),
+      el(
+        "span",
+        { class: "badge finish", "--tone": sample.finish === "stop" ? "var(--soft)" : "var(--c1)" },
+        sample.finish || "unfinished",
+      ),
+      el(
+        "span",
+        { class: "more", title: versions.length ? `made by weights ${[...new Set(versions)].join(" to ")}` : "" },
+        [
+          `#${sample.index}`,
+          `${number(sample.num_tokens)} tokens`,
+          each === null ? null : `${number(Number(each.toFixed(3)))} nats each`,
+        ]
+          .filter(Boolean)
+          .join(" · "),
+      ),
+    ),
     el("div", { class: "text", dir: "auto" }, tokens),
-    parts.length ? el("div", { class: "parts" }, parts.map(([name, value]) => `${name} ${typeof value === "number" ? number(value) : value}`).join(" · ")) : null);
+    parts.length
+      ? el(
+          "div",
+          { class: "parts" },
+          parts.map(([name, value]) => `${name} ${typeof value === "number" ? number(value) : value}`).join(" · "),
+        )
+      : null,
+  );
 }
 
-const ORDERS = [["index", "as drawn"], ["reward", "by reward"], ["num_tokens", "by length"]];
+const ORDERS = [
+  ["index", "as drawn"],
+  ["reward", "by reward"],
+  ["num_tokens", "by length"],
+];
 
 function samplesSection(data) {
   const runs = data.runs.map((run, i) => [i, run.name]).filter(([i]) => data.runs[i].samples.steps.length);
   if (!runs.length) return { node: section("samples", "Samples", "", [], empty("The run folder holds no samples.")) };
-  const note = el("span"), tools = el("span"), body = el("div"), state = { run: runs[0][0], step: null, group: 0, order: "index" };
+  const note = el("span"),
+    tools = el("span"),
+    body = el("div"),
+    state = { run: runs[0][0], step: null, group: 0, order: "index" };
   const tip = el("div", { class: "tip", hidden: "" });
   body.addEventListener("pointermove", (event) => {
     const about = event.target.dataset && event.target.dataset.about;
@@ -48,36 +103,77 @@ function samplesSection(data) {
     tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - 170)}px`;
     tip.style.top = `${event.clientY + 16}px`;
   });
-  body.addEventListener("pointerleave", () => { tip.hidden = true; });
+  body.addEventListener("pointerleave", () => {
+    tip.hidden = true;
+  });
 
   function show(change) {
     Object.assign(state, change);
-    const { steps, num_steps: all } = data.runs[state.run].samples, chosen = state.step === null ? steps.at(-1) : nearest(steps, state.step);
+    const { steps, num_steps: all } = data.runs[state.run].samples,
+      chosen = state.step === null ? steps.at(-1) : nearest(steps, state.step);
     state.step = chosen.step;
     state.group = Math.min(state.group, chosen.groups.length - 1);
-    tools.replaceChildren(...[
-      runs.length > 1 ? picker("run", runs, state.run, (run) => show({ run })) : null,
-      picker("step", steps.map((s) => [s.step, `${s.step}`]), state.step, (value) => show({ step: value })),
-      picker("prompt", chosen.groups.map((g, i) => [i, `${i + 1}: ${g.prompt.trim().slice(-40) || g.uid}`]), state.group, (group) => show({ group })),
-      picker("order", ORDERS, state.order, (order) => show({ order })),
-    ].filter(Boolean).flatMap((node) => [node, " "]));
+    tools.replaceChildren(
+      ...[
+        runs.length > 1 ? picker("run", runs, state.run, (run) => show({ run })) : null,
+        picker(
+          "step",
+          steps.map((s) => [s.step, `${s.step}`]),
+          state.step,
+          (value) => show({ step: value }),
+        ),
+        picker(
+          "prompt",
+          chosen.groups.map((g, i) => [i, `${i + 1}: ${g.prompt.trim().slice(-40) || g.uid}`]),
+          state.group,
+          (group) => show({ group }),
+        ),
+        picker("order", ORDERS, state.order, (order) => show({ order })),
+      ]
+        .filter(Boolean)
+        .flatMap((node) => [node, " "]),
+    );
     note.textContent = remark(chosen, steps.length, all);
-    body.replaceChildren(overview(chosen.groups, state.group, (group) => show({ group })), ...groupNodes(chosen.groups[state.group], state.order));
+    body.replaceChildren(
+      overview(chosen.groups, state.group, (group) => show({ group })),
+      ...groupNodes(chosen.groups[state.group], state.order),
+    );
   }
-  return { node: section("samples", "Samples", note, [tools], body, tip), start: () => show({}), go: (step) => show({ step }) };
+  return {
+    node: section("samples", "Samples", note, [tools], body, tip),
+    start: () => show({}),
+    go: (step) => show({ step }),
+  };
 }
 
 function remark(step, shown, all) {
   const here = step.groups.reduce((sum, group) => sum + group.samples.length, 0);
-  const few = [here < step.num_samples ? `${here} of the step's ${number(step.num_samples)} samples` : "", shown < all ? `${shown} of ${number(all)} steps` : ""].filter(Boolean);
+  const few = [
+    here < step.num_samples ? `${here} of the step's ${number(step.num_samples)} samples` : "",
+    shown < all ? `${shown} of ${number(all)} steps` : "",
+  ].filter(Boolean);
   return few.length ? `here: ${few.join(", ")}; all are in samples/` : "";
 }
 
 // Every prompt of the step as a button, its samples as squares in the colours of their rewards.
 function overview(groups, chosen, onPick) {
   const [low, high] = span([0, 1, ...groups.flatMap(rewardsOf)]);
-  return el("div", { class: "overview" }, groups.map((group, i) => el("button", { "aria-pressed": String(i === chosen), "aria-label": `prompt ${i + 1}`, title: group.prompt.trim().slice(-200), click: () => onPick(i) },
-    group.samples.map((sample) => el("i", { "--tone": tone(sample.reward, low, high) })))));
+  return el(
+    "div",
+    { class: "overview" },
+    groups.map((group, i) =>
+      el(
+        "button",
+        {
+          "aria-pressed": String(i === chosen),
+          "aria-label": `prompt ${i + 1}`,
+          title: group.prompt.trim().slice(-200),
+          click: () => onPick(i),
+        },
+        group.samples.map((sample) => el("i", { "--tone": tone(sample.reward, low, high) })),
+      ),
+    ),
+  );
 }
 
 function rewardsOf(group) {
@@ -85,15 +181,39 @@ function rewardsOf(group) {
 }
 
 function groupNodes(group, order) {
-  const rewards = rewardsOf(group), [low, high] = span([0, 1, ...rewards]);
-  const sorted = [...group.samples].sort((a, b) => order === "reward" ? (b.reward ?? -Infinity) - (a.reward ?? -Infinity) : a[order] - b[order]);
-  const mean = rewards.length ? rewards.reduce((a, b) => a + b, 0) / rewards.length : null;
+  const rewards = rewardsOf(group),
+    [low, high] = span([0, 1, ...rewards]);
+  const sorted = [...group.samples].sort((a, b) =>
+    order === "reward" ? (b.reward ?? -Infinity) - (a.reward ?? -Infinity) : a[order] - b[order],
+  );
   const guessed = group.samples.some((s) => s.tokens.length && !s.known);
   return [
-    el("div", { class: "card ask" },
+    el(
+      "div",
+      { class: "card ask" },
       el("div", {}, el("div", { class: "label" }, "prompt"), el("div", { class: "text", dir: "auto" }, group.prompt)),
-      el("div", {}, el("div", { class: "label" }, "expected"), el("div", { class: "text", dir: "auto" }, group.answer || "–"), el("div", { class: "label" }, `mean reward ${number(mean)} of ${group.samples.length}`)),
-      el("div", { class: "label" }, "certain ", el("span", { class: "scale" }), ` log-prob ≤ −${NEVER}`, guessed ? " · no tokenizer at hand: the texts are cut evenly, so colours are near their tokens, not on them" : "")),
-    el("div", { class: "answers" }, sorted.map((sample) => answerNode(sample, low, high))),
+      el(
+        "div",
+        {},
+        el("div", { class: "label" }, "expected"),
+        el("div", { class: "text", dir: "auto" }, group.answer || "–"),
+        el("div", { class: "label" }, `mean reward ${number(mean(rewards))} of ${group.samples.length}`),
+      ),
+      el(
+        "div",
+        { class: "label" },
+        "certain ",
+        el("span", { class: "scale" }),
+        ` log-prob ≤ −${NEVER}`,
+        guessed
+          ? " · no tokenizer at hand: the texts are cut evenly, so colours are near their tokens, not on them"
+          : "",
+      ),
+    ),
+    el(
+      "div",
+      { class: "answers" },
+      sorted.map((sample) => answerNode(sample, low, high)),
+    ),
   ];
 }

@@ -1,7 +1,12 @@
 // Figures, settings and plan.
 
-const percent = (value) => value === null ? "–" : `${Number((100 * value).toPrecision(3))} %`;
-const FORMATS = { "time/step": duration, "reward/solve_none": percent, "perf/mfu": percent, "perf/controller_share": percent };
+const percent = (value) => (value === null ? "–" : `${Number((100 * value).toPrecision(3))} %`);
+const FORMATS = {
+  "time/step": duration,
+  "reward/solve_none": percent,
+  "perf/mfu": percent,
+  "perf/controller_share": percent,
+};
 
 function figureText(figure, value) {
   return (FORMATS[figure.metric] || number)(value);
@@ -12,67 +17,161 @@ function unitOf(data, figure) {
 }
 
 function howText(figure, run) {
-  if (figure.how === "latest") return run.num_latest > 1 ? `mean of the last ${number(run.num_latest)} steps` : "last step";
+  if (figure.how === "latest")
+    return run.num_latest > 1 ? `mean of the last ${number(run.num_latest)} steps` : "last step";
   return { total: "over all steps", largest: "largest of all steps", median: "median step" }[figure.how];
 }
 
 function figureCards(data, run) {
   const cards = data.figures.map((figure, i) => [figure, run.figures[i]]).filter(([, value]) => value !== null);
-  return el("div", { class: "cards" }, cards.map(([figure, value]) => {
-    const exact = figure.metric === "onpolicy/mismatched_tokens", mood = exact ? (value === 0 ? " good" : " bad") : "";
-    const how = exact && value === 0 ? "trainer and engine agree bit for bit" : howText(figure, run);
-    return el("div", { class: "card figure", title: figure.metric }, el("div", { class: "label" }, figure.label),
-      el("div", { class: `value${mood}` }, figureText(figure, value), el("small", {}, unitOf(data, figure))), el("div", { class: "how" }, how));
-  }));
+  return el(
+    "div",
+    { class: "cards" },
+    cards.map(([figure, value]) => {
+      const exact = figure.metric === "onpolicy/mismatched_tokens",
+        mood = exact ? (value === 0 ? " good" : " bad") : "";
+      const how = exact && value === 0 ? "trainer and engine agree bit for bit" : howText(figure, run);
+      return el(
+        "div",
+        { class: "card figure", title: figure.metric },
+        el("div", { class: "label" }, figure.label),
+        el("div", { class: `value${mood}` }, figureText(figure, value), el("small", {}, unitOf(data, figure))),
+        el("div", { class: "how" }, how),
+      );
+    }),
+  );
 }
 
 // All figures of several runs; the best of a row stands out.
 function figuresTable(data) {
   const rows = data.figures.map((figure, i) => {
-    const values = data.runs.map((run) => run.figures[i]), known = values.filter((v) => v !== null);
+    const values = data.runs.map((run) => run.figures[i]),
+      known = values.filter((v) => v !== null);
     if (!known.length) return null;
-    const best = figure.better && new Set(known).size > 1 ? (figure.better > 0 ? Math.max(...known) : Math.min(...known)) : null;
-    return el("tr", {}, el("th", { title: figure.metric }, `${figure.label} (${figure.how})`), values.map((value) =>
-      el("td", { class: value !== null && value === best ? "good" : "" }, `${figureText(figure, value)} ${value === null ? "" : unitOf(data, figure)}`)));
+    const best =
+      figure.better && new Set(known).size > 1 ? (figure.better > 0 ? Math.max(...known) : Math.min(...known)) : null;
+    return el(
+      "tr",
+      {},
+      el("th", { title: figure.metric }, `${figure.label} (${figure.how})`),
+      values.map((value) =>
+        el(
+          "td",
+          { class: value !== null && value === best ? "good" : "" },
+          `${figureText(figure, value)} ${value === null ? "" : unitOf(data, figure)}`,
+        ),
+      ),
+    );
   });
-  const steps = el("tr", {}, el("th", {}, "steps"), data.runs.map((run) => el("td", {}, number(run.curves.num_steps))));
-  const wall = el("tr", {}, el("th", {}, "wall time"), data.runs.map((run) => el("td", {}, duration(run.wall_s))));
+  const steps = el(
+    "tr",
+    {},
+    el("th", {}, "steps"),
+    data.runs.map((run) => el("td", {}, number(run.curves.num_steps))),
+  );
+  const wall = el(
+    "tr",
+    {},
+    el("th", {}, "wall time"),
+    data.runs.map((run) => el("td", {}, duration(run.wall_s))),
+  );
   return table("numbers", ["", ...data.runs.map((run) => run.name)], [steps, wall, ...rows.filter(Boolean)]);
 }
 
 function differencesTable(data) {
   if (!data.differences.length) return empty("The runs were given the same settings.");
-  return table("", ["setting", ...data.runs.map((run) => run.name)], data.differences.map(([key, values]) =>
-    el("tr", { class: "differs" }, el("th", { class: "mono" }, key), values.map((value) => el("td", { class: "mono" }, value === null ? "–" : value)))));
+  return table(
+    "",
+    ["setting", ...data.runs.map((run) => run.name)],
+    data.differences.map(([key, values]) =>
+      el(
+        "tr",
+        { class: "differs" },
+        el("th", { class: "mono" }, key),
+        values.map((value) => el("td", { class: "mono" }, value === null ? "–" : value)),
+      ),
+    ),
+  );
 }
 
 function table(kind, titles, rows) {
-  return el("div", { class: "card scroll" }, el("table", { class: kind }, el("thead", {}, el("tr", {}, titles.map((title) => el("th", {}, title)))), el("tbody", {}, rows)));
+  return el(
+    "div",
+    { class: "card scroll" },
+    el(
+      "table",
+      { class: kind },
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          titles.map((title) => el("th", {}, title)),
+        ),
+      ),
+      el("tbody", {}, rows),
+    ),
+  );
 }
 
 function settingsSection(data) {
-  const search = el("input", { type: "search", placeholder: "find a setting", "aria-label": "find a setting", input: () => {
-    for (const row of body.querySelectorAll("[data-key]")) row.hidden = !row.dataset.key.includes(search.value.toLowerCase());
-  } });
-  const body = el("div", { class: "two" }, data.runs.map((run) => {
-    const rows = Object.entries(run.settings).map(([key, value]) =>
-      el("tr", { "data-key": `${key} ${value}`.toLowerCase() }, el("th", { class: "mono" }, key), el("td", { class: "mono" }, value)));
-    const config = rows.length ? table("", [data.runs.length > 1 ? run.name : "config.toml", ""], rows) : empty("config.toml sets nothing.");
-    return [config, el("div", { class: "card tree" }, tree(data.runs.length > 1 ? `plan of ${run.name}` : "plan.json", run.plan, true))];
-  }).flat());
+  const search = el("input", {
+    type: "search",
+    placeholder: "find a setting",
+    "aria-label": "find a setting",
+    input: () => {
+      for (const row of body.querySelectorAll("[data-key]"))
+        row.hidden = !row.dataset.key.includes(search.value.toLowerCase());
+    },
+  });
+  const body = el(
+    "div",
+    { class: "two" },
+    data.runs
+      .map((run) => {
+        const rows = Object.entries(run.settings).map(([key, value]) =>
+          el(
+            "tr",
+            { "data-key": `${key} ${value}`.toLowerCase() },
+            el("th", { class: "mono" }, key),
+            el("td", { class: "mono" }, value),
+          ),
+        );
+        const config = rows.length
+          ? table("", [data.runs.length > 1 ? run.name : "config.toml", ""], rows)
+          : empty("config.toml sets nothing.");
+        return [
+          config,
+          el(
+            "div",
+            { class: "card tree" },
+            tree(data.runs.length > 1 ? `plan of ${run.name}` : "plan.json", run.plan, true),
+          ),
+        ];
+      })
+      .flat(),
+  );
   return section("settings", "Config and plan", "as given, and as resolved", [search], body);
 }
 
 // Nested data as lines that unfold.
 function tree(key, value, open) {
-  const isLeaf = value === null || typeof value !== "object", name = el("span", { class: "k" }, `${key} `);
+  const isLeaf = value === null || typeof value !== "object",
+    name = el("span", { class: "k" }, `${key} `);
   if (isLeaf) return el("div", {}, name, String(value));
   const items = Object.entries(value);
   if (!items.length) return el("div", {}, name, Array.isArray(value) ? "[]" : "{}");
-  if (items.length <= 16 && items.every(([, item]) => typeof item === "number")) return el("div", {}, name, items.map(([k, v]) => Array.isArray(value) ? v : `${k}=${v}`).join(", "));
+  if (items.length <= 16 && items.every(([, item]) => typeof item === "number"))
+    return el("div", {}, name, items.map(([k, v]) => (Array.isArray(value) ? v : `${k}=${v}`)).join(", "));
   const node = el("details", {}, el("summary", {}, `${key}${Array.isArray(value) ? ` (${items.length})` : ""}`));
-  const unfold = () => { if (node.children.length === 1) node.append(...items.map(([k, v]) => tree(k, v, false))); };
+  const unfold = () => {
+    if (node.children.length === 1) node.append(...items.map(([k, v]) => tree(k, v, false)));
+  };
   node.addEventListener("toggle", unfold);
-  if (open) { node.open = true; unfold(); }
+  if (open) {
+    node.open = true;
+    unfold();
+  }
   return node;
 }

@@ -1,13 +1,26 @@
 // What every process did within one step: a row a depth, lanes grouped by process.
 
-const GUTTER = 168, ROW = 20, GAP = 7, AXIS = 22;
+const GUTTER = 168,
+  ROW = 20,
+  GAP = 7,
+  AXIS = 22;
 const SPAN_COLOURS = ["--c0", "--c1", "--c2", "--c3", "--c5", "--c6", "--c7"];
 
 class Timeline {
   constructor(timeline) {
     this.names = timeline.names;
-    this.canvas = el("canvas", { role: "img", "aria-label": "timeline of a step", pointermove: (e) => this.move(e), pointerleave: () => this.leave(),
-      pointerdown: (e) => { this.pressed = this.time(e); this.canvas.setPointerCapture(e.pointerId); }, pointerup: (e) => this.release(e), dblclick: () => this.zoom(null) });
+    this.canvas = el("canvas", {
+      role: "img",
+      "aria-label": "timeline of a step",
+      pointermove: (e) => this.move(e),
+      pointerleave: () => this.leave(),
+      pointerdown: (e) => {
+        this.pressed = this.time(e);
+        this.canvas.setPointerCapture(e.pointerId);
+      },
+      pointerup: (e) => this.release(e),
+      dblclick: () => this.zoom(null),
+    });
     this.tip = el("div", { class: "tip", hidden: "" });
     this.node = el("div", { class: "card timeline" }, this.canvas, this.tip);
   }
@@ -23,7 +36,8 @@ class Timeline {
   }
 
   draw() {
-    const width = Math.max(480, this.node.clientWidth - 14), ratio = window.devicePixelRatio || 1;
+    const width = Math.max(480, this.node.clientWidth - 14),
+      ratio = window.devicePixelRatio || 1;
     const height = AXIS + this.step.lanes.reduce((sum, lane) => sum + lane.num_rows * ROW + GAP, 0) + 4;
     this.width = width;
     Object.assign(this.canvas, { width: width * ratio, height: height * ratio });
@@ -31,10 +45,13 @@ class Timeline {
     this.pen = this.canvas.getContext("2d");
     this.pen.scale(ratio, ratio);
     this.pen.font = "11px system-ui, 'DejaVu Sans', sans-serif";
-    this.colours = Object.fromEntries(["--ink", "--soft", "--grid", "--card", "--rest", ...SPAN_COLOURS, "--c4"].map((name) => [name, colour(name)]));
+    this.colours = Object.fromEntries(
+      ["--ink", "--soft", "--grid", "--card", "--rest", ...SPAN_COLOURS, "--c4"].map((name) => [name, colour(name)]),
+    );
     this.boxes = [];
     this.drawAxis(height);
-    let y = AXIS, process = null;
+    let y = AXIS,
+      process = null;
     for (const lane of this.step.lanes) {
       this.drawLane(lane, y, lane.process !== process);
       process = lane.process;
@@ -42,7 +59,9 @@ class Timeline {
     }
   }
 
-  x(us) { return GUTTER + ((us - this.from) / (this.to - this.from)) * (this.width - GUTTER - 10); }
+  x(us) {
+    return GUTTER + ((us - this.from) / (this.to - this.from)) * (this.width - GUTTER - 10);
+  }
   time(event) {
     const x = event.clientX - this.canvas.getBoundingClientRect().left;
     const share = Math.min(1, Math.max(0, (x - GUTTER) / (this.width - GUTTER - 10)));
@@ -80,9 +99,12 @@ class Timeline {
 
   drawSpan(lane, item, top) {
     const [row, start, length, nameIndex, args] = item;
-    const left = Math.max(this.x(start), GUTTER - 2), right = Math.min(this.x(start + length), this.width), y = top + row * ROW;
+    const left = Math.max(this.x(start), GUTTER - 2),
+      right = Math.min(this.x(start + length), this.width),
+      y = top + row * ROW;
     if (right < GUTTER || left > this.width) return;
-    const width = Math.max(0.6, right - left - 0.6), name = this.names[nameIndex];
+    const width = Math.max(0.6, right - left - 0.6),
+      name = this.names[nameIndex];
     this.pen.fillStyle = this.colours[spanColour(name, args)];
     this.pen.fillRect(left, y, width, ROW - 2);
     this.boxes.push({ left, right: left + Math.max(3, width), top: y, name, lane, start, length, args });
@@ -100,18 +122,27 @@ class Timeline {
       this.pen.fillRect(left, 0, right - left, 1e5);
       return;
     }
-    const frame = this.canvas.getBoundingClientRect(), x = event.clientX - frame.left, y = event.clientY - frame.top;
+    const frame = this.canvas.getBoundingClientRect(),
+      x = event.clientX - frame.left,
+      y = event.clientY - frame.top;
     const box = this.boxes.findLast((b) => b.left <= x && x <= b.right && b.top <= y && y <= b.top + ROW - 2);
     this.tip.hidden = !box;
     if (!box) return;
-    const args = Object.entries(box.args).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`);
+    const args = Object.entries(box.args).map(
+      ([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`,
+    );
     const where = [box.lane.process, box.lane.host && `on ${box.lane.host}`, box.lane.lane].filter(Boolean).join(" ");
-    this.tip.replaceChildren(el("b", {}, `${box.name}  ${microseconds(box.length)}`), el("span", {}, [`${where}, ${microseconds(box.start)} into the step`, ...args].join("\n")));
+    this.tip.replaceChildren(
+      el("b", {}, `${box.name}  ${microseconds(box.length)}`),
+      el("span", {}, [`${where}, ${microseconds(box.start)} into the step`, ...args].join("\n")),
+    );
     this.tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - this.tip.offsetWidth - 8)}px`;
     this.tip.style.top = `${Math.min(event.clientY + 14, window.innerHeight - this.tip.offsetHeight - 8)}px`;
   }
 
-  leave() { this.tip.hidden = true; }
+  leave() {
+    this.tip.hidden = true;
+  }
 
   release(event) {
     const [a, b] = span([this.pressed, this.time(event)]);
@@ -137,37 +168,55 @@ function fitting(pen, text, width) {
   return length > 1 ? `${text.slice(0, length)}…` : "";
 }
 
-function timelineSection(data, view) {
+function timelineSection(data) {
   const runs = data.runs.map((run, i) => [i, run.name]).filter(([i]) => data.runs[i].timeline.steps.length);
   if (!runs.length) {
-    return { node: section("timeline", "Timeline", "", [], empty("No process recorded a trace. Where runs are traced, this shows what each rank did, step by step.")) };
+    const words = "No process recorded a trace. Where a run is traced, this shows what each rank did, step by step.";
+    return { node: section("timeline", "Timeline", "", [], empty(words)) };
   }
-  const tools = el("span"), note = el("span"), body = el("div");
-  let timeline = null, steps = [];
+  const tools = el("span"),
+    note = el("span"),
+    body = el("div");
+  let recorded, drawn;
+
   function showRun(index) {
-    const recorded = data.runs[index].timeline;
-    steps = recorded.steps;
-    timeline = new Timeline(recorded);
-    body.replaceChildren(timeline.node);
-    showStep(steps.at(-1).order);
+    recorded = data.runs[index].timeline;
+    drawn = new Timeline(recorded);
+    body.replaceChildren(drawn.node);
+    showStep(recorded.steps.at(-1).order);
   }
   function showStep(order) {
-    const step = steps.find((s) => s.order === order), all = timeline && data.runs.find((run) => run.timeline.steps === steps).timeline.num_steps;
-    const title = (s) => s.step === null ? "all" : `${s.step}`;
-    tools.replaceChildren(picker("step", steps.map((s) => [s.order, title(s)]), order, showStep), " ", el("button", { click: () => timeline.zoom(null) }, "whole step"));
-    const left = step.num_left_out ? `; its ${number(step.num_left_out)} shortest spans are only in trace.json` : "";
-    note.textContent = `${microseconds(step.length_us)}${left}${steps.length < all ? `; ${steps.length} of ${all} steps are here` : ""}; drag to zoom`;
-    timeline.show(step);
+    const step = recorded.steps.find((s) => s.order === order);
+    const choices = recorded.steps.map((s) => [s.order, s.step === null ? "all" : `${s.step}`]);
+    const whole = el("button", { click: () => drawn.zoom(null) }, "whole step");
+    tools.replaceChildren(picker("step", choices, order, showStep), " ", whole);
+    note.textContent = [
+      microseconds(step.length_us),
+      step.num_left_out ? `without its ${number(step.num_left_out)} shortest spans` : null,
+      choices.length < recorded.num_steps ? `${choices.length} of ${number(recorded.num_steps)} steps are here` : null,
+      "drag to zoom",
+    ]
+      .filter(Boolean)
+      .join("; ");
+    drawn.show(step);
   }
-  const choice = runs.length > 1 ? picker("run", runs, runs[0][0], showRun) : null;
   return {
-    node: section("timeline", "Timeline", note, [choice, tools], body),
+    node: section(
+      "timeline",
+      "Timeline",
+      note,
+      [runs.length > 1 ? picker("run", runs, runs[0][0], showRun) : null, tools],
+      body,
+    ),
     start: () => showRun(runs[0][0]),
-    redraw: () => timeline.draw(),
-    go: (step) => { const near = nearest(steps, step); if (near) showStep(near.order); },
+    redraw: () => drawn.draw(),
+    go: (step) => showStep(nearest(recorded.steps, step).order),
   };
 }
 
 function nearest(items, step) {
-  return items.reduce((best, item) => best === null || Math.abs(item.step - step) < Math.abs(best.step - step) ? item : best, null);
+  return items.reduce(
+    (best, item) => (best === null || Math.abs(item.step - step) < Math.abs(best.step - step) ? item : best),
+    null,
+  );
 }

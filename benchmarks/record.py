@@ -1,0 +1,60 @@
+"""What a benchmark script leaves: its rows on the screen and, if asked, its file under results/."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.table import RESULTS, Result, Row, table
+
+MACHINE = "laptop"
+
+
+def compared(what: str, value: float, unit: str, *, peer: str, peer_value: float, at_most: float | None = None) -> Row:
+    """A row beside a peer; `at_most` is the bar on value over peer_value."""
+    ratio = value / peer_value
+    return Row(
+        what=what,
+        value=_short(value),
+        unit=unit,
+        peer=peer,
+        peer_value=_short(peer_value),
+        ratio=_short(ratio),
+        bar=None if at_most is None else f"<= {at_most:g}x",
+        holds=None if at_most is None else ratio <= at_most,
+    )
+
+
+def measured(what: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None) -> Row:
+    """A row of its own; `at_most` or `at_least` is the bar on the value."""
+    bar, holds = None, None
+    if at_most is not None:
+        bar, holds = f"<= {at_most:g} {unit}".strip(), value <= at_most
+    elif at_least is not None:
+        bar, holds = f">= {at_least:g} {unit}".strip(), value >= at_least
+    return Row(what=what, value=_short(value), unit=unit, bar=bar, holds=holds)
+
+
+def finish(script: str, packages: Iterable[str], rows: list[Row], *, save: bool, machine: str = MACHINE) -> int:
+    """Print the rows and, with `save`, write them; returns the exit code, 1 where a bar is missed."""
+    result = Result(
+        script=Path(script).name,
+        date=datetime.now(UTC).date().isoformat(),
+        machine=machine,
+        versions={name: version(name) for name in packages},
+        rows=rows,
+    )
+    print(table([result]))
+    if save:
+        path = RESULTS / machine / f"{Path(script).stem}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    return int(any(row.holds is False for row in rows))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,55 @@
+"""Ending a worker that does not answer: its launcher alone would wait half a minute for it.
+
+A stopped process takes no signal but SIGKILL. Only children of a given launcher are ever touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from spmd_rl.controller.wire import Hello
+
+END_S = 1.0  # for processes that said their last word to end
+LOOK_S = 0.5  # for a launcher to see that they have: torchrun looks ten times a second
+
+
+def end_siblings(lost: Iterable[Hello]) -> None:
+    """SIGKILL those of `lost` that our own launcher started."""
+    end_children(os.getppid(), lost)
+
+
+def end_children(launcher: int, lost: Iterable[Hello]) -> None:
+    """SIGKILL those of `lost` that are children of `launcher`, on this host."""
+    for hello in lost:
+        if hello.host == socket.gethostname() and parent_of(hello.pid) == launcher:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(hello.pid, signal.SIGKILL)
+
+
+def await_end(leaving: Iterable[Hello]) -> None:
+    """Blocks: until those of `leaving` that are on this host have ended and a launcher has noticed; `END_S` ends it."""
+    until = time.monotonic() + END_S
+    for hello in leaving:
+        if hello.host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(hello.pid)
+                select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+                os.close(descriptor)
+    threading.Event().wait(LOOK_S)
+
+
+def parent_of(pid: int) -> int | None:
+    """The parent of a process of this host; None when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])

@@ -1,0 +1,72 @@
+"""The stacks that ranks sent: waited for, shown as one text, and saved beside the run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from spmd_rl.controller.stacks import all_stacks
+from spmd_rl.controller.wire import Stacks
+
+MUTE = "no answer: the process is stopped, gone, or holds the interpreter lock\n"
+
+
+class Snapshots:
+    """The newest stacks and flight record of each rank. The socket thread fills it, others wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._stacks: dict[int, Stacks] = {}
+        self._records: dict[int, bytes] = {}
+
+    def take(self, rank: int, stacks: Stacks, record: bytes) -> None:
+        """Keep what a rank sent."""
+        with self._changed:
+            self._stacks[rank], self._records[rank] = stacks, record
+            self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Start over: the processes have gone on since."""
+        with self._changed:
+            self._stacks.clear()
+            self._records.clear()
+
+    def wait_for(self, ranks: Iterable[int], seconds: float) -> None:
+        """Blocks: until all of `ranks` have sent theirs; `seconds` end it."""
+        wanted = set(ranks)
+        with self._changed:
+            self._changed.wait_for(lambda: wanted <= self._stacks.keys(), seconds)
+
+    def place(self, rank: int) -> str:
+        """The line that a rank is at."""
+        return f"at {self._stacks[rank].place}" if rank in self._stacks else "which does not answer"
+
+    def has(self, rank: int) -> bool:
+        """Whether a rank has sent its stacks."""
+        return rank in self._stacks
+
+    def text(self, title_by_rank: dict[int, str]) -> str:
+        """Everybody's stacks, the controller's own last."""
+        pages = [f"==== {title} ====\n{self._page(rank)}" for rank, title in title_by_rank.items()]
+        return "\n".join([*pages, f"==== controller ====\n{all_stacks()}"])
+
+    def save(self, folder: Path, world_size: int) -> str:
+        """Write one file a rank, and the flight records beside them; says where, or why not."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank in range(world_size):
+                (folder / f"rank_{rank}.txt").write_text(self._page(rank))
+                if record := self._records.get(rank):
+                    (folder / f"rank_{rank}.collectives.json").write_bytes(record)
+            (folder / "controller.txt").write_text(all_stacks())
+        except OSError as error:  # a full disk must not hide why the run ends
+            return f"the stacks could not be saved in {folder}: {error.strerror}"
+        return f"the stacks of all ranks are in {folder}"
+
+    def _page(self, rank: int) -> str:
+        if rank not in self._stacks:
+            return MUTE
+        stacks = self._stacks[rank]
+        refused = "".join(f"{count} frames refused: {reason}\n" for reason, count in stacks.refused.items())
+        return refused + stacks.text

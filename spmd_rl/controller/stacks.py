@@ -1,0 +1,130 @@
+"""Where every process of a live run is: taken in each of them, asked for through a socket that only its user can reach.
+
+The controller listens on a UNIX socket in the run's private folder and names it in the run folder; whoever connects
+gets the stacks of all ranks as text, and can say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from spmd_rl.errors import ConfigError
+
+POINTER = "controller.json"
+ANSWER_S = 10.0  # for a live controller to gather all stacks and send them
+_LIBRARIES = ("<frozen", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")))
+_OURS = str(Path(__file__).parents[1])
+
+
+def all_stacks() -> str:
+    """The Python stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def place_of_main_thread() -> str:
+    """The line that the main thread is at, in the innermost file that is no library: "reward.py:12 in score"."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    found = frame or innermost
+    if found is None:
+        return "nowhere"
+    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} in {found.f_code.co_name}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) and not file.startswith(_OURS)
+
+
+def flight_record() -> bytes:
+    """torch's record of this process's collectives as JSON; empty when it has none."""
+    if (c10d := sys.modules.get("torch._C._distributed_c10d")) is None:
+        return b""
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        if dump := getattr(c10d, name, None):
+            record: bytes = dump()
+            return record
+    return b""
+
+
+class StackServer:
+    """The controller's socket for `spmd-rl stacks`. `gather` runs on its thread and may block for seconds."""
+
+    def __init__(self, folder: Path, run: Path, gather: Callable[[], str]) -> None:
+        self._gather = gather
+        self._pointer = run / POINTER
+        self._listener = socket.socket(socket.AF_UNIX)
+        with _reachable(folder) as near:
+            self._listener.bind(f"{near}/stacks")
+        self._listener.listen()
+        where = {"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)}
+        with contextlib.suppress(OSError):  # a run goes on where its folder is full: it only cannot be asked
+            self._pointer.write_text(json.dumps(where) + "\n")
+        threading.Thread(target=self._serve, name="stacks", daemon=True).start()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, which a close alone does not
+        self._listener.close()
+        with contextlib.suppress(OSError):
+            self._pointer.unlink()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                line, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with line, contextlib.suppress(OSError):  # whoever asked has gone
+                line.settimeout(ANSWER_S)
+                line.sendall(self._gather().encode())
+
+
+def ask(run: Path) -> str:
+    """The stacks of every process of the live run in folder `run`.
+
+    Blocks: for `ANSWER_S` at most. Raises: ConfigError when no run lives there, or on another host.
+    """
+    try:
+        where = json.loads((run / POINTER).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no run is going on in {run}") from error
+    if where["host"] != socket.gethostname():
+        raise ConfigError(f"the controller of {run} is on {where['host']}: ask there")
+    chunks: list[bytes] = []
+    try:
+        with socket.socket(socket.AF_UNIX) as line, _reachable(Path(where["folder"])) as near:
+            line.settimeout(ANSWER_S)
+            line.connect(f"{near}/stacks")
+            while chunk := line.recv(1 << 16):
+                chunks.append(chunk)
+    except TimeoutError as error:
+        raise ConfigError(f"the controller of {run} (pid {where['pid']}) did not answer in {ANSWER_S:g} s") from error
+    except OSError as error:
+        raise ConfigError(f"no run is going on in {run}: its controller (pid {where['pid']}) is gone") from error
+    return b"".join(chunks).decode()
+
+
+@contextlib.contextmanager
+def _reachable(folder: Path) -> Iterator[str]:
+    """A short path to `folder`: the address of a UNIX socket holds no more than 107 bytes."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,82 @@
+"""Prints a plan, and refuses one that cannot fit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from spmd_rl.controller.recipe import Invocation, load_recipe
+from spmd_rl.offload.ledger import PHASES, gib
+from spmd_rl.plan.resolve import Resolved, resolve
+
+MANY = 8
+
+
+def main(words: list[str]) -> int:
+    """`spmd-rl plan RECIPE --world N [--gpu-gib G] [--config F.toml] [--a.b=c ...]`.
+
+    Raises: PlanError when the split does not fit the world, or the memory the GPU.
+    """
+    parser = argparse.ArgumentParser(prog="spmd-rl plan", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("recipe")
+    parser.add_argument("--world", type=int, required=True, help="number of ranks")
+    parser.add_argument("--gpu-gib", type=float, help="memory of one device; more than that is refused")
+    parser.add_argument("--config", type=Path)
+    options, rest = parser.parse_known_args(words)
+    config = [f"--config={options.config}"] if options.config else []
+    invocation = Invocation.parse([options.recipe, *config, *rest])
+    resolved = resolve(load_recipe(options.recipe).configure(invocation), options.world)
+    print("\n".join(lines(resolved)))
+    if options.gpu_gib is not None:
+        resolved.require(int(options.gpu_gib * 2**30))
+        print(f"fits in {options.gpu_gib:g} GiB")
+    return 0
+
+
+def lines(resolved: Resolved) -> Iterator[str]:
+    """The plan as text: split, groups, routes, memory."""
+    yield f"world of {resolved.world_size}"
+    for place in resolved.placements.values():
+        axes = " x ".join(f"{axis} {size}" for axis, size in place.axes.items())
+        yield f"  {place.name:8} {axes:28} ranks {_ranks(place.ranks)}"
+    yield "process groups"
+    yield from _first([f"  {name:12} ranks {_ranks(ranks)}" for name, ranks in resolved.groups])
+    if resolved.spec is None:
+        return
+    yield f"model        {resolved.spec.family}, {resolved.spec.num_parameters:,} parameters"
+    yield from _routes(resolved)
+    yield from _memory(resolved)
+
+
+def _routes(resolved: Resolved) -> Iterator[str]:
+    moved = resolved.route_bytes
+    if not moved:
+        return
+    within = sum(size for (source, target), size in moved.items() if source == target)
+    yield f"weight push  {gib(within)} within ranks, {gib(moved.total() - within)} between ranks"
+    yield from _first(
+        [f"  rank {source:>3} -> {target:<3} {gib(size)}" for (source, target), size in sorted(moved.items())]
+    )
+
+
+def _memory(resolved: Resolved) -> Iterator[str]:
+    rank = resolved.peak_rank()
+    ledger = resolved.ledgers[rank]
+    yield f"memory of rank {rank}, which needs most" + " " * 8 + "".join(f"{phase:>12}" for phase in PHASES)
+    for entry in ledger.entries:
+        cells = "".join(f"{gib(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES)
+        yield f"  {entry.tag:40}{cells}"
+    yield f"  {'all':40}" + "".join(f"{gib(ledger.resident_bytes(phase)):>12}" for phase in PHASES)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
+
+
+def _first(rows: list[str]) -> Iterator[str]:
+    """The first rows, and how many there are beyond them."""
+    yield from rows[:MANY]
+    if len(rows) > MANY:
+        yield f"  ... and {len(rows) - MANY} more"

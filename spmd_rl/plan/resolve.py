@@ -1,0 +1,157 @@
+"""From a recipe's config and a world size to the resolved plan, as plain data.
+
+A recipe is planned by the parts of its config that this room knows: `split` places roles, `model` gives shapes,
+`trainer` and `engine` say how they are held, `sampling` and `prompts_per_step` how many tokens live at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from spmd_rl.errors import PlanError
+from spmd_rl.mesh.split import Placement, Placements, plan_split
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.offload.ledger import (
+    Ledger,
+    activation_bytes,
+    engine_ledger,
+    kv_token_bytes,
+    total,
+    trainer_ledger,
+)
+from spmd_rl.train.config import WHOLE_MODEL_BYTES
+from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, chunk_box
+from spmd_rl.weights.plan import plan
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """All that can be known of a run before it starts."""
+
+    world_size: int
+    placements: Placements
+    spec: ModelSpec | None
+    route_bytes: Counter[tuple[int, int]]
+    ledgers: dict[int, Ledger]
+
+    @property
+    def groups(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Process groups by name: each role's mesh dims that hold several ranks, and the link."""
+        found = [
+            (f"{place.name}.{axis}", ranks) for place in self.placements.values() for axis, ranks in _axis_groups(place)
+        ]
+        if self.route_bytes:
+            union = {rank for place in self.placements.values() for rank in place.ranks}
+            found.append(("link", tuple(sorted(union))))
+        return found
+
+    def peak_rank(self) -> int:
+        """The rank that needs most memory, the lowest of equals."""
+        return max(sorted(self.ledgers), key=lambda rank: self.ledgers[rank].peak_bytes())
+
+    def require(self, capacity_bytes: int) -> None:
+        """Raises: PlanError with the arithmetic of the first rank and phase that cannot fit."""
+        for rank, ledger in sorted(self.ledgers.items()):
+            try:
+                ledger.require(capacity_bytes)
+            except PlanError as error:
+                raise PlanError(f"rank {rank}: {error}") from None
+
+
+def resolve(cfg: Any, world_size: int) -> Resolved:
+    """Raises: PlanError when the split does not fit; ConfigError when the model folder does not serve."""
+    split = getattr(cfg, "split", None)
+    if split is None:
+        raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
+    placements = plan_split(split, world_size)
+    model = getattr(cfg, "model", "")
+    spec = ModelSpec.from_folder(model) if model else None
+    ledgers = {rank: Ledger(()) for rank in range(world_size)}
+    if spec is not None:
+        ledgers = {rank: total(_rank_ledgers(rank, placements, spec, cfg)) for rank in range(world_size)}
+    return Resolved(world_size, placements, spec, _route_bytes(placements, spec, cfg), ledgers)
+
+
+def _rank_ledgers(rank: int, placements: Placements, spec: ModelSpec, cfg: Any) -> Iterable[Ledger]:
+    """One ledger for each role that this rank serves."""
+    train, infer = placements.get("train"), placements.get("infer")
+    if train is not None and rank in train.ranks:
+        compute_bytes = ITEM_BYTES[cfg.trainer.dtype]
+        yield trainer_ledger(
+            spec.num_parameters,
+            train.axes["fsdp"],
+            compute_bytes,
+            num_gathered=_num_gathered(spec),
+            activations=activation_bytes(
+                num_tokens=cfg.trainer.max_tokens,
+                num_layers=spec.num_layers,
+                hidden_size=spec.hidden_size,
+                intermediate_size=spec.intermediate_size,
+                attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+                logit_bytes=cfg.trainer.logit_rows * spec.vocab_size * ITEM_BYTES["float32"],
+                element_bytes=compute_bytes,
+                recomputed=cfg.trainer.activation_checkpointing,
+            ),
+        )
+    if infer is not None and rank in infer.ranks:
+        element_bytes = ITEM_BYTES[cfg.engine.dtype]
+        token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes)
+        weight_bytes = 0 if _aliased(rank, train, cfg) else element_bytes
+        yield engine_ledger(spec.num_parameters, weight_bytes, _kv_tokens(infer, spec, cfg) * token_bytes)
+
+
+def _num_gathered(spec: ModelSpec) -> int:
+    """Parameters that FSDP holds whole at once: all of a small model; else the root's, and a layer with the next."""
+    if spec.num_parameters * ITEM_BYTES["float32"] <= WHOLE_MODEL_BYTES:
+        return spec.num_parameters
+    layer = sum(prod(shape) for name, shape in spec.parameter_shapes().items() if name.startswith("model.layers.0."))
+    return spec.num_parameters - (spec.num_layers - 2) * layer
+
+
+def _kv_tokens(infer: Placement, spec: ModelSpec, cfg: Any) -> int:
+    """Tokens whose keys and values one engine's pages hold: those given, else a full batch of whole contexts."""
+    if cfg.engine.num_pages:
+        return int(cfg.engine.num_pages * cfg.engine.page_size)
+    sequences = -(-cfg.prompts_per_step // infer.data_size) * cfg.sampling.num_samples
+    return min(cfg.engine.max_batch, sequences) * spec.max_positions
+
+
+def _aliased(rank: int, train: Placement | None, cfg: Any) -> bool:
+    """Whether this rank's engine can be the trainer's own memory."""
+    whole = train is not None and rank in train.ranks and train.axes["fsdp"] == 1
+    return whole and cfg.engine.dtype == "float32"
+
+
+def _route_bytes(placements: Placements, spec: ModelSpec | None, cfg: Any) -> Counter[tuple[int, int]]:
+    """Bytes that a push moves, by (source rank, destination rank).
+
+    The plan is made for one tensor of each shape, and counted as often as the shape occurs.
+    """
+    train, infer = placements.get("train"), placements.get("infer")
+    if spec is None or train is None or infer is None:
+        return Counter()
+    shapes = Counter(spec.parameter_shapes().values())
+    num_shards = train.axes["fsdp"]
+    moved: Counter[tuple[int, int]] = Counter()
+    for shape, count in shapes.items():
+        whole = Piece("any", shape, cfg.engine.dtype, Box((0,) * len(shape), shape))
+        shards = [Piece("any", shape, "float32", chunk_box(shape, i, num_shards)) for i in range(num_shards)]
+        source = [Layout(rank, (shards[place % num_shards],)) for place, rank in enumerate(train.ranks)]
+        for move in plan(source, [Layout(rank, (whole,)) for rank in infer.ranks]).moves:
+            moved[move.src, move.dst] += move.num_bytes * count
+    return moved
+
+
+def _axis_groups(place: Placement) -> list[tuple[str, tuple[int, ...]]]:
+    """The groups of ranks that differ in one axis alone, for axes of more than one rank."""
+    dp, fsdp = place.axes["dp"], place.axes["fsdp"]
+    groups = []
+    if fsdp > 1:
+        groups += [("fsdp", place.ranks[i * fsdp : (i + 1) * fsdp]) for i in range(dp)]
+    if dp > 1:
+        groups += [("dp", place.ranks[i::fsdp]) for i in range(fsdp)]
+    return groups

@@ -1,0 +1,102 @@
+"""Malformed and mutated frames without end, from a seed: every one is wrong for whoever gets it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from spmd_rl.controller import wire
+from spmd_rl.controller.envelope import PREAMBLE
+from spmd_rl.controller.wire import Message, WireError
+from spmd_rl.mesh.split import Placement
+
+RAW = msgspec.Raw(msgspec.msgpack.encode({"value": [1, 2.5, "x", None, True]}))
+PLACEMENT = Placement("actor", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
+TO_CONTROLLER: list[Message] = [
+    wire.Hello(1, "host", 77),
+    wire.Result(5, RAW),
+    wire.Failure(5, "KeyError", "'x'", "Traceback", 1),
+    wire.Pong(),
+    wire.Stacks("reward.py:1 in score", "thread", {"replayed": 2}),
+    wire.Signalled("SIGTERM"),
+    wire.Dying("lost its launcher"),
+    wire.Bye(),
+]
+TO_WORKER: list[Message] = [
+    wire.Ping(20.0),
+    wire.StackRequest(),
+    wire.Split(1, [PLACEMENT]),
+    wire.Spawn(2, "actor", "m:Actor", PLACEMENT, "m:Config", RAW),
+    wire.Call(3, "actor", "go", RAW),
+    wire.Stop("why", 2, [wire.Hello(1, "host", 5)]),
+]
+NESTED = b"\x91" * 2000 + b"\xc0"
+HUGE_COUNTS = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff")
+
+
+class Fuzzer:
+    """`decode` is the receiver's: frames whose header it would take get a preamble that it must refuse."""
+
+    def __init__(self, seed: int, generation: int, messages: Sequence[Message], decode: Callable[[bytes], object]):
+        self._rng = random.Random(seed)
+        self._generation = generation
+        self._headers = [wire.encode(message)[0] for message in [*TO_CONTROLLER, *TO_WORKER]]
+        self._own = [wire.encode(message)[0] for message in messages]
+        self._decode = decode
+
+    def frames(self, expected: int) -> list[bytes]:
+        """Frames that a receiver which expects message number `expected` must drop."""
+        kind = self._rng.random()
+        if kind < 0.1:
+            return [self._noise(64) for _ in range(self._rng.choice([1, 2, 4, 7]))]
+        header = self._header()
+        if kind < 0.2:
+            return [self._noise(32), header, b""]
+        good = self._taken(header)
+        return [self._preamble(expected, wrong=good or kind < 0.4), header, self._noise(16)]
+
+    def _header(self) -> bytes:
+        draw = self._rng.random()
+        if draw < 0.1:
+            return self._noise(256)
+        if draw < 0.15:
+            return self._rng.choice([NESTED, b"", *HUGE_COUNTS])
+        header = bytearray(self._rng.choice(self._own if draw < 0.6 else self._headers))
+        for _ in range(self._rng.randrange(4)):
+            self._mutate(header)
+        return bytes(header)
+
+    def _mutate(self, header: bytearray) -> None:
+        at = self._rng.randrange(len(header) + 1)
+        match self._rng.randrange(5):
+            case 0 if header:
+                header[at % len(header)] = self._rng.randrange(256)
+            case 1:
+                del header[at:]
+            case 2:
+                header[at:at] = self._noise(8)
+            case 3:
+                header[at:at] = self._rng.choice(HUGE_COUNTS)
+            case _:
+                other = self._rng.choice(self._headers)
+                header[at:] = other[self._rng.randrange(len(other)) :]
+
+    def _preamble(self, expected: int, wrong: bool) -> bytes:
+        if not wrong:
+            return PREAMBLE.pack(self._generation, expected)
+        if self._rng.random() < 0.5:
+            return PREAMBLE.pack(self._rng.getrandbits(64) ^ 1 or 2, expected)
+        number = self._rng.choice([expected - 1, expected + 1, 0, expected + 2**40, 2**64 - 1])
+        return PREAMBLE.pack(self._generation, number if number not in (expected, -1) else expected + 1)
+
+    def _noise(self, most: int) -> bytes:
+        return self._rng.randbytes(self._rng.randrange(most))
+
+    def _taken(self, header: bytes) -> bool:
+        try:
+            self._decode(header)
+        except WireError:
+            return False
+        return True

@@ -1,0 +1,78 @@
+"""The processes that `python -m tests.fuzz` attacks: a live controller at work, and live workers.
+
+python -m tests.fuzz.live controller ADDRESS GENERATION     calls rank 0 until its stdin ends, then reports
+python -m tests.fuzz.live worker ENDPOINT GENERATION RANK   serves one role until it is told to stop
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+from types import SimpleNamespace
+
+from spmd_rl.controller import secret
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.dealer import Dealer
+from spmd_rl.controller.endpoint import Role, collective
+from spmd_rl.controller.handle import Handle
+from spmd_rl.controller.switchboard import Switchboard
+from spmd_rl.controller.wire import Bye, Hello
+from spmd_rl.controller.worker import Worker
+from spmd_rl.mesh.split import Placement
+
+NAME = "echo"
+WORLD = 2  # rank 0 is a worker, rank 1 is the attacker
+
+
+class Echo(Role):
+    @collective
+    def echo(self, value: int) -> int:
+        return value
+
+
+def controller(address: str, generation: int, keys: secret.Keys) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, tempfile.TemporaryDirectory() as folder:
+        run = RunConfig(folder=folder, deadline_s=20.0)
+        board = Switchboard(run, WORLD, address, keys, generation, ours)
+        print(json.dumps({"endpoint": board.endpoint}), flush=True)
+        board.wait_for_all()
+        echo, ended, calls = (
+            Handle(NAME, Echo, Placement(NAME, (0,), {"dp": 1, "fsdp": 1}), board),
+            threading.Event(),
+            0,
+        )
+        threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+        print(json.dumps({"working": echo.echo.call(0) == 0}), flush=True)
+        while not ended.wait(0.01):
+            calls += 1
+            assert echo.echo.call(calls) == calls
+        refused = board.refused
+        board.stop(None)
+        print(json.dumps({"calls": calls, "refused": refused}), flush=True)
+
+
+def worker(endpoint: str, generation: int, rank: int, keys: secret.Keys) -> None:
+    dealer = Dealer(endpoint, keys, generation, Hello(rank, socket.gethostname(), os.getpid()))
+    Worker(SimpleNamespace(neighbours={NAME: Echo(None, SimpleNamespace())})).serve(dealer)  # type: ignore[arg-type]
+    dealer.post(Bye())
+    dealer.close()
+
+
+def main(words: list[str]) -> None:
+    given = secret.given()
+    assert given is not None
+    keys = secret.derive(given)
+    match words:
+        case ["controller", address, generation]:
+            controller(address, int(generation), keys)
+        case ["worker", endpoint, generation, rank]:
+            worker(endpoint, int(generation), int(rank), keys)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

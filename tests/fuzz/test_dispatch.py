@@ -1,0 +1,110 @@
+"""A hundred thousand wrong frames against the controller's and the worker's own dispatch: none passes, none crashes."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from contextlib import closing
+from pathlib import Path
+from signal import Signals
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.controller.codec import Packed, pack, unpack
+from spmd_rl.controller.dealer import Dealer
+from spmd_rl.controller.envelope import Outgoing
+from spmd_rl.controller.router import Router
+from spmd_rl.controller.secret import derive
+from spmd_rl.controller.wire import Call, Hello, Refusal, ToController, decode_at_controller, decode_at_worker, encode
+from spmd_rl.errors import ContractError
+from tests.fuzz.frames import RAW, TO_CONTROLLER, TO_WORKER, Fuzzer
+
+FRAMES = 50_000
+WARM = 5_000
+GENERATION = 7
+GROWTH_KIB = 8 << 10
+
+KEYS = derive(b"a" * 32)
+
+
+class Ears:
+    """A listener that hears one Hello and should hear no more."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
+        self.heard.append(message)
+        return True
+
+    def on_tick(self, now: float) -> None: ...
+
+    def on_unreachable(self, rank: int) -> None:
+        self.heard.append("unreachable")
+
+    def on_parent_lost(self) -> None:
+        self.heard.append("parent lost")
+
+    def on_signal(self, number: Signals) -> None:
+        self.heard.append(number)
+
+
+def test_the_controller_takes_none(tmp_path: Path) -> None:
+    ears, (ours, theirs) = Ears(), socket.socketpair()
+    with ours, theirs, closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, ears, ours)) as router:
+        router.start()
+        hello = Outgoing(GENERATION).frames(*encode(Hello(1, "host", 1)))
+        router.take(b"rank-1", hello)
+        fuzzer = Fuzzer(1, GENERATION, TO_CONTROLLER, decode_at_controller)
+        for count in range(WARM + FRAMES):
+            if count == WARM:
+                before = peak_kib()
+            router.take(b"rank-1", fuzzer.frames(1))
+        assert peak_kib() - before < GROWTH_KIB
+        assert sum(router.refused.values()) == WARM + FRAMES
+        assert router.refused.keys() <= set(Refusal)
+        for identity in (b"", b"rank-", b"rank-2", b"rank-00", b"rank--1", b"rank-" + b"9" * 200, b"\xff" * 255):
+            router.take(identity, hello)
+        assert router.refused[Refusal.STRANGER] == 7
+        assert ears.heard == [Hello(1, "host", 1)]
+
+
+def test_the_worker_takes_none(tmp_path: Path) -> None:
+    with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, Hello(0, "host", 1))) as dealer:
+        outgoing = Outgoing(GENERATION)
+        dealer.take(outgoing.frames(*encode(Call(1, "actor", "go", RAW))))
+        assert isinstance(dealer.inbox.get_nowait()[0], Call)
+        fuzzer = Fuzzer(2, GENERATION, TO_WORKER, decode_at_worker)
+        for count in range(WARM + FRAMES):
+            if count == WARM:
+                before = peak_kib()
+            dealer.take(fuzzer.frames(1))
+        assert peak_kib() - before < GROWTH_KIB
+        assert sum(dealer.refused.values()) == WARM + FRAMES
+        assert dealer.inbox.empty()
+        dealer.take(outgoing.frames(*encode(Call(2, "actor", "go", RAW))))
+        assert not dealer.inbox.empty(), "a right frame is still taken"
+
+
+def test_mutated_values_are_refused_or_are_arrays() -> None:
+    """What a call carries is decoded by its endpoint's annotation, and by nothing else."""
+    good = pack({"a": np.arange(12.0).reshape(3, 4), "b": np.zeros(0, np.int32)})
+    rng = np.random.default_rng(3)
+    refused = 0
+    for _ in range(10_000):
+        body = bytearray(good.body)
+        for _ in range(rng.integers(1, 4)):
+            body[rng.integers(len(body))] = rng.integers(256)
+        payload = good.payload[: rng.choice([len(good.payload), rng.integers(len(good.payload))])]
+        try:
+            value = unpack(Packed(bytes(body), payload), dict[str, NDArray[np.generic]])
+        except ContractError:
+            refused += 1
+            continue
+        assert all(isinstance(array, np.ndarray) for array in value.values())
+    assert 0 < refused < 10_000
+
+
+def peak_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

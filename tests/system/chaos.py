@@ -1,0 +1,282 @@
+"""Random faults in real runs: every one must end, soon, in an error that says what happened, or not matter.
+
+    python -m tests.system.chaos --faults 20 --seed 1
+
+Each fault is a run of two ranks on this machine. Printed are its seed, how it ended and after how long; the table
+goes to benchmarks/results/ with --save. A single fault is repeated with --only INDEX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from benchmarks.record import finish
+from benchmarks.table import Row
+from tests.system import chaos_processes as processes
+from tests.system.chaos_cases import DEADLINE_S, LOST_AFTER_S, Case, cases, matches
+from tests.system.faults import ENVIRONMENT
+
+REPO = Path(__file__).parents[2]
+GRACE_S = 10.0  # how long after its deadline a run may take to be gone
+RUN_S = 30.0  # how long a run that is completed may take, from its first step
+DISK_BYTES = 4 << 20
+START_S = 60.0  # how long a run may take to its first step, on a busy machine
+
+TIMES = [f"--run.deadline_s={DEADLINE_S:g}", f"--run.lost_after_s={LOST_AFTER_S:g}", "--run.start_s=20"]
+TOY = [str(REPO / "tests/system/chaos_recipe.py"), "--run.save_every=10"]
+ARITHMETIC = [
+    str(REPO / "examples/arithmetic/recipe.py"),
+    f"--config={REPO / 'examples/arithmetic/demo.toml'}",
+    f"--model={REPO / 'examples/arithmetic/model'}",
+    f"--data={REPO / 'examples/arithmetic/train.jsonl'}",
+    f"--warmup_data={REPO / 'examples/arithmetic/warmup.jsonl'}",
+    f"--reward={REPO / 'examples/arithmetic/reward.py'}:correct",
+    *("--run.name=run", "--warmup_steps=2", "--warmup_pairs=16", "--prompts_per_step=8", "--steps=400"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: "error", "completed" or "resumed"; `seconds` from the fault to the end of its last process."""
+
+    case: Case
+    how: str
+    seconds: float
+    sentence: str
+    wrong: str
+
+
+class Run:
+    """One run and what it said."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.folder = folder
+        recipe = TOY if case.recipe == "toy" else ARITHMETIC
+        settings = [word.replace("POISON", str(REPO / "tests/system/poison.py")) for word in case.settings]
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith(("SPMD_RL", "TORCHELASTIC"))},
+            "PYTHONPATH": str(REPO),
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(folder),
+            processes.MARK: self.mark,
+            **({ENVIRONMENT: case.frames.text()} if case.frames else {}),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.system.chaos_entry", "run", *recipe, "--nproc=2", *TIMES, *settings],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.started = threading.Event()
+        self._said: dict[str, list[str]] = {"out": [], "err": []}
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(name, stream), daemon=True)
+            for name, stream in (("out", self.process.stdout), ("err", self.process.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def end(self, seconds: float) -> bool:
+        """Whether the launcher and all that came of it ended in time; nothing is left after this."""
+        ended = processes.await_end(self.mark, seconds)
+        processes.end_all(self.mark)
+        self.process.wait()
+        for reader in self._readers:
+            reader.join(5.0)
+        return ended
+
+    @property
+    def out(self) -> str:
+        return "".join(self._said["out"])
+
+    @property
+    def err(self) -> str:
+        return "".join(self._said["err"])
+
+    @property
+    def completed(self) -> bool:
+        return self.process.returncode == 0
+
+    @property
+    def sentence(self) -> str:
+        """The last line that it left on stderr."""
+        return (self.err.strip().splitlines() or [""])[-1]
+
+    def pid(self, victim: str) -> int:
+        """The process that a case names. Raises: ProcessLookupError when the run is over, or never had it."""
+        if victim == "launcher":
+            return self.process.pid
+        until = time.monotonic() + START_S
+        while self.process.poll() is None and time.monotonic() < until:
+            ranks = processes.ranks(self.mark, self.process.pid)
+            found = (
+                processes.controller(self.mark) if victim == "controller" else dict(enumerate(ranks)).get(int(victim))
+            )
+            if found is not None:
+                return found
+            threading.Event().wait(0.05)
+        raise ProcessLookupError(victim)
+
+    def _read(self, name: str, stream: IO[str]) -> None:
+        for line in stream:
+            self._said[name].append(line)
+            if name == "out":
+                self.started.set()
+        self.started.set()
+
+
+def strike(run: Run, case: Case) -> float:
+    """Do to the run what the case says, from outside, at its moment; returns when that was."""
+    if case.at_start:
+        run.pid(case.victim)
+    else:
+        run.started.wait(START_S)
+    threading.Event().wait(case.delay_s)
+    try:
+        if case.victim == "disk":
+            fill(run.folder / "runs")
+        elif case.kind == "full disk":
+            resource.prlimit(run.pid(case.victim), resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        elif case.signal is not None:
+            os.kill(run.pid(case.victim), case.signal)
+    except ProcessLookupError:  # the run was over first
+        pass
+    return time.time()
+
+
+def play(case: Case) -> Outcome:
+    """One run, one fault; and the same command again, if it is one to be resumed."""
+    with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        if case.victim == "disk" and not mounts(folder / "runs"):
+            case = replace(case, victim="controller")
+        run = Run(case, folder)
+        try:
+            struck = strike(run, case)
+        finally:
+            in_time = run.end(RUN_S + DEADLINE_S + GRACE_S)
+        if (mark := folder / "struck").exists():
+            struck = mark.stat().st_mtime
+        seconds = max(0.0, time.time() - struck)
+        how, wrong = "completed" if run.completed else "error", fault_of(case, run, seconds, in_time)
+        if not run.completed and not wrong and case.resumes:
+            again = Run(replace(case, frames=None), folder)
+            again.end(START_S + RUN_S)
+            how, wrong = "resumed", "" if again.completed else f"cannot be resumed: {again.sentence}"
+        if case.victim == "disk":
+            subprocess.run(["umount", "--lazy", str(folder / "runs")], check=True)
+        return Outcome(case, how, seconds, run.sentence, wrong)
+
+
+def mounts(folder: Path) -> bool:
+    """Whether a small file system of its own could be mounted at `folder`, which takes root."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def fill(folder: Path) -> None:
+    """Take all the room that is left."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return
+
+
+def fault_of(case: Case, run: Run, seconds: float, in_time: bool) -> str:
+    """What is wrong with how the run ended; empty when nothing is."""
+    if not in_time:
+        return "it did not end, or left processes behind"
+    if left := [str(path.relative_to(run.folder)) for path in run.folder.rglob("secret")]:
+        return f"it left its secret in {left}"
+    if run.completed:
+        harmless = case.may_complete or case.frames is not None or case.signal is not None
+        return "" if harmless else "it was completed as if nothing had been"
+    if seconds > DEADLINE_S + GRACE_S:
+        return "it took too long"
+    if not (case.expected and matches(case, run.err)):
+        return f"no sentence says why ({case.expected or 'it had to be completed'}): {run.err[-2000:]}"
+    if case.signal is not None and run.process.returncode not in case.codes:
+        return f"exit code {run.process.returncode}"
+    return ""
+
+
+def rows(outcomes: list[Outcome]) -> list[Row]:
+    """The table of faults survived: one row a kind, and the whole."""
+    found = []
+    for kind in dict.fromkeys(outcome.case.kind for outcome in outcomes):
+        ours = [outcome for outcome in outcomes if outcome.case.kind == kind]
+        how = ", ".join(
+            f"{sum(outcome.how == each for outcome in ours)} {each}" for each in sorted({o.how for o in ours})
+        )
+        found.append(
+            Row(
+                what=f"{kind} ({how}): slowest end after it",
+                value=round(max(outcome.seconds for outcome in ours), 1),
+                unit="s",
+                bar=f"all of {len(ours)} attributed, in time",
+                holds=not any(outcome.wrong for outcome in ours),
+            )
+        )
+    survived = sum(not outcome.wrong for outcome in outcomes)
+    median = statistics.median(outcome.seconds for outcome in outcomes)
+    found.append(Row(what="median end after a fault", value=round(median, 1), unit="s"))
+    total = Row(what="faults survived", value=survived, unit=f"of {len(outcomes)}", bar="all")
+    total.holds = survived == len(outcomes)
+    return [*found, total]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", type=int, help="the index of one fault")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    drawn = cases(args.seed, args.faults if args.only is None else args.only + 1)
+    chosen = list(enumerate(drawn)) if args.only is None else [(args.only, drawn[args.only])]
+
+    def one(item: tuple[int, Case]) -> Outcome:
+        outcome = play(item[1])
+        verdict = f"WRONG: {outcome.wrong}" if outcome.wrong else "ok"
+        print(
+            f"{args.seed}:{item[0]:<3} {item[1].kind:<24} {item[1].victim:<10} {outcome.how:<9} "
+            f"{outcome.seconds:5.1f} s  {verdict}  {outcome.sentence}",
+            flush=True,
+        )
+        return outcome
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        outcomes = list(pool.map(one, chosen))
+    return finish(__file__, ["torch", "pyzmq"], rows(outcomes), save=args.save)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    sys.exit(main())

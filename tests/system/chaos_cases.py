@@ -1,0 +1,137 @@
+"""What can go wrong with a run, drawn from a seed: which fault strikes whom and when, and how the run may end.
+
+A run that meets a fault ends in an error that says what happened, or is completed as if there had been none.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from dataclasses import dataclass, replace
+
+from tests.system.faults import Fault
+
+DEADLINE_S = 3.0
+LOST_AFTER_S = 3.0
+
+LOST = r"lost rank {rank} \(host \S+, pid \d+\)|rank {rank} was killed by SIGKILL"
+SILENT = r"lost rank \d|lost the controller: silent|no answer from rank \d"
+DISK = r"No space left on device|File too large|no room"
+OUTSIDE = r"the run was ended from outside: (every rank|the controller) got SIG"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault. `strike` is done by the driver from outside, or `frames` is installed in a process of the run."""
+
+    kind: str
+    victim: str  # "0", "1", "controller", "launcher", or "disk"
+    delay_s: float  # after the first step, or after the launch for a fault at start-up
+    expected: str  # pattern of the run's sentence; empty where the run must be completed
+    may_complete: bool = False
+    codes: tuple[int, ...] = (1,)
+    frames: Fault | None = None
+    signal: signal.Signals | None = None
+    at_start: bool = False
+    recipe: str = "toy"
+    settings: tuple[str, ...] = ()
+    resumes: bool = False  # the same command is to complete it afterwards
+
+
+def draw(kind: str, rng: random.Random) -> Case:
+    """A case of this kind."""
+    rank, delay_s = rng.choice("01"), rng.uniform(0.0, 2.0)
+    match kind:
+        case "kill rank":
+            return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL)
+        case "kill rank at start":
+            pattern = LOST.format(rank=rank) + r"|could not join|connection"
+            return Case(kind, rank, rng.uniform(0.0, 1.5), pattern, signal=signal.SIGKILL, at_start=True)
+        case "stop rank":
+            return Case(kind, rank, delay_s, LOST.format(rank=rank) + f"|{SILENT}", signal=signal.SIGSTOP)
+        case "kill controller":
+            return Case(kind, "controller", delay_s, r"the controller .*was killed by SIGKILL", signal=signal.SIGKILL)
+        case "stop controller":
+            return Case(kind, "controller", delay_s, r"lost the controller: silent", signal=signal.SIGSTOP)
+        case "kill launcher":
+            return Case(kind, "launcher", delay_s, r"lost its launcher", codes=(-9,), signal=signal.SIGKILL)
+        case "end launcher":
+            return Case(kind, "launcher", delay_s, OUTSIDE, codes=(143,), signal=signal.SIGTERM)
+        case "end controller":
+            return Case(kind, "controller", delay_s, OUTSIDE, codes=(143,), signal=signal.SIGTERM)
+        case "full disk":
+            return Case(kind, rng.choice(["0", "1", "controller", "disk", "disk"]), delay_s, DISK, may_complete=True)
+    return _of_frames(kind, rng) or _of_data(kind)
+
+
+def _of_frames(kind: str, rng: random.Random) -> Case | None:
+    side, after, seed = rng.choice(["controller", "0", "1"]), rng.randrange(8, 60), rng.randrange(1 << 30)
+    match kind:
+        case "drop frame" | "corrupt frame":
+            frames = Fault(kind.split()[0], side, after, seed=seed)
+            return Case(kind, side, 0.0, f"{SILENT}|out of order|malformed", frames=frames)
+        case "duplicate frame":
+            return Case(kind, side, 0.0, "", may_complete=True, frames=Fault("duplicate", side, after))
+        case "delay frame":
+            frames = Fault("delay", side, after, seconds=rng.uniform(0.2, 5.0))
+            may_complete = frames.seconds < LOST_AFTER_S + 1
+            return Case(kind, side, 0.0, SILENT, may_complete=may_complete, frames=frames)
+        case "corrupt bytes":
+            side = rng.choice("01")
+            frames = Fault("bytes", side, rng.randrange(2_000, 8_000))
+            return Case(kind, side, 0.0, rf"lost rank {side}|{SILENT}|connection closed", frames=frames)
+    return None
+
+
+def _of_data(kind: str) -> Case:
+    match kind:
+        case "nan reward":
+            return Case(kind, "0", 0.0, r"no finite number", recipe="arithmetic", settings=("--reward=POISON:nan",))
+        case "nan gradient":
+            settings = ("--warmup_lr=1e30", "--trainer.clip_norm=0", "--warmup_steps=5")
+            return Case(kind, "0", 0.0, r"the (loss|gradient) is not finite", recipe="arithmetic", settings=settings)
+        case "reward hangs":
+            pattern = r"no answer from rank \d.*hangs|reward.*(hang|did not|within|longer)"
+            return Case(kind, "0", 0.0, pattern, recipe="arithmetic", settings=("--reward=POISON:hangs",))
+        case "reward raises":
+            return Case(kind, "0", 0.0, r"poisoned", recipe="arithmetic", settings=("--reward=POISON:raises",))
+        case "kill rank in arithmetic":
+            return Case(kind, "1", 6.0, LOST.format(rank=1), recipe="arithmetic", signal=signal.SIGKILL)
+    raise ValueError(f"no fault called {kind}")
+
+
+KINDS = (
+    "kill rank",
+    "stop rank",
+    "drop frame",
+    "kill controller",
+    "kill launcher",
+    "duplicate frame",
+    "full disk",
+    "stop controller",
+    "corrupt frame",
+    "kill rank at start",
+    "delay frame",
+    "end launcher",
+    "corrupt bytes",
+    "end controller",
+    "nan gradient",
+    "nan reward",
+    "reward hangs",
+    "reward raises",
+    "kill rank in arithmetic",
+)
+
+
+def cases(seed: int, count: int) -> list[Case]:
+    """`count` cases; every kind comes before any comes again."""
+    drawn = []
+    for i in range(count):
+        case = draw(KINDS[i % len(KINDS)], rng := random.Random(f"{seed}:{i}"))
+        drawn.append(replace(case, resumes=case.recipe == "toy" and rng.random() < 1 / 3))
+    return drawn
+
+
+def matches(case: Case, text: str) -> bool:
+    return bool(re.search(case.expected, text))

@@ -1,0 +1,20 @@
+"""`spmd-rl run`, with a fault installed in the ranks that it forks."""
+
+from __future__ import annotations
+
+import sys
+
+from spmd_rl import cli
+from tests.system.faults import install_in_rank
+
+real = cli._forked_rank
+
+
+def forked_rank(words: list[str]) -> None:
+    install_in_rank()
+    real(words)
+
+
+if __name__ == "__main__":
+    cli._forked_rank = forked_rank
+    sys.exit(cli.main())

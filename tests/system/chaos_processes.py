@@ -1,0 +1,78 @@
+"""The processes of one run, found by a mark in their environment, whoever their parent is by now."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+MARK = "SPMD_RL_TEST_MARK"
+
+
+def marked(mark: str) -> list[int]:
+    """The live processes of the run with this mark, oldest first; zombies are not alive."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if wanted in (folder / "environ").read_bytes().split(b"\0") and state(int(folder.name)) != "Z":
+                    found.append(int(folder.name))
+            except OSError:  # it ended meanwhile, or is another user's
+                continue
+    return sorted(found)
+
+
+def controller(mark: str) -> int | None:
+    """The controller of a run, once there is one."""
+    commands = {pid: _read(pid, "cmdline") for pid in marked(mark)}
+    return next((pid for pid, command in commands.items() if b"\0spmd_rl\0controller\0" in command), None)
+
+
+def ranks(mark: str, launcher: int) -> list[int]:
+    """The workers that a launcher forked, in the order of their ranks."""
+    same = _read(launcher, "cmdline")
+    return [pid for pid in marked(mark) if parent(pid) == launcher and _read(pid, "cmdline") == same]
+
+
+def parent(pid: int) -> int:
+    stat = _read(pid, "stat").rpartition(b")")[2].split()
+    return int(stat[1]) if stat else 0
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def await_end(mark: str, seconds: float) -> bool:
+    """Whether all processes of a run ended within `seconds`. Blocks: that long at most."""
+    until = time.monotonic() + seconds
+    while pids := marked(mark):
+        left = until - time.monotonic()
+        if left <= 0:
+            return False
+        try:
+            descriptor = os.pidfd_open(pids[0])
+        except ProcessLookupError:
+            continue
+        select.select([descriptor], [], [], left)
+        os.close(descriptor)
+    return True
+
+
+def end_all(mark: str) -> None:
+    """SIGKILL whatever a run left behind."""
+    for pid in marked(mark):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

@@ -1,0 +1,63 @@
+"""A small recipe that does everything a run does, for a few seconds: collectives, phases, metrics, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.controller import Controller
+from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.split import RoleSplit
+from tests.system.faults import install_in_controller
+
+install_in_controller()
+
+
+@dataclass(frozen=True)
+class Config:
+    steps: int = 120  # of about 30 ms
+    run: RunConfig = field(default_factory=lambda: RunConfig(save_every=5))
+
+
+class Toiler(Role):
+    """Its whole state is one number that every step adds to."""
+
+    def __init__(self, cfg: Config, place: Place) -> None:
+        super().__init__(cfg, place)
+        self.total = 0.0
+
+    @collective
+    def work(self, values: Sharded[NDArray[np.float64]]) -> float:
+        time.sleep(0.02)
+        self.total += float(self.place.all_reduce_sum(np.array([values.sum()]))[0])
+        return self.total
+
+    @collective
+    def save(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"total_{self.place.rank}.json").write_text(json.dumps([self.total] * 500))
+        self.place.barrier()
+
+    @collective
+    def load(self, folder: str) -> None:
+        self.total = json.loads((Path(folder) / f"total_{self.place.rank}.json").read_text())[0]
+
+
+def main(ctl: Controller, cfg: Config) -> None:
+    roles = ctl.world.split({"toiler": RoleSplit()})
+    toiler = ctl.spawn(Toiler, cfg, on=roles.toiler)
+    start = ctl.resume(toiler=toiler)
+    print("started", flush=True)
+    for step in ctl.steps(cfg.steps, start):
+        with ctl.phase("work"):
+            total = toiler.work.call(np.full(64, 1.0))
+        assert total == 64.0 * (step.index + 1), "a step was lost or done twice"
+        step.log({"train/loss": total})
+    print("completed", flush=True)

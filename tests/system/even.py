@@ -1,0 +1,10 @@
+"""A reward that a model of random weights gets in part: without a gradient, every resume would be right."""
+
+from __future__ import annotations
+
+from spmd_rl.types import Prompt, Sample
+
+
+def even(prompt: Prompt, sample: Sample) -> float:
+    """The share of even tokens."""
+    return float((sample.tokens % 2 == 0).mean())

@@ -1,0 +1,229 @@
+"""Kills whole runs at random moments, starts the same command again, and compares with a run that was left alone.
+
+python -m tests.system.kill_resume --kills 20 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).parents[2]
+EXAMPLE = REPO / "examples" / "arithmetic"
+COMMAND = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run"]
+SMALL = [
+    f"--model={EXAMPLE / 'model'}",
+    f"--data={EXAMPLE / 'train.jsonl'}",
+    f"--reward={Path(__file__).with_name('even.py')}:even",
+    "--prompts_per_step=4",
+    "--sampling.num_samples=4",
+    "--sampling.max_tokens=6",
+    "--trainer.init=random",
+    "--trainer.lr=1e-2",
+    "--trainer.schedule=cosine",
+    "--trainer.total_steps=8",
+    "--run.save_every=1",
+    "--steps=5",
+]
+MODES = {
+    "sync": ["grpo", "--nproc=1"],
+    "async": ["grpo_async", "--nproc=2", "--split.train.ranks=1", "--split.infer.ranks=1"],
+    "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
+    "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
+}
+MARK = "SPMD_RL_TEST_RUN"  # an environment variable that all processes of one run inherit
+END_S = 120.0
+LOOK_S = 0.002  # between two looks at the run's folder
+# what a clock measured, or depends on it
+TIMES = ("time/", "perf/", "rollout/tokens_per_s", "unix_s")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left that must not depend on how often it was killed."""
+
+    weights: str
+    metrics: list[dict[str, Any]]
+    samples: dict[str, str]
+
+    @classmethod
+    def of(cls, folder: Path) -> Outcome:
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return cls(
+            _sha(folder / "hf" / "model.safetensors"),
+            [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows],
+            {path.name: _sha(path) for path in sorted((folder / "samples").iterdir())},
+        )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """`looks` looks after the `event`th change of a file whose path contains `within`."""
+
+    event: int
+    looks: int
+    within: str = ""
+
+    @classmethod
+    def random(cls, rng: random.Random, num_events: int) -> Moment:
+        """Any moment of a run with so many changes; one in three while a checkpoint is being written."""
+        if rng.random() < 1 / 3:
+            return cls(rng.randint(1, 9), rng.randint(0, 4), within=".part")
+        return cls(rng.randint(1, num_events), rng.randint(0, 40))
+
+
+@dataclass
+class Run:
+    """One command in one folder, to be started as often as it takes."""
+
+    cwd: Path
+    words: list[str]
+    name: str = "r"
+    output: str = ""
+    num_events: int = 0  # changes of files that were seen in the last life
+
+    @property
+    def folder(self) -> Path:
+        return self.cwd / "runs" / self.name
+
+    def finish(self) -> Outcome:
+        """Let it run to its end."""
+        assert self._live(None) == 0, self.output
+        return Outcome.of(self.folder)
+
+    def kill(self, moment: Moment) -> bool:
+        """Start, and kill every process of it at `moment`; False: it ended first."""
+        return self._live(moment) < 0
+
+    def _live(self, moment: Moment | None) -> int:
+        mark = uuid.uuid4().hex
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
+        paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd), MARK: mark}
+        with (self.cwd / f"{self.name}.log").open("w+") as log:
+            process = subprocess.Popen(
+                [*COMMAND, *self.words, f"--run.name={self.name}"],
+                cwd=self.cwd,
+                env=base | paths,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                self._watch(process, moment)
+            finally:
+                _kill_all(mark)
+            code = process.wait()
+            log.seek(0)
+            self.output = log.read()
+        return code
+
+    def _watch(self, process: subprocess.Popen[bytes], moment: Moment | None) -> None:
+        """Count changes in the folder until it is time to kill, or the process has ended."""
+        seen, give_up_at = self._look(), time.monotonic() + END_S
+        self.num_events, num_looks, within = 0, 0, moment.within if moment else ""
+        while time.monotonic() < give_up_at:
+            try:
+                process.wait(LOOK_S)
+            except subprocess.TimeoutExpired:
+                found = self._look()
+                self.num_events += sum(within in path for path, _ in found.items() - seen.items())
+                seen = found
+                if moment is not None and self.num_events >= moment.event:
+                    num_looks += 1
+                    if num_looks > moment.looks:
+                        return
+            else:
+                return
+        raise TimeoutError(f"{self.words[0]} did not end within {END_S:g} s")
+
+    def _look(self) -> dict[str, tuple[int, int]]:
+        """Size and time of every file in the run's folder, and every folder."""
+        found = {}
+        for where, _, names in os.walk(self.folder):
+            for path in (where, *(os.path.join(where, name) for name in names)):
+                try:
+                    status = os.stat(path)
+                except FileNotFoundError:
+                    continue
+                found[path] = (status.st_mtime_ns, status.st_size)
+        return found
+
+
+def _kill_all(mark: str) -> None:
+    """SIGKILL for every process that carries `mark`, until there is none: also those with a session of their own."""
+    wanted = f"{MARK}={mark}".encode()
+    while pids := [pid for pid in filter(str.isdigit, os.listdir("/proc")) if wanted in _environment(pid)]:
+        for pid in pids:
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def _environment(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return b""
+
+
+def _sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def differences(one: Outcome, other: Outcome) -> list[str]:
+    """What is not equal, in words."""
+    found = [] if one.weights == other.weights else [f"weights {one.weights[:12]} and {other.weights[:12]}"]
+    if one.metrics != other.metrics:
+        found.append(f"metrics: {next((a, b) for a, b in zip(one.metrics, other.metrics, strict=False) if a != b)}")
+    return found + [name for name in one.samples if one.samples[name] != other.samples.get(name)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=sorted(MODES), action="append", help="default: all, in turn")
+    args = parser.parse_args()
+    rng, modes = random.Random(args.seed), args.mode or list(MODES)
+    print(f"seed {args.seed}, {args.kills} kills, modes {', '.join(modes)}")
+    with tempfile.TemporaryDirectory() as folder:
+        whole: dict[str, tuple[Outcome, int]] = {}
+        num_killed = num_lives = num_wrong = 0
+        while num_killed < args.kills:
+            mode = modes[num_lives % len(modes)]
+            if mode not in whole:
+                left_alone = Run(Path(folder), [*MODES[mode], *SMALL], name=f"{mode}-whole")
+                whole[mode] = left_alone.finish(), left_alone.num_events
+            expected, num_events = whole[mode]
+            num_lives += 1
+            run = Run(Path(folder), [*MODES[mode], *SMALL], name=f"{mode}-{num_lives}")
+            moments = []
+            for _ in range(rng.randint(1, 3)):
+                moment = Moment.random(rng, num_events)
+                if not run.kill(moment):
+                    break
+                moments.append(moment)
+            num_killed += len(moments)
+            found = differences(expected, run.finish())
+            num_wrong += bool(found)
+            when = ", ".join(f"change {m.event}{f' of a {m.within}' * bool(m.within)} + {m.looks}" for m in moments)
+            print(f"{mode}: killed at {when or 'no time'}: {found or 'equal'}", flush=True)
+    print(f"{num_killed} kills in {num_lives} runs, {num_wrong} runs differ")
+    return 1 if num_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

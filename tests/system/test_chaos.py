@@ -1,0 +1,39 @@
+"""Twenty random faults, each in a run of its own; `python -m tests.system.chaos --seed` repeats what is printed."""
+
+from __future__ import annotations
+
+import os
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.system.chaos import play
+from tests.system.chaos_cases import KINDS, Case, cases, draw
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+FAULTS = 20
+JOBS = 2
+
+
+def test_every_fault_ends_in_its_sentence_or_does_not_matter() -> None:
+    seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6))
+    print(f"CHAOS_SEED={seed}")
+    with ThreadPoolExecutor(JOBS) as pool:
+        outcomes = list(pool.map(play, cases(seed, FAULTS)))
+    wrong = [f"{seed}:{i} {o.case.kind} ({o.case.victim}): {o.wrong}" for i, o in enumerate(outcomes) if o.wrong]
+    assert wrong == []
+    assert {outcome.how for outcome in outcomes} >= {"error", "completed"}
+
+
+def test_a_fault_that_nobody_foresaw_is_seen() -> None:
+    """The judge itself: a run that ends without the expected words is not let through."""
+    case = Case("kill rank", "1", 0.0, "words that no run says", signal=draw("kill rank", random.Random(0)).signal)
+    assert "no sentence says why" in play(case).wrong
+
+
+def test_a_seed_gives_the_same_faults_and_every_kind_comes() -> None:
+    assert cases(3, 40) == cases(3, 40)
+    assert cases(3, 40) != cases(4, 40)
+    assert {case.kind for case in cases(3, len(KINDS))} == set(KINDS)

@@ -1,0 +1,187 @@
+"""Checkpoints of a run: whole or not there, and which of them stay."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_rl.controller.checkpoints import STATE_FILE, Checkpoints, Record
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.handle import Handle
+from spmd_rl.controller.pending import Pending
+from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.mesh.split import Placement
+
+
+class Cursor:
+    def __init__(self, drawn: int = 0) -> None:
+        self.drawn = drawn
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+class Box:
+    """An object that writes a folder of its own."""
+
+    def __init__(self, word: str = "") -> None:
+        self.word = word
+
+    def save(self, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "word").write_text(self.word)
+
+    def load(self, folder: str) -> None:
+        self.word = (Path(folder) / "word").read_text()
+
+
+class Slow(Handle):
+    """A role whose folder appears only when `saved` is called, as one that writes behind the training."""
+
+    def __init__(self, word: str = "") -> None:
+        self.word = word
+        self.placement = Placement("trainer", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
+        self.writing: tuple[str, str] | None = None
+        self.endpoints = {"save": Here(self._save), "saved": Here(self._saved), "load": Here(self._load)}
+
+    def _save(self, folder: str) -> None:
+        self.writing = folder, self.word
+
+    def _saved(self) -> None:
+        if self.writing is not None:
+            Box(self.writing[1]).save(self.writing[0])
+            self.writing = None
+
+    def _load(self, folder: str) -> None:
+        self.word = (Path(folder) / "word").read_text()
+
+
+class Here:
+    def __init__(self, function: Any) -> None:
+        self.call = function
+
+    def start(self, *args: Any) -> Pending[Any]:
+        value = self.call(*args)
+        return Pending(lambda deadline_s: value)
+
+
+def checkpoints(folder: Path, keep: int = 2, keep_best: int = 0) -> Checkpoints:
+    return Checkpoints(folder / "checkpoints", keep, keep_best)
+
+
+def names(ours: Checkpoints) -> list[str]:
+    return [path.name for path in ours.saved()]
+
+
+def test_all_kinds_of_parts_come_back(tmp_path: Path) -> None:
+    checkpoints(tmp_path).save(Record(3, 7), {"trainer": (slow := Slow("w")), "prompts": Cursor(12), "ahead": Box("a")})
+    slow._saved()
+    parts = {"trainer": Slow(), "prompts": Cursor(), "ahead": Box()}
+    found = checkpoints(tmp_path).restore(parts)
+    assert found is not None
+    assert (found[0].name, found[1].next_step, found[1].seed) == ("step_000003", 3, 7)
+    assert found[1].roles == {"trainer": {"dp": 1, "fsdp": 2, "tp": 1}}
+    assert (parts["trainer"].word, parts["prompts"].drawn, parts["ahead"].word) == ("w", 12, "a")
+
+
+def test_nothing_saved_is_a_fresh_run(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is None
+
+
+def test_a_checkpoint_counts_from_the_moment_that_the_last_part_is_there(tmp_path: Path) -> None:
+    ours, trainer = checkpoints(tmp_path), Slow("first")
+    ours.save(Record(1, 0), {"trainer": trainer})
+    assert names(ours) == []
+    trainer.word = "second"  # training goes on
+    ours.save(Record(2, 0), {"trainer": trainer})
+    assert names(ours) == ["step_000001"], "one is written at a time"
+    ours.settle()
+    assert names(ours) == ["step_000001", "step_000002"]
+    assert [(path / "trainer/word").read_text() for path in ours.saved()] == ["first", "second"]
+
+
+@pytest.mark.parametrize("lost", ["trainer", "ahead", STATE_FILE])
+def test_what_a_crash_left_unfinished_is_passed_over_and_removed(tmp_path: Path, lost: str) -> None:
+    ours = checkpoints(tmp_path)
+    for step in (1, 2):
+        ours.save(Record(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
+    ours.settle()
+    path = tmp_path / "checkpoints/step_000002" / lost
+    path.rename(path.with_name(f".{lost}.part"))
+    again = {"trainer": Slow(), "ahead": Box()}
+    found = checkpoints(tmp_path).restore(again)
+    assert found is not None
+    assert (found[1].next_step, again["trainer"].word, again["ahead"].word) == (1, "1", "1")
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    class Full(Box):
+        def save(self, folder: str) -> None:
+            raise OSError(28, "No space left on device", folder)
+
+    ours = checkpoints(tmp_path)
+    ours.save(Record(1, 0), {"ahead": Box("one")})
+    with pytest.raises(SpmdError, match=r"cannot save .*step_000002: .*No space left on device"):
+        ours.save(Record(2, 0), {"ahead": Full()})
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_a_role_that_could_not_write_ends_the_next_save(tmp_path: Path) -> None:
+    trainer = Slow("w")
+
+    def fail() -> None:
+        raise SpmdError("cannot save: No space left on device")
+
+    trainer.endpoints["saved"] = Here(fail)
+    ours = checkpoints(tmp_path)
+    ours.save(Record(1, 0), {"trainer": trainer})
+    with pytest.raises(SpmdError, match="No space left"):
+        ours.save(Record(2, 0), {"trainer": trainer})
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_best", "stay"),
+    [(2, 0, [4, 5]), (1, 1, [2, 5]), (2, 2, [2, 3, 4, 5]), (1, 9, [1, 2, 3, 4, 5]), (9, 0, [1, 2, 3, 4, 5])],
+)
+def test_the_newest_and_the_best_stay(tmp_path: Path, keep: int, keep_best: int, stay: list[int]) -> None:
+    ours = checkpoints(tmp_path, keep, keep_best)
+    for step, reward in enumerate([0.1, 0.9, 0.8, 0.2, 0.3], start=1):
+        ours.save(Record(step, 0, reward), {"prompts": Cursor()})
+    ours.settle()
+    assert names(ours) == [f"step_{step:06d}" for step in stay]
+
+
+def test_no_reward_is_never_the_best(tmp_path: Path) -> None:
+    ours = checkpoints(tmp_path, keep=1, keep_best=1)
+    for step in (1, 2, 3):
+        ours.save(Record(step, 0, None), {"prompts": Cursor()})
+    ours.settle()
+    assert names(ours) == ["step_000003"]
+
+
+def test_another_recipe_is_refused(tmp_path: Path) -> None:
+    checkpoints(tmp_path).save(Record(1, 0), {"prompts": Cursor()})
+    with pytest.raises(ConfigError, match="it has no state of 'pairs'"):
+        checkpoints(tmp_path).restore({"pairs": Cursor()})
+
+
+def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
+    checkpoints(tmp_path).save(Record(1, 0), {"prompts": Cursor()})
+    (tmp_path / "checkpoints/step_000001" / STATE_FILE).write_text("{")
+    with pytest.raises(ConfigError, match=r"state\.json is no checkpoint's state"):
+        checkpoints(tmp_path).restore({"prompts": Cursor()})
+    shutil.rmtree(tmp_path / "checkpoints/step_000001")
+    assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is None
+
+
+@pytest.mark.parametrize("setting", [{"keep_checkpoints": 0}, {"save_every": -1}, {"keep_best": -1}])
+def test_settings_that_would_keep_nothing_are_refused(setting: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="or more"):
+        RunConfig(**setting)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from spmd_rl.controller import wire
+from spmd_rl.controller.envelope import PREAMBLE, Incoming, Outgoing
+
+
+def taker(generation: int = 7) -> Incoming[bytes]:
+    return Incoming(generation, lambda header: header)
+
+
+def sent(count: int, generation: int = 7) -> list[list[bytes]]:
+    outgoing = Outgoing(generation)
+    return [outgoing.frames(b"header %d" % number, b"payload") for number in range(count)]
+
+
+def test_messages_pass_in_order() -> None:
+    incoming = taker()
+    assert [incoming.take(frames) for frames in sent(3)] == [(b"header %d" % number, b"payload") for number in range(3)]
+    assert not incoming.refused
+
+
+def test_a_duplicate_is_taken_once() -> None:
+    first, second = sent(2)
+    incoming = taker()
+    assert incoming.take(first)
+    assert incoming.take(first) is None
+    assert incoming.take(second)
+    assert incoming.take(first) is None
+    assert incoming.refused == {"replayed": 2}
+
+
+def test_after_a_loss_nothing_is_taken_until_it_comes() -> None:
+    first, second, third = sent(3)
+    incoming = taker()
+    assert incoming.take(second) is None
+    assert incoming.take(third) is None
+    assert incoming.refused == {"out of order": 2}
+    assert incoming.take(first)
+    assert incoming.take(second)
+
+
+def test_another_life_is_refused() -> None:
+    incoming = taker()
+    assert incoming.take(sent(1, generation=6)[0]) is None
+    assert incoming.refused == {"another generation": 1}
+    assert incoming.take(sent(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([], "not three frames"),
+        ([b"", b""], "not three frames"),
+        ([b"", b"", b"", b""], "not three frames"),
+        ([b"short", b"", b""], "malformed preamble"),
+        ([PREAMBLE.pack(7, 0) + b"x", b"", b""], "malformed preamble"),
+    ],
+)
+def test_misshapen_frames_are_refused(frames: list[bytes], reason: str) -> None:
+    incoming = taker()
+    assert incoming.take(frames) is None
+    assert incoming.refused == {reason: 1}
+    assert incoming.take(sent(1)[0])
+
+
+def test_a_header_that_is_no_message_does_not_use_up_its_number() -> None:
+    incoming = Incoming(7, wire.decode_at_controller)
+    outgoing = Outgoing(7)
+    preamble, header, _ = outgoing.frames(*wire.encode(wire.Pong()))
+    assert incoming.take([preamble, b"\xc1", b""]) is None
+    assert incoming.take([preamble, header, b""]) == (wire.Pong(), b"")
+    assert incoming.refused == {"malformed header": 1}
+
+
+@pytest.mark.parametrize("limit", ["MAX_HEADER_BYTES", "MAX_PAYLOAD_BYTES"])
+def test_oversize_is_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    monkeypatch.setattr(wire, limit, 4)
+    incoming = taker()
+    assert incoming.take(sent(1)[0]) is None
+    assert incoming.refused == {"oversize": 1}

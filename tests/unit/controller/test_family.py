@@ -1,0 +1,48 @@
+"""Ending processes: only children of the given launcher, only on this host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from spmd_rl.controller.family import await_end, end_children, parent_of
+from spmd_rl.controller.wire import Hello
+
+HERE = socket.gethostname()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_a_parent_is_known_and_a_missing_process_has_none(child: subprocess.Popen[bytes]) -> None:
+    assert parent_of(child.pid) == os.getpid()
+    assert parent_of(2**22 + 1) is None
+
+
+def test_a_stopped_child_is_ended(child: subprocess.Popen[bytes]) -> None:
+    child.send_signal(signal.SIGSTOP)
+    end_children(os.getpid(), [Hello(1, HERE, child.pid)])
+    assert child.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("host", [HERE, "elsewhere"])
+def test_others_are_left_alone(child: subprocess.Popen[bytes], host: str) -> None:
+    launcher = os.getppid() if host == HERE else os.getpid()
+    end_children(launcher, [Hello(1, host, child.pid)])
+    await_end([])
+    assert child.poll() is None
+
+
+def test_an_end_is_waited_for(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    await_end([Hello(1, HERE, child.pid)])
+    assert child.poll() is not None

@@ -1,0 +1,53 @@
+"""The controller's end with real sockets and no worker."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from signal import SIGTERM
+
+import pytest
+
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.secret import derive
+from spmd_rl.controller.switchboard import Switchboard
+from spmd_rl.errors import DeadlineError, LostRankError
+
+
+def board(folder: Path, lifeline: socket.socket, start_s: float = 30.0) -> Switchboard:
+    run = RunConfig(folder=str(folder), start_s=start_s)
+    return Switchboard(run, 2, f"ipc://{folder}/s", derive(b"a" * 32), 7, lifeline, last_resort=lambda code: None)
+
+
+def test_a_rank_0_that_is_gone_before_the_controller_listens_is_noticed(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours:
+        lost = board(tmp_path, ours)
+        with pytest.raises(LostRankError, match="lost rank 0"):
+            lost.wait_for_all()
+        assert lost.calls.cause is not None
+        lost.stop(lost.calls.cause)
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        waiting = board(tmp_path, ours, start_s=0.1)
+        with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] did not report within 0.1 s"):
+            waiting.wait_for_all()
+        waiting.stop(DeadlineError("they did not come"))
+
+
+def test_a_signal_ends_the_run_with_its_code_once_the_grace_is_over(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ending = board(tmp_path, ours)
+        ending.grace_s = 0.5
+        ending.on_signal(SIGTERM)
+        assert ending.ending is not None
+        assert ending.calls.cause is None, "there is time to save something"
+        with pytest.raises(LostRankError, match="the controller got SIGTERM") as raised:
+            ending.wait_for_all()
+        assert raised.value.exit_code == 143
+        ending.stop(raised.value)

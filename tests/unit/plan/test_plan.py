@@ -1,0 +1,110 @@
+"""Plans for worlds of any size, against sizes worked out by hand; no torch in the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.config import load
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.plan import main
+from spmd_rl.plan.resolve import Resolved, resolve
+from spmd_rl.recipes.grpo import Config
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+PARAMETERS = 8_190_735_360
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return tmp_path
+
+
+def planned(model: Path, world_size: int, *words: str) -> Resolved:
+    return resolve(load(Config, None, [f"model={model}", "data=none.jsonl", *words]), world_size)
+
+
+def test_eight_billion_split_four_and_four(model: Path) -> None:
+    found = planned(
+        model, 8, "split.train.ranks=4", "split.infer.ranks=4", "engine.dtype=bfloat16", "engine.num_pages=100"
+    )
+    assert found.spec is not None
+    assert found.spec.num_parameters == PARAMETERS
+    assert found.route_bytes.total() == 4 * PARAMETERS * 2
+    assert {source for source, _ in found.route_bytes} == {0, 1, 2, 3}
+    assert {target for _, target in found.route_bytes} == {4, 5, 6, 7}
+    assert found.groups == [("train.fsdp", (0, 1, 2, 3)), ("infer.fsdp", (4, 5, 6, 7)), ("link", tuple(range(8)))]
+    train, infer = found.ledgers[0], found.ledgers[7]
+    assert {entry.tag: entry.num_bytes for entry in train.entries}["moments"] == 2 * PARAMETERS
+    assert {entry.tag: entry.num_bytes for entry in infer.entries} == {
+        "weights": PARAMETERS * 2,
+        "kv": 100 * 16 * 2 * 36 * 8 * 128 * 2,
+    }
+
+
+def test_colocated_copies_its_own_rows(model: Path) -> None:
+    found = planned(model, 4, "engine.dtype=bfloat16")
+    assert found.route_bytes.total() == 4 * PARAMETERS * 2
+    assert found.route_bytes[0, 0] * 4 == pytest.approx(PARAMETERS * 2, rel=1e-3)
+
+
+def test_refusal_names_rank_phase_and_sum(model: Path) -> None:
+    found = planned(model, 8, "engine.dtype=bfloat16", "engine.num_pages=1000")
+    found.require(200 << 30)
+    with pytest.raises(
+        PlanError, match=r"rank 0: phase rollout needs master .* \+ weights .* = .* and there are 27\.00 GiB"
+    ):
+        found.require(27 << 30)
+
+
+def test_replicated_trainer_has_groups_of_both_kinds(model: Path) -> None:
+    found = planned(model, 4, "split.train.dp=2", "split.train.fsdp=2")
+    assert found.groups[:4] == [
+        ("train.fsdp", (0, 1)),
+        ("train.fsdp", (2, 3)),
+        ("train.dp", (0, 2)),
+        ("train.dp", (1, 3)),
+    ]
+
+
+def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["grpo", "--world", "64", f"--model={model}", "--data=x.jsonl", "--engine.dtype=bfloat16"]
+    assert main([*words, "--gpu-gib", "4000"]) == 0
+    out = capsys.readouterr().out
+    assert "world of 64" in out
+    assert "8,190,735,360 parameters" in out
+    assert "... and" in out
+    assert "fits in 4000 GiB" in out
+    with pytest.raises(PlanError, match="needs"):
+        main([*words, "--gpu-gib", "80"])
+
+
+def test_misfits(model: Path) -> None:
+    with pytest.raises(PlanError, match="needs 9 ranks"):
+        planned(model, 8, "split.train.ranks=4", "split.infer.ranks=5")
+    with pytest.raises(ConfigError, match="no model folder"):
+        planned(model / "nothing", 8)
+
+
+def test_needs_no_torch(model: Path) -> None:
+    code = (
+        "import sys; from spmd_rl.plan import main;"
+        f"main(['grpo', '--world', '8', '--model={model}', '--data=x.jsonl']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -1,0 +1,101 @@
+"""From the words of `spmd-rl submit` to a job, or to one sentence why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.slurm import _parser, submit
+
+RECIPE = str(Path(__file__).parents[3] / "examples/own_role/word_count.py")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def stand_in(folder: Path, text: str) -> None:
+    """A program to find as sbatch."""
+    (folder / "sbatch").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "sbatch").chmod(0o755)
+
+
+def test_a_dry_run_prints_the_script_and_leaves_nothing(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--text=a b", "--nodes=4", "--time=1:00:00", "--gpus-per-node=8", "--slurm=--exclusive", "--slurm=--mem=0"]
+    assert submit([RECIPE, *words, "--no-requeue", "--dry-run"]) == 0
+    script = capsys.readouterr().out.splitlines()
+    for option in ("nodes=4", "time=1:00:00", "gpus-per-node=8", "exclusive", "mem=0", "no-requeue", "job-name=run"):
+        assert f"#SBATCH --{option}" in script
+    assert f"folder={elsewhere}/runs/run" in script
+    assert "nproc=8" in script
+    assert f"set -- {RECIPE} '--text=a b'" in script
+    assert list(elsewhere.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "nproc"),
+    [([], ""), (["--nproc=3"], "3"), (["--gpus-per-node=4"], "4"), (["--gpus-per-node=4", "--nproc-per-node=2"], "2")],
+)
+def test_ranks_a_node(words: list[str], nproc: str, capsys: pytest.CaptureFixture[str]) -> None:
+    submit([RECIPE, "--dry-run", *words])
+    assert f"\nnproc={nproc}\n" in capsys.readouterr().out
+
+
+def test_what_slurm_gets_is_the_dry_run(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stand_in(elsewhere, f"cat >{elsewhere}/given; echo '12;cluster'")
+    submit([RECIPE, "--dry-run"])
+    shown = capsys.readouterr().out
+    assert submit([RECIPE]) == 0
+    assert (elsewhere / "given").read_text() == shown
+    assert f"job 12: {elsewhere}/runs/run/logs/slurm_12.log" in capsys.readouterr().out
+    assert (elsewhere / "runs/run/logs").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([RECIPE, "--txt=x"], "text"),
+        (["no_such_recipe"], "no recipe 'no_such_recipe'"),
+        ([RECIPE, "--nodes=two"], "--nodes"),
+        ([RECIPE, "--slurm=exclusive"], "--slurm=--exclusive"),
+        ([RECIPE, "--partition=a\nb"], "--partition"),
+    ],
+)
+def test_bad_words_are_refused_in_one_sentence(elsewhere: Path, words: list[str], sentence: str) -> None:
+    stand_in(elsewhere, "exit 99")
+    with pytest.raises(ConfigError, match=sentence):
+        submit(words)
+    assert not (elsewhere / "runs").exists()
+
+
+def test_slurms_own_refusal_is_passed_on(elsewhere: Path) -> None:
+    stand_in(elsewhere, "echo 'sbatch: error: invalid account' >&2; exit 1")
+    with pytest.raises(ConfigError, match="Slurm refused the job: sbatch: error: invalid account"):
+        submit([RECIPE])
+
+
+def test_without_sbatch_it_says_so(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(elsewhere))
+    with pytest.raises(ConfigError, match="no sbatch here"):
+        submit([RECIPE])
+
+
+def test_help_tells_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(["--help"]) == 0
+    assert "--gpus-per-node" in capsys.readouterr().out
+    assert submit([]) == 2
+
+
+@settings(max_examples=100)
+@given(st.lists(st.from_regex(r"--(?!nodes|time|help)[a-z]+\.[a-z]+(=[^\0]*)?", fullmatch=True)))
+def test_what_is_not_slurms_goes_to_the_run_unchanged_and_in_order(words: list[str]) -> None:
+    asked, rest = _parser().parse_known_args(["recipe.py", *words, "--nodes=3"])
+    assert rest == ["recipe.py", *words]
+    assert asked.nodes == 3
