@@ -15,7 +15,6 @@ torchrun's launcher; each rank that torchrun starts arrives in `rank_main`.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import sys
@@ -32,13 +31,6 @@ from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
 from spmd_rl.errors import ConfigError, SpmdError
 
 USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]"
-COMMANDS = {
-    "check": "spmd_rl.check:check",
-    "plan": "spmd_rl.plan:main",
-    "report": "spmd_rl.observe.report:main",
-    "submit": "spmd_rl.slurm:submit",
-    "trace": "spmd_rl.observe.timeline:main",
-}
 HELP = {"--help", "-h"}
 
 
@@ -61,24 +53,42 @@ def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if words and words[0] in COMMANDS:
-        return _command(words[0])(words[1:])
-    if words[:1] == ["stacks"]:
-        return _stacks(words[1:])
-    if HELP & set(words) or words[:1] != ["run"]:
-        return _help(words)
-    invocation = Invocation.parse(words[1:])
+    match words:
+        case ["run", *rest] if not HELP & set(rest):
+            return _run(rest)
+        case ["stacks", *rest]:
+            return _stacks(rest)
+        case ["check", *rest]:
+            from spmd_rl.check import check
+
+            return check(rest)
+        case ["plan", *rest]:
+            from spmd_rl.plan import main as plan
+
+            return plan(rest)
+        case ["report", *rest]:
+            from spmd_rl.observe.report import main as report
+
+            return report(rest)
+        case ["submit", *rest]:
+            from spmd_rl.slurm import submit
+
+            return submit(rest)
+        case ["trace", *rest]:
+            from spmd_rl.observe.timeline import main as trace
+
+            return trace(rest)
+    return _help(words)
+
+
+def _run(words: list[str]) -> int:
+    """Check the config here, where a mistake costs nothing, then launch."""
+    invocation = Invocation.parse(words)
     recipe = load_recipe(invocation.recipe)
     cfg = recipe.configure(invocation)
     if recipe.check is not None:
         recipe.check(cfg)
-    return launch(invocation.nproc or getattr(cfg, "nproc", 0) or 0, words)
-
-
-def _command(name: str) -> Callable[[list[str]], int]:
-    module, _, function = COMMANDS[name].partition(":")
-    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
-    return found
+    return launch(invocation.nproc or getattr(cfg, "nproc", 0) or 0, ["run", *words])
 
 
 def _stacks(words: list[str]) -> int:
@@ -109,7 +119,9 @@ def _rank_main(words: list[str]) -> int:
 
             return run_controller(Lifeline(int(descriptor), Path(folder)), address, Invocation.parse(rest), Recorder)
         case ["check", *rest]:
-            return _command("check")(rest)
+            from spmd_rl.check import check
+
+            return check(rest)
     raise ConfigError(f"{USAGE}, or torchrun ... -m spmd_rl run RECIPE ...")
 
 

@@ -1,4 +1,4 @@
-"""TRL's side: GRPOTrainer on the same work. What only costs time is off: saving, printing, checkpointing of activations.
+"""TRL's side: GRPOTrainer on the same work. What only costs time is off: saving, printing, recomputation.
 
 python -m benchmarks.grpo_step.trl_side MODEL DATA
 """

@@ -225,7 +225,7 @@ class Switchboard:
         stop = Stop("", 0, [])
         if error is not None:
             stop = Stop(str(error), error.exit_code, [seats[rank].hello for rank in self._lost & seats.keys()])
-            if self._lost and self._lost >= set(self.roster.staying):
+            if stop.lost and self._lost >= set(self.roster.staying):
                 print(error, file=sys.stderr, flush=True)  # no rank is left to say it
         self._router.post(self.roster.staying, stop)
         with self._changed:

@@ -219,7 +219,7 @@ def fault_of(case: Case, run: Run, seconds: float, in_time: bool) -> str:
         return "" if harmless else "it was completed as if nothing had been"
     if seconds > DEADLINE_S + GRACE_S:
         return "it took too long"
-    if not (case.expected and matches(case, run.err)):
+    if not (case.expected and matches(case, run.err if case.kind == "full disk" else run.sentence)):
         return f"no sentence says why ({case.expected or 'it had to be completed'}): {run.err[-2000:]}"
     if case.signal is not None and run.process.returncode not in case.codes:
         return f"exit code {run.process.returncode}"

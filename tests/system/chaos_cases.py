@@ -46,8 +46,8 @@ def draw(kind: str, rng: random.Random) -> Case:
         case "kill rank":
             return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL)
         case "kill rank at start":
-            pattern = LOST.format(rank=rank) + r"|could not join|connection"
-            return Case(kind, rank, rng.uniform(0.0, 1.5), pattern, signal=signal.SIGKILL, at_start=True)
+            delay_s = rng.uniform(0.0, 1.5)
+            return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL, at_start=True)
         case "stop rank":
             return Case(kind, rank, delay_s, LOST.format(rank=rank) + f"|{SILENT}", signal=signal.SIGSTOP)
         case "kill controller":
