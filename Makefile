@@ -27,7 +27,7 @@ unit: $(VENV)/.dev
 	$(FAST) $(BIN)/pytest -q -n 2 -m "not dist and not gpu and not system" tests
 
 dist: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest -q -m "dist and not gpu and not system" tests
+	$(FAST) $(BIN)/pytest -q -n 2 -m "dist and not gpu and not system" tests
 
 test-system: $(VENV)/.dev
 	tests/system/install.sh

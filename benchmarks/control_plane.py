@@ -71,13 +71,17 @@ def contest(num_workers: int, turns: int) -> Iterator[Row]:
 
 def _commands(num_workers: int) -> dict[str, list[str]]:
     workers = str(num_workers)
-    commands = {"ours": ["ours", workers], "ZeroMQ": ["zeromq", workers]}
+    commands = {
+        "ours": ["ours", workers],
+        "ZeroMQ": ["zeromq", workers],
+        "ZeroMQ with CURVE": ["zeromq", workers, "--curve"],
+    }
     if _available_bytes() > num_workers * RAY_WORKER_BYTES:
         commands["Ray"] = ["ray_actors", workers]
     else:
         print(f"Ray is left out at {num_workers} workers: they need {num_workers * RAY_WORKER_BYTES >> 30} GiB")
     if num_workers > WORKERS_OF_A_RELAY:
-        commands["ZeroMQ with relays"] = ["zeromq", workers, str(num_workers // WORKERS_OF_A_RELAY)]
+        commands["ZeroMQ with relays"] = ["zeromq", workers, "--relays", str(num_workers // WORKERS_OF_A_RELAY)]
     return commands
 
 
@@ -91,9 +95,9 @@ def _start(name: str, command: list[str], folder: Path) -> Peer:
 def _rows(num_workers: int, size: int, times: dict[str, Times]) -> Iterator[Row]:
     call = "round trip" if num_workers == 1 else f"fan-out and gather, {num_workers} workers"
     ours = median(times["ours"].wall_us)
-    for name in ("Ray", "ZeroMQ"):
+    for name in ("Ray", "ZeroMQ", "ZeroMQ with CURVE"):
         if name in times:
-            bar = BARS[name] if (num_workers, size) == (BAR_WORKERS, BAR_SIZE) else None
+            bar = BARS.get(name) if (num_workers, size) == (BAR_WORKERS, BAR_SIZE) else None
             peer_us = median(times[name].wall_us)
             yield compared(f"{call}, {SIZES[size]}", ours, "us", peer=name, peer_value=peer_us, at_most=bar)
     if size == BAR_SIZE:

@@ -1,6 +1,6 @@
-"""Plain ZeroMQ: a ROUTER, a DEALER a worker, raw bytes, no encryption; with RELAYS, a process between each so many.
+"""Plain ZeroMQ: a ROUTER, a DEALER a worker, raw bytes; encrypted with --curve; through relays with --relays.
 
-python -m benchmarks.control.zeromq WORKERS [RELAYS]
+python -m benchmarks.control.zeromq WORKERS [--curve] [--relays N]
 
 A relay takes one message for all of its workers and returns one with all of their answers, so that the caller's
 work grows with the number of relays: what a relay on each node would do for the controller.
@@ -8,31 +8,38 @@ work grows with the number of relays: what a relay on each node would do for the
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
-import sys
 import tempfile
 
 import zmq
 
 from benchmarks.control.echo import Array, serve
 
+SERVER, CLIENT = zmq.curve_keypair(), zmq.curve_keypair()
 
-def work(endpoint: str, name: bytes) -> None:
-    dealer = _dealer(endpoint, name)
+
+def work(endpoint: str, name: bytes, curve: bool) -> None:
+    dealer = _dealer(endpoint, name, curve)
     while True:
         dealer.send(dealer.recv())
 
 
 def relay(upstream: str, name: bytes, downstream: str, workers: list[bytes]) -> None:
-    router = _router(downstream)
+    router = _router(downstream, curve=False)
     _greeted(router, workers)
-    dealer = _dealer(upstream, name)
+    dealer = _dealer(upstream, name, curve=False)
     while True:
         dealer.send_multipart(_exchange(router, workers, dealer.recv_multipart()))
 
 
 def main() -> None:
-    num_workers, num_relays = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workers", type=int)
+    parser.add_argument("--curve", action="store_true")
+    parser.add_argument("--relays", type=int, default=0)
+    arguments = parser.parse_args()
+    num_workers, num_relays, curve = arguments.workers, arguments.relays, arguments.curve
     fork = multiprocessing.get_context("fork")
     names = [b"%d" % worker for worker in range(num_workers)]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
@@ -40,11 +47,11 @@ def main() -> None:
         ends = [f"ipc://{folder}/{number}" for number in range(len(groups))]
         for end, group in zip(ends, groups, strict=True):
             for name in group:
-                fork.Process(target=work, args=(end, name), daemon=True).start()
+                fork.Process(target=work, args=(end, name, curve), daemon=True).start()
         top = f"ipc://{folder}/top" if num_relays else ends[0]
         for end, group in zip(ends, groups, strict=True) if num_relays else ():
             fork.Process(target=relay, args=(top, group[0], end, group), daemon=True).start()
-        router = _router(top)
+        router = _router(top, curve)
         _greeted(router, [group[0] for group in groups] if num_relays else names)
 
         def direct(parts: list[Array]) -> list[bytes]:
@@ -66,15 +73,21 @@ def _exchange(router: zmq.Socket[bytes], names: list[bytes], parts: list[Array] 
     return [answers[name] for name in names]
 
 
-def _router(endpoint: str) -> zmq.Socket[bytes]:
+def _router(endpoint: str, curve: bool) -> zmq.Socket[bytes]:
     router = zmq.Context().socket(zmq.ROUTER)
+    if curve:
+        router.curve_server = True
+        router.curve_secretkey = SERVER[1]
     router.bind(endpoint)
     return router
 
 
-def _dealer(endpoint: str, name: bytes) -> zmq.Socket[bytes]:
+def _dealer(endpoint: str, name: bytes, curve: bool) -> zmq.Socket[bytes]:
     dealer = zmq.Context().socket(zmq.DEALER)
     dealer.identity = name
+    if curve:
+        dealer.curve_serverkey = SERVER[0]
+        dealer.curve_publickey, dealer.curve_secretkey = CLIENT
     dealer.connect(endpoint)
     dealer.send(b"")
     return dealer

@@ -37,7 +37,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: f
     """Softmax(q k^T) v with a fixed order of sums; differentiable in q, k and v.
 
     Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D], visible [B, R] int64: how many keys
-    (from the first) each row sees, at least 1. Rows from `num_rows` on are padding. Returns [K, B, R, D], zero there.
+    (from the first) each row sees, at least 1. Rows from `num_rows` on are padding. Returns [K, B, R, D], unset there.
     """
     return _BlockedAttention.apply(q, k, v, visible, scale, num_rows)
 
@@ -60,8 +60,8 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, num_rows: int) -> Tensor:
-        out = torch.zeros_like(q)
-        log_norm = q.new_zeros(q.shape[:3])
+        out = torch.empty_like(q)
+        log_norm = q.new_empty(q.shape[:3])
         width = _width(visible)
         for rows in _row_slices(q, k):
             live = slice(rows.start, min(rows.stop, num_rows))
@@ -79,7 +79,8 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, visible, out, log_norm = ctx.saved_tensors
         grad, width = grads[0], _width(visible)
-        grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad_q[:, :, ctx.num_rows :] = 0
         keys, values = k[:, :, :width], v[:, :, :width]
         for rows in _row_slices(q, k):
             live = slice(rows.start, min(rows.stop, ctx.num_rows))
@@ -143,18 +144,21 @@ class RowLayout:
 
     @staticmethod
     def build(
-        starts: NDArray[np.int64], lengths: NDArray[np.int64], queries_per_key: int, device: torch.device
+        first: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        queries_per_key: int,
+        device: torch.device,
     ) -> RowLayout:
-        """`starts` [B]: keys that exist before the first new token of each sequence; `lengths` [B]: new tokens."""
+        """`first` [B]: where each sequence's new tokens begin; `starts` [B]: keys that exist before them; `lengths`
+        [B]: new tokens."""
         unit = QUERY_TILE // math.gcd(QUERY_TILE, queries_per_key)
         batch, positions = len(lengths), -(-int(lengths.max()) // unit) * unit
         offset = np.arange(positions)
         valid = offset < lengths[:, None]
-        first = np.cumsum(lengths) - lengths
         gather = np.where(valid, first[:, None] + offset, 0)
         visible = np.where(valid, starts[:, None] + offset + 1, 1)
-        scatter = np.flatnonzero(valid)
-        scatter = np.pad(scatter, (0, padded_rows(len(scatter)) - len(scatter)))
+        scatter = _padded(np.flatnonzero(valid))
 
         def tensor(array: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -219,20 +223,49 @@ class PackedAttention:
 
 
 class _PackedBlocks:
-    """Packed sequences laid out for `blocked_attention`; away from the CPU, for `sdpa`."""
+    """Packed sequences laid out for `blocked_attention`; away from the CPU, for `sdpa`.
+
+    Sequences are computed beside those of about their length, so that the longest does not widen all.
+    """
 
     def __init__(
         self, lengths: NDArray[np.int64], prefixes: NDArray[np.int32], groups: int, device: torch.device
     ) -> None:
         starts = np.where(prefixes >= 0, lengths[prefixes], 0)
-        self.layout = RowLayout.build(starts, lengths, groups, device)
-        self.num_keys = padded_rows(int((starts + lengths).max()))
-        offset, first = np.arange(self.num_keys), np.cumsum(lengths) - lengths
-        own = np.where(offset < (starts + lengths)[:, None], (first - starts)[:, None] + offset, 0)
-        keys = np.where(offset < starts[:, None], first[prefixes][:, None] + offset, own)
-        self.keys = torch.from_numpy(keys.reshape(-1)).to(device)
+        first = np.cumsum(lengths) - lengths
+        parts = np.ceil(np.log2(np.maximum(lengths * groups / QUERY_TILE, 1))).astype(np.int64)
+        self.parts = [
+            _PackedPart(first, starts, lengths, prefixes, np.flatnonzero(parts == part), groups, device)
+            for part in np.unique(parts)
+        ]
+        self.order = token_order(lengths, parts, device) if len(self.parts) > 1 else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = [part.attend(q, k, v) for part in self.parts]
+        return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
+
+
+class _PackedPart:
+    """Those sequences of a call, `chosen`, that are laid out together."""
+
+    def __init__(
+        self,
+        first: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        prefixes: NDArray[np.int32],
+        chosen: NDArray[np.int64],
+        groups: int,
+        device: torch.device,
+    ) -> None:
+        before, own, ends = first[prefixes[chosen]], first[chosen], (starts + lengths)[chosen]
+        self.layout = RowLayout.build(own, starts[chosen], lengths[chosen], groups, device)
+        self.num_keys = padded_rows(int(ends.max()))
+        offset, start = np.arange(self.num_keys), starts[chosen][:, None]
+        keys = np.where(offset < start, before[:, None] + offset, own[:, None] + offset - start)
+        self.keys = torch.from_numpy(np.where(offset < ends[:, None], keys, 0).reshape(-1)).to(device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = self.layout.rows(q, k.shape[1])
         return self.layout.tokens(attention_of_rows(rows, self._laid(k), self._laid(v), self.layout))
 
@@ -240,6 +273,23 @@ class _PackedBlocks:
         """[T', K, D] -> [K, B, S, D]."""
         laid = x.index_select(0, self.keys).view(self.layout.batch, self.num_keys, x.shape[1], -1)
         return laid.permute(2, 0, 1, 3).contiguous()
+
+
+def token_order(lengths: NDArray[np.int64], parts: NDArray[np.int64], device: torch.device) -> Tensor:
+    """[T']: where each token's output lies, the parts' outputs one after the other, each padded to the row tile."""
+    part = np.repeat(parts, lengths)
+    place, size = np.empty(len(part), dtype=np.int64), 0
+    for number in np.unique(parts):
+        own = part == number
+        count = int(own.sum())
+        place[own] = size + np.arange(count)
+        size += padded_rows(count)
+    return torch.from_numpy(_padded(place)).to(device)
+
+
+def _padded(indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Zeros appended up to the row tile."""
+    return np.pad(indices, (0, padded_rows(len(indices)) - len(indices)))
 
 
 def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows
+from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, token_order
 from spmd_rl.kernels.flash import PagedFlash, flash_takes
 from spmd_rl.kernels.tile import padded_rows
 
@@ -120,21 +119,11 @@ class _PagedBlocks:
             for chosen in (few, ~few)
             if chosen.any()
         ]
-        self.order = _token_order(lengths, few, cache.data.device) if len(self.parts) == 2 else None
+        self.order = token_order(lengths, ~few, cache.data.device) if len(self.parts) == 2 else None
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         outs = [part.attend(q, keys, values) for part in self.parts]
         return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
-
-
-def _token_order(lengths: NDArray[np.int64], few: NDArray[np.bool_], device: torch.device) -> Tensor:
-    """[T']: where each token's output lies once the parts are laid one after the other."""
-    part = np.repeat(few, lengths)
-    place = np.empty(len(part), dtype=np.int64)
-    num_few = int(part.sum())
-    place[part] = np.arange(num_few)
-    place[~part] = padded_rows(num_few) + np.arange(len(part) - num_few)
-    return torch.from_numpy(np.pad(place, (0, padded_rows(len(place)) - len(place)))).to(device)
 
 
 class _Part:
@@ -150,11 +139,7 @@ class _Part:
         groups: int,
     ) -> None:
         device = cache.data.device
-        layout = RowLayout.build(starts, lengths, groups, device)
-        shift = np.repeat(first - (np.cumsum(lengths) - lengths), lengths)
-        token = np.arange(int(lengths.sum())) + shift
-        gather = torch.from_numpy(token).to(device).index_select(0, layout.gather)
-        self.layout = replace(layout, gather=gather)
+        self.layout = RowLayout.build(first, starts, lengths, groups, device)
         page_size = cache.page_size
         num_keys = int((starts + lengths).max())
         num_pages = -(-padded_rows(num_keys) // page_size)

@@ -101,8 +101,10 @@ class Run:
         ended = processes.await_end(self.mark, seconds)
         processes.end_all(self.mark)
         self.process.wait()
-        for reader in self._readers:
+        for reader, stream in zip(self._readers, (self.process.stdout, self.process.stderr), strict=True):
             reader.join(5.0)
+            if stream is not None:
+                stream.close()
         return ended
 
     @property
@@ -188,6 +190,18 @@ def play(case: Case) -> Outcome:
         return Outcome(case, how, seconds, run.sentence, wrong)
 
 
+def play_and_tell(seed: int, index: int, case: Case) -> Outcome:
+    """The same, with a line on the screen that says how to repeat it."""
+    outcome = play(case)
+    verdict = f"WRONG: {outcome.wrong}" if outcome.wrong else "ok"
+    print(
+        f"{seed}:{index:<3} {case.kind:<24} {case.victim:<10} {outcome.how:<9} "
+        f"{outcome.seconds:5.1f} s  {verdict}  {outcome.sentence}",
+        flush=True,
+    )
+    return outcome
+
+
 def mounts(folder: Path) -> bool:
     """Whether a small file system of its own could be mounted at `folder`, which takes root."""
     folder.mkdir()
@@ -262,18 +276,8 @@ def main() -> int:
     drawn = cases(args.seed, args.faults if args.only is None else args.only + 1)
     chosen = list(enumerate(drawn)) if args.only is None else [(args.only, drawn[args.only])]
 
-    def one(item: tuple[int, Case]) -> Outcome:
-        outcome = play(item[1])
-        verdict = f"WRONG: {outcome.wrong}" if outcome.wrong else "ok"
-        print(
-            f"{args.seed}:{item[0]:<3} {item[1].kind:<24} {item[1].victim:<10} {outcome.how:<9} "
-            f"{outcome.seconds:5.1f} s  {verdict}  {outcome.sentence}",
-            flush=True,
-        )
-        return outcome
-
     with ThreadPoolExecutor(args.jobs) as pool:
-        outcomes = list(pool.map(one, chosen))
+        outcomes = list(pool.map(lambda item: play_and_tell(args.seed, *item), chosen))
     return finish(__file__, ["torch", "pyzmq"], rows(outcomes), save=args.save)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, repeat
 
 import pytest
 
-from tests.system.chaos import play
+from tests.system.chaos import play, play_and_tell
 from tests.system.chaos_cases import KINDS, Case, cases, draw
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -21,7 +22,7 @@ def test_every_fault_ends_in_its_sentence_or_does_not_matter() -> None:
     seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6))
     print(f"CHAOS_SEED={seed}")
     with ThreadPoolExecutor(JOBS) as pool:
-        outcomes = list(pool.map(play, cases(seed, FAULTS)))
+        outcomes = list(pool.map(play_and_tell, repeat(seed), count(), cases(seed, FAULTS)))
     wrong = [f"{seed}:{i} {o.case.kind} ({o.case.victim}): {o.wrong}" for i, o in enumerate(outcomes) if o.wrong]
     assert wrong == []
     assert {outcome.how for outcome in outcomes} >= {"error", "completed"}
