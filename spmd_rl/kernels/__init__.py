@@ -1,11 +1,12 @@
 """One op, one file. Trainer and engine call the same ops, so that their bits agree (docs/numerics.md)."""
 
 from spmd_rl.kernels.activation import silu_mul
-from spmd_rl.kernels.attention import PackedAttention, blocked_attention
+from spmd_rl.kernels.attention import blocked_attention
 from spmd_rl.kernels.contract import contract, contract_digest
 from spmd_rl.kernels.linear import linear, linear_fp32
 from spmd_rl.kernels.logprob import token_logprobs
 from spmd_rl.kernels.norm import rms_norm
+from spmd_rl.kernels.packed_attention import PackedAttention
 from spmd_rl.kernels.paged_attention import KvCache, PagedAttention
 from spmd_rl.kernels.rope import rope, rope_table
 from spmd_rl.kernels.sampling import gumbel_noise, sample_tokens, stream_keys

@@ -1,10 +1,11 @@
 """Causal attention in which a query's bits depend on its own history alone.
 
-On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`, serves training and
-decoding: the exact maximum over the visible keys, then exp(s - m), then sums of weights and of weighted values over
-blocks of 64 keys counted from the start of the sequence, in ascending order. A block beyond a query's sight adds exact
-zeros, so padding and neighbours change nothing. Queries are laid in rows of a fixed tile height, several query heads
-of one key-value head together.
+On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`, serves training
+(packed_attention.py) and decoding (paged_attention.py): the exact maximum over the visible keys, then exp(s - m), then
+sums of weights and of weighted values over blocks of 64 keys counted from the start of the sequence, in ascending
+order. A key beyond a query's sight adds an exact zero, so padding and neighbours change nothing, and keys that no
+query of a call sees are left out. Queries are laid in rows of a fixed tile height, several query heads of one
+key-value head together.
 
 Where neither applies, the same interface runs torch's scaled-dot-product attention.
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.flash import PackedFlash, flash_takes
 from spmd_rl.kernels.tile import padded_rows
 
 KV_BLOCK = 64
@@ -184,95 +183,6 @@ class RowLayout:
     def row_visible(self, groups: int) -> Tensor:
         """[B, L] -> [B, L * G]."""
         return self.visible.repeat_interleave(groups, dim=1) if groups > 1 else self.visible
-
-
-class PackedAttention:
-    """Causal attention within each of the sequences laid end to end: the trainer's.
-
-    Call it as `attend(layer, q, k, v)`; q [T', H, D], k and v [T', K, D] where T' may be the tokens padded to the row
-    tile. Returns [T', H, D]. `prefixes` [N], on the CPU only: the earlier sequence that each one goes on from, whose
-    tokens it sees before its own; -1 for none.
-    """
-
-    def __init__(
-        self,
-        lengths: NDArray[np.int32],
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        device: torch.device,
-        prefixes: NDArray[np.int32] | None = None,
-    ) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64)
-        self.prefixes = np.full(len(self.lengths), -1) if prefixes is None else prefixes
-        self.groups = num_heads // num_kv_heads
-        self.device = device
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if flash_takes(q.shape[-1], q.dtype, q.device):
-            return self._flash(q, k, v)
-        return self._blocks(q, k, v)
-
-    @cached_property
-    def _flash(self) -> PackedFlash:
-        return PackedFlash(self.lengths, self.device)
-
-    @cached_property
-    def _blocks(self) -> _PackedBlocks:
-        return _PackedBlocks(self.lengths, self.prefixes, self.groups, self.device)
-
-
-class _PackedBlocks:
-    """Packed sequences laid out for `blocked_attention`; away from the CPU, for `sdpa`.
-
-    Sequences are computed beside those of about their length, so that the longest does not widen all.
-    """
-
-    def __init__(
-        self, lengths: NDArray[np.int64], prefixes: NDArray[np.int32], groups: int, device: torch.device
-    ) -> None:
-        starts = np.where(prefixes >= 0, lengths[prefixes], 0)
-        first = np.cumsum(lengths) - lengths
-        parts = np.ceil(np.log2(np.maximum(lengths * groups / QUERY_TILE, 1))).astype(np.int64)
-        self.parts = [
-            _PackedPart(first, starts, lengths, prefixes, np.flatnonzero(parts == part), groups, device)
-            for part in np.unique(parts)
-        ]
-        self.order = token_order(lengths, parts, device) if len(self.parts) > 1 else None
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        outs = [part.attend(q, k, v) for part in self.parts]
-        return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
-
-
-class _PackedPart:
-    """Those sequences of a call, `chosen`, that are laid out together."""
-
-    def __init__(
-        self,
-        first: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        prefixes: NDArray[np.int32],
-        chosen: NDArray[np.int64],
-        groups: int,
-        device: torch.device,
-    ) -> None:
-        before, own, ends = first[prefixes[chosen]], first[chosen], (starts + lengths)[chosen]
-        self.layout = RowLayout.build(own, starts[chosen], lengths[chosen], groups, device)
-        self.num_keys = padded_rows(int(ends.max()))
-        offset, start = np.arange(self.num_keys), starts[chosen][:, None]
-        keys = np.where(offset < start, before[:, None] + offset, own[:, None] + offset - start)
-        self.keys = torch.from_numpy(np.where(offset < ends[:, None], keys, 0).reshape(-1)).to(device)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = self.layout.rows(q, k.shape[1])
-        return self.layout.tokens(attention_of_rows(rows, self._laid(k), self._laid(v), self.layout))
-
-    def _laid(self, x: Tensor) -> Tensor:
-        """[T', K, D] -> [K, B, S, D]."""
-        laid = x.index_select(0, self.keys).view(self.layout.batch, self.num_keys, x.shape[1], -1)
-        return laid.permute(2, 0, 1, 3).contiguous()
 
 
 def token_order(lengths: NDArray[np.int64], parts: NDArray[np.int64], device: torch.device) -> Tensor:

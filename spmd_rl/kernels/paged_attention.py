@@ -119,7 +119,7 @@ class _PagedBlocks:
             for chosen in (few, ~few)
             if chosen.any()
         ]
-        self.order = token_order(lengths, ~few, cache.data.device) if len(self.parts) == 2 else None
+        self.order = token_order(lengths, (~few).astype(np.int64), cache.data.device) if len(self.parts) == 2 else None
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         outs = [part.attend(q, keys, values) for part in self.parts]

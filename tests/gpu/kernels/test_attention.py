@@ -179,7 +179,7 @@ def test_control_other_kernel_fails(monkeypatch: pytest.MonkeyPatch, unequal) ->
     heads, lengths = HEADS[0], [300, 65]
     data = qkv(365, heads)
     expected = packed(*data, lengths, heads)
-    monkeypatch.setattr("spmd_rl.kernels.attention.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.packed_attention.flash_takes", lambda *_: False)
     assert unequal(packed(*data, lengths, heads)[:365], expected) > 0
 
 

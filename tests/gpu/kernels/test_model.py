@@ -162,7 +162,7 @@ def test_graph_replay_equals_eager(unequal) -> None:
 def test_control_attention_without_promise_fails(monkeypatch: pytest.MonkeyPatch, unequal) -> None:
     model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
     samples, _ = generate(model, wanted)
-    monkeypatch.setattr("spmd_rl.kernels.attention.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.packed_attention.flash_takes", lambda *_: False)
     assert unequal(*(x.detach() for x in score(model, wanted, samples))) > 0
 
 
