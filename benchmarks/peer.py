@@ -66,6 +66,7 @@ class Peer:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
+        self._lines.close()
         self._socket.close()
         self._folder.cleanup()
 
@@ -83,6 +84,8 @@ class Peer:
             except TimeoutError:
                 continue
         self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
         raise RuntimeError(f"{self._process.args} did not report:\n{self._log.read_text()[-4000:]}")
 
 
