@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from spmd_rl.kernels.attention import KV_BLOCK
+from spmd_rl.kernels.attention import KV_BLOCK, QUERY_TILE
 from spmd_rl.kernels.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.tile import ROW_TILE
@@ -21,6 +21,7 @@ def contract(device: torch.device, dtype: torch.dtype, head_dim: int | None = No
         "version": CONTRACT_VERSION,
         "row_tile": ROW_TILE,
         "kv_block": KV_BLOCK,
+        "query_tile": QUERY_TILE,
         "vocab_shards": NUM_VOCAB_SHARDS,
         "vocab_chunk": VOCAB_CHUNK,
         "torch": torch.__version__,
