@@ -64,7 +64,8 @@ def test_aggregations_are_their_definitions(lengths: list[list[int]], seed: int)
             "sample": np.mean([piece.mean() if len(piece) else 0.0 for piece in pieces]),
             "const": sum(piece.sum() for piece in pieces) / (len(sizes) * 7),
         }[aggregation]
-        assert _loss(batch, per_token) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        # Weights are fp32, so terms of size one that cancel leave an error of that size.
+        assert _loss(batch, per_token) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
 @given(LENGTHS, st.integers(1, 5))
