@@ -1,18 +1,8 @@
-"""Marks that decide what runs where, and how properties are drawn.
-
-`gpu` tests are left out on a machine without one. Under CI properties draw the same examples every time; elsewhere new ones.
-"""
+"""Marks that decide what runs where: `gpu` tests are left out on a machine without one."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from hypothesis import settings
-
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
