@@ -33,6 +33,12 @@ test-system: $(VENV)/.dev
 	tests/system/install.sh
 	$(FAST) $(BIN)/pytest -q -m system tests/system
 
+chaos: $(VENV)/.dev
+	$(FAST) $(BIN)/python -m tests.system.chaos --faults 200 --jobs 2 --save
+
+fuzz: $(VENV)/.dev
+	$(FAST) $(BIN)/python -m tests.fuzz --frames 600000
+
 # A stamp is as old as the environment it speaks of: it is made anew when what it was built from changes.
 $(VENV)/.demo: setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "spmd-rl needs Python 3.11 or 3.12: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }

@@ -29,6 +29,7 @@ from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable
 from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.mesh.split import plan_split
 
 USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]"
 HELP = {"--help", "-h"}
@@ -88,7 +89,10 @@ def _run(words: list[str]) -> int:
     cfg = recipe.configure(invocation)
     if recipe.check is not None:
         recipe.check(cfg)
-    return launch(invocation.nproc or getattr(cfg, "nproc", 0) or 0, ["run", *words])
+    num_ranks = invocation.nproc or getattr(cfg, "nproc", 0) or 0
+    if num_ranks and hasattr(cfg, "split"):
+        plan_split(cfg.split, num_ranks)
+    return launch(num_ranks, ["run", *words])
 
 
 def _stacks(words: list[str]) -> int:
