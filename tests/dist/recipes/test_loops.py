@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 DISJOINT = ("--split.train.ranks=1", "--split.infer.ranks=1")
+EVEN = f"{Path(__file__).parents[2] / 'system/even.py'}:even"
 ARITHMETIC = str(Path(__file__).parents[3] / "examples/arithmetic/recipe.py")
 
 
@@ -78,11 +79,14 @@ def test_supervised_loss_falls(run: Any, tmp_path: Path) -> None:
 
 
 def test_same_command_goes_on(run: Any) -> None:
-    """Stopped after three steps, then told to do five: the tokens are those of an uninterrupted run."""
-    whole = run("grpo", "--steps=5", name="whole")
-    first = run("grpo", "--steps=3", name="parts")
-    second = run("grpo", "--steps=5", "--run.resume=true", name="parts")
-    for ended in (whole, first, second):
-        assert ended.code == 0, ended.sentence
+    """Stopped after three steps, then told to do five: the tokens are those of an uninterrupted run whose weights move."""
+    words = (f"--reward={EVEN}", "--trainer.lr=1e-2")
+    whole = run("grpo", "--steps=5", *words, name="whole")
+    first = run("grpo", "--steps=3", *words, name="parts")
+    second = run("grpo", "--steps=5", "--run.resume=true", *words, name="parts")
+    assert first.code == 0, first.sentence
+    for ended in (whole, second):
+        check_proof(ended, 5)
+    assert min(row["train/grad_norm"] for row in whole.metrics) > 0
     assert [row["step"] for row in second.metrics] == [1, 2, 3, 4, 5]
     assert drawn(second, 5) == drawn(whole, 5)
