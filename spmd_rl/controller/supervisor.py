@@ -6,6 +6,7 @@ the run fails; the end of the stream tells each side that the other is gone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -27,6 +28,7 @@ from spmd_rl.mesh.world import World
 
 ADDRESS_S = 300.0  # for the controller to import its recipe and bind its socket
 EXIT_S = 15.0  # for it to end after its workers
+HEARD_S = 2.0  # for rank 0 to end of the controller's last words
 
 
 class ControllerProcess:
@@ -88,8 +90,7 @@ class ControllerProcess:
                 if "endpoint" in record:
                     self._addresses.put(Address(record["endpoint"], record["generation"], self._secret_file))
                 else:
-                    shutil.rmtree(self._folder, ignore_errors=True)
-                    end_process(record["sentence"], record["exit_code"])
+                    end_process(record["sentence"], record["exit_code"])  # the controller removes the folder
         code = self._process.wait()
         if code and not self._given_up:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -118,8 +119,14 @@ class Lifeline:
         self._write({"endpoint": endpoint, "generation": generation})
 
     def last_words(self, error: SpmdError) -> None:
-        """Tell rank 0 why the run ends."""
+        """Tell rank 0 why the run ends, before the secret that ranks still look for is removed.
+
+        Blocks: until rank 0 has ended, `HEARD_S` at most.
+        """
         self._write({"sentence": str(error), "exit_code": error.exit_code})
+        self.socket.settimeout(HEARD_S)
+        with contextlib.suppress(OSError):  # the deadline, or rank 0's end by a signal
+            self.socket.recv(1)
 
     def _write(self, record: dict[str, str | int]) -> None:
         try:
