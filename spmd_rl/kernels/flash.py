@@ -70,24 +70,42 @@ class PackedFlash:
 class PagedFlash:
     """Each new token to its sequence's pages up to itself.
 
-    Shape: q [T', H, D] of which the first sum(lengths) rows count; keys and values [num_pages, page_size, K, D].
+    Shape: q [T', H, D] of which the first `num_tokens` rows count; keys and values [num_pages, page_size, K, D];
+    `pages` [B, P], `num_keys` [B] and `bounds` [B + 1] int32 on the device; `longest` new tokens in a sequence at most.
     """
 
-    def __init__(
-        self,
+    def __init__(self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int, longest: int) -> None:
+        self.pages = pages
+        self.num_keys = num_keys
+        self.bounds = bounds
+        self.num_tokens = num_tokens
+        self.longest = longest
+
+    @classmethod
+    def chunks(
+        cls,
         page_table: NDArray[np.int64],
         starts: NDArray[np.int64],
         lengths: NDArray[np.int64],
         page_size: int,
         device: torch.device,
-    ) -> None:
+    ) -> PagedFlash:
+        """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold anything."""
         used = -(-(starts + lengths) // page_size)
         standing_in = np.where(np.arange(page_table.shape[1]) < used[:, None], page_table, page_table[:, :1])
-        self.num_tokens = int(lengths.sum())
-        self.longest = int(lengths.max())
-        self.pages = _int32(standing_in, device)
-        self.num_keys = _int32(starts + lengths, device)
-        self.bounds = _int32([0, *np.cumsum(lengths)], device)
+        return cls(
+            _int32(standing_in, device),
+            _int32(starts + lengths, device),
+            _int32([0, *np.cumsum(lengths)], device),
+            int(lengths.sum()),
+            int(lengths.max()),
+        )
+
+    @classmethod
+    def decode(cls, pages: Tensor, num_keys: Tensor) -> PagedFlash:
+        """One new token for every sequence; nothing is read on the host."""
+        batch = len(num_keys)
+        return cls(pages, num_keys, torch.arange(batch + 1, dtype=torch.int32, device=pages.device), batch, 1)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         from flash_attn.cute import flash_attn_varlen_func
@@ -103,7 +121,8 @@ class PagedFlash:
             causal=True,
             num_splits=1,
         )[0]
-        return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - self.num_tokens))
+        padding = q.shape[0] - self.num_tokens
+        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
 def _int32(values: NDArray[np.int64] | list[int], device: torch.device) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ class KvCache:
 
     It starts at zero and must stay finite: unused slots of a page are multiplied by exact zeros.
     Shape: each layer's keys and values are [num_pages, page_size, K, D] for FlashAttention, else
-    [K, num_pages * page_size, D].
+    [K, num_pages * page_size, D]. `allocate` makes its memory: so many bytes, uint8 and zero.
     """
 
     def __init__(
@@ -32,13 +34,16 @@ class KvCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        allocate: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_kv_heads = num_kv_heads
         self.flash = flash_takes(head_dim, dtype, device)
         pages = (num_pages, page_size, num_kv_heads) if self.flash else (num_kv_heads, num_pages * page_size)
-        self.data = _zeros((num_layers, 2, *pages, head_dim), dtype, device)
+        shape = (num_layers, 2, *pages, head_dim)
+        memory = (allocate or partial(_zeros, device=device))(math.prod(shape) * dtype.itemsize)
+        self.data = memory.view(dtype).view(shape)
         self.layers = [(layer[0], layer[1]) for layer in self.data]
 
     @property
@@ -54,12 +59,11 @@ class KvCache:
                 pages.index_copy_(1, slots, new.transpose(0, 1))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     """Zeros; on the CPU of memory that the system clears when it is first touched, which most pages never are."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    cleared = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(cleared).view(dtype).view(shape)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
 
 
 class PagedAttention:
@@ -67,13 +71,16 @@ class PagedAttention:
 
     Call it as `attend(layer, q, k, v)` with q [T', H, D], k and v [T', K, D]: the new tokens of all sequences laid end
     to end, then padding up to the row tile.
-
-    Shape: page_table [B, P] (any value where a sequence has no page; its first page stands in), starts [B] (tokens
-    already in the cache), lengths [B] (new tokens, at least 1), slots [T] (where each new token's key goes).
     """
 
-    def __init__(
-        self,
+    def __init__(self, cache: KvCache, slots: Tensor, kernel: PagedFlash | _PagedBlocks) -> None:
+        self.cache = cache
+        self.slots = slots
+        self.kernel = kernel
+
+    @classmethod
+    def chunks(
+        cls,
         cache: KvCache,
         *,
         page_table: NDArray[np.int64],
@@ -81,15 +88,28 @@ class PagedAttention:
         lengths: NDArray[np.int64],
         slots: NDArray[np.int64],
         num_heads: int,
-    ) -> None:
-        self.cache = cache
+    ) -> PagedAttention:
+        """Any number of new tokens for each sequence.
+
+        Shape: page_table [B, P] (any value where a sequence has no page; its first page stands in), starts [B] (tokens
+        already in the cache), lengths [B] (new tokens, at least 1), slots [T] (where each new token's key goes).
+        """
         device = cache.data.device
-        self.slots = torch.from_numpy(np.asarray(slots, dtype=np.int64)).to(device)
-        self.kernel: PagedFlash | _PagedBlocks
+        kernel: PagedFlash | _PagedBlocks
         if cache.flash:
-            self.kernel = PagedFlash(page_table, starts, lengths, cache.page_size, device)
+            kernel = PagedFlash.chunks(page_table, starts, lengths, cache.page_size, device)
         else:
-            self.kernel = _PagedBlocks(cache, page_table, starts, lengths, num_heads)
+            kernel = _PagedBlocks(cache, page_table, starts, lengths, num_heads)
+        return cls(cache, torch.from_numpy(np.asarray(slots, dtype=np.int64)).to(device), kernel)
+
+    @classmethod
+    def decode(cls, cache: KvCache, *, pages: Tensor, num_keys: Tensor, slots: Tensor) -> PagedAttention:
+        """One new token for each sequence, all state on the GPU, for caches that FlashAttention reads.
+
+        Shape: pages [B, P] and num_keys [B] (the new token's included) int32, slots [B] int64; slots below 0 write
+        nothing.
+        """
+        return cls(cache, slots, PagedFlash.decode(pages, num_keys))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write(layer, self.slots, k, v)

@@ -64,6 +64,7 @@ class EngineConfig:
     max_batch: int = 256  # sequences running at once
     max_step_tokens: int = 2048  # shared by decoding (one a sequence) and chunks of prompts
     prefix_cache: bool = True
+    cuda_graphs: bool = True  # where FlashAttention runs: decoding steps are recorded and launched one ahead
     dtype: str = "float32"
     load_weights: bool = True  # false leaves the parameters to the first push
     reward: str = ""  # "module:function", called with (prompt, sample)
@@ -147,7 +148,7 @@ class Engine(Protocol):
         ...
 
     def step(self) -> Progress:
-        """Compute one batch of tokens."""
+        """Compute one batch of tokens; an engine that launches ahead returns the batch before."""
         ...
 
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:

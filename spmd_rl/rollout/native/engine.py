@@ -1,31 +1,48 @@
-"""The native engine: one step is schedule, run the model over paged KV, draw a token for each row that is ready."""
+"""The native engine: a step schedules, runs the model over paged KV, and draws a token for each row that is ready."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
-from spmd_rl.kernels import KvCache, PagedAttention, sample_tokens, stream_keys, token_logprobs
+from spmd_rl.kernels import KvCache
+from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.network import CausalLM
+from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.rollout.engine import EngineConfig, Progress, Request
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.pool_size import auto_pages
 from spmd_rl.rollout.native.rows import Rows
-from spmd_rl.rollout.native.scheduler import Plan, Scheduler
+from spmd_rl.rollout.native.scheduler import Scheduler
+from spmd_rl.rollout.native.steps import Drawn, Steps
 from spmd_rl.rollout.native.stop import StopStrings
 from spmd_rl.types import FinishReason, Sample
 from spmd_rl.weights.held import Held
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A step under way: `drawn` goes to `rows`, if they still hold the sequences of `tickets`."""
+
+    rows: NDArray[np.int64]
+    tickets: NDArray[np.int64]
+    version: int
+    drawn: Drawn
+
+
 class NativeEngine:
-    """See `rollout.engine.Engine`. `decode` turns tokens into text; only stop strings need it."""
+    """See `rollout.engine.Engine`. `decode` turns tokens into text; only stop strings need it.
+
+    Where decoding is recorded in graphs, a step is launched before the tokens of the last one are looked at: `step`
+    returns one step late, and a sequence that ends by a token computes one more, which is dropped.
+    """
 
     def __init__(
         self,
@@ -41,6 +58,7 @@ class NativeEngine:
         self.device = device
         self.version: int | None = None
         self.num_pages = cfg.num_pages or auto_pages(spec, cfg, device)
+        self._ahead = cfg.cuda_graphs and flash_takes(spec.head_dim, getattr(torch, cfg.dtype), device)
         self.rows = Rows(cfg.max_batch, spec.max_positions, cfg.page_size)
         self.scheduler = Scheduler(
             self.rows,
@@ -48,12 +66,16 @@ class NativeEngine:
             max_step_tokens=cfg.max_step_tokens,
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
+            apart=self._ahead,
         )
         self._decode = lru_cache(maxsize=1 << 16)(decode) if decode else None
         self._live: dict[tuple[int, int], StopStrings | None] = {}
         self._num_steps = 0
         self._num_generated = 0
-        self._cache: KvCache | None = None
+        self._steps: Steps | None = None
+        self._memory: ElasticMemory | None = None
+        self._awake = False
+        self._in_flight: _Launched | None = None
         self.wake()
 
     @property
@@ -67,20 +89,20 @@ class NativeEngine:
 
     @torch.inference_mode()
     def step(self) -> Progress:
-        cache, version = self._ready()
-        plan = self.scheduler.schedule()
+        steps, version = self._ready()
         try:
-            rows, tokens, logprobs = self._compute(plan, cache)
+            launched = self._launch(steps, version)
+            if self._ahead:
+                launched, self._in_flight = self._in_flight, launched
+            progress = self._collect(launched)
         except BaseException:
             # pages that the plan promised may never have been written, or hold NaN that would outlive their tokens
             self.sleep()
             self.wake()
             raise
-        self.rows.append(rows, tokens, logprobs, version)
-        self._num_steps += 1
-        self._num_generated += len(rows)
-        uids, indices = self.rows.uid[rows], self.rows.index[rows]
-        return Progress(uids, indices, tokens, logprobs, finished=self._finish(rows, tokens))
+        if not self._live:
+            self._in_flight = None  # drew for sequences that turned out to have ended
+        return progress
 
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
         return [self._end(request, "abort") for request in self.scheduler.abort(uid, index)]
@@ -91,20 +113,38 @@ class NativeEngine:
 
     def sleep(self) -> None:
         self.scheduler.forget(self.version or 0)
-        self._cache = None
+        self._in_flight = None
+        if self._memory is None:
+            self._steps = None
+        else:
+            self._memory.unmap()
+        self._awake = False
 
     def wake(self) -> None:
-        if self._cache is None:
-            spec = self.spec
-            self._cache = KvCache(
-                num_layers=spec.num_layers,
-                num_pages=self.num_pages,
-                page_size=self.cfg.page_size,
-                num_kv_heads=spec.num_kv_heads,
-                head_dim=spec.head_dim,
-                dtype=getattr(torch, self.cfg.dtype),
-                device=self.device,
-            )
+        if self._steps is None:
+            self._steps = Steps(self.model, self._new_cache(), self.rows, self.device, graphs=self._ahead)
+        elif self._memory is not None and not self._memory.is_mapped:
+            self._memory.map()
+            self._memory.bytes.zero_()
+        self._awake = True
+
+    def _new_cache(self) -> KvCache:
+        spec = self.spec
+        return KvCache(
+            num_layers=spec.num_layers,
+            num_pages=self.num_pages,
+            page_size=self.cfg.page_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=getattr(torch, self.cfg.dtype),
+            device=self.device,
+            allocate=self._elastic if self.device.type == "cuda" else None,
+        )
+
+    def _elastic(self, num_bytes: int) -> Tensor:
+        """Memory that keeps its address while the engine sleeps, for the graphs recorded over it."""
+        self._memory = ElasticMemory(num_bytes, self.device)
+        return self._memory.bytes.zero_()
 
     def weights(self) -> Held:
         return Held.whole(dict(self.model.named_parameters()))
@@ -117,16 +157,16 @@ class NativeEngine:
             "num_waiting": len(self.scheduler.waiting),
             "num_pages": self.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
-            "kv_bytes": self._cache.num_bytes if self._cache else 0,
+            "kv_bytes": self._steps.cache.num_bytes if self._steps and self._awake else 0,
             **asdict(self.scheduler.counters),
         }
 
-    def _ready(self) -> tuple[KvCache, int]:
-        if self._cache is None:
+    def _ready(self) -> tuple[Steps, int]:
+        if self._steps is None or not self._awake:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
             raise SpmdError("the engine has no weights yet: push a version to it, or set load_weights")
-        return self._cache, self.version
+        return self._steps, self.version
 
     def _check(self, request: Request) -> None:
         where, length, context = f"prompt {request.uid}", len(request.prompt), self.spec.max_positions
@@ -155,69 +195,42 @@ class NativeEngine:
             stop.push(token)
         return stop
 
-    def _compute(self, plan: Plan, cache: KvCache) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
-        """Run the model over `plan`; returns the rows that are ready for a token, the token and its log-prob."""
+    def _launch(self, steps: Steps, version: int) -> _Launched | None:
+        """Queue the next step, if there is work for one."""
+        plan = self.scheduler.schedule()
         if not len(plan.rows):
-            return plan.rows, np.zeros(0, np.int64), np.zeros(0, np.float32)
-        ends = np.cumsum(plan.lengths)
-        row_of = np.repeat(plan.rows, plan.lengths)
-        positions = np.arange(len(row_of)) + np.repeat(plan.starts + plan.lengths - ends, plan.lengths)
-        page, offset = np.divmod(positions, self.cfg.page_size)
-        attend = PagedAttention(
-            cache,
-            page_table=self.rows.pages[plan.rows, : int(page.max()) + 1],
-            starts=plan.starts,
-            lengths=plan.lengths,
-            slots=self.rows.pages[row_of, page] * self.cfg.page_size + offset,
-            num_heads=self.spec.num_heads,
-        )
-        tokens = self._tensor(self.rows.tokens[row_of, positions].astype(np.int64))
+            return None
         ready = self.scheduler.ready(plan)
-        last = self._tensor(ends[ready] - 1) if ready.any() else None
-        out = self.model(tokens, self._tensor(positions), attend, last)
+        drawn = steps.launch(plan, ready)
         self.scheduler.computed(plan)
         rows = plan.rows[ready]
-        if last is None:
-            return rows, np.zeros(0, np.int64), np.zeros(0, np.float32)
-        return rows, *self._draw(rows, out)
+        self.rows.promise(rows)
+        self._num_steps += 1
+        return _Launched(rows, self.rows.ticket[rows], version, drawn)
 
-    def _draw(self, rows: NDArray[np.int64], logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        state = self.rows
-        inv_temperature = self._tensor(state.inv_temperature[rows])
+    def _collect(self, launched: _Launched | None) -> Progress:
+        """Take in what a step drew, for those of its rows that still hold the sequence it drew for."""
+        if launched is None:
+            nothing = np.zeros(0, np.int64)
+            return Progress(nothing, nothing, nothing, np.zeros(0, np.float32), finished=[])
+        tokens, logprobs = launched.drawn.arrays()
+        stayed = self.rows.ticket[launched.rows] == launched.tickets
+        rows, tokens, logprobs = launched.rows[stayed], tokens[stayed], logprobs[stayed]
+        self._check_logprobs(rows, logprobs)
+        self.rows.fulfil(rows, tokens, logprobs, launched.version)
+        self._num_generated += len(rows)
+        uids, indices = self.rows.uid[rows], self.rows.index[rows]
+        return Progress(uids, indices, tokens, logprobs, finished=self._finish(rows, tokens))
 
-        def unless(off: float, column: NDArray[Any]) -> torch.Tensor | None:
-            values = column[rows]
-            return self._tensor(values) if (values != off).any() else None
-
-        drawn = sample_tokens(
-            logits,
-            inv_temperature,
-            self._tensor(self._keys(rows)),
-            greedy=unless(False, state.greedy),
-            top_k=unless(0, state.top_k),
-            top_p=unless(1, state.top_p),
-            min_p=unless(0, state.min_p),
-        )
-        scored, _ = token_logprobs(logits, drawn, inv_temperature)
-        tokens, logprobs = drawn.cpu().numpy(), scored.cpu().numpy()
-        broken = np.flatnonzero(np.isnan(logprobs))
+    def _check_logprobs(self, rows: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
+        broken = rows[np.isnan(logprobs)]
         if len(broken):
-            row = rows[broken[0]]
-            position = state.length[row] - state.prompt_length[row]
+            row, state = broken[0], self.rows
+            position = state.known(broken)[0] - state.prompt_length[row]
             raise SpmdError(
                 f"weights version {self.version} give NaN logits: prompt {state.uid[row]}, sample {state.index[row]}, "
                 f"response token {position}"
             )
-        return tokens, logprobs
-
-    def _keys(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        state, keys = self.rows, np.empty(len(rows), dtype=np.int64)
-        position = state.length[rows] - state.prompt_length[rows]
-        seeds = state.seed[rows]
-        for seed in set(seeds.tolist()):
-            same = seeds == seed
-            keys[same] = stream_keys(seed, state.uid[rows[same]], state.index[rows[same]], position[same])
-        return keys
 
     def _finish(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Sample]:
         """Let go of the rows whose newest token was their last."""
@@ -228,7 +241,7 @@ class NativeEngine:
                 stop = self._live[name]
                 if stop is not None and stop.push(token):
                     stopped[order] = True
-        over = stopped | (self.rows.length[rows] == self.rows.limit[rows])
+        over = stopped | (self.rows.known(rows) == self.rows.limit[rows])
         return [
             self._end(self.scheduler.leave(int(rows[order])), "stop" if stopped[order] else "length")
             for order in np.flatnonzero(over).tolist()
@@ -237,6 +250,3 @@ class NativeEngine:
     def _end(self, request: Request, finish: FinishReason) -> Sample:
         del self._live[request.uid, request.index]
         return request.sample(finish)
-
-    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)

@@ -6,11 +6,13 @@ A sequence that leaves, for whatever reason, leaves as the `Request` that would 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.kernels import stream_bases
 from spmd_rl.rollout.engine import Request
 
 NO_STOP_ID = -1
@@ -19,16 +21,20 @@ NO_STOP_ID = -1
 class Rows:
     """At most `num_rows` sequences of at most `max_tokens` tokens.
 
-    `length` counts the tokens known, `computed` those whose K/V is in the cache; the row ends at length `limit`.
+    `length` counts a row's tokens, of which the last `pending` are promised: drawn by a step that is under way, and
+    not known here yet. `computed` counts those whose K/V is in the cache; the row ends at length `limit`. `ticket`
+    tells a row's present sequence from earlier ones.
     Shape: `tokens`, `logprobs`, `versions` [num_rows, max_tokens], prompt first (its log-probs and versions are
     unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
     """
 
     def __init__(self, num_rows: int, max_tokens: int, page_size: int) -> None:
+        self.num_rows = num_rows
         self.page_size = page_size
         self.max_tokens = max_tokens
         self.requests: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
+        self._tickets = count(1)
 
         def column(dtype: type, *width: int) -> NDArray[Any]:
             return np.zeros((num_rows, *width), dtype=dtype)
@@ -41,11 +47,15 @@ class Rows:
         self.num_pages = column(np.int64)
         self.prompt_length = column(np.int64)
         self.length = column(np.int64)
+        self.pending = column(np.int64)
         self.computed = column(np.int64)
+        self.published = column(np.int64)
         self.limit = column(np.int64)
+        self.ticket = column(np.int64)
+        self.has_drawn = column(np.bool_)
         self.uid = column(np.int64)
         self.index = column(np.int64)
-        self.seed = column(np.int64)
+        self.base = column(np.int64)
         self.inv_temperature = column(np.float32)
         self.greedy = column(np.bool_)
         self.top_k = column(np.int64)
@@ -69,7 +79,11 @@ class Rows:
         self.num_pages[row] = len(pages)
         self.prompt_length[row] = prompt
         self.length[row] = length
+        self.pending[row] = 0
+        self.has_drawn[row] = False
         self.computed[row] = computed
+        self.published[row] = computed // self.page_size
+        self.ticket[row] = next(self._tickets)
         self.limit[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
         self.uid[row], self.index[row] = request.uid, request.index
         self._put_sampling(row, request, stop_ids)
@@ -77,7 +91,7 @@ class Rows:
 
     def _put_sampling(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
         sampling = request.sampling
-        self.seed[row] = sampling.seed
+        self.base[row] = stream_bases(sampling.seed, self.uid[row : row + 1], self.index[row : row + 1])[0]
         self.inv_temperature[row] = np.float32(1) / np.float32(sampling.scored_temperature)
         self.greedy[row] = sampling.temperature == 0
         self.top_k[row] = sampling.top_k
@@ -89,15 +103,25 @@ class Rows:
         self.stop_ids[row] = NO_STOP_ID
         self.stop_ids[row, : len(stop_ids)] = stop_ids
 
-    def append(
+    def promise(self, rows: NDArray[np.int64]) -> None:
+        """A step that is under way draws one more token for each of `rows`."""
+        self.length[rows] += 1
+        self.pending[rows] += 1
+        self.has_drawn[rows] = True
+
+    def fulfil(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """One new token for each of `rows`."""
-        ends = self.length[rows]
-        self.tokens[rows, ends] = tokens
-        self.logprobs[rows, ends] = logprobs
-        self.versions[rows, ends] = version
-        self.length[rows] = ends + 1
+        """The oldest promised token of each of `rows`."""
+        at = self.known(rows)
+        self.tokens[rows, at] = tokens
+        self.logprobs[rows, at] = logprobs
+        self.versions[rows, at] = version
+        self.pending[rows] -= 1
+
+    def known(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens of each of `rows` are known."""
+        return self.length[rows] - self.pending[rows]
 
     def append_page(self, row: int, page: int) -> None:
         self.pages[row, self.num_pages[row]] = page
@@ -110,11 +134,12 @@ class Rows:
         return self.tokens[row, self.prompt_length[row] : self.length[row]]
 
     def take(self, row: int) -> Request:
-        """Free the row and return its request with all that was generated."""
+        """Free the row and return its request with all that is known of its answer."""
         request = self.requests[row]
         assert request is not None
-        response = slice(self.prompt_length[row], self.length[row])
+        response = slice(self.prompt_length[row], self.length[row] - self.pending[row])
         self.requests[row] = None
+        self.ticket[row] = 0
         self._free.append(row)
         return replace(
             request,

@@ -4,6 +4,9 @@ One rule covers decoding, chunks of prompts, and recomputation after a preemptio
 of which `computed` have K/V, and the step works off the difference. Rows that miss one token (decoding) go first; what
 is left of the token budget goes to the others in the order of admission, then to admissions. When pages run out, the
 newest row is preempted: it goes to the front of the queue with its tokens and later computes their K/V again.
+
+An engine that replays a recorded decoding step, and launches it before the last one's tokens are known, keeps the two
+kinds `apart`: a step is all prompts or all decoding, and prompts wait until some rows are free.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from numpy.typing import NDArray
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.pages import PagePool, extend_keys, root_key
 from spmd_rl.rollout.native.rows import Rows
+
+REFILL_SHARE = 16  # prompts go in once one row in so many is free
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,21 @@ class Scheduler:
     """Moves requests between the queue and the rows, and pages between the pool and the rows."""
 
     def __init__(
-        self, rows: Rows, pool: PagePool, *, max_step_tokens: int, prefix_cache: bool, eos_ids: tuple[int, ...] = ()
+        self,
+        rows: Rows,
+        pool: PagePool,
+        *,
+        max_step_tokens: int,
+        prefix_cache: bool,
+        eos_ids: tuple[int, ...] = (),
+        apart: bool = False,
     ) -> None:
         self.rows = rows
         self.pool = pool
         self.max_step_tokens = max_step_tokens
         self.prefix_cache = prefix_cache
         self.eos_ids = eos_ids
+        self.apart = apart
         self.waiting: deque[Request] = deque()
         self.running: list[int] = []
         self.counters = Counters()
@@ -67,19 +80,38 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Plan:
-        """Choose the next step's work. Empty only where nothing is left to do."""
+        """Choose the next step's work. Empty only where nothing is left to do before promised tokens come."""
         self._append_pages()
+        rows = self._unfinished()
+        if self.apart:
+            decoding = self.rows.has_drawn[rows]
+            plan = self._share(rows[~decoding], admit=self._refill_due())
+            if not len(plan.rows):
+                plan = self._share(rows[decoding], admit=False)
+        else:
+            plan = self._share(rows, admit=True)
+        self.counters.num_scheduled_tokens += int(plan.lengths.sum())
+        return plan
+
+    def _unfinished(self) -> NDArray[np.int64]:
+        """The running rows, less those whose last token is promised."""
         rows = np.array(self.running, dtype=np.int64)
+        return rows[self.rows.length[rows] < self.rows.limit[rows]]
+
+    def _refill_due(self) -> bool:
+        """Whether enough rows are free to be worth a step of prompts, during which decoding waits."""
+        return self.rows.num_free * REFILL_SHARE >= self.rows.num_rows
+
+    def _share(self, rows: NDArray[np.int64], admit: bool) -> Plan:
+        """Spread the token budget over what `rows` miss, then over admissions."""
         starts = self.rows.computed[rows]
         missing = self.rows.length[rows] - starts
         lengths = share_budget(missing, self.max_step_tokens)
         busy = lengths > 0
-        rows, starts, missing, lengths = rows[busy], starts[busy], missing[busy], lengths[busy]
-        self._publish(rows, starts + lengths)
-        self.counters.num_partial_chunks += int((lengths < missing).sum())
-        plan = self._admit(Plan(rows, starts, lengths), self.max_step_tokens - int(lengths.sum()))
-        self.counters.num_scheduled_tokens += int(plan.lengths.sum())
-        return plan
+        plan = Plan(rows[busy], starts[busy], lengths[busy])
+        self._publish(plan)
+        self.counters.num_partial_chunks += int((plan.lengths < missing[busy]).sum())
+        return self._admit(plan, self.max_step_tokens - int(lengths.sum())) if admit else plan
 
     def ready(self, plan: Plan) -> NDArray[np.bool_]:
         """Which rows of `plan` get their next token from it."""
@@ -121,15 +153,15 @@ class Scheduler:
 
     def _append_pages(self) -> None:
         """Give each running row the page that its newest token needs; where none is left, preempt the newest rows."""
-        rows = np.array(self.running, dtype=np.int64)
+        rows = self._unfinished()
         full = self.rows.length[rows] > self.rows.num_pages[rows] * self.rows.page_size
-        for order in np.flatnonzero(full).tolist():
-            while not self.pool.num_available and order < len(self.running):
+        for row in rows[full].tolist():
+            while not self.pool.num_available and self.rows.requests[row]:
                 self.counters.num_preemptions += 1
                 self.waiting.appendleft(self.leave(self.running[-1]))
-            if order >= len(self.running):
+            if not self.rows.requests[row]:
                 return
-            self.rows.append_page(self.running[order], self.pool.allocate())
+            self.rows.append_page(row, self.pool.allocate())
 
     def _admit(self, plan: Plan, budget: int) -> Plan:
         rows, starts, lengths = [], [], []
@@ -143,7 +175,7 @@ class Scheduler:
             chunk = min(budget, length - start)
             budget -= chunk
             self.counters.num_partial_chunks += chunk < length - start
-            self._publish_pages(row, start // self.rows.page_size, (start + chunk) // self.rows.page_size)
+            self._publish_pages(row, (start + chunk) // self.rows.page_size)
             rows.append(row)
             starts.append(start)
             lengths.append(chunk)
@@ -193,25 +225,26 @@ class Scheduler:
             extend_keys(keys, self._root, tokens, self.rows.page_size)
         return keys
 
-    def _publish(self, rows: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """Make known the pages that this step fills."""
-        page_size = self.rows.page_size
-        first, last = self.rows.computed[rows] // page_size, ends // page_size
-        filling = first < last
-        for row, begin, end in zip(*(x[filling].tolist() for x in (rows, first, last)), strict=True):
-            self._publish_pages(row, begin, end)
+    def _publish(self, plan: Plan) -> None:
+        """Make known the pages that this step fills, as far as their tokens are known."""
+        ends = np.minimum(plan.starts + plan.lengths, self.rows.known(plan.rows)) // self.rows.page_size
+        filling = self.rows.published[plan.rows] < ends
+        for row, end in zip(plan.rows[filling].tolist(), ends[filling].tolist(), strict=True):
+            self._publish_pages(row, end)
 
-    def _publish_pages(self, row: int, begin: int, end: int) -> None:
-        """Make known the pages `begin : end` of `row`, which this step fills.
+    def _publish_pages(self, row: int, end: int) -> None:
+        """Make known the pages of `row` up to page `end`, the newest of which this step fills.
 
         They may be shared from this step on: a layer writes the K/V of all its tokens before any token attends.
         """
+        begin = int(self.rows.published[row])
         if not self.prefix_cache or begin == end:
             return
         keys = self._keys[row]
         extend_keys(keys, self._root, self.rows.tokens[row, : end * self.rows.page_size], self.rows.page_size)
         for page in range(begin, end):
             self.pool.publish(int(self.rows.pages[row, page]), keys[page])
+        self.rows.published[row] = end
 
 
 def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:

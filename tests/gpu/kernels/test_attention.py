@@ -81,7 +81,7 @@ class Paged:
             rows.append(firsts[name] + span)
             slots.append(self.tables[name][span // self.page_size] * self.page_size + span % self.page_size)
         width = max(len(self.tables[name]) for name in names)
-        attend = PagedAttention(
+        attend = PagedAttention.chunks(
             self.cache,
             page_table=np.stack([np.pad(self.tables[n], (0, width - len(self.tables[n]))) for n in names]),
             starts=self.done[names],

@@ -140,7 +140,9 @@ def test_graph_replay_equals_eager(unequal) -> None:
     def step(starts: np.ndarray, lengths: np.ndarray) -> tuple[PagedAttention, Tensor, Tensor]:
         positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
         slots = np.repeat(table[:, 0] * page_size, lengths) + positions
-        attend = PagedAttention(cache, page_table=table, starts=starts, lengths=lengths, slots=slots, num_heads=8)
+        attend = PagedAttention.chunks(
+            cache, page_table=table, starts=starts, lengths=lengths, slots=slots, num_heads=8
+        )
         return attend, torch.from_numpy(positions).to(DEVICE) * 13 % 4096, torch.from_numpy(positions).to(DEVICE)
 
     rows = torch.arange(8, device=DEVICE)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import spmd_rl.kernels.attention as attention
 import spmd_rl.kernels.paged_attention as paged_attention
-import spmd_rl.rollout.native.engine as native
 from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native import steps
 
 FEATURES = ("num_preemptions", "num_retractions", "num_aborts", "num_partial_chunks", "num_hit_tokens", "num_evictions")
 
@@ -185,8 +185,12 @@ def test_control_stale_cache_after_a_weight_change_is_seen(new_model, new_engine
 
 
 def test_control_shifted_random_stream_is_seen(model, new_engine, finish, alone, monkeypatch):
-    keys = native.stream_keys
-    monkeypatch.setattr(native, "stream_keys", lambda seed, uid, index, position: keys(seed, uid, index, position + 1))
+    draw = steps.sample_and_score
+
+    def shifted(logits, inv_temperature, bases, positions, **filters):
+        return draw(logits, inv_temperature, bases, positions + 1, **filters)
+
+    monkeypatch.setattr(steps, "sample_and_score", shifted)
     assert unequal(finish(new_engine(model), workload()), alone) > 0
 
 
@@ -205,10 +209,10 @@ def test_control_another_block_order_is_seen(model, new_engine, finish, alone, m
 
 
 def test_control_keys_from_a_neighbours_page_are_seen(model, new_engine, finish, alone, monkeypatch):
-    build = paged_attention.PagedAttention.__init__
+    build = paged_attention.PagedAttention.chunks
 
-    def shifted(self, cache, *, page_table, **rest):
-        build(self, cache, page_table=np.roll(page_table, 1, axis=0), **rest)
+    def shifted(cache, *, page_table, **rest):
+        return build(cache, page_table=np.roll(page_table, 1, axis=0), **rest)
 
-    monkeypatch.setattr(paged_attention.PagedAttention, "__init__", shifted)
+    monkeypatch.setattr(paged_attention.PagedAttention, "chunks", shifted)
     assert unequal(finish(new_engine(model), workload()), alone) > 0

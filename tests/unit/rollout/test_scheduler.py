@@ -15,27 +15,46 @@ from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.scheduler import Plan, Scheduler, share_budget
 
 MAX_TOKENS = 40
-FEATURES = ("num_preemptions", "num_retractions", "num_aborts", "num_partial_chunks", "num_hit_tokens", "num_evictions")
+FEATURES = (
+    "num_preemptions",
+    "num_retractions",
+    "num_aborts",
+    "num_partial_chunks",
+    "num_hit_tokens",
+    "num_evictions",
+    "num_late",
+)
 
 
 class FakeRunner:
-    """Carries out plans and checks what the real kernels rely on."""
+    """Carries out plans and checks what the real kernels rely on; `ahead`, it sees a step's tokens one step late."""
 
-    def __init__(self, *, max_batch=4, page_size=4, num_pages=12, max_step_tokens=16, prefix_cache=True) -> None:
+    def __init__(
+        self, *, max_batch=4, page_size=4, num_pages=12, max_step_tokens=16, prefix_cache=True, ahead=False
+    ) -> None:
         self.rows = Rows(max_batch, MAX_TOKENS, page_size)
         self.pool = PagePool(num_pages)
-        self.scheduler = Scheduler(self.rows, self.pool, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(
+            self.rows, self.pool, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, apart=ahead
+        )
+        self.ahead = ahead
         self.slots: dict[int, tuple[int, ...]] = {}
+        self.drawn: dict[int, list[int]] = {}
+        self.in_flight: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.stops: dict[int, int] = {}
         self.done: dict[int, list[int]] = {}
 
-    def submit(self, uid: int, prompt: list[int], max_tokens: int) -> None:
+    def submit(self, uid: int, prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS) -> None:
         tokens = np.array(prompt, dtype=np.int32)
+        self.stops[uid] = stop_after
         self.scheduler.add(Request(uid, 0, tokens, SamplingConfig(max_tokens=max_tokens)))
 
     def step(self) -> Plan:
         plan = self.scheduler.schedule()
         assert plan.lengths.sum() <= self.scheduler.max_step_tokens
         assert len(set(plan.rows.tolist())) == len(plan.rows)
+        if self.ahead:
+            assert len(set(self.rows.has_drawn[plan.rows].tolist())) <= 1, "prompts and decoding share a step"
         work = list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
         written: set[int] = set()
         for row, start, length in work:
@@ -50,12 +69,29 @@ class FakeRunner:
         ready = plan.rows[self.scheduler.ready(plan)]
         self.scheduler.computed(plan)
         self.check_pages()
-        self.rows.append(ready, self.rows.uid[ready] + self.rows.length[ready], np.zeros(len(ready)), 0)
-        for row in ready.tolist():
-            if self.rows.length[row] == self.rows.limit[row]:
+        tokens = self.rows.uid[ready] + self.rows.length[ready]
+        for row, token in zip(ready.tolist(), tokens.tolist(), strict=True):
+            self.sequence(row).append(token)
+        self.rows.promise(ready)
+        self.in_flight.append((ready, self.rows.ticket[ready], tokens))
+        while len(self.in_flight) > self.ahead:
+            self.collect(*self.in_flight.pop(0))
+        return plan
+
+    def collect(self, rows: np.ndarray, tickets: np.ndarray, tokens: np.ndarray) -> None:
+        stayed = self.rows.ticket[rows] == tickets
+        rows, tokens = rows[stayed], tokens[stayed]
+        self.rows.fulfil(rows, tokens, np.zeros(len(rows), np.float32), 0)
+        for row in rows.tolist():
+            num_drawn = self.rows.known(row) - self.rows.prompt_length[row]
+            if self.rows.known(row) == self.rows.limit[row] or num_drawn == self.stops[int(self.rows.uid[row])]:
                 request = self.scheduler.leave(row)
                 self.done[request.uid] = request.tokens.tolist()
-        return plan
+
+    def sequence(self, row: int) -> list[int]:
+        """All tokens of the row's present sequence, promised ones too."""
+        known = self.rows.tokens[row, : self.rows.length[row]]
+        return self.drawn.setdefault(int(self.rows.ticket[row]), known.tolist())
 
     def slot(self, row: int, position: int) -> int:
         page_size = self.rows.page_size
@@ -63,7 +99,7 @@ class FakeRunner:
         return int(self.rows.pages[row, position // page_size]) * page_size + position % page_size
 
     def history(self, row: int, position: int) -> tuple[int, ...]:
-        return tuple(self.rows.tokens[row, : position + 1].tolist())
+        return tuple(self.sequence(row)[: position + 1])
 
     def check_pages(self) -> None:
         """No page is lost, and none is shared that somebody may still write to."""
@@ -76,7 +112,7 @@ class FakeRunner:
 
     def run(self) -> None:
         while self.scheduler.waiting or self.scheduler.running:
-            assert len(self.step().rows), "a step did nothing although work is left"
+            assert len(self.step().rows) or self.in_flight, "a step did nothing although work is left"
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -87,24 +123,26 @@ def test_any_load_finishes_with_every_page_back():
 
     @settings(max_examples=150, deadline=None)
     @given(
-        requests=st.lists(st.tuples(prompts, st.integers(1, 19)), min_size=1, max_size=10),
+        requests=st.lists(st.tuples(prompts, st.integers(1, 19), st.integers(1, 19)), min_size=1, max_size=10),
         max_batch=st.integers(1, 6),
         page_size=st.sampled_from([1, 2, 4, 8]),
         spare_pages=st.integers(0, 10),
         spare_tokens=st.integers(0, 12),
         prefix_cache=st.booleans(),
+        ahead=st.booleans(),
         moves=st.lists(st.sampled_from(["step", "retract", "abort"]), max_size=12),
     )
-    def check(requests, max_batch, page_size, spare_pages, spare_tokens, prefix_cache, moves):
+    def check(requests, max_batch, page_size, spare_pages, spare_tokens, prefix_cache, ahead, moves):
         runner = FakeRunner(
             max_batch=max_batch,
             page_size=page_size,
             num_pages=-(-MAX_TOKENS // page_size) + spare_pages,
             max_step_tokens=max_batch + spare_tokens,
             prefix_cache=prefix_cache,
+            ahead=ahead,
         )
-        for uid, (prompt, max_tokens) in enumerate(requests):
-            runner.submit(uid, prompt, max_tokens)
+        for uid, (prompt, max_tokens, stop_after) in enumerate(requests):
+            runner.submit(uid, prompt, max_tokens, stop_after)
         for move in moves:
             if move == "step":
                 runner.step()
@@ -116,10 +154,11 @@ def test_any_load_finishes_with_every_page_back():
             runner.check_pages()
         runner.run()
         assert runner.pool.num_available == runner.pool.num_pages
-        for uid, (prompt, max_tokens) in enumerate(requests):
-            assert runner.done[uid] == [uid + len(prompt) + i for i in range(max_tokens)]
+        for uid, (prompt, max_tokens, stop_after) in enumerate(requests):
+            assert runner.done[uid] == [uid + len(prompt) + i for i in range(min(max_tokens, stop_after))]
         seen.update(vars(runner.scheduler.counters))
         seen["num_evictions"] += runner.pool.num_evictions
+        seen["num_late"] += ahead and len(runner.drawn) > 0
 
     check()
     assert all(seen[feature] for feature in FEATURES), f"a feature was not exercised: {seen}"
@@ -148,6 +187,16 @@ def test_samples_of_one_prompt_share_its_full_pages_from_the_first_step():
     assert plan.starts.tolist() == [0, 8, 8, 8]
     assert plan.lengths.tolist() == [10, 2, 2, 2]
     assert runner.scheduler.counters.num_hit_tokens == 24
+
+
+def test_prompts_wait_for_some_free_rows_where_decoding_is_recorded():
+    runner = FakeRunner(max_batch=32, page_size=4, num_pages=400, max_step_tokens=400, ahead=True)
+    for uid in range(32):
+        runner.submit(uid, [uid] * 3, max_tokens=30, stop_after=2 + (uid != 0) + 2 * (uid > 1))
+    for uid in range(32, 40):
+        runner.submit(uid, [uid] * 3, max_tokens=30)
+    sizes = [len(runner.step().rows) for _ in range(6)]
+    assert sizes == [32, 32, 32, 31, 2, 32], "one free row of 32 waits, two are filled"
 
 
 def test_a_whole_prompt_in_the_cache_still_computes_its_last_page():
