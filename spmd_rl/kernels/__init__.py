@@ -3,12 +3,13 @@
 from spmd_rl.kernels.activation import silu_mul
 from spmd_rl.kernels.attention import blocked_attention
 from spmd_rl.kernels.contract import contract, contract_digest
+from spmd_rl.kernels.kv_write import write_kv
 from spmd_rl.kernels.linear import linear, linear_fp32
 from spmd_rl.kernels.logprob import token_logprobs
-from spmd_rl.kernels.norm import rms_norm
+from spmd_rl.kernels.norm import add_rms_norm, rms_norm
 from spmd_rl.kernels.packed_attention import PackedAttention
 from spmd_rl.kernels.paged_attention import KvCache, PagedAttention
-from spmd_rl.kernels.rope import rope, rope_table
+from spmd_rl.kernels.rope import qk_norm_rope, rope, rope_table
 from spmd_rl.kernels.sampling import gumbel_noise, sample_tokens, stream_keys
 from spmd_rl.kernels.tile import ROW_TILE, pad_rows, padded_rows
 
@@ -17,6 +18,7 @@ __all__ = [
     "KvCache",
     "PackedAttention",
     "PagedAttention",
+    "add_rms_norm",
     "blocked_attention",
     "contract",
     "contract_digest",
@@ -25,6 +27,7 @@ __all__ = [
     "linear_fp32",
     "pad_rows",
     "padded_rows",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "rope_table",
@@ -32,4 +35,5 @@ __all__ = [
     "silu_mul",
     "stream_keys",
     "token_logprobs",
+    "write_kv",
 ]

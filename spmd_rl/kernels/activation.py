@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Shape: gate and up [T, F]; returns [T, F]."""
+    """Shape: gate and up [T, F], perhaps halves of one tensor; returns [T, F], contiguous."""
     return _SiluMul.apply(gate, up)
 
 

@@ -17,6 +17,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight, eps)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of the sum residual + x, which is rounded first; returns (normed, summed).
+
+    Shape: x and residual [..., C], weight [C].
+    """
+    if x.is_cuda:
+        return _AddRmsNorm.apply(x, residual, weight, eps)
+    summed = residual + x
+    return rms_norm(summed, weight, eps), summed
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,3 +57,23 @@ class _RmsNorm(torch.autograd.Function):
         along = product.mul_(weight).mean(-1, keepdim=True)
         grad_x = (grad * weight).sub_(normed.mul_(along)).mul_(rstd)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """On NVIDIA GPUs, one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from spmd_rl.kernels.norm_triton import add_rms_norm_forward
+
+        out, summed, rstd = add_rms_norm_forward(x, residual, weight, eps)
+        ctx.save_for_backward(summed, weight, rstd)
+        return out, summed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        from spmd_rl.kernels.norm_triton import rms_norm_backward
+
+        summed, weight, rstd = ctx.saved_tensors
+        grad, grad_weight = rms_norm_backward(grads[0], summed, weight, rstd, grads[1])
+        return grad, grad, grad_weight, None

@@ -1,4 +1,4 @@
-"""RMS norm on NVIDIA GPUs.
+"""RMS norm on NVIDIA GPUs, alone or of a sum.
 
 A program takes a fixed tile of rows and the tile depends on the row's size alone, so every row is summed along one
 tree. Multiplication and addition are never contracted into one rounding.
@@ -21,29 +21,47 @@ MAX_BACKWARD_PROGRAMS = 1024
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Shape: x [..., C]; returns the result like x and rstd [num_rows] fp32."""
-    x, weight = dense(x), dense(weight)
-    rows, block = norm_tile(x.shape[-1])
-    num_rows = x.numel() // x.shape[-1]
-    out, rstd = torch.empty_like(x), x.new_empty(num_rows, dtype=torch.float32)
-    _forward[(triton.cdiv(num_rows, rows),)](
-        x, weight, out, rstd, num_rows, eps, x.shape[-1], rows, block, num_warps=NUM_WARPS, enable_fp_fusion=False
-    )
+    x = dense(x)
+    out, rstd = torch.empty_like(x), x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    _launch_forward(x, None, weight, out, None, rstd, eps)
     return out, rstd
 
 
-def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and weight."""
+def add_rms_norm_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape: x and residual [..., C]; returns the result and the sum like x, and rstd [num_rows] fp32."""
+    x = dense(x)
+    out, summed = torch.empty_like(x), torch.empty_like(x)
+    rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+    _launch_forward(x, dense(residual), weight, out, summed, rstd, eps)
+    return out, summed, rstd
+
+
+def _launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, summed: Tensor | None, rstd: Tensor, eps: float
+) -> None:
+    rows, block = norm_tile(x.shape[-1])
+    _forward[(triton.cdiv(len(rstd), rows),)](
+        x, residual, dense(weight), out, summed, rstd, len(rstd), eps,
+        x.shape[-1], rows, block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, to which `grad_x` is added, and of weight."""
     grad, x, weight = dense(grad), dense(x), dense(weight)
     rows, block = norm_tile(x.shape[-1])
     rows *= 4 if rows > 1 else 1
     num_tiles = triton.cdiv(len(rstd), rows)
     programs = min(num_tiles, MAX_BACKWARD_PROGRAMS)
-    grad_x = torch.empty_like(x)
+    out = torch.empty_like(x)
     partial = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     _backward[(programs,)](
-        grad, x, weight, rstd, grad_x, partial, len(rstd), num_tiles, x.shape[-1], rows, block, num_warps=NUM_WARPS
-    )
-    return grad_x, partial.sum(0).to(weight.dtype)
+        grad, x, weight, rstd, None if grad_x is None else dense(grad_x), out, partial, len(rstd), num_tiles,
+        x.shape[-1], rows, block, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out, partial.sum(0).to(weight.dtype)
 
 
 def norm_tile(size: int) -> tuple[int, int]:
@@ -53,12 +71,19 @@ def norm_tile(size: int) -> tuple[int, int]:
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _forward(x, weight, out, rstd, num_rows, eps, SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _forward(
+    x, residual, weight, out, summed, rstd, num_rows, eps,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     at = row[:, None] * SIZE + column[None, :]
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        rounded = (tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + wide).to(x.dtype.element_ty)
+        tl.store(summed + at, rounded, mask=inside)
+        wide = rounded.to(tl.float32)
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / SIZE + eps)
     normed = (wide * inverse[:, None]).to(x.dtype.element_ty).to(tl.float32)
@@ -68,7 +93,7 @@ def _forward(x, weight, out, rstd, num_rows, eps, SIZE: tl.constexpr, ROWS: tl.c
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles"])
 def _backward(
-    grad, x, weight, rstd, grad_x, partial, num_rows, num_tiles,
+    grad, x, weight, rstd, grad_x, out, partial, num_rows, num_tiles,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tl.arange(0, BLOCK)
@@ -83,6 +108,9 @@ def _backward(
         normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
         inner = upper * scale[None, :]
         mean = tl.sum(inner * normed, axis=1)[:, None] / SIZE
-        tl.store(grad_x + at, (inverse * (inner - normed * mean)).to(grad_x.dtype.element_ty), mask=inside)
+        result = inverse * (inner - normed * mean)
+        if grad_x is not None:
+            result += tl.load(grad_x + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
         grad_weight += tl.sum(upper * normed, axis=0)
     tl.store(partial + tl.program_id(0) * SIZE + column, grad_weight, mask=column < SIZE)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, token_order
 from spmd_rl.kernels.flash import PagedFlash, flash_takes
+from spmd_rl.kernels.kv_write import write_kv
 from spmd_rl.kernels.tile import padded_rows
 
 
@@ -52,11 +53,12 @@ class KvCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Shape: slots [T]; k and v [T', K, D], of which the first T rows are written."""
-        for pages, new in zip(self.layers[layer], (k[: len(slots)], v[: len(slots)]), strict=True):
-            if self.flash:
-                pages.flatten(0, 1).index_copy_(0, slots, new)
-            else:
-                pages.index_copy_(1, slots, new.transpose(0, 1))
+        keys, values = self.layers[layer]
+        if self.flash:
+            write_kv(keys, values, slots, k, v)
+            return
+        for pages, new in ((keys, k), (values, v)):
+            pages.index_copy_(1, slots, new[: len(slots)].transpose(0, 1))
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

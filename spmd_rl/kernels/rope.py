@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.norm import rms_norm
+
 
 def rope_table(inv_freq: Tensor, num_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency.
@@ -26,16 +28,35 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Rope.apply(x, cos, sin)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    if x.is_cuda:
-        from spmd_rl.kernels.rope_triton import rotate
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of every head, where both weights are given, then `rope`; on NVIDIA GPUs one kernel, with those bits.
 
-        return rotate(x, cos, sin, direction)
+    Shape: q [T, H, D] and k [T, K, D], perhaps parts of one tensor; weights [D]; positions [T]; cos and sin the whole
+    table [P, D/2]. Returns two contiguous tensors.
+    """
+    if q.is_cuda:
+        return _QkNormRope.apply(q, k, q_weight, k_weight, eps, positions, cos, sin)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
+    return rope(q, cos, sin), rope(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if direction < 0:
         sin = -sin
-    out = torch.empty(x.shape, dtype=torch.float32)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     turned_first, turned_second = out.chunk(2, dim=-1)
     torch.mul(first, cos, out=turned_first).sub_(second * sin)
     torch.mul(second, cos, out=turned_second).add_(first * sin)
@@ -52,3 +73,34 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(grads[0], cos, sin, -1), None, None
+
+
+class _QkNormRope(torch.autograd.Function):
+    """On NVIDIA GPUs, one kernel each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        from spmd_rl.kernels.rope_triton import qk_norm_rope_forward
+
+        ctx.save_for_backward(q, k, q_weight, k_weight, positions, cos, sin)
+        ctx.eps = eps
+        return qk_norm_rope_forward(q, k, q_weight, k_weight, eps, positions, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from spmd_rl.kernels.rope_triton import qk_norm_rope_backward
+
+        q, k, q_weight, k_weight, positions, cos, sin = ctx.saved_tensors
+        grad_q, grad_k = grads
+        found = qk_norm_rope_backward(grad_q, grad_k, q, k, q_weight, k_weight, ctx.eps, positions, cos, sin)
+        return *found, None, None, None, None

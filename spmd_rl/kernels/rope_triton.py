@@ -1,4 +1,8 @@
-"""Rotary positions on NVIDIA GPUs: elementwise, so the launch shape is free; only contraction must stay off."""
+"""Norm of every query and key head and rotary positions on NVIDIA GPUs, in one kernel each way.
+
+A program of the forward pass takes some heads of one token, as many as the norm's tile has rows, and sums each along
+the norm's tree. The half that a column is turned with is read a second time, from the nearest cache.
+"""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -8,37 +12,168 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.tile import dense
+from spmd_rl.kernels.norm_triton import NUM_WARPS, norm_tile
+from spmd_rl.kernels.tile import dense, dense_heads
 
-MAX_HEADS = 16
+MAX_BACKWARD_PROGRAMS = 2048
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """Shape: x [T, H, D], cos and sin [T, D/2]; `direction` -1 turns back."""
-    x, cos, sin = dense(x), dense(cos), dense(sin)
-    num_tokens, num_heads, dim = x.shape
-    heads = min(triton.next_power_of_2(num_heads), MAX_HEADS)
-    out = torch.empty_like(x)
-    _rotate[(num_tokens, triton.cdiv(num_heads, heads))](
-        x, cos, sin, out, num_heads,
-        dim // 2, heads, triton.next_power_of_2(dim // 2), direction, num_warps=4, enable_fp_fusion=False,
+def qk_norm_rope_forward(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Shape: as `rope.qk_norm_rope`."""
+    q, k, q_weight, k_weight = dense_heads(q), dense_heads(k), _dense(q_weight), _dense(k_weight)
+    (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
+    heads, block = norm_tile(dim)
+    q_groups, k_groups = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    _forward[(num_tokens, q_groups + k_groups)](
+        q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, q.stride(0), k.stride(0), eps,
+        q_heads, k_heads, q_groups, dim, heads, block, num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return out
+    return q_out, k_out
+
+
+def qk_norm_rope_backward(
+    grad_q: Tensor,
+    grad_k: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of q, k and their weights."""
+    q, k, q_weight, k_weight = dense_heads(q), dense_heads(k), _dense(q_weight), _dense(k_weight)
+    (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
+    heads, block = norm_tile(dim)
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    programs = min(num_tokens, MAX_BACKWARD_PROGRAMS)
+    partial = q.new_empty(2, programs, dim, dtype=torch.float32)
+    _backward[(programs,)](
+        dense(grad_q), dense(grad_k), q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial,
+        q.stride(0), k.stride(0), num_tokens, eps, q_heads, k_heads,
+        min(2 * heads, triton.next_power_of_2(q_heads)), min(2 * heads, triton.next_power_of_2(k_heads)),
+        dim, block, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    if q_weight is None or k_weight is None:
+        return q_out, k_out, None, None
+    sums = partial.sum(1)
+    return q_out, k_out, sums[0].to(q_weight.dtype), sums[1].to(k_weight.dtype)
+
+
+def _dense(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else dense(weight)
 
 
 @triton.jit
-def _rotate(
-    x, cos, sin, out, num_heads,
-    HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, DIRECTION: tl.constexpr,
+def _forward(
+    q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, q_stride, k_stride, eps,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_GROUPS: tl.constexpr,
+    DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c, s = _angles(positions, cos, sin, token, DIM, BLOCK)
+    if group < Q_GROUPS:
+        _turn(q, q_out, q_weight, token, group * HEADS, q_stride, c, -s, eps, Q_HEADS, DIM, HEADS, BLOCK)
+    else:
+        _turn(k, k_out, k_weight, token, (group - Q_GROUPS) * HEADS, k_stride, c, -s, eps, K_HEADS, DIM, HEADS, BLOCK)
+
+
+@triton.jit
+def _turn(
+    x, out, weight, token, first, stride, c, s, eps,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    head, column = first + tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    partner = (column + DIM // 2) % DIM
+    inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
+    at = x + token * stride + head[:, None] * DIM
+    own = tl.load(at + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
+        own_scale = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
+        other_scale = tl.load(weight + partner, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
+        own = _rounded(_rounded(own * inverse, x) * own_scale, x)
+        other = _rounded(_rounded(other * inverse, x) * other_scale, x)
+    turned = own * c[None, :] + other * s[None, :]
+    to = out + (token * NUM_HEADS + head)[:, None] * DIM + column[None, :]
+    tl.store(to, turned.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rounded(value, like) -> tl.tensor:
+    return value.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _angles(positions, cos, sin, token, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """cos [BLOCK], and sin with its sign turned in the second half."""
     column = tl.arange(0, BLOCK)
-    inside = (head < num_heads)[:, None] & (column < HALF)[None, :]
-    at = (token * num_heads + head)[:, None] * (2 * HALF) + column[None, :]
-    c = tl.load(cos + token * HALF + column, mask=column < HALF, other=0.0)[None, :]
-    s = tl.load(sin + token * HALF + column, mask=column < HALF, other=0.0)[None, :] * DIRECTION
-    first = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + at + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
-    tl.store(out + at + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+    at = tl.load(positions + token).to(tl.int64) * (DIM // 2) + column % (DIM // 2)
+    c = tl.load(cos + at, mask=column < DIM, other=0.0)
+    s = tl.load(sin + at, mask=column < DIM, other=0.0)
+    return c, tl.where(column < DIM // 2, s, -s)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _backward(
+    grad_q, grad_k, q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial, q_stride, k_stride,
+    num_tokens, eps, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    q_sum, k_sum = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for one in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        token = tl.cast(one, tl.int64)
+        c, s = _angles(positions, cos, sin, token, DIM, BLOCK)
+        for first in tl.static_range(0, Q_HEADS, Q_TILE):
+            q_sum += _turn_back(
+                grad_q, q, q_out, q_weight, token, first, q_stride, c, s, eps, Q_HEADS, DIM, Q_TILE, BLOCK
+            )
+        for first in tl.static_range(0, K_HEADS, K_TILE):
+            k_sum += _turn_back(
+                grad_k, k, k_out, k_weight, token, first, k_stride, c, s, eps, K_HEADS, DIM, K_TILE, BLOCK
+            )
+    if q_weight is not None:
+        at = partial + tl.program_id(0) * DIM + column
+        tl.store(at, q_sum, mask=column < DIM)
+        tl.store(at + tl.num_programs(0) * DIM, k_sum, mask=column < DIM)
+
+
+@triton.jit
+def _turn_back(
+    grad, x, out, weight, token, first, stride, c, s, eps,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Stores the gradient of x; returns that of the weight, of these heads."""
+    head, column = first + tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
+    at = (token * NUM_HEADS + head)[:, None] * DIM
+    own = tl.load(grad + at + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(grad + at + ((column + DIM // 2) % DIM)[None, :], mask=inside, other=0.0).to(tl.float32)
+    result = own * c[None, :] + other * s[None, :]
+    grad_weight = tl.zeros((BLOCK,), tl.float32)
+    if weight is not None:
+        wide = tl.load(x + token * stride + head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+        wide = wide.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
+        normed = wide * inverse
+        scale = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
+        inner = result * scale
+        mean = tl.sum(inner * normed, axis=1)[:, None] / DIM
+        grad_weight += tl.sum(result * normed, axis=0)
+        result = inverse * (inner - normed * mean)
+    tl.store(out + at + column[None, :], result.to(out.dtype.element_ty), mask=inside)
+    return grad_weight

@@ -29,3 +29,12 @@ def dense(x: Tensor) -> Tensor:
     """`x` contiguous and 16-byte aligned: GPU compilers choose a kernel's layout, and so its sums, by alignment."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
+
+
+def dense_heads(x: Tensor) -> Tensor:
+    """`x` [T, H, D] as it is where its heads lie side by side in 16-byte aligned rows, as in a part of a joint
+    projection; else `dense`."""
+    num_heads, dim = x.shape[1:]
+    side_by_side = x.stride(2) == 1 and (x.stride(1) == dim or num_heads == 1)
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and dim % 16 == 0
+    return x if side_by_side and aligned else dense(x)

@@ -9,13 +9,22 @@ intermediate, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmd_rl.kernels import linear, linear_fp32, pad_rows, rms_norm, rope, rope_table, silu_mul
+from spmd_rl.kernels import (
+    add_rms_norm,
+    linear,
+    linear_fp32,
+    pad_rows,
+    qk_norm_rope,
+    rms_norm,
+    rope_table,
+    silu_mul,
+)
 from spmd_rl.model.rotary import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
@@ -24,6 +33,14 @@ class Attend(Protocol):
     """Attention over q [T, H, D], k and v [T, K, D] after norm and rope; returns [T, H, D]."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+class Rotary(NamedTuple):
+    """Each token's position [T], and the table's cosines and sines [P, D/2]."""
+
+    positions: Tensor
+    cos: Tensor
+    sin: Tensor
 
 
 class Linear(nn.Linear):
@@ -37,8 +54,11 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns (normed, summed): the sum with the residual, where there is one, comes first."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -51,17 +71,17 @@ class Attention(nn.Module):
         self.k_proj = Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
         self.v_proj = Linear(spec.hidden_size, kv_width, bias=spec.qkv_bias)
         self.o_proj = Linear(width, spec.hidden_size, bias=spec.out_bias)
+        self.eps = spec.rms_eps
         self.q_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
         self.k_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rope(q, cos, sin), rope(k, cos, sin), v)
-        return self.o_proj(out.flatten(1))
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        q, k = qk_norm_rope(q, k, q_weight, k_weight, self.eps, *rotary)
+        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
 
 
 class Mlp(nn.Module):
@@ -83,9 +103,12 @@ class Block(nn.Module):
         self.input_layernorm = RmsNorm(spec.hidden_size, spec.rms_eps)
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The layer's input is residual + x, and so is its output: the next norm takes the sum."""
+        normed, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(normed, rotary, attend)
+        normed, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(normed), residual
 
 
 class Decoder(nn.Module):
@@ -95,11 +118,11 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
-    def forward(self, tokens: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = F.embedding(tokens, self.embed_tokens.weight)
+    def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        x, residual = F.embedding(tokens, self.embed_tokens.weight), None
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return self.norm(x)
+            x, residual = layer(x, residual, rotary, attend)
+        return self.norm(x, residual)[0]
 
 
 class CausalLM(nn.Module):
@@ -122,8 +145,8 @@ class CausalLM(nn.Module):
         Logits are part of the forward so that a sharding wrapper around the module gathers the head too.
         Shape: tokens and positions [T] int64, rows [M] int64; returns [T, C], or [M, V] fp32.
         """
-        cos, sin = self._rope_rows(positions)
-        hidden = self.model(pad_rows(tokens), cos, sin, attend)[: tokens.shape[0]]
+        rotary = Rotary(pad_rows(positions), *self.rope_tables(positions.device))
+        hidden = self.model(pad_rows(tokens), rotary, attend)[: tokens.shape[0]]
         return hidden if rows is None else self.logits(hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -131,14 +154,12 @@ class CausalLM(nn.Module):
         weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return linear_fp32(hidden, weight)
 
-    def _rope_rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        device = positions.device
+    def rope_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions, [P, D/2] fp32 each."""
         if device not in self._rope:
             with torch.device("cpu"):
-                table = rope_table(
+                cos, sin = rope_table(
                     inverse_frequencies(self.spec), self.spec.max_positions, self.spec.rope.attention_factor
                 )
-            self._rope[device] = (table[0].to(device), table[1].to(device))
-        cos, sin = self._rope[device]
-        positions = pad_rows(positions)
-        return cos.index_select(0, positions), sin.index_select(0, positions)
+            self._rope[device] = (cos.to(device), sin.to(device))
+        return self._rope[device]

@@ -12,7 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels import linear, rms_norm, rope, rope_table, silu_mul, token_logprobs
+from spmd_rl.kernels import (
+    add_rms_norm,
+    linear,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    rope_table,
+    silu_mul,
+    token_logprobs,
+    write_kv,
+)
 
 ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 127, 129, 257)
 TOTAL = 300
@@ -75,7 +85,15 @@ def test_row_wise_ops(columns: int, kind: str) -> None:
     one = torch.ones(TOTAL)
     ops: dict[str, RowOp] = {
         "rms_norm": lambda x: rms_norm(x, scale, 1e-6),
+        "add_rms_norm": lambda x: torch.stack(add_rms_norm(x, x.flip(1), scale, 1e-6), 1),
+        "qk_norm_rope": lambda x: torch.stack(
+            qk_norm_rope(
+                *(x.unsqueeze(1), x.flip(1).unsqueeze(1), scale, scale, 1e-6),
+                *(torch.full((len(x),), 5), *rope_table(1.0 / 10000 ** (torch.arange(0, columns, 2) / columns), 8)),
+            )
+        ).transpose(0, 1),
         "silu_mul": lambda x: silu_mul(x, x),
+        "silu_mul of halves": lambda x: silu_mul(*torch.cat([x, x.flip(1)], 1).chunk(2, 1)),
         "rope": lambda x: rope(x.unsqueeze(1), cos[5].expand(len(x), -1), sin[5].expand(len(x), -1)).squeeze(1),
         "logprob": lambda x: token_logprobs(x, torch.full((len(x),), 3), one[: len(x)])[0],
         "entropy": lambda x: token_logprobs(x, torch.full((len(x),), 3), one[: len(x)])[1],
@@ -102,20 +120,32 @@ def test_padding_of_linear_is_invisible() -> None:
     torch.testing.assert_close(linear(x, w).double(), x.double() @ w.double().t(), rtol=1e-5, atol=1e-5)
 
 
+TABLE = rope_table(torch.tensor([1.0, 0.3, 0.1]), 9)
 GRADIENTS: dict[str, Callable[..., Tensor]] = {
     "rms_norm": lambda x, w: rms_norm(x, w[0, :12], 1e-6),
+    "add_rms_norm": lambda x, w: torch.cat(add_rms_norm(x, w[:9, 2:14], w[0, :12], 1e-6), 1),
+    "qk_norm_rope": lambda x, w: torch.cat(
+        qk_norm_rope(x[:, :6].view(9, 1, 6), x[:, 6:].view(9, 1, 6), w[0, :6], w[1, :6], 1e-6, torch.arange(9), *TABLE),
+        1,
+    ),
     "silu_mul": lambda x, w: silu_mul(x, w[:9, :12]),
     "linear": lambda x, w: linear(x, w[:, :12]),
     "logprob": lambda x, w: token_logprobs(x, torch.arange(9), w[:9, 0].abs() + 0.5)[0],
-    "rope": lambda x, w: rope(x.view(9, 2, 6), *(t[:9] for t in rope_table(torch.tensor([1.0, 0.3, 0.1]), 9))),
+    "rope": lambda x, w: rope(x.view(9, 2, 6), *TABLE),
 }
 ORACLES: dict[str, Callable[..., Tensor]] = {
-    "rms_norm": lambda x, w: x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w[0, :12],
+    "rms_norm": lambda x, w: _norm(x, w[0, :12]),
+    "add_rms_norm": lambda x, w: torch.cat([_norm(x + w[:9, 2:14], w[0, :12]), x + w[:9, 2:14]], 1),
+    "qk_norm_rope": lambda x, w: _complex_rope(torch.stack([_norm(x[:, :6], w[0, :6]), _norm(x[:, 6:], w[1, :6])], 1)),
     "silu_mul": lambda x, w: F.silu(x) * w[:9, :12],
     "linear": lambda x, w: x @ w[:, :12].t(),
     "logprob": lambda x, w: (x * (w[:9, :1].abs() + 0.5)).log_softmax(-1)[torch.arange(9), torch.arange(9)],
     "rope": lambda x, w: _complex_rope(x.view(9, 2, 6)),
 }
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
 def _complex_rope(x: Tensor) -> Tensor:
@@ -135,6 +165,15 @@ def test_forward_and_gradients_against_float64(name: str) -> None:
         results.append([out.double(), leaf.grad.double()] + ([other.grad.double()] if other.grad is not None else []))
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_keys_and_values_go_to_their_slots() -> None:
+    joint = data("normal", 5, 3 * 8).view(5, 3, 8)
+    cache = torch.zeros(2, 4, 16, 1, 8)
+    write_kv(cache[0], cache[1], torch.tensor([3, -1, 40, 16]), joint[:, 1:2], joint[:, 2:])
+    flat = cache.flatten(1, 3)
+    assert torch.equal(flat[:, [3, 40, 16]], joint[[0, 2, 3], 1:].transpose(0, 1))
+    assert flat.count_nonzero() == 2 * 3 * 8
 
 
 @pytest.mark.parametrize(

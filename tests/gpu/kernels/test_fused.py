@@ -1,0 +1,205 @@
+"""Fused kernels on a GPU: the bits of the ops they are made of, whatever lies beside a row, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels import add_rms_norm, qk_norm_rope, rms_norm, rope, rope_table, silu_mul, write_kv
+
+EPS = 1e-6
+NUM_TOKENS = 8192
+KINDS = ("normal", "wide", "cancelling", "tiny")
+FLOATS = (torch.bfloat16, torch.float32)
+HEADS = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 4, 64), (8, 2, 32), (6, 2, 96), (2, 1, 128), (3, 1, 20)]
+
+
+class Joint:
+    """Queries, keys and values as parts of one projection, with all that `qk_norm_rope` needs beside them."""
+
+    def __init__(
+        self, make: Callable[..., Tensor], num_tokens: int, heads: tuple[int, int, int], **kind: object
+    ) -> None:
+        num_heads, num_kv_heads, self.dim = heads
+        self.widths = [num_heads * self.dim, num_kv_heads * self.dim, num_kv_heads * self.dim]
+        self.x = make(kind.get("kind", "normal"), num_tokens, sum(self.widths), kind.get("dtype", torch.bfloat16))
+        self.weights = [self.x.new_tensor(range(self.dim)).sin_() + shift for shift in (1.0, 0.5)]
+        table = rope_table(1.0 / 1e6 ** (torch.arange(0, self.dim, 2) / self.dim), 4096)
+        self.cos, self.sin = (part.cuda() for part in table)
+        self.positions = torch.arange(num_tokens, device="cuda") * 37 % 4096
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        return [part.unflatten(1, (-1, self.dim)) for part in x.split(self.widths, 1)]
+
+    def fused(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
+        q, k, _ = self.parts(x)
+        turned = qk_norm_rope(q, k, *(weights or self.weights), EPS, positions, self.cos, self.sin)
+        return torch.cat([one.flatten(1) for one in turned], 1)
+
+    def apart(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
+        pairs = zip(self.parts(x)[:2], weights or self.weights, strict=True)
+        normed = [rms_norm(part.contiguous(), weight, EPS) for part, weight in pairs]
+        return torch.cat([rope(one, self.cos[positions], self.sin[positions]).flatten(1) for one in normed], 1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [64, 100, 1024, 2560, 4096, 5120])
+def test_norm_of_a_sum(columns: int, kind: str, dtype: torch.dtype, rows, unequal, unequal_rows) -> None:
+    weight, beside = rows("normal", 1, columns, dtype)[0], rows(kind, 1, columns, dtype)
+    x = rows(kind, NUM_TOKENS, columns, dtype)
+
+    def op(x: Tensor) -> Tensor:
+        return torch.stack(add_rms_norm(x, x * 0.5 + beside, weight, EPS), 1)
+
+    normed, summed = op(x).unbind(1)
+    assert unequal(summed, x * 0.5 + beside + x) == 0
+    assert unequal(normed, rms_norm(summed, weight, EPS)) == 0
+    assert unequal_rows(op, x) == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads(heads: tuple[int, int, int], kind: str, dtype: torch.dtype, rows, unequal, unequal_rows) -> None:
+    joint = Joint(rows, 2048, heads, kind=kind, dtype=dtype)
+    whole = joint.fused(joint.x, joint.positions)
+    assert unequal(whole, joint.apart(joint.x, joint.positions)) == 0
+    assert unequal(whole, joint.fused(joint.x, joint.positions.int())) == 0
+    q, k, _ = (part.contiguous() for part in joint.parts(joint.x))
+    dense = qk_norm_rope(q, k, *joint.weights, EPS, joint.positions, joint.cos, joint.sin)
+    assert unequal(torch.cat([one.flatten(1) for one in dense], 1), whole) == 0
+    assert unequal_rows(lambda x: joint.fused(x, joint.positions[5].expand(len(x)).contiguous()), joint.x) == 0
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_without_norm(heads: tuple[int, int, int], rows, unequal) -> None:
+    joint = Joint(rows, 300, heads)
+    q, k, _ = joint.parts(joint.x)
+    turned = qk_norm_rope(q, k, None, None, EPS, joint.positions, joint.cos, joint.sin)
+    for one, part in zip(turned, (q, k), strict=True):
+        assert unequal(one, rope(part, joint.cos[joint.positions], joint.sin[joint.positions])) == 0
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+def _gradients(op: Callable[..., Tensor], leaves: list[Tensor], push: Tensor) -> list[Tensor]:
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    op(*leaves).backward(push)
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("num_tokens", [5, 5000])
+@pytest.mark.parametrize("heads", [(16, 8, 128), (6, 2, 96), (3, 1, 20)])
+def test_gradients_of_heads(
+    heads: tuple[int, int, int], num_tokens: int, dtype: torch.dtype, bound: float, rows
+) -> None:
+    joint = Joint(rows, num_tokens, heads, dtype=dtype)
+    push = torch.randn_like(joint.apart(joint.x, joint.positions))
+    for weights in (joint.weights, []):
+        found, expected = (
+            _gradients(lambda x, *w, op=op: op(x, joint.positions, list(w)), [joint.x, *weights], push)
+            for op in (joint.fused, joint.apart)
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert _distance(one, other) < bound
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize("shape", [(5, 1024), (5000, 2560), (700, 100)])
+def test_gradients_of_a_normed_sum(shape: tuple[int, int], dtype: torch.dtype, bound: float, rows) -> None:
+    x, beside, weight = (
+        rows("normal", *shape, dtype),
+        rows("wide", *shape, dtype) * 2**-10,
+        rows("normal", 1, *shape[1:], dtype)[0],
+    )
+    push = torch.randn(*shape[:1], 2 * shape[1], device="cuda").to(dtype)
+
+    def apart(x: Tensor, beside: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        summed = beside + x
+        return rms_norm(summed, weight, EPS), summed
+
+    found, expected = (
+        _gradients(lambda *leaves, op=op: torch.cat(op(*leaves), 1), [x, beside, weight], push)
+        for op in (lambda *leaves: add_rms_norm(*leaves, EPS), apart)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert _distance(one, other) < bound
+
+
+def test_halves_of_a_joint_projection(rows, unequal) -> None:
+    both = rows("normal", 257, 2 * 3072)
+    gate, up = both.chunk(2, 1)
+    assert unequal(silu_mul(gate, up), silu_mul(gate.contiguous(), up.contiguous())) == 0
+    push = rows("wide", 257, 3072)
+    strided = _gradients(lambda x: silu_mul(*x.chunk(2, 1)), [both], push)[0]
+    apart = _gradients(silu_mul, [gate, up], push)
+    assert unequal(strided, torch.cat(apart, 1)) == 0
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_keys_and_values_go_to_their_slots(heads: tuple[int, int, int], rows, unequal) -> None:
+    joint = Joint(rows, 40, heads)
+    _, k, v = joint.parts(joint.x)
+    cache = torch.full((2, 8, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda")
+    slots = torch.randperm(128, device="cuda")[:37]
+    slots[[0, 7, 36]] = -1
+    expected = cache.clone()
+    for pages, new in zip(expected.flatten(1, 2), (k, v), strict=True):
+        pages[slots[slots >= 0]] = new[:37][slots >= 0]
+    write_kv(*cache, slots, k, v)
+    assert unequal(cache, expected) == 0
+    assert int(cache.isnan().any(-1).any(-1).sum()) == 2 * (128 - 34)
+
+
+def test_padding_of_any_content_is_invisible(rows, unequal) -> None:
+    joint, weight = Joint(rows, 64, HEADS[0]), rows("normal", 1, 1024)[0]
+    x = rows("normal", 64, 1024)
+    whole = joint.fused(joint.x, joint.positions), torch.cat(add_rms_norm(x, x, weight, EPS), 1)
+    joint.x[40:], x[40:], joint.positions[40:] = torch.nan, torch.inf, 0
+    poisoned = joint.fused(joint.x, joint.positions), torch.cat(add_rms_norm(x, x, weight, EPS), 1)
+    for one, other in zip(poisoned, whole, strict=True):
+        assert unequal(one[:40], other[:40]) == 0
+
+
+def test_graph_replays_follow_positions_and_data(rows, unequal) -> None:
+    joint, weight, graph = Joint(rows, 64, HEADS[0]), rows("normal", 1, 1024)[0], torch.cuda.CUDAGraph()
+    x, y = rows("normal", 64, 1024), rows("wide", 64, 1024)
+
+    def step() -> list[Tensor]:
+        halves = silu_mul(*x.chunk(2, 1))
+        return [joint.fused(joint.x, joint.positions), *add_rms_norm(x, y, weight, EPS), halves]
+
+    step()
+    with torch.cuda.graph(graph):
+        captured = step()
+    joint.positions += 1
+    x.neg_()
+    graph.replay()
+    for one, other in zip(captured, step(), strict=True):
+        assert unequal(one, other) == 0
+
+
+def test_control_sum_without_its_rounding_fails(rows, unequal) -> None:
+    x, beside, weight = rows("normal", 4096, 1024), rows("normal", 2, 1024)[1:] * 3, rows("normal", 1, 1024)[0]
+    normed = rms_norm(x.float() + beside.float(), weight.float(), EPS).bfloat16()
+    assert unequal(normed, add_rms_norm(x, beside.expand_as(x), weight, EPS)[0]) > 0.01 * x.numel()
+
+
+def test_control_rope_before_the_norms_rounding_fails(rows, unequal) -> None:
+    joint = Joint(rows, 2048, HEADS[0])
+    wide = joint.apart(joint.x.float(), joint.positions, [weight.float() for weight in joint.weights])
+    assert unequal(wide.bfloat16(), joint.fused(joint.x, joint.positions)) > 0.01 * wide.numel()
+
+
+def test_control_table_in_bf16_fails(rows, unequal) -> None:
+    joint = Joint(rows, 2048, HEADS[0])
+    expected = joint.fused(joint.x, joint.positions)
+    joint.cos, joint.sin = joint.cos.bfloat16().float(), joint.sin.bfloat16().float()
+    assert unequal(joint.fused(joint.x, joint.positions), expected) > 0.01 * expected.numel()
