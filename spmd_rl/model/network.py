@@ -9,6 +9,7 @@ intermediate, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from spmd_rl.kernels import (
     rope_table,
     silu_mul,
 )
+from spmd_rl.model.joined import Joined, join, lay_out
 from spmd_rl.model.rotary import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
@@ -74,11 +76,11 @@ class Attention(nn.Module):
         self.eps = spec.rms_eps
         self.q_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
         self.k_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
+        self.joined: Joined | None = None
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        projected = self.joined(x) if self.joined else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         q, k = qk_norm_rope(q, k, q_weight, k_weight, self.eps, *rotary)
         return self.o_proj(attend(self.layer, q, k, v).flatten(1))
@@ -90,9 +92,11 @@ class Mlp(nn.Module):
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.joined: Joined | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.joined(x) if self.joined else (self.gate_proj(x), self.up_proj(x))
+        return self.down_proj(silu_mul(gate, up))
 
 
 class Block(nn.Module):
@@ -153,6 +157,23 @@ class CausalLM(nn.Module):
         """Shape: hidden [M, C]; returns [M, V] fp32."""
         weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return linear_fp32(hidden, weight)
+
+    def lay_out_projections(self) -> None:
+        """Move the weights that one product can serve next to each other; before anything else refers to them."""
+        for _, projections in self._joinable():
+            lay_out(projections)
+
+    def join_projections(self) -> None:
+        """Use one product for several projections wherever their weights are next to each other now."""
+        for module, projections in self._joinable():
+            module.joined = join(projections)
+
+    def _joinable(self) -> Iterator[tuple[Attention | Mlp, list[Linear]]]:
+        for module in self.modules():
+            if isinstance(module, Attention):
+                yield module, [module.q_proj, module.k_proj, module.v_proj]
+            elif isinstance(module, Mlp):
+                yield module, [module.gate_proj, module.up_proj]
 
     def rope_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions, [P, D/2] fp32 each."""

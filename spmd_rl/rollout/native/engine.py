@@ -68,6 +68,8 @@ class NativeEngine:
             eos_ids=spec.eos_ids,
             apart=self._ahead,
         )
+        if self._ahead:
+            model.lay_out_projections()
         self._decode = lru_cache(maxsize=1 << 16)(decode) if decode else None
         self._live: dict[tuple[int, int], StopStrings | None] = {}
         self._num_steps = 0
@@ -109,6 +111,8 @@ class NativeEngine:
 
     def new_version(self, version: int) -> None:
         self.version = version
+        if self._ahead:
+            self.model.join_projections()
         self.scheduler.forget(version)
 
     def sleep(self) -> None:

@@ -1,0 +1,55 @@
+"""Projections of one input taken as one matrix product, where their weights lie one after the other in memory.
+
+The bits are those of separate products: every output element has its own chain over K. It is for engines on GPUs,
+where few rows make a launch dearer than its arithmetic; a trainer's weights are sharded one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.kernels import linear
+
+
+class Joined(NamedTuple):
+    """Shape: weight [N, K] and bias [N], of all projections together."""
+
+    weight: Tensor
+    bias: Tensor | None
+    widths: list[int]
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Each projection of x [T, K], as a view of its columns."""
+        return linear(x, self.weight, self.bias).split(self.widths, dim=-1)
+
+
+def lay_out(projections: Sequence[nn.Linear]) -> None:
+    """Move the parameters into one piece of memory, in order."""
+    for parameters in _columns(projections):
+        whole = torch.cat([parameter.data for parameter in parameters])
+        for parameter, part in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+            parameter.data = part
+
+
+def join(projections: Sequence[nn.Linear]) -> Joined | None:
+    """The projections as one, or None where their memory has been pointed elsewhere since `lay_out`."""
+    wholes = []
+    for parameters in _columns(projections):
+        ends = [p.data_ptr() + p.nbytes for p in parameters]
+        if [p.data_ptr() for p in parameters[1:]] != ends[:-1] or not all(p.is_contiguous() for p in parameters):
+            return None
+        rows = sum(len(p) for p in parameters)
+        wholes.append(parameters[0].data.as_strided((rows, *parameters[0].shape[1:]), parameters[0].stride()))
+    return Joined(wholes[0], wholes[1] if len(wholes) > 1 else None, [len(one.weight) for one in projections])
+
+
+def _columns(projections: Sequence[nn.Linear]) -> list[list[nn.Parameter]]:
+    """All weights, then all biases if there are any."""
+    columns = [[one.weight for one in projections]]
+    if projections[0].bias is not None:
+        columns.append([one.bias for one in projections])
+    return columns
