@@ -47,9 +47,9 @@ def join(projections: Sequence[nn.Linear]) -> Joined | None:
     return Joined(wholes[0], wholes[1] if len(wholes) > 1 else None, [len(one.weight) for one in projections])
 
 
-def _columns(projections: Sequence[nn.Linear]) -> list[list[nn.Parameter]]:
+def _columns(projections: Sequence[nn.Linear]) -> list[list[Tensor]]:
     """All weights, then all biases if there are any."""
-    columns = [[one.weight for one in projections]]
+    columns: list[list[Tensor]] = [[one.weight for one in projections]]
     if projections[0].bias is not None:
         columns.append([one.bias for one in projections])
     return columns
