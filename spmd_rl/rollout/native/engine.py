@@ -161,6 +161,7 @@ class NativeEngine:
             "num_waiting": len(self.scheduler.waiting),
             "num_pages": self.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
+            "num_graphs": self._steps.num_graphs if self._steps else 0,
             "kv_bytes": self._steps.cache.num_bytes if self._steps and self._awake else 0,
             **asdict(self.scheduler.counters),
         }

@@ -44,6 +44,10 @@ class Steps:
         self._rows = rows
         self._device = device
 
+    @property
+    def num_graphs(self) -> int:
+        return self.graphs.num_recorded if self.graphs else 0
+
     def launch(self, plan: Plan, ready: NDArray[np.bool_]) -> Drawn:
         """Compute the tokens of `plan` and draw one for each of its rows that is `ready`.
 

@@ -1,0 +1,150 @@
+"""Decoding as CUDA graphs: the same samples as step by step, whatever joins, ends, stops, waits or sleeps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.model.hf import init_weights
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.types import Sample
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3, num_heads=8, num_kv_heads=4,
+    head_dim=64, max_positions=1024, rms_eps=1e-6, rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False,
+    out_bias=False, mlp_bias=False, qk_norm=True, init_std=0.06,
+)  # fmt: skip
+Samples = dict[tuple[int, int], Sample]
+
+
+@pytest.fixture(autouse=True)
+def _needs_flash() -> None:
+    if not flash_takes(64, torch.bfloat16, DEVICE):
+        pytest.skip("needs FlashAttention-4 on a Hopper GPU")
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalLM:
+    model = CausalLM(SPEC)
+    init_weights(model, SPEC, 0)
+    return model.to(DEVICE, torch.bfloat16).requires_grad_(False)
+
+
+def workload() -> list[Request]:
+    """Answers of 1 to 200 tokens, some cut short by a common token, some filtered, some greedy."""
+    rng = np.random.default_rng(1)
+    stem = rng.integers(2, SPEC.vocab_size, 400).astype(np.int32)
+    kinds = [
+        {},
+        {"stop_ids": tuple(range(100, 160))},
+        {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"temperature": 1.4, "min_p": 0.01, "stop_ids": tuple(range(100))},
+    ]
+    return [
+        Request(
+            uid,
+            index,
+            stem[: 1 + 37 * uid % 300],
+            SamplingConfig(max_tokens=int(rng.integers(1, 200)), seed=3, ignore_eos=True, **kinds[uid % len(kinds)]),
+        )
+        for uid in range(12)
+        for index in range(4)
+    ]
+
+
+def new_engine(model: CausalLM, **cfg: object) -> NativeEngine:
+    settings = {"max_batch": 24, "page_size": 128, "max_step_tokens": 256, "num_pages": 200} | cfg
+    engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **settings), DEVICE)
+    engine.new_version(0)
+    return engine
+
+
+def finish(engine: NativeEngine, requests: list[Request]) -> Samples:
+    for request in requests:
+        engine.submit(request)
+    samples = {}
+    while engine.has_work:
+        samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
+    return samples
+
+
+@pytest.fixture(scope="module")
+def alone(model: CausalLM) -> Samples:
+    """Every sample decoded step by step, in batches of two."""
+    return finish(new_engine(model, cuda_graphs=False, max_batch=2), workload())
+
+
+def unequal(samples: Samples, expected: Samples) -> int:
+    assert samples.keys() == expected.keys()
+    return sum(
+        sample.tokens.tobytes() != expected[name].tokens.tobytes()
+        or sample.logprobs.tobytes() != expected[name].logprobs.tobytes()
+        or sample.finish != expected[name].finish
+        for name, sample in samples.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [{}, {"max_batch": 64}, {"max_batch": 5, "max_step_tokens": 33}, {"page_size": 16, "num_pages": 400}],
+    ids=["usual", "all at once", "few at a time", "small pages"],
+)
+def test_graphs_give_the_samples_of_single_steps(model: CausalLM, alone: Samples, cfg: dict) -> None:
+    engine = new_engine(model, **cfg)
+    assert unequal(finish(engine, workload()), alone) == 0
+    assert {sample.finish for sample in alone.values()} == {"stop", "length"}
+    assert engine.stats()["num_graphs"] > 2
+
+
+def test_preemption_changes_nothing(model: CausalLM, alone: Samples) -> None:
+    engine = new_engine(model, page_size=16, num_pages=70, prefix_cache=False)
+    assert unequal(finish(engine, workload()), alone) == 0
+    assert engine.stats()["num_preemptions"] > 0
+
+
+def test_graphs_outlive_a_sleep(model: CausalLM, alone: Samples) -> None:
+    """The memory goes and comes back at the same address, with other content; requests in flight go on."""
+    engine = new_engine(model)
+    first = finish(engine, workload())
+    recorded, free = engine.stats()["num_graphs"], torch.cuda.mem_get_info()[0]
+    for request in workload():
+        engine.submit(request)
+    samples: Samples = {}
+    for _ in range(20):
+        samples |= {(s.prompt_uid, s.index): s for s in engine.step().finished}
+    engine.sleep()
+    kv_bytes = 2 * 3 * 200 * 128 * 4 * 64 * 2
+    assert torch.cuda.mem_get_info()[0] - free >= kv_bytes - (4 << 20)
+    engine.wake()
+    samples |= finish(engine, [])
+    assert unequal(first, alone) == unequal(samples, alone) == 0
+    assert engine.stats()["num_graphs"] == recorded
+
+
+def test_abort_and_resume_between_steps(model: CausalLM, alone: Samples) -> None:
+    engine, requests = new_engine(model), workload()
+    for request in requests:
+        engine.submit(request)
+    samples: Samples = {}
+    for _ in range(30):
+        samples |= {(s.prompt_uid, s.index): s for s in engine.step().finished}
+    partial = {(s.prompt_uid, s.index): s for s in engine.abort()}
+    assert partial
+    assert not engine.has_work
+    resumed = [r.resumed(partial[r.uid, r.index]) for r in requests if (r.uid, r.index) in partial]
+    assert unequal(samples | finish(engine, resumed), alone) == 0
+
+
+def test_control_stale_newest_token_is_seen(model: CausalLM, alone: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the tokens that prompts' steps drew, the first replay reads what an earlier row left there."""
+    monkeypatch.setattr("spmd_rl.rollout.native.graphs.DecodeGraphs.remember", lambda self, rows, tokens: None)
+    assert unequal(finish(new_engine(model), workload()), alone) > 0
