@@ -10,7 +10,14 @@ from spmd_rl.kernels.norm import add_rms_norm, rms_norm
 from spmd_rl.kernels.packed_attention import PackedAttention
 from spmd_rl.kernels.paged_attention import KvCache, PagedAttention
 from spmd_rl.kernels.rope import qk_norm_rope, rope, rope_table
-from spmd_rl.kernels.sampling import gumbel_noise, sample_tokens, stream_keys
+from spmd_rl.kernels.sampling import (
+    gumbel_noise,
+    position_keys,
+    sample_and_score,
+    sample_tokens,
+    stream_bases,
+    stream_keys,
+)
 from spmd_rl.kernels.tile import ROW_TILE, pad_rows, padded_rows
 
 __all__ = [
@@ -27,12 +34,15 @@ __all__ = [
     "linear_fp32",
     "pad_rows",
     "padded_rows",
+    "position_keys",
     "qk_norm_rope",
     "rms_norm",
     "rope",
     "rope_table",
+    "sample_and_score",
     "sample_tokens",
     "silu_mul",
+    "stream_bases",
     "stream_keys",
     "token_logprobs",
     "write_kv",

@@ -18,22 +18,27 @@ GRADIENT_BLOCK = 4096
 
 
 def logprob_forward(
-    logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int, maxima: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward pass."""
+    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward pass.
+
+    Shape: `maxima` [M, any], if there are any, cover each row's logits * inv_temperature.
+    """
     num_rows, vocab = logits.shape
     shard = triton.cdiv(vocab, num_shards)
-    partial = logits.new_empty(3, num_rows, num_shards)
     shape = {"SHARD": shard, "CHUNK": chunk, "num_warps": SUM_WARPS, "enable_fp_fusion": False}
     grid = (num_rows, num_shards)
-    _shard_maxima[grid](logits, inv_temperature, partial[0], vocab, **shape)
-    _shard_sums[grid](
-        logits, inv_temperature, partial[0], partial[1], partial[2], vocab, NUM_SHARDS=num_shards, **shape
-    )
+    if maxima is None:
+        maxima = logits.new_empty(num_rows, num_shards)
+        _shard_maxima[grid](logits, inv_temperature, maxima, vocab, **shape)
+    sums, weighted = logits.new_empty(2, num_rows, num_shards)
+    splits = maxima.shape[1]
+    block = triton.next_power_of_2(splits)
+    _shard_sums[grid](logits, inv_temperature, maxima, sums, weighted, vocab, splits, BLOCK=block, **shape)
     logprob, entropy, norms = logits.new_empty(num_rows), logits.new_empty(num_rows), logits.new_empty(2, num_rows)
     _combine[(num_rows,)](
-        logits, targets, inv_temperature, partial[0], partial[1], partial[2], logprob, entropy, norms[0], norms[1],
-        vocab, NUM_SHARDS=num_shards, num_warps=1, enable_fp_fusion=False,
+        logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, norms[0], norms[1],
+        vocab, splits, NUM_SHARDS=num_shards, BLOCK=block, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return logprob, entropy, norms
 
@@ -62,13 +67,19 @@ def _shard_maxima(logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, C
 
 
 @triton.jit
+def _maximum(maxima, row, splits, BLOCK: tl.constexpr) -> tl.tensor:
+    split = tl.arange(0, BLOCK)
+    return tl.max(tl.load(maxima + row * splits + split, mask=split < splits, other=float("-inf")), axis=0)
+
+
+@triton.jit(do_not_specialize=["splits"])
 def _shard_sums(
-    logits, inv_temperature, maxima, sums, weighted, vocab,
-    NUM_SHARDS: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
+    logits, inv_temperature, maxima, sums, weighted, vocab, splits,
+    BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     scale = tl.load(inv_temperature + row)
-    maximum = tl.max(tl.load(maxima + row * NUM_SHARDS + tl.arange(0, NUM_SHARDS)), axis=0)
+    maximum = _maximum(maxima, row, splits, BLOCK)
     total, first_moment = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
     for start in range(0, SHARD, CHUNK):
         within = start + tl.arange(0, CHUNK)
@@ -78,17 +89,17 @@ def _shard_sums(
         term = tl.where(inside, tl.exp(shifted), 0.0)
         total += term
         first_moment += tl.where(inside, term * shifted, 0.0)
-    tl.store(sums + row * NUM_SHARDS + shard, tl.sum(total, axis=0))
-    tl.store(weighted + row * NUM_SHARDS + shard, tl.sum(first_moment, axis=0))
+    tl.store(sums + row * tl.num_programs(1) + shard, tl.sum(total, axis=0))
+    tl.store(weighted + row * tl.num_programs(1) + shard, tl.sum(first_moment, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
-    logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, row_max, row_sum, vocab,
-    NUM_SHARDS: tl.constexpr,
+    logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, row_max, row_sum, vocab, splits,
+    NUM_SHARDS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    maximum = tl.max(tl.load(maxima + row * NUM_SHARDS + tl.arange(0, NUM_SHARDS)), axis=0)
+    maximum = _maximum(maxima, row, splits, BLOCK)
     total = tl.load(sums + row * NUM_SHARDS)
     first_moment = tl.load(weighted + row * NUM_SHARDS)
     for shard in tl.static_range(1, NUM_SHARDS):

@@ -1,7 +1,7 @@
 """Norm of every query and key head and rotary positions on NVIDIA GPUs, in one kernel each way.
 
-A program of the forward pass takes some heads of one token, as many as the norm's tile has rows, and sums each along
-the norm's tree. The half that a column is turned with is read a second time, from the nearest cache.
+A program of the forward pass takes heads of one token, as many at a time as the norm's tile has rows, and sums each
+along the norm's tree. The half that a column is turned with is read a second time, from the nearest cache.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -15,6 +15,7 @@ from torch import Tensor
 from spmd_rl.kernels.norm_triton import NUM_WARPS, norm_tile
 from spmd_rl.kernels.tile import dense, dense_heads
 
+MANY_TOKENS = 1024  # from here on tokens alone fill the processor
 MAX_BACKWARD_PROGRAMS = 2048
 
 
@@ -32,11 +33,11 @@ def qk_norm_rope_forward(
     q, k, q_weight, k_weight = dense_heads(q), dense_heads(k), _dense(q_weight), _dense(k_weight)
     (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
     heads, block = norm_tile(dim)
-    q_groups, k_groups = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
+    sharing = triton.cdiv(max(q_heads, k_heads), heads) if num_tokens < MANY_TOKENS else 1
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    _forward[(num_tokens, q_groups + k_groups)](
+    _forward[(num_tokens, sharing)](
         q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, q.stride(0), k.stride(0), eps,
-        q_heads, k_heads, q_groups, dim, heads, block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        q_heads, k_heads, dim, heads, block, num_warps=NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out
 
@@ -79,37 +80,38 @@ def _dense(weight: Tensor | None) -> Tensor | None:
 @triton.jit
 def _forward(
     q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, q_stride, k_stride, eps,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_GROUPS: tl.constexpr,
-    DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
     c, s = _angles(positions, cos, sin, token, DIM, BLOCK)
-    if group < Q_GROUPS:
-        _turn(q, q_out, q_weight, token, group * HEADS, q_stride, c, -s, eps, Q_HEADS, DIM, HEADS, BLOCK)
-    else:
-        _turn(k, k_out, k_weight, token, (group - Q_GROUPS) * HEADS, k_stride, c, -s, eps, K_HEADS, DIM, HEADS, BLOCK)
+    _turn(q, q_out, q_weight, token, q_stride, c, -s, eps, Q_HEADS, DIM, HEADS, BLOCK)
+    _turn(k, k_out, k_weight, token, k_stride, c, -s, eps, K_HEADS, DIM, HEADS, BLOCK)
 
 
 @triton.jit
 def _turn(
-    x, out, weight, token, first, stride, c, s, eps,
+    x, out, weight, token, stride, c, s, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    head, column = first + tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    """Every so many groups of heads, as programs share a token."""
+    column = tl.arange(0, BLOCK)
     partner = (column + DIM // 2) % DIM
-    inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
-    at = x + token * stride + head[:, None] * DIM
-    own = tl.load(at + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     if weight is not None:
-        inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
         own_scale = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
         other_scale = tl.load(weight + partner, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
-        own = _rounded(_rounded(own * inverse, x) * own_scale, x)
-        other = _rounded(_rounded(other * inverse, x) * other_scale, x)
-    turned = own * c[None, :] + other * s[None, :]
-    to = out + (token * NUM_HEADS + head)[:, None] * DIM + column[None, :]
-    tl.store(to, turned.to(out.dtype.element_ty), mask=inside)
+    for first in range(tl.program_id(1) * HEADS, NUM_HEADS, tl.num_programs(1) * HEADS):
+        head = first + tl.arange(0, HEADS)
+        inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
+        at = x + token * stride + head[:, None] * DIM
+        own = tl.load(at + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        if weight is not None:
+            inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
+            own = _rounded(_rounded(own * inverse, x) * own_scale, x)
+            other = _rounded(_rounded(other * inverse, x) * other_scale, x)
+        turned = own * c[None, :] + other * s[None, :]
+        to = out + (token * NUM_HEADS + head)[:, None] * DIM + column[None, :]
+        tl.store(to, turned.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -134,7 +136,7 @@ def _backward(
     DIM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tl.arange(0, BLOCK)
-    q_sum, k_sum = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    q_sum, k_sum = tl.zeros((Q_TILE, BLOCK), tl.float32), tl.zeros((K_TILE, BLOCK), tl.float32)
     for one in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         token = tl.cast(one, tl.int64)
         c, s = _angles(positions, cos, sin, token, DIM, BLOCK)
@@ -148,8 +150,8 @@ def _backward(
             )
     if q_weight is not None:
         at = partial + tl.program_id(0) * DIM + column
-        tl.store(at, q_sum, mask=column < DIM)
-        tl.store(at + tl.num_programs(0) * DIM, k_sum, mask=column < DIM)
+        tl.store(at, tl.sum(q_sum, axis=0), mask=column < DIM)
+        tl.store(at + tl.num_programs(0) * DIM, tl.sum(k_sum, axis=0), mask=column < DIM)
 
 
 @triton.jit
@@ -157,14 +159,14 @@ def _turn_back(
     grad, x, out, weight, token, first, stride, c, s, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Stores the gradient of x; returns that of the weight, of these heads."""
+    """Stores the gradient of x; returns that of the weight, head by head."""
     head, column = first + tl.arange(0, HEADS), tl.arange(0, BLOCK)
     inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
     at = (token * NUM_HEADS + head)[:, None] * DIM
     own = tl.load(grad + at + column[None, :], mask=inside, other=0.0).to(tl.float32)
     other = tl.load(grad + at + ((column + DIM // 2) % DIM)[None, :], mask=inside, other=0.0).to(tl.float32)
     result = own * c[None, :] + other * s[None, :]
-    grad_weight = tl.zeros((BLOCK,), tl.float32)
+    grad_weight = tl.zeros((HEADS, BLOCK), tl.float32)
     if weight is not None:
         wide = tl.load(x + token * stride + head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
         wide = wide.to(tl.float32)
@@ -173,7 +175,7 @@ def _turn_back(
         scale = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
         inner = result * scale
         mean = tl.sum(inner * normed, axis=1)[:, None] / DIM
-        grad_weight += tl.sum(result * normed, axis=0)
+        grad_weight += result * normed
         result = inverse * (inner - normed * mean)
     tl.store(out + at + column[None, :], result.to(out.dtype.element_ty), mask=inside)
     return grad_weight

@@ -11,24 +11,34 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.kernels.logprob import token_logprobs
+
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
+def stream_bases(seed: int | NDArray[np.int64], uid: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What the keys of a sample's tokens are made from, one 64-bit number a row.
+
+    Shape: arrays [M]. `uid` is the prompt's, `index` the sample's within its group.
+    """
+    base = _mix64(np.broadcast_to(np.asarray(seed, dtype=np.int64), uid.shape).view(np.uint64))
+    return _next(_next(base, uid), index).view(np.int64)
+
+
 def stream_keys(
     seed: int, uid: NDArray[np.int64], index: NDArray[np.int64], position: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """One 64-bit key a row.
+    """One 64-bit key a row: `position_keys` of `stream_bases`, on the host.
 
-    Shape: all arrays [M]. `uid` is the prompt's, `index` the sample's within its group, `position` the token's
-    within the response.
+    Shape: arrays [M]. `position` is the token's within the response.
     """
-    with np.errstate(over="ignore"):
-        key = _mix64(np.full(len(uid), seed, dtype=np.int64).view(np.uint64))
-        for part in (uid, index, position):
-            key = _mix64(key + np.asarray(part, dtype=np.int64).view(np.uint64) * np.uint64(_GAMMA))
-    return key.view(np.int64)
+    return _next(stream_bases(seed, uid, index).view(np.uint64), position).view(np.int64)
+
+
+def _next(key: NDArray[np.uint64], part: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return _mix64(key + np.asarray(part, dtype=np.int64).view(np.uint64) * np.uint64(_GAMMA))
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -39,19 +49,54 @@ def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+def position_keys(bases: Tensor, positions: Tensor) -> Tensor:
+    """The key of each row's token at `positions` of the response.
+
+    Shape: both [M] int64, or such that broadcast; returns int64.
+    """
+    x = bases + (positions + 1) * _signed(_GAMMA)
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise for every vocabulary entry of every row.
 
     Shape: keys [M] int64; returns [M, V] fp32. With v = (bits + 1/2) / 2^32 the noise is -log(-log1p(-v)), so that
     the upper tail keeps all 32 bits.
     """
-    ids = torch.arange(1, vocab + 1, device=keys.device, dtype=torch.int64)
-    x = keys.unsqueeze(1) + ids * _signed(_GAMMA)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
-    bits = _shift_right(x ^ _shift_right(x, 31), 32)
+    ids = torch.arange(vocab, device=keys.device, dtype=torch.int64)
+    bits = _shift_right(position_keys(keys.unsqueeze(1), ids), 32)
     v = (bits.double() + 0.5) * 2.0**-32
     return torch.log1p(-v).neg_().log_().neg_().float()
+
+
+def sample_and_score(
+    logits: Tensor,
+    inv_temperature: Tensor,
+    bases: Tensor,
+    positions: Tensor,
+    *,
+    greedy: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sample_tokens` with the keys of `positions`, and `token_logprobs` of what was drawn.
+
+    On NVIDIA GPUs without filters the logits are read twice, and nothing depends on the host.
+
+    Shape: as there; bases and positions [M] int64; returns tokens [M] int64 and log-probabilities [M] fp32.
+    """
+    if logits.is_cuda and top_k is None and top_p is None and min_p is None:
+        from spmd_rl.kernels.sampling_triton import gumbel_argmax_and_logprob
+
+        return gumbel_argmax_and_logprob(logits, inv_temperature, bases, positions, greedy)
+    keys = position_keys(bases, positions)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    drawn = sample_tokens(logits, inv_temperature, keys, greedy=greedy, **filters)
+    return drawn, token_logprobs(logits, drawn, inv_temperature)[0]
 
 
 def sample_tokens(

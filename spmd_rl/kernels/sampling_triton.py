@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
+from spmd_rl.kernels.logprob_triton import logprob_forward
 from spmd_rl.kernels.tile import dense
 
 BLOCK = 512
@@ -28,31 +30,70 @@ def gumbel_argmax(scores: Tensor, inv_temperature: Tensor, keys: Tensor, greedy:
 
     Shape: scores [M, V] fp32, all else [M]; returns [M] int64.
     """
+    return _draw(dense(scores), inv_temperature, keys, None, greedy)[0]
+
+
+def gumbel_argmax_and_logprob(
+    logits: Tensor, inv_temperature: Tensor, bases: Tensor, positions: Tensor, greedy: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The draw, and its log-probability, which takes the maxima that the draw has come across.
+
+    Shape: logits [M, V] fp32, all else [M]; returns [M] int64 and [M] fp32.
+    """
+    logits = dense(logits)
+    drawn, maxima = _draw(logits, inv_temperature, bases, positions, greedy)
+    return drawn, logprob_forward(logits, drawn, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK, maxima)[0]
+
+
+def _draw(
+    scores: Tensor, inv_temperature: Tensor, keys: Tensor, positions: Tensor | None, greedy: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The token of each row, and the greatest scores * inv_temperature of each of its splits."""
     num_rows, vocab = scores.shape
     splits = min(max(NUM_PROGRAMS // num_rows, 8), triton.cdiv(vocab, BLOCK))
-    best = scores.new_empty(num_rows, splits)
-    token = torch.empty(num_rows, splits, dtype=torch.int64, device=scores.device)
-    flags = torch.zeros(num_rows, dtype=torch.bool, device=scores.device) if greedy is None else greedy
+    best, maxima = scores.new_empty(2, num_rows, splits)
+    token = torch.empty(num_rows, splits, dtype=torch.int32, device=scores.device)
     _best_of_split[(num_rows, splits)](
-        dense(scores), inv_temperature, keys, flags, best, token, vocab,
+        scores, inv_temperature, keys, positions, greedy, best, maxima, token, vocab,
         triton.cdiv(vocab, splits * BLOCK) * BLOCK, BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    top = best.amax(dim=1, keepdim=True)
-    return torch.where(best == top, token, vocab - 1).amin(dim=1)
+    drawn = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    _best_of_row[(num_rows,)](best, token, drawn, vocab, splits, triton.next_power_of_2(splits), num_warps=1)
+    return drawn, maxima
+
+
+@triton.jit(do_not_specialize=["vocab", "splits"])
+def _best_of_row(best, token, drawn, vocab, splits, BLOCK: tl.constexpr) -> None:
+    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    top = tl.load(best + row * splits + split, mask=split < splits, other=float("-inf"))
+    ids = tl.load(token + row * splits + split, mask=split < splits, other=vocab - 1)
+    tl.store(drawn + row, tl.min(tl.where(top == tl.max(top, axis=0), ids, vocab - 1), axis=0).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["split_size"])
-def _best_of_split(scores, inv_temperature, keys, greedy, best, token, vocab, split_size, BLOCK: tl.constexpr) -> None:
+def _best_of_split(
+    scores, inv_temperature, keys, positions, greedy, best, maxima, token, vocab, split_size, BLOCK: tl.constexpr
+) -> None:
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    is_greedy, key = tl.load(greedy + row), tl.load(keys + row)
-    scale = tl.where(is_greedy, 1.0, tl.load(inv_temperature + row))
+    key = tl.load(keys + row).to(tl.uint64)
+    if positions is not None:
+        key = _mix(key, tl.load(positions + row))
+    is_greedy = False
+    scored_scale = tl.load(inv_temperature + row)
+    scale = scored_scale
+    if greedy is not None:
+        is_greedy = tl.load(greedy + row)
+        scale = tl.where(is_greedy, 1.0, scale)
     logits = scores + row * vocab
     first = split * split_size + tl.arange(0, BLOCK)
     top, second = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), float("-inf"), tl.float32)
     top_id = tl.full((BLOCK,), 0, tl.int32) + vocab - 1
+    maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
     for start in range(0, split_size, BLOCK):
         column = first + start
-        estimate = tl.load(logits + column, mask=column < vocab, other=float("-inf")) * scale
+        score = tl.load(logits + column, mask=column < vocab, other=float("-inf"))
+        maximum = tl.maximum(maximum, score * scored_scale)
+        estimate = score * scale
         if not is_greedy:
             estimate += _rough_noise(_bits(key, column))
         better = estimate > top
@@ -80,16 +121,23 @@ def _best_of_split(scores, inv_temperature, keys, greedy, best, token, vocab, sp
     highest = tl.max(top, axis=0)
     at = row * tl.num_programs(1) + split
     tl.store(best + at, highest)
-    tl.store(token + at, tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0).to(tl.int64))
+    tl.store(maxima + at, tl.max(maximum, axis=0))
+    tl.store(token + at, tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0))
+
+
+@triton.jit
+def _mix(key, count) -> tl.tensor:
+    """64 random bits, as `sampling.position_keys`."""
+    x = key + (count + 1).to(tl.uint64) * GAMMA
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
 
 
 @triton.jit
 def _bits(key, column) -> tl.tensor:
     """32 random bits, as in `sampling.gumbel_noise`."""
-    x = key.to(tl.uint64) + (column + 1).to(tl.uint64) * GAMMA
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return ((x ^ (x >> 31)) >> 32).to(tl.uint32)
+    return (_mix(key, column) >> 32).to(tl.uint32)
 
 
 @triton.jit

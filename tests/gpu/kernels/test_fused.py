@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import add_rms_norm, qk_norm_rope, rms_norm, rope, rope_table, silu_mul, write_kv
+from spmd_rl.kernels import (
+    add_rms_norm,
+    position_keys,
+    qk_norm_rope,
+    rms_norm,
+    rope,
+    rope_table,
+    sample_and_score,
+    sample_tokens,
+    silu_mul,
+    stream_bases,
+    stream_keys,
+    token_logprobs,
+    write_kv,
+)
 
 EPS = 1e-6
 NUM_TOKENS = 8192
@@ -156,6 +171,39 @@ def test_keys_and_values_go_to_their_slots(heads: tuple[int, int, int], rows, un
     write_kv(*cache, slots, k, v)
     assert unequal(cache, expected) == 0
     assert int(cache.isnan().any(-1).any(-1).sum()) == 2 * (128 - 34)
+
+
+def test_keys_of_positions_are_those_of_the_host() -> None:
+    ids = np.arange(1000) * 123456789
+    made = position_keys(torch.from_numpy(stream_bases(5, ids, ids)).cuda(), torch.from_numpy(ids).cuda())
+    assert made.tolist() == stream_keys(5, ids, ids, ids).tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 300])
+@pytest.mark.parametrize("vocab", [7, 5003, 151936])
+def test_draw_and_score_are_the_two_ops(vocab: int, num_rows: int, rows, unequal) -> None:
+    """Replayed from a graph whose positions move on, with rows of NaN at the end."""
+    logits, ids = rows("normal", num_rows + 3, vocab, torch.float32) * 3, np.arange(num_rows + 3)
+    logits[num_rows:] = torch.nan
+    scale, greedy = torch.linspace(0.3, 2, len(ids), device="cuda"), torch.arange(len(ids), device="cuda") % 9 == 4
+    bases, positions = torch.from_numpy(stream_bases(3, ids % 8, ids)).cuda(), torch.arange(len(ids), device="cuda")
+    sample_and_score(logits, scale, bases, positions, greedy=greedy)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, logprobs = sample_and_score(logits, scale, bases, positions, greedy=greedy)
+        positions += 1
+    drawn = []
+    for _ in range(3):
+        expected = sample_tokens(logits, scale, position_keys(bases, positions), greedy=greedy)
+        graph.replay()
+        assert torch.equal(tokens[:num_rows], expected[:num_rows])
+        assert unequal(logprobs[:num_rows], token_logprobs(logits, tokens, scale)[0][:num_rows]) == 0
+        assert bool((tokens >= 0).all() & (tokens < vocab).all())
+        drawn.append(tokens.tolist())
+    assert drawn[0] != drawn[1]
+    plain, scored = sample_and_score(logits, scale, bases, positions)
+    assert torch.equal(plain[:num_rows], sample_tokens(logits, scale, position_keys(bases, positions))[:num_rows])
+    assert unequal(scored[:num_rows], token_logprobs(logits, plain, scale)[0][:num_rows]) == 0
 
 
 def test_padding_of_any_content_is_invisible(rows, unequal) -> None:

@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.kernels import gumbel_noise, sample_tokens, stream_keys
+from spmd_rl.kernels import (
+    gumbel_noise,
+    position_keys,
+    sample_and_score,
+    sample_tokens,
+    stream_bases,
+    stream_keys,
+    token_logprobs,
+)
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -89,6 +97,26 @@ def test_noise_is_gumbel() -> None:
     uniform = torch.exp(-torch.exp(-noise)).numpy()
     counts = np.histogram(uniform, bins=100, range=(0, 1))[0]
     assert chi_square(counts, np.full(100, 0.01)) < 170  # 99 degrees of freedom: p = 1e-5
+
+
+def test_keys_of_positions_are_those_of_the_host() -> None:
+    rng = np.random.default_rng(0)
+    seed, uid, index, position = rng.integers(0, 1 << 62, (4, 100))
+    expected = [stream_keys(*(int(seed[i]), uid[i : i + 1], index[i : i + 1], position[i : i + 1])) for i in range(100)]
+    bases = torch.from_numpy(stream_bases(seed, uid, index))
+    assert position_keys(bases, torch.from_numpy(position)).tolist() == np.concatenate(expected).tolist()
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": torch.full((40,), 3)}])
+def test_draw_and_score_are_the_two_ops(filters: dict[str, torch.Tensor]) -> None:
+    logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(1))
+    scale, positions = torch.linspace(0.5, 2, 40), torch.arange(40) * 3
+    bases, greedy = torch.from_numpy(stream_bases(7, np.arange(40), np.zeros(40, np.int64))), torch.arange(40) % 5 == 0
+    tokens, logprobs = sample_and_score(logits, scale, bases, positions, greedy=greedy, **filters)
+    expected = sample_tokens(logits, scale, position_keys(bases, positions), greedy=greedy, **filters)
+    assert torch.equal(tokens, expected)
+    assert torch.equal(logprobs, token_logprobs(logits, tokens, scale)[0])
+    assert not torch.equal(tokens, sample_and_score(logits, scale, bases, positions + 1, greedy=greedy, **filters)[0])
 
 
 def test_keys_are_frozen() -> None:
