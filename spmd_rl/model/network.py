@@ -178,9 +178,9 @@ class CausalLM(nn.Module):
     def rope_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions, [P, D/2] fp32 each."""
         if device not in self._rope:
-            with torch.device("cpu"):
+            with torch.device("cpu"), torch.inference_mode(False):  # whoever asks first, gradients may follow
                 cos, sin = rope_table(
                     inverse_frequencies(self.spec), self.spec.max_positions, self.spec.rope.attention_factor
                 )
-            self._rope[device] = (cos.to(device), sin.to(device))
+                self._rope[device] = (cos.to(device), sin.to(device))
         return self._rope[device]

@@ -23,6 +23,7 @@ from spmd_rl.offload.ledger import (
     total,
     trainer_ledger,
 )
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE
 from spmd_rl.train.config import WHOLE_MODEL_BYTES
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, chunk_box
 from spmd_rl.weights.plan import plan
@@ -115,7 +116,7 @@ def _num_gathered(spec: ModelSpec) -> int:
 def _kv_tokens(infer: Placement, spec: ModelSpec, cfg: Any) -> int:
     """Tokens whose keys and values one engine's pages hold: those given, else a full batch of whole contexts."""
     if cfg.engine.num_pages:
-        return int(cfg.engine.num_pages * cfg.engine.page_size)
+        return int(cfg.engine.num_pages * (cfg.engine.page_size or GPU_PAGE_SIZE))
     sequences = -(-cfg.prompts_per_step // infer.data_size) * cfg.sampling.num_samples
     return min(cfg.engine.max_batch, sequences) * spec.max_positions
 

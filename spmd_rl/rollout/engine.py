@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from spmd_rl.weights.held import Held
 
 
+GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
+
+
 @dataclass(frozen=True)
 class SamplingConfig:
     """How tokens are drawn. top_k, top_p and min_p change what is drawn, never the recorded log-prob."""
@@ -58,11 +61,11 @@ class EngineConfig:
 
     model: str = ""  # a Hugging Face folder
     kind: str = "native"
-    page_size: int = 16  # tokens
+    page_size: int = 0  # tokens; 0: 128 where FlashAttention runs, else 16
     num_pages: int = 0  # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
     memory_fraction: float = 0.4  # of the GPU memory that is free when the engine starts
     max_batch: int = 256  # sequences running at once
-    max_step_tokens: int = 2048  # shared by decoding (one a sequence) and chunks of prompts
+    max_step_tokens: int = 0  # shared by decoding (one a sequence) and chunks of prompts; 0: 8192 (GPU) or 2048 (CPU)
     prefix_cache: bool = True
     cuda_graphs: bool = True  # where FlashAttention runs: decoding steps are recorded and launched one ahead
     dtype: str = "float32"
@@ -71,12 +74,13 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require(self.kind == "native", "kind", self.kind, '"native"')
-        fits = self.page_size >= 1 and (64 % self.page_size == 0 or self.page_size % 64 == 0)
-        _require(fits, "page_size", self.page_size, "a divisor or a multiple of 64")
+        fits = self.page_size == 0 or (self.page_size > 0 and (64 % self.page_size == 0 or self.page_size % 64 == 0))
+        _require(fits, "page_size", self.page_size, "0 (automatic), or a divisor or a multiple of 64")
         _require(self.num_pages >= 0, "num_pages", self.num_pages, "0 (automatic) or more")
         _require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
         _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
-        _require(self.max_step_tokens >= self.max_batch, "max_step_tokens", self.max_step_tokens, "at least max_batch")
+        enough = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
+        _require(enough, "max_step_tokens", self.max_step_tokens, "0 (automatic), or at least max_batch")
         _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, '"float32" or "bfloat16"')
 
 

@@ -18,9 +18,9 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.rollout.engine import EngineConfig, Progress, Request
 from spmd_rl.rollout.native.pages import PagePool
-from spmd_rl.rollout.native.pool_size import auto_pages
 from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.scheduler import Scheduler
+from spmd_rl.rollout.native.sizes import settle
 from spmd_rl.rollout.native.steps import Drawn, Steps
 from spmd_rl.rollout.native.stop import StopStrings
 from spmd_rl.types import FinishReason, Sample
@@ -54,15 +54,14 @@ class NativeEngine:
     ) -> None:
         self.model = model
         self.spec = spec = model.spec
-        self.cfg = cfg
+        self.cfg = cfg = settle(cfg, spec, device)
         self.device = device
         self.version: int | None = None
-        self.num_pages = cfg.num_pages or auto_pages(spec, cfg, device)
         self._ahead = cfg.cuda_graphs and flash_takes(spec.head_dim, getattr(torch, cfg.dtype), device)
         self.rows = Rows(cfg.max_batch, spec.max_positions, cfg.page_size)
         self.scheduler = Scheduler(
             self.rows,
-            PagePool(self.num_pages),
+            PagePool(cfg.num_pages),
             max_step_tokens=cfg.max_step_tokens,
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
@@ -136,7 +135,7 @@ class NativeEngine:
         spec = self.spec
         return KvCache(
             num_layers=spec.num_layers,
-            num_pages=self.num_pages,
+            num_pages=self.cfg.num_pages,
             page_size=self.cfg.page_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
@@ -159,7 +158,7 @@ class NativeEngine:
             "num_generated_tokens": self._num_generated,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
-            "num_pages": self.num_pages,
+            "num_pages": self.cfg.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
             "num_graphs": self._steps.num_graphs if self._steps else 0,
             "kv_bytes": self._steps.cache.num_bytes if self._steps and self._awake else 0,
@@ -184,8 +183,8 @@ class NativeEngine:
         limit = min(length + request.sampling.max_tokens, context)
         if request.num_tokens >= limit:
             raise DataError(where, f"sample {request.index} already has all {limit - length} tokens that it may have")
-        if limit - 1 > self.num_pages * self.cfg.page_size:
-            room = self.num_pages * self.cfg.page_size
+        if limit - 1 > self.cfg.num_pages * self.cfg.page_size:
+            room = self.cfg.num_pages * self.cfg.page_size
             raise DataError(where, f"and its answer may need {limit - 1} tokens of KV memory; the pages hold {room}")
         if (request.uid, request.index) in self._live:
             raise SpmdError(f"prompt {request.uid}, sample {request.index} is in the engine already")

@@ -1,9 +1,8 @@
-"""What the GPU tests share: the marks, the row counts of the contract, test data, and comparison by bits."""
+"""What the kernels' tests share: the row counts of the contract, test data, and comparison by bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +10,6 @@ from torch import Tensor
 
 NUM_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 2048, 8192)
 RowOp = Callable[[Tensor], Tensor]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            item.add_marker(pytest.mark.filterwarnings("default"))
 
 
 def _bits(x: Tensor) -> Tensor:

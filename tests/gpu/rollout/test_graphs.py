@@ -14,8 +14,6 @@ from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types import Sample
 
-pytestmark = pytest.mark.gpu
-
 DEVICE = torch.device("cuda")
 SPEC = ModelSpec(
     family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3, num_heads=8, num_kv_heads=4,

@@ -54,7 +54,7 @@ def test_eight_billion_split_four_and_four(model: Path) -> None:
     assert {entry.tag: entry.num_bytes for entry in train.entries}["moments"] == 2 * PARAMETERS
     assert {entry.tag: entry.num_bytes for entry in infer.entries} == {
         "weights": PARAMETERS * 2,
-        "kv": 100 * 16 * 2 * 36 * 8 * 128 * 2,
+        "kv": 100 * 128 * 2 * 36 * 8 * 128 * 2,
     }
 
 
@@ -65,7 +65,7 @@ def test_colocated_copies_its_own_rows(model: Path) -> None:
 
 
 def test_refusal_names_rank_phase_and_sum(model: Path) -> None:
-    found = planned(model, 8, "engine.dtype=bfloat16", "engine.num_pages=1000")
+    found = planned(model, 8, "engine.dtype=bfloat16", "engine.num_pages=125")
     found.require(200 << 30)
     with pytest.raises(
         PlanError, match=r"rank 0: phase rollout needs master .* \+ weights .* = .* and there are 27\.00 GiB"

@@ -9,7 +9,7 @@ import torch
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.pool_size import auto_pages
+from spmd_rl.rollout.native.sizes import auto_pages
 
 EOS = 1
 

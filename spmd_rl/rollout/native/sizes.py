@@ -1,0 +1,42 @@
+"""The sizes that an engine's config leaves to the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.offload.ledger import kv_token_bytes
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE, EngineConfig
+
+CPU_POOL_BYTES = 1 << 30
+PAGE_SIZE = 16
+GPU_STEP_TOKENS = 8192
+CPU_STEP_TOKENS = 2048
+
+
+def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
+    """`cfg` with a number for every size that it leaves at 0."""
+    flash = flash_takes(spec.head_dim, getattr(torch, cfg.dtype), device)
+    step_tokens = max(cfg.max_batch, GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
+    cfg = replace(
+        cfg,
+        page_size=cfg.page_size or (GPU_PAGE_SIZE if flash else PAGE_SIZE),
+        max_step_tokens=cfg.max_step_tokens or step_tokens,
+    )
+    return replace(cfg, num_pages=cfg.num_pages or auto_pages(spec, cfg, device))
+
+
+def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
+    """Whole contexts for a full batch, as far as memory allows; at least one whole context."""
+    context = -(-spec.max_positions // cfg.page_size)
+    element_bytes = getattr(torch, cfg.dtype).itemsize
+    bytes_per_token = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes)
+    if device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * cfg.memory_fraction)
+    else:
+        budget = CPU_POOL_BYTES
+    affordable = budget // (bytes_per_token * cfg.page_size)
+    return max(context, min(cfg.max_batch * context, affordable))
