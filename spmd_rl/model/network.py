@@ -155,8 +155,12 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Shape: hidden [M, C]; returns [M, V] fp32."""
-        weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return linear_fp32(hidden, weight)
+        return linear_fp32(hidden, self.head)
+
+    @property
+    def head(self) -> Tensor:
+        """The weight [V, C] that makes logits of hidden states."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def lay_out_projections(self) -> None:
         """Move the weights that one product can serve next to each other; before anything else refers to them."""
