@@ -3,12 +3,14 @@
 from spmd_rl.kernels.activation import silu_mul
 from spmd_rl.kernels.attention import blocked_attention
 from spmd_rl.kernels.contract import contract, contract_digest
+from spmd_rl.kernels.head import head_logprobs
 from spmd_rl.kernels.kv_write import write_kv
 from spmd_rl.kernels.linear import linear, linear_fp32
 from spmd_rl.kernels.logprob import token_logprobs
 from spmd_rl.kernels.norm import add_rms_norm, rms_norm
 from spmd_rl.kernels.packed_attention import PackedAttention
 from spmd_rl.kernels.paged_attention import KvCache, PagedAttention
+from spmd_rl.kernels.remake import remaking
 from spmd_rl.kernels.rope import qk_norm_rope, rope, rope_table
 from spmd_rl.kernels.sampling import (
     gumbel_noise,
@@ -30,12 +32,14 @@ __all__ = [
     "contract",
     "contract_digest",
     "gumbel_noise",
+    "head_logprobs",
     "linear",
     "linear_fp32",
     "pad_rows",
     "padded_rows",
     "position_keys",
     "qk_norm_rope",
+    "remaking",
     "rms_norm",
     "rope",
     "rope_table",

@@ -12,10 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_rl.kernels.remake import remakable
+
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Shape: gate and up [T, F], perhaps halves of one tensor; returns [T, F], contiguous."""
-    return _SiluMul.apply(gate, up)
+    out = _SiluMul.apply(gate, up)
+    remakable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
+    return out
 
 
 class _SiluMul(torch.autograd.Function):

@@ -71,7 +71,10 @@ class _TokenLogprobs(torch.autograd.Function):
         if grads[0].is_cuda:
             from spmd_rl.kernels.logprob_triton import logprob_backward
 
-            return logprob_backward(grads[0], *ctx.saved_tensors), None, None
+            logits, targets, inv_temperature, norms = ctx.saved_tensors
+            grad = torch.empty_like(logits)
+            logprob_backward(grads[0], logits, targets, inv_temperature, norms, grad)
+            return grad, None, None
         probs, targets, inv_temperature = ctx.saved_tensors
         scale = (grads[0] * inv_temperature).unsqueeze(1)
         grad = probs * -scale

@@ -8,7 +8,6 @@ the logits, so beside them only a row's maximum and sum are kept.
 # mypy: allow-untyped-defs, allow-untyped-decorators
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,14 +42,14 @@ def logprob_forward(
     return logprob, entropy, norms
 
 
-def logprob_backward(grad: Tensor, logits: Tensor, targets: Tensor, inv_temperature: Tensor, norms: Tensor) -> Tensor:
-    """Gradient of the logits [M, V] fp32."""
+def logprob_backward(
+    grad: Tensor, logits: Tensor, targets: Tensor, inv_temperature: Tensor, norms: Tensor, out: Tensor
+) -> None:
+    """Writes the gradient of the logits [M, V] to `out`, contiguous."""
     num_rows, vocab = logits.shape
-    out = torch.empty_like(logits)
     _gradient[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
         grad.contiguous(), logits, targets, inv_temperature, norms[0], norms[1], out, vocab, GRADIENT_BLOCK, num_warps=8
     )
-    return out
 
 
 @triton.jit
@@ -122,4 +121,4 @@ def _gradient(grad, logits, targets, inv_temperature, row_max, row_sum, out, voc
     shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - tl.load(row_max + row)
     hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
     result = tl.load(grad + row) * scale * (hit - tl.exp(shifted) / tl.load(row_sum + row))
-    tl.store(out + row * vocab + column, result, mask=inside)
+    tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.remake import remakable
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension. The statistics reduce along it alone, so a row's bits are its own.
@@ -14,7 +16,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Shape: x [..., C], weight [C].
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
     """
-    return _RmsNorm.apply(x, weight, eps)
+    normed = _RmsNorm.apply(x, weight, eps)
+    remakable([normed], lambda: [_RmsNorm.apply(x.detach(), weight, eps)])
+    return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -23,7 +27,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Shape: x and residual [..., C], weight [C].
     """
     if x.is_cuda:
-        return _AddRmsNorm.apply(x, residual, weight, eps)
+        normed, summed = _AddRmsNorm.apply(x, residual, weight, eps)
+        remakable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])
+        return normed, summed
     summed = residual + x
     return rms_norm(summed, weight, eps), summed
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.norm import rms_norm
+from spmd_rl.kernels.remake import remakable
 
 
 def rope_table(inv_freq: Tensor, num_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -44,7 +45,10 @@ def qk_norm_rope(
     table [P, D/2]. Returns two contiguous tensors.
     """
     if q.is_cuda:
-        return _QkNormRope.apply(q, k, q_weight, k_weight, eps, positions, cos, sin)
+        rest = q_weight, k_weight, eps, positions, cos, sin
+        turned = _QkNormRope.apply(q, k, *rest)
+        remakable(turned, lambda: _QkNormRope.apply(q.detach(), k.detach(), *rest))
+        return turned
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)

@@ -83,9 +83,9 @@ def _forward(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    c, s = _angles(positions, cos, sin, token, DIM, BLOCK)
-    _turn(q, q_out, q_weight, token, q_stride, c, -s, eps, Q_HEADS, DIM, HEADS, BLOCK)
-    _turn(k, k_out, k_weight, token, k_stride, c, -s, eps, K_HEADS, DIM, HEADS, BLOCK)
+    c, s = _angles(positions, cos, sin, token, 1, DIM, BLOCK)
+    _turn(q, q_out, q_weight, token, q_stride, c, s, eps, Q_HEADS, DIM, HEADS, BLOCK)
+    _turn(k, k_out, k_weight, token, k_stride, c, s, eps, K_HEADS, DIM, HEADS, BLOCK)
 
 
 @triton.jit
@@ -120,13 +120,13 @@ def _rounded(value, like) -> tl.tensor:
 
 
 @triton.jit
-def _angles(positions, cos, sin, token, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """cos [BLOCK], and sin with its sign turned in the second half."""
+def _angles(positions, cos, sin, token, DIRECTION: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """cos [BLOCK], and sin with the sign that the other half is taken with."""
     column = tl.arange(0, BLOCK)
     at = tl.load(positions + token).to(tl.int64) * (DIM // 2) + column % (DIM // 2)
     c = tl.load(cos + at, mask=column < DIM, other=0.0)
     s = tl.load(sin + at, mask=column < DIM, other=0.0)
-    return c, tl.where(column < DIM // 2, s, -s)
+    return c, s * tl.where(column < DIM // 2, -DIRECTION, DIRECTION).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -139,7 +139,7 @@ def _backward(
     q_sum, k_sum = tl.zeros((Q_TILE, BLOCK), tl.float32), tl.zeros((K_TILE, BLOCK), tl.float32)
     for one in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
         token = tl.cast(one, tl.int64)
-        c, s = _angles(positions, cos, sin, token, DIM, BLOCK)
+        c, s = _angles(positions, cos, sin, token, -1, DIM, BLOCK)
         for first in tl.static_range(0, Q_HEADS, Q_TILE):
             q_sum += _turn_back(
                 grad_q, q, q_out, q_weight, token, first, q_stride, c, s, eps, Q_HEADS, DIM, Q_TILE, BLOCK

@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.joined: Joined | None = None
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        projected = self.joined(x) if self.joined else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        projected = self.joined(x) if self.joined and not torch.is_grad_enabled() else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         q, k = qk_norm_rope(q, k, q_weight, k_weight, self.eps, *rotary)
@@ -95,7 +95,7 @@ class Mlp(nn.Module):
         self.joined: Joined | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.joined(x) if self.joined else (self.gate_proj(x), self.up_proj(x))
+        gate, up = self.joined(x) if self.joined and not torch.is_grad_enabled() else (self.gate_proj(x), self.up_proj(x))
         return self.down_proj(silu_mul(gate, up))
 
 
@@ -155,8 +155,12 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Shape: hidden [M, C]; returns [M, V] fp32."""
-        weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return linear_fp32(hidden, weight)
+        return linear_fp32(hidden, self.head)
+
+    @property
+    def head(self) -> Tensor:
+        """The weight [V, C] that makes logits of hidden states."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def lay_out_projections(self) -> None:
         """Move the weights that one product can serve next to each other; before anything else refers to them."""

@@ -88,18 +88,24 @@ def activation_bytes(
     intermediate_size: int,
     attention_width: int,
     logit_bytes: int,
+    slope_bytes: int,
     element_bytes: int,
-    recomputed: bool,
+    recompute: Literal["none", "cheap", "all"],
 ) -> int:
     """An estimate of what one micro-batch keeps for its backward pass, and its logits.
 
-    A layer keeps its input, the two normed copies, q, k, v and the attention's output (`attention_width` elements,
-    twice), gate, up and their product; with recomputation its input alone, and one layer in full while it is redone.
+    A layer keeps its input and the sum within it, their two normed copies, q, k, v and the attention's output
+    (`attention_width` elements, twice), gate, up and their product; with cheap recomputation what products made; with
+    all of it the input alone. What is recomputed exists in full for one layer at a time.
     """
     layer = num_tokens * element_bytes * (4 * hidden_size + 2 * attention_width + 3 * intermediate_size)
-    kept = num_tokens * element_bytes * hidden_size
-    layers = num_layers * kept + layer if recomputed else num_layers * layer
-    return layers + 2 * logit_bytes
+    kept = {
+        "none": layer,
+        "cheap": num_tokens * element_bytes * (2 * hidden_size + 2 * attention_width + 2 * intermediate_size),
+        "all": num_tokens * element_bytes * hidden_size,
+    }[recompute]
+    again = 0 if recompute == "none" else layer
+    return num_layers * kept + again + 2 * logit_bytes + slope_bytes
 
 
 def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:

@@ -24,7 +24,7 @@ from spmd_rl.offload.ledger import (
     trainer_ledger,
 )
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE
-from spmd_rl.train.config import WHOLE_MODEL_BYTES
+from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, chunk_box
 from spmd_rl.weights.plan import plan
 
@@ -94,8 +94,9 @@ def _rank_ledgers(rank: int, placements: Placements, spec: ModelSpec, cfg: Any) 
                 intermediate_size=spec.intermediate_size,
                 attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
                 logit_bytes=cfg.trainer.logit_rows * spec.vocab_size * ITEM_BYTES["float32"],
+                slope_bytes=_slope_bytes(cfg.trainer, spec),
                 element_bytes=compute_bytes,
-                recomputed=cfg.trainer.activation_checkpointing,
+                recompute=cfg.trainer.recompute,
             ),
         )
     if infer is not None and rank in infer.ranks:
@@ -103,6 +104,13 @@ def _rank_ledgers(rank: int, placements: Placements, spec: ModelSpec, cfg: Any) 
         token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes)
         weight_bytes = 0 if _aliased(rank, train, cfg) else element_bytes
         yield engine_ledger(spec.num_parameters, weight_bytes, _kv_tokens(infer, spec, cfg) * token_bytes)
+
+
+def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
+    """What the head keeps for the backward pass: on a CPU, which computes in float32, little enough to leave out."""
+    if cfg.dtype == "float32" or cfg.recompute == "all":
+        return 0
+    return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[cfg.dtype]
 
 
 def _num_gathered(spec: ModelSpec) -> int:

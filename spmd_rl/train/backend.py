@@ -28,8 +28,11 @@ class Backend(Protocol):
         """
         ...
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss`, a scalar, summed over the ranks: what losses are divided by is settled before."""
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the gradient of `loss`, a scalar, summed over the ranks: what losses are divided by is settled before.
+
+        `last` says that the gradients are complete with it.
+        """
         ...
 
     def square_norm(self) -> float:

@@ -30,7 +30,7 @@ class TrainerConfig:
     max_tokens: int = 16384  # tokens of a micro-batch on one rank; a longer sequence goes alone
     logit_rows: int = 2048  # rows of logits that exist at once
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward pass; the master is float32
-    activation_checkpointing: bool = False  # recompute each layer in the backward pass
+    recompute: Literal["none", "cheap", "all"] = "none"  # in the backward pass, of each layer; cheap: but products
     wrap: Literal["auto", "layer", "model"] = "auto"  # what FSDP gathers at once; auto: the model while it is small
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ optimizer works on the local shards as plain tensors: AdamW is elementwise and n
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import PackedAttention, token_logprobs
+from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logprobs
 from spmd_rl.model.network import CausalLM
 from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
 from spmd_rl.train.microbatch import MicroBatch
@@ -27,13 +27,14 @@ from spmd_rl.weights.layout import chunk_box
 class Scorer(nn.Module):
     """The model and its head down to log-probabilities: the root that FSDP wraps, so that it gathers the head too."""
 
-    def __init__(self, model: CausalLM, logit_rows: int) -> None:
+    def __init__(self, model: CausalLM, logit_rows: int, recomputes: bool) -> None:
         super().__init__()
         self.model = model
         self.logit_rows = logit_rows
+        self.recomputes = recomputes
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [M] of the scored tokens; of no more than `logit_rows` logits exist at once."""
+        """Log-probability and entropy [M] of the scored tokens; fp32 logits of no more than `logit_rows` at once."""
         spec, device = self.model.spec, micro.tokens.device
         attend = PackedAttention(
             micro.lengths,
@@ -47,6 +48,9 @@ class Scorer(nn.Module):
             # The other ranks' collectives expect this one's gradients, zeros, of every parameter, the head's too.
             lp, entropy = token_logprobs(self.model.logits(hidden[:1]), micro.tokens[:1], torch.ones(1, device=device))
             return lp.index_select(0, micro.rows), entropy.index_select(0, micro.rows)
+        if hidden.is_cuda and not self.recomputes:
+            rows = hidden.index_select(0, micro.rows)
+            return head_logprobs(rows, self.model.head, micro.targets, micro.inv_temperature, self.logit_rows)
         if micro.num_scored <= self.logit_rows:
             return self._score(hidden, micro, slice(None))
         chunks = [slice(start, start + self.logit_rows) for start in range(0, micro.num_scored, self.logit_rows)]
@@ -66,10 +70,9 @@ class Fsdp2:
         self.max_positions = model.spec.max_positions
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
-        self.scorer = Scorer(model.to(device), cfg.logit_rows)
-        if cfg.activation_checkpointing:
-            _recompute_layers(model)
-        _shard(self.scorer, mesh, cfg)
+        self.scorer = Scorer(model.to(device), cfg.logit_rows, recomputes=cfg.recompute == "all")
+        _recompute(model, cfg.recompute)
+        self.units = _shard(self.scorer, mesh, cfg)
         self.parameters = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
         self.local = {name: nn.Parameter(one.to_local().detach()) for name, one in self.parameters.items()}
         self.optimizer = _adamw(self.local, cfg)
@@ -78,10 +81,16 @@ class Fsdp2:
         scores = self.scorer(micro)
         if not torch.is_grad_enabled():
             # No backward pass will drop the gathered weights, which the next step makes stale.
-            cast(FSDPModule, self.scorer).reshard()
+            for unit in self.units:
+                unit.reshard()
         return scores
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, last: bool) -> None:
+        if self.num_shards == 1:
+            # Whole gradients and weights take no more room than the shard: reduce and drop them once a step.
+            root = cast(FSDPModule, self.scorer)
+            root.set_requires_gradient_sync(last)
+            root.set_reshard_after_backward(last)
         loss.backward()
 
     def square_norm(self) -> float:
@@ -141,14 +150,21 @@ class Fsdp2:
         return self.parameters[name].full_tensor()
 
 
-def _recompute_layers(model: CausalLM) -> None:
-    """Keep only each layer's input for the backward pass. The forward is wrapped, not the module: names stay."""
+def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
+    """Of each layer keep everything, all but what `remaking` makes again, or its input alone, for the backward pass.
+
+    The forward is wrapped, not the module: names stay.
+    """
     for layer in model.model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        if what == "cheap":
+            layer.forward = remaking()(layer.forward)
+        elif what == "all":
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> None:
-    """Gradients are summed, not averaged: losses are divided once, by the batch's denominator."""
+def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPModule]:
+    """The units that are gathered at once. Gradients are summed, not averaged: losses are divided once, by the batch's
+    denominator."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.dtype) if cfg.dtype != "float32" else None,
         reduce_dtype=torch.float32,
@@ -157,10 +173,17 @@ def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> None:
     num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
     whole = cfg.wrap == "model" or (cfg.wrap == "auto" and num_bytes <= WHOLE_MODEL_BYTES)
     units = [scorer] if whole else [*scorer.model.model.layers, scorer]
+    keeps = False if mesh.size(1) == 1 else None
     for unit in units:
-        fully_shard(unit, mesh=mesh if mesh.size(0) > 1 else mesh["fsdp"], mp_policy=policy)
+        fully_shard(
+            unit,
+            mesh=mesh if mesh.size(0) > 1 else mesh["fsdp"],
+            mp_policy=policy,
+            reshard_after_forward=keeps,
+        )
         cast(FSDPModule, unit).set_gradient_divide_factor(1.0)
         cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)
+    return [cast(FSDPModule, unit) for unit in units]
 
 
 def _adamw(local: dict[str, nn.Parameter], cfg: TrainerConfig) -> torch.optim.AdamW:

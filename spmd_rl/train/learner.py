@@ -100,7 +100,7 @@ class Learner:
             old = lp.detach() if old is None else old
             per_token, measured = loss(LossInput(lp, old, micro.roll, micro.advantages, entropy, micro.sequence))
             weighted = per_token * micro.weight
-            self.backend.backward(weighted.sum() * scale)
+            self.backend.backward(weighted.sum() * scale, last=micro is micros[-1])
             for name, values in {"loss": weighted, "train/entropy": entropy, **measured}.items():
                 tally.add(name, values)
             _compare(old, micro, self.progress.version, tally)

@@ -69,7 +69,7 @@ def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
     # Two sequences: with more ranks than sequences, some ranks have nothing but their collectives.
     few = make_batch(9).take([0, 1]).shard(place.data_size)[place.data_rank]
     report["few"] = trainer.train_step(few, grpo_loss)
-    report["layers"] = train(Trainer(replace(cfg, wrap="layer", activation_checkpointing=True, max_tokens=60), place))
+    report["layers"] = train(Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), place))
     trainer.export_hf(str(out.with_suffix(".hf")))
     report["exported"] = weights(trainer)
     if resume:

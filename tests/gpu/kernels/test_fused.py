@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,8 +12,12 @@ from torch import Tensor
 
 from spmd_rl.kernels import (
     add_rms_norm,
+    head_logprobs,
+    linear,
+    linear_fp32,
     position_keys,
     qk_norm_rope,
+    remaking,
     rms_norm,
     rope,
     rope_table,
@@ -251,3 +256,46 @@ def test_control_table_in_bf16_fails(rows, unequal) -> None:
     expected = joint.fused(joint.x, joint.positions)
     joint.cos, joint.sin = joint.cos.bfloat16().float(), joint.sin.bfloat16().float()
     assert unequal(joint.fused(joint.x, joint.positions), expected) > 0.01 * expected.numel()
+
+
+def _head(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    return token_logprobs(linear_fp32(hidden, weight), targets, scale)[0]
+
+
+@pytest.mark.parametrize(("vocab", "num_rows"), [(151936, 300), (5003, 700)])
+def test_head_has_the_bits_and_gradients_of_its_parts(vocab: int, num_rows: int, rows, unequal) -> None:
+    hidden, weight = rows("normal", num_rows, 256), rows("normal", vocab, 256) * 0.1
+    targets, scale = torch.arange(num_rows, device="cuda") * 7 % vocab, torch.linspace(0.5, 2, num_rows, device="cuda")
+    push = torch.randn(num_rows, device="cuda")
+    logprob, entropy = head_logprobs(hidden, weight, targets, scale, 128)
+    expected = token_logprobs(linear_fp32(hidden, weight), targets, scale)
+    assert unequal(logprob, expected[0]) == unequal(entropy, expected[1]) == 0
+    found = _gradients(lambda *leaves: head_logprobs(*leaves, targets, scale, 128)[0], [hidden, weight], push)
+    wide = _gradients(lambda *leaves: _head(*leaves, targets, scale), [hidden.float(), weight.float()], push)
+    for one, other in zip(found, wide, strict=True):
+        assert _distance(one, other) < 8e-3
+
+
+def test_remaking_keeps_less_and_gives_the_same_gradients(rows, unequal) -> None:
+    leaves = [
+        rows("normal", 4096, 1024),
+        rows("wide", 4096, 1024),
+        rows("normal", 1, 1024)[0],
+        rows("normal", 512, 1024),
+    ]
+
+    def layer(x: Tensor, beside: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        normed, summed = add_rms_norm(x, beside, scale, EPS)
+        return linear(silu_mul(linear(normed, weight), linear(summed, weight)), weight[:, :512])
+
+    results, kept = [], []
+    for context in (nullcontext(), remaking()):
+        mine = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        before = torch.cuda.memory_allocated()
+        with context:
+            out = layer(*mine)
+        kept.append(torch.cuda.memory_allocated() - before)
+        out.backward(torch.ones_like(out))
+        results.append([out.detach(), *(leaf.grad for leaf in mine)])
+    assert kept[0] - kept[1] == 4096 * (1024 + 512) * 2
+    assert all(unequal(one, other) == 0 for one, other in zip(*results, strict=True))

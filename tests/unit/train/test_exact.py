@@ -50,10 +50,11 @@ def test_bits_do_not_depend_on_micro_batches_or_order(new_trainer, max_tokens: i
     [
         {},
         {"max_tokens": 40},
-        {"activation_checkpointing": True},
+        {"recompute": "cheap"},
+        {"recompute": "all"},
         {"logit_rows": 7},
         {"wrap": "layer"},
-        {"wrap": "layer", "activation_checkpointing": True, "logit_rows": 16, "max_tokens": 64},
+        {"wrap": "layer", "recompute": "all", "logit_rows": 16, "max_tokens": 64},
         {"minibatches": 3},
     ],
 )

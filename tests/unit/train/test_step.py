@@ -72,7 +72,7 @@ def test_against_a_plain_model_and_adamw(new_trainer, aggregation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_tokens": 50}, {"wrap": "layer"}, {"activation_checkpointing": True}, {"logit_rows": 9}]
+    "options", [{"max_tokens": 50}, {"wrap": "layer"}, {"recompute": "cheap"}, {"recompute": "all"}, {"logit_rows": 9}]
 )
 def test_how_it_is_computed_does_not_change_what(new_trainer, options: dict[str, object]) -> None:
     plain, other = new_trainer(), new_trainer(**options)
