@@ -22,9 +22,12 @@ class Joined(NamedTuple):
     bias: Tensor | None
     widths: list[int]
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Each projection of x [T, K], as a view of its columns."""
-        return linear(x, self.weight, self.bias).split(self.widths, dim=-1)
+
+def project(x: Tensor, joined: Joined | None, *projections: nn.Linear) -> Sequence[Tensor]:
+    """Each projection of x [T, K]: views of one product's columns, where they are joined and no gradient is wanted."""
+    if joined is None or torch.is_grad_enabled():
+        return [one(x) for one in projections]
+    return linear(x, joined.weight, joined.bias).split(joined.widths, dim=-1)
 
 
 def lay_out(projections: Sequence[nn.Linear]) -> None:

@@ -26,7 +26,7 @@ from spmd_rl.kernels import (
     rope_table,
     silu_mul,
 )
-from spmd_rl.model.joined import Joined, join, lay_out
+from spmd_rl.model.joined import Joined, join, lay_out, project
 from spmd_rl.model.rotary import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.joined: Joined | None = None
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        projected = self.joined(x) if self.joined and not torch.is_grad_enabled() else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        projected = project(x, self.joined, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
         q, k = qk_norm_rope(q, k, q_weight, k_weight, self.eps, *rotary)
@@ -95,8 +95,7 @@ class Mlp(nn.Module):
         self.joined: Joined | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.joined(x) if self.joined and not torch.is_grad_enabled() else (self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(silu_mul(gate, up))
+        return self.down_proj(silu_mul(*project(x, self.joined, self.gate_proj, self.up_proj)))
 
 
 class Block(nn.Module):
