@@ -39,6 +39,7 @@ class DecodeGraphs:
         self._sizes = batch_sizes(rows.num_rows)
         self._newest = torch.zeros(rows.num_rows + 1, dtype=torch.int64, device=cache.data.device)
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
+        self._latest: _Recorded | None = None
         self._memory = torch.cuda.graph_pool_handle()
 
     @property
@@ -55,7 +56,11 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         if (size, filtered) not in self._recorded:
             self._recorded[size, filtered] = _Recorded(self, size, filtered)
-        tokens, logprobs = self._recorded[size, filtered].replay(rows)
+        recorded = self._recorded[size, filtered]
+        if recorded is not self._latest:
+            recorded.forget()  # its rows have moved on in other graphs
+            self._latest = recorded
+        tokens, logprobs = recorded.replay(rows)
         return tokens[: len(rows)], logprobs[: len(rows)]
 
     def remember(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
@@ -121,6 +126,10 @@ class _Recorded:
         self._upload(np.zeros(0, dtype=np.int64))
         self._inputs = {name: part.view(shape) for name, part, shape in self._parts(self._device_memory)}
         self._graph, self._outputs = graphs.record(self._inputs, filtered)
+
+    def forget(self) -> None:
+        """What was uploaded is out of date."""
+        self._batch = ()
 
     def replay(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         state = self._state
