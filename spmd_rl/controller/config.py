@@ -18,6 +18,7 @@ class RunConfig:
     deadline_s: float = 600.0  # how long one call may take, unless the call says otherwise
     lost_after_s: float = 20.0  # a rank silent for this long is lost
     start_s: float = 300.0  # how long all ranks may take to report
+    grace_s: float = 25.0  # after SIGTERM, how long the step and its checkpoint may still take
     resume: bool = False  # go on in the folder of a run whose configuration was another
     save_every: int = 20  # steps between checkpoints; 0 saves once, after the last step
     keep_checkpoints: int = 2  # how many of the newest stay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -47,7 +48,8 @@ class Switchboard:
     """The controller's end of every conversation. Its `on_*` methods run on the socket thread.
 
     `last_resort` ends the process when the recipe does not notice that the run has failed. Once somebody ends the run
-    from outside, `ending` is the error to end it with; it goes on for `grace_s`, so that something can be saved.
+    from outside, `ending` is the error to end it with. After a SIGTERM it goes on for `grace_s`, so that something can
+    be saved; `unsaved` is the clause that says what is lost if that takes longer.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Switchboard:
         self._next_ping = 0.0
         self.ending: SpmdError | None = None
         self.grace_s = 0.0
+        self.unsaved = ""
         self._ending_since = 0.0
         self._stopping = False
         self._router = Router(address, keys, generation, world_size, self, lifeline)
@@ -174,7 +177,7 @@ class Switchboard:
             missing = self.roster.missing
             self._end(name, f"ranks {missing} ended before they reported" if missing else f"every rank got {name}")
         if self.ending is not None and now - self._ending_since >= self.grace_s:
-            self._fail(self.ending)
+            self._fail(ended(self.ending, self.unsaved))
 
     def on_unreachable(self, rank: int) -> None:
         """A rank's connection is closed; unless all are stopping, that ends the run."""
@@ -198,7 +201,7 @@ class Switchboard:
 
     def _end(self, name: str, who: str) -> None:
         if self.ending is None:
-            self._ending_since = time.monotonic()
+            self._ending_since = time.monotonic() if name == "SIGTERM" else -math.inf
             self.ending = LostRankError(f"the run was ended from outside: {who}")
             self.ending.exit_code = 128 + Signals[name]
 
@@ -271,3 +274,10 @@ class Switchboard:
         self._snapshots.forget()
         self._router.post(asked, StackRequest())
         self._snapshots.wait_for(asked, STACKS_S)
+
+
+def ended(ending: SpmdError, clause: str) -> SpmdError:
+    """The same error, saying more."""
+    error = type(ending)(f"{ending}{clause}")
+    error.exit_code = ending.exit_code
+    return error

@@ -105,7 +105,7 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
         signal.signal(
             number, signal.SIG_DFL
         )  # a launcher's own handlers, inherited, would wait for the store's C++ code
-    store = open_store()
+    store = open_store(world)
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     dealer = _dial(world, store, controller)
