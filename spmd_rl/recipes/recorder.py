@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from spmd_rl.algo.metrics import group_metrics
@@ -41,6 +42,8 @@ class Recorder:
 
     def on_step(self, step: Step) -> None:
         groups, metrics = self._logged.pop(step.index, ([], {}))
+        for reason in [reason for group in groups for reason in group.skipped]:
+            print(f"step {step.index + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
         if self._observer is not None:
             full = group_metrics(groups, step.index) | metrics | {"perf/controller_share": step.controller_share}
             self._observer.on_step(step.index + 1, full, groups)
