@@ -21,6 +21,7 @@ from spmd_rl.controller.switchboard import Switchboard, ended
 from spmd_rl.controller.wire import Spawn, Split
 from spmd_rl.errors import PlanError, SpmdError
 from spmd_rl.mesh.split import Placement, Placements, plan_split
+from spmd_rl.observe.trace import now_ns
 
 R = TypeVar("R", bound=Role)
 
@@ -50,7 +51,7 @@ class ControllerWorld:
     def build(self, placements: list[Placement]) -> None:
         """Build the meshes of `placements` on every rank of the world."""
         record = self._board.calls.open("world.split", tuple(range(self.size)))
-        self._board.post(record.ranks, Split(record.number, placements))
+        self._board.post(record.ranks, Split(record.number, placements, self._board.traces))
         self._board.collect(record)
 
 
@@ -139,9 +140,11 @@ class Controller:
             self._step = step = Step(index, self.observer)
             yield step
             step.elapsed_s = time.monotonic() - step.began
+            self._board.trace.add("step", round(step.began * 1e9), now_ns(), step=index + 1)
             step.waited_s = self._board.calls.waited_s - waited_s
             if self.observer is not None:
                 self.observer.on_step(step)
+            self._board.trace.flush()
             self._step = None
             record = Record(index + 1, self.seed, step.reward)
             if self._board.ending is not None:
@@ -199,6 +202,7 @@ class Controller:
             yield
         finally:
             seconds = time.monotonic() - began
+            self._board.trace.add(name, round(began * 1e9), now_ns())
             if self._step is not None:
                 self._step.phase_s[name] = self._step.phase_s.get(name, 0.0) + seconds
             if self.observer is not None:

@@ -35,6 +35,7 @@ from spmd_rl.controller.wire import (
     ToController,
 )
 from spmd_rl.errors import DeadlineError, LostRankError, RemoteError, SpmdError
+from spmd_rl.observe.trace import Trace, now_ns
 
 PING_S = 1.0
 STACKS_S = 2.0  # how long all ranks may take to send their stacks
@@ -63,6 +64,8 @@ class Switchboard:
         last_resort: Callable[[int], object] = os._exit,
     ) -> None:
         self.calls = Calls()
+        self.traces = str(run.traces or "")
+        self.trace = Trace(run.traces, "controller")
         self.roster = Roster(world_size, run.lost_after_s)
         self._run = run
         self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
@@ -119,6 +122,8 @@ class Switchboard:
                 raise self._failed(record.what, *record.failure)
         finally:
             self.calls.close(record)
+            began_ns = round(record.started * 1e9)
+            self.trace.add(record.what, began_ns, now_ns(), lane="calls", phase=record.phase, call=record.number)
         return [answer for rank in record.ranks if isinstance(answer := record.answers[rank], Packed)]
 
     def stacks(self) -> str:
@@ -139,6 +144,7 @@ class Switchboard:
         if isinstance(error, LostRankError) and error.exit_code == LostRankError.exit_code:
             self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
         self._router.close()
+        self.trace.close()
         self._kill()
 
     def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
