@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.observe.sinks import check_sinks
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class RunConfig:
     save_every: int = 20  # steps between checkpoints; 0 saves once, after the last step
     keep_checkpoints: int = 2  # how many of the newest stay
     keep_best: int = 1  # how many more stay because of their reward
+    sinks: tuple[str, ...] = ()  # where metrics go beside metrics.jsonl: "tensorboard", "wandb"
     trace: bool = True  # record what every process does when, in traces/ of the run's folder
 
     def __post_init__(self) -> None:
         for name, least in (("save_every", 0), ("keep_checkpoints", 1), ("keep_best", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"run.{name} = {getattr(self, name)}: expected {least} or more")
+        check_sinks(self.sinks)
 
     @property
     def traces(self) -> Path | None:

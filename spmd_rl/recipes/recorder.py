@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from typing import Any
 
 from spmd_rl.algo.metrics import group_metrics
@@ -12,6 +13,7 @@ from spmd_rl.controller.steps import Step
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.observer import Observer
 from spmd_rl.observe.run import RunFolder
+from spmd_rl.observe.sinks import Sinks
 from spmd_rl.types import Group
 
 
@@ -20,13 +22,15 @@ class Recorder:
 
     def __init__(self, run: RunConfig, cfg: Any, world_size: int) -> None:
         """Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit."""
-        self._folder = RunFolder.open(run.path, dump_toml(cfg), _resolved(cfg, world_size), resume=run.resume)
+        config = dump_toml(cfg)
+        self._folder = RunFolder.open(run.path, config, _resolved(cfg, world_size), resume=run.resume)
+        self._sinks = Sinks(run.sinks, run.path, tomllib.loads(config))
         self._observer: Observer | None = None
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 
     def on_steps(self, start: int, num_steps: int) -> None:
         self._folder.drop_samples(after=start)
-        self._observer = Observer(self._folder, num_steps, resume_at=start)
+        self._observer = Observer(self._folder, num_steps, sinks=self._sinks, resume_at=start)
 
     def on_phase(self, name: str, seconds: float | None) -> None:
         if self._observer is not None:

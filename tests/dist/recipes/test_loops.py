@@ -76,6 +76,16 @@ def test_every_process_leaves_its_spans(run: Any) -> None:
     assert not trace_files(ended.folder.with_name("off"))
 
 
+def test_metrics_go_to_the_sinks_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{key}", value)
+    ended = run("grpo", "--steps=2", '--run.sinks=["tensorboard", "wandb"]')
+    assert ended.code == 0, ended.sentence
+    for name in ("tensorboard/events*", "wandb/offline-run-*/*.wandb"):
+        (file,) = ended.folder.glob(name)
+        assert b"onpolicy/mismatched_tokens" in file.read_bytes()
+
+
 def test_four_ranks(run: Any) -> None:
     """Two by two: sharded within fsdp, replicated over dp, an engine on every rank."""
     ended = run("grpo", "--steps=2", "--split.train.dp=2", "--split.train.fsdp=2", nproc=4)
