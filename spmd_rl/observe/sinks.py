@@ -60,11 +60,13 @@ class WeightsAndBiases:
         if not name.exists():
             name.write_text(uuid.uuid4().hex, encoding="utf-8")
         run_id = name.read_text(encoding="utf-8").strip()
-        settings = wandb.Settings(console="off")  # the terminal stays the run's
+        settings = wandb.Settings(console="off", silent=True)  # the terminal, and the last line there, are the run's
         self._run = wandb.init(
             id=run_id, name=run.name, dir=str(run), config=dict(config), resume="allow", settings=settings
         )
         self._run.define_metric("*", step_metric="step")
+        if self._run.url:
+            print(f"W&B: {self._run.url}", flush=True)
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._run.log({"step": row["step"]} | _numbers(row))
