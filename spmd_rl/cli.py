@@ -7,6 +7,7 @@
     spmd-rl check                                  is this host fit for it
     spmd-rl report RUN [RUN ...]                   a page of curves and samples; several runs side by side
     spmd-rl trace RUN                              a Chrome / Perfetto trace
+    spmd-rl rewind RUN best|STEP                   let the run go on from an earlier checkpoint
     spmd-rl stacks RUN                             where every process of the live run in folder RUN is
 
 RECIPE is a shipped name, a path to a .py file, or a module. `spmd-rl run` checks the config, then becomes
@@ -73,6 +74,10 @@ def _main(words: list[str]) -> int:
             from spmd_rl.observe.report import main as report
 
             return report(rest)
+        case ["rewind", *rest]:
+            from spmd_rl.controller.rewind import main as rewind
+
+            return rewind(rest)
         case ["submit", *rest]:
             from spmd_rl.slurm import submit
 

@@ -17,6 +17,7 @@ class RunConfig:
     folder: str = "runs"
     seed: int = 0
     deadline_s: float = 600.0  # how long one call may take, unless the call says otherwise
+    between_calls_s: float = 1800.0  # how long the recipe's own code may take between two calls
     lost_after_s: float = 20.0  # a rank silent for this long is lost
     start_s: float = 300.0  # how long all ranks may take to report
     grace_s: float = 25.0  # after SIGTERM, how long the step and its checkpoint may still take

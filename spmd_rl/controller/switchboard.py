@@ -8,7 +8,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from signal import Signals
 
 from spmd_rl.controller.account import in_call, refusals, remote_error
@@ -20,6 +21,7 @@ from spmd_rl.controller.roster import Roster
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.snapshots import Snapshots
+from spmd_rl.controller.stacks import place_of_main_thread
 from spmd_rl.controller.wire import (
     Bye,
     Dying,
@@ -75,6 +77,7 @@ class Switchboard:
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
         self._next_ping = 0.0
+        self._waited_s, self._computing_since = 0.0, math.inf  # of the recipe, while it does not wait for calls
         self.ending: SpmdError | None = None
         self.grace_s = 0.0
         self.unsaved = ""
@@ -104,6 +107,15 @@ class Switchboard:
             raise self.calls.cause
         if not come:
             raise DeadlineError(f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s")
+
+    @contextmanager
+    def recipe_at_work(self) -> Iterator[None]:
+        """What runs inside is the recipe: it must not compute for ever between its calls."""
+        self._computing_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._computing_since = math.inf
 
     def post(self, ranks: tuple[int, ...], message: Message, payload: bytes = b"") -> None:
         """Send a message to each of `ranks`, in order with all others."""
@@ -182,6 +194,7 @@ class Switchboard:
         elif name := self.roster.ended_by:
             missing = self.roster.missing
             self._end(name, f"ranks {missing} ended before they reported" if missing else f"every rank got {name}")
+        self._watch_recipe(now)
         if self.ending is not None and now - self._ending_since >= self.grace_s:
             self._fail(ended(self.ending, self.unsaved))
 
@@ -204,6 +217,14 @@ class Switchboard:
         if seated := self.roster.hello(hello, now):
             self._router.post([hello.rank], Ping(self._run.lost_after_s))
         return seated
+
+    def _watch_recipe(self, now: float) -> None:
+        owed = any(map(self.calls.oldest, range(self.roster.world_size)))
+        if (owed or self.calls.waited_s != self._waited_s) and self._computing_since < math.inf:
+            self._waited_s, self._computing_since = self.calls.waited_s, now
+        elif now - self._computing_since > self._run.between_calls_s:
+            seconds, place = self._run.between_calls_s, place_of_main_thread()
+            self._fail(DeadlineError(f"the recipe has made no call for {seconds:g} s: the controller is at {place}"))
 
     def _end(self, name: str, who: str) -> None:
         if self.ending is None:

@@ -35,6 +35,8 @@ class Recorder:
     def on_phase(self, name: str, seconds: float | None) -> None:
         if self._observer is not None:
             self._observer.on_phase(name, seconds)
+        elif seconds is None:  # before the first step, where nothing else is shown
+            print(f"{name} ...", flush=True)
 
     def on_log(self, step: Step, what: tuple[Any, ...]) -> None:
         groups, metrics = self._logged.setdefault(step.index, ([], {}))
@@ -56,6 +58,8 @@ class Recorder:
         """Draw the last curves and give the terminal back; also after a run that failed."""
         if self._observer is not None:
             self._observer.close()
+        else:
+            self._sinks.close()
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:
