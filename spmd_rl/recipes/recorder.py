@@ -35,7 +35,7 @@ class Recorder:
     def on_phase(self, name: str, seconds: float | None) -> None:
         if self._observer is not None:
             self._observer.on_phase(name, seconds)
-        elif seconds is None:  # before the first step, where nothing else is shown
+        elif seconds is None and name not in ("sleep", "wake"):  # before the first step nothing else is shown
             print(f"{name} ...", flush=True)
 
     def on_log(self, step: Step, what: tuple[Any, ...]) -> None:
