@@ -7,7 +7,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -77,12 +78,22 @@ class MetricsLog:
             warnings.warn(f"step {step}: not a finite number, written as null: {', '.join(bad)}", stacklevel=2)
         row: dict[str, Any] = {"step": step, "unix_s": round(time.time(), 3)}
         row |= {name: None if name in bad else _number(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
         return row
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an error of the system, which knows it when a file is opened, not when the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -73,7 +74,8 @@ def _number(value: Any) -> float:
 
 
 def _where(reward: Reward, prompt: Prompt, sample: Sample) -> str:
-    name = f"{getattr(reward, '__module__', '?')}:{getattr(reward, '__qualname__', repr(reward))}"
+    code = getattr(reward, "__code__", None)
+    name = f"{Path(code.co_filename).stem}:{code.co_qualname}" if code else repr(reward)
     shown = f"prompt {_short(prompt.text)}, answer {_short(prompt.answer)}, response {_short(sample.text)}"
     return f"reward {name} on prompt {prompt.uid} sample {sample.index} ({shown})"
 
