@@ -1,6 +1,6 @@
 # make demo   a language model learns addition on this machine: its own .venv, install, run, into runs/demo
 # make test   lint, types, then every test that needs no GPU
-# make test-system   a real browser, a real Slurm, real faults: programs from tests/system/install.sh
+# make test-system   a real browser, a real Slurm, random faults with their seed: programs from tests/system/install.sh
 # Both install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -31,7 +31,7 @@ dist: $(VENV)/.dev
 
 test-system: $(VENV)/.dev
 	tests/system/install.sh
-	$(FAST) $(BIN)/pytest -q -m system tests/system
+	$(FAST) $(BIN)/pytest -q -s -m system tests/system
 
 chaos: $(VENV)/.dev
 	$(FAST) $(BIN)/python -m tests.system.chaos --faults 200 --jobs 2 --save

@@ -47,6 +47,8 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.9",
+            "tensorboard>=2.18",
+            "wandb>=0.19",
         ],
     },
     entry_points={"console_scripts": ["spmd-rl = spmd_rl.cli:main"]},

@@ -1,12 +1,13 @@
 """The command line.
 
-    spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]     on this machine
-    torchrun --nproc-per-node N -m spmd_rl run RECIPE ...                          anywhere
+    spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]    on this machine
+    torchrun --nproc-per-node N [--max-restarts N] -m spmd_rl run RECIPE ...                         anywhere
     spmd-rl plan RECIPE --world N                  what a run would be: split, groups, weight routes, memory
     spmd-rl submit RECIPE --nodes N ...            the same run through Slurm
     spmd-rl check                                  is this host fit for it
     spmd-rl report RUN [RUN ...]                   a page of curves and samples; several runs side by side
     spmd-rl trace RUN                              a Chrome / Perfetto trace
+    spmd-rl rewind RUN best|STEP                   let the run go on from an earlier checkpoint
     spmd-rl stacks RUN                             where every process of the live run in folder RUN is
 
 RECIPE is a shipped name, a path to a .py file, or a module. `spmd-rl run` checks the config, then becomes
@@ -16,6 +17,7 @@ torchrun's launcher; each rank that torchrun starts arrives in `rank_main`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -25,14 +27,15 @@ from pathlib import Path
 
 from spmd_rl.config import describe
 from spmd_rl.controller import last_words
-from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable
+from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
 from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import plan_split
 
-USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]"
+USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]"
 HELP = {"--help", "-h"}
+END_S = 5  # for the ranks to end after the run's grace
 
 
 def main() -> int:
@@ -71,6 +74,10 @@ def _main(words: list[str]) -> int:
             from spmd_rl.observe.report import main as report
 
             return report(rest)
+        case ["rewind", *rest]:
+            from spmd_rl.controller.rewind import main as rewind
+
+            return rewind(rest)
         case ["submit", *rest]:
             from spmd_rl.slurm import submit
 
@@ -92,7 +99,7 @@ def _run(words: list[str]) -> int:
     num_ranks = invocation.nproc or getattr(cfg, "nproc", 0) or 0
     if num_ranks and hasattr(cfg, "split"):
         plan_split(cfg.split, num_ranks)
-    return launch(num_ranks, ["run", *words])
+    return launch(num_ranks, ["run", *words], invocation.max_restarts, run_config(cfg).grace_s)
 
 
 def _stacks(words: list[str]) -> int:
@@ -135,20 +142,24 @@ def _rank(words: list[str]) -> int:
 
     world = World.from_env()
     make_importable(Invocation.parse(words).recipe)
+    if world.restart and world.rank == 0:
+        print(f"start {world.restart + 1} of the ranks: {last_words.of_the_start_before()}", file=sys.stderr)
     controller = ControllerProcess(world, words) if world.rank == 0 else None
     from spmd_rl.controller.worker import run_worker
 
     return run_worker(world, controller)
 
 
-def launch(num_ranks: int, words: list[str]) -> int:
+def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) -> int:
     """Be torchrun for `num_ranks` ranks of this machine (0: one a GPU, else one), and say how the run ended.
 
     Ranks are forked from here, where torch is imported already and CUDA is never touched: that saves every rank
-    seconds of start-up.
+    seconds of start-up. When one fails, all are started again, `max_restarts` times at most. After a SIGTERM they
+    have `grace_s` and a little more.
     Blocks: until all ranks have ended.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs must not initialise CUDA before the fork
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + END_S))
     import torch
     import torch._dynamo
     import torch.distributed.fsdp
@@ -165,7 +176,7 @@ def launch(num_ranks: int, words: list[str]) -> int:
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
-            max_restarts=0,
+            max_restarts=max_restarts,
             start_method="fork",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
@@ -187,5 +198,4 @@ def _forked_rank(words: list[str]) -> None:
 
 
 def _say(folder: Path, otherwise: str) -> None:
-    sentences = last_words.read(folder)
-    print(sentences[0] if sentences else otherwise, file=sys.stderr)
+    print(next(iter(last_words.of_the_last_start(folder)), otherwise), file=sys.stderr)

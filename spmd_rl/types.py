@@ -55,10 +55,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, in sample-index order."""
+    """All samples of one prompt, in sample-index order; `skipped` says of those that could not be graded why."""
 
     prompt: Prompt
     samples: list[Sample]
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def rewards(self) -> NDArray[np.float64]:

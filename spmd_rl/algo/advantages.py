@@ -1,7 +1,8 @@
 """Advantages from the rewards of a group. numpy only.
 
 An estimator is a function `groups -> list of [G] arrays`, one array a group in the order of its samples.
-Statistics are taken within the samples of one prompt, never over a batch, so groups may differ in size.
+Statistics are taken within the samples of one prompt, never over a batch, so groups may differ in size; one that
+skipping has emptied has no advantages.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def group_advantage(groups: list[Group], *, use_std: bool = True) -> list[NDArra
     centred = [_centred(group) for group in groups]
     if not use_std:
         return centred
-    return [values / (np.std(values, ddof=1) + EPSILON) for values in centred]
+    return [values / (np.std(values, ddof=1) + EPSILON) if len(values) else values for values in centred]
 
 
 def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
@@ -36,6 +37,8 @@ def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
 
 def _centred(group: Group) -> NDArray[np.float64]:
     rewards = group.rewards
+    if group.skipped and not len(rewards):
+        return rewards
     if len(rewards) < 2:
         raise ConfigError(
             f"prompt {group.prompt.uid} has {len(rewards)} sample: a group advantage compares the samples of one "

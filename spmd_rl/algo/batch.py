@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from spmd_rl.errors import ConfigError, ContractError
+from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types import Batch, Group
 
 Aggregation = Literal["token", "sample", "const"]
@@ -40,6 +40,8 @@ def pack(
         raise ContractError("pack needs one advantage for each sample of each group, in the same order")
     prompts = [group.prompt for group in groups for _ in group.samples]
     samples = [sample for group in groups for sample in group.samples]
+    if not samples and (reasons := [reason for group in groups for reason in group.skipped]):
+        raise DataError("no sample of this step could be graded", reasons[0])
     if bare := [prompt.uid for prompt in prompts if len(prompt.tokens) == 0]:
         raise ConfigError(f"prompt {bare[0]} has no tokens: the first response token has nothing to be predicted from")
     pieces = [part for prompt, sample in zip(prompts, samples, strict=True) for part in (prompt.tokens, sample.tokens)]

@@ -11,14 +11,19 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     """Statistics over all samples; `version` is the trainer's, which token versions lag behind.
 
     `reward/solve_none` is the share of groups with no sample above 0, `reward/solve_all` with every sample at 1
-    or above.
+    or above. Groups that skipping has emptied are counted, and in no share.
     """
+    skipped = {
+        "reward/skipped_samples": float(sum(len(group.skipped) for group in groups)),
+        "reward/skipped_groups": float(sum(not group.samples for group in groups)),
+    }
+    groups = [group for group in groups if group.samples]
     if not groups:
-        return {}
+        return skipped if skipped["reward/skipped_groups"] else {}
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.concatenate([group.rewards for group in groups])
     lag = version - np.concatenate([sample.versions for sample in samples]).astype(np.int64)
-    return {
+    return skipped | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/solve_none": float(np.mean([(group.rewards <= 0).all() for group in groups])),

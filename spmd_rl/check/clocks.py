@@ -15,7 +15,7 @@ def rank_skew(world: World) -> Skew:
     Ranks: all.
     Blocks: until every rank has come; raises after the store's timeout.
     """
-    store = open_store()
+    store = open_store(world)
     if store.add("check/came", 1) == world.size:
         store.set("check/all", "come")
     store.wait(["check/all"])

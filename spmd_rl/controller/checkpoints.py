@@ -99,8 +99,7 @@ class Checkpoints:
         _flush(self._open)
         self._open = None
         saved = self.saved()
-        best = sorted((path for path in saved if saved[path].reward is not None), key=lambda p: (saved[p].reward, p))
-        stay = {*list(saved)[-self._keep :], *best[::-1][: self._keep_best]}
+        stay = {*list(saved)[-self._keep :], *best_first(saved)[: self._keep_best]}
         for path in saved.keys() - stay:
             shutil.rmtree(path)
 
@@ -144,6 +143,12 @@ class Checkpoints:
         unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
         os.replace(unfinished, target / STATE_FILE)
         self._open = target
+
+
+def best_first(saved: Mapping[Path, Record]) -> list[Path]:
+    """Those with a reward, the highest first, and the newest of equals."""
+    rewards = [(record.reward, path) for path, record in saved.items() if record.reward is not None]
+    return [path for _, path in sorted(rewards, reverse=True)]
 
 
 def _read(path: Path) -> Record | None:

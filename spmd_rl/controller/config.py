@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.observe.sinks import check_sinks
 
 
 @dataclass(frozen=True)
@@ -16,17 +17,27 @@ class RunConfig:
     folder: str = "runs"
     seed: int = 0
     deadline_s: float = 600.0  # how long one call may take, unless the call says otherwise
+    between_calls_s: float = 1800.0  # how long the recipe's own code may take between two calls
     lost_after_s: float = 20.0  # a rank silent for this long is lost
     start_s: float = 300.0  # how long all ranks may take to report
+    grace_s: float = 25.0  # after SIGTERM, how long the step and its checkpoint may still take
     resume: bool = False  # go on in the folder of a run whose configuration was another
     save_every: int = 20  # steps between checkpoints; 0 saves once, after the last step
     keep_checkpoints: int = 2  # how many of the newest stay
     keep_best: int = 1  # how many more stay because of their reward
+    sinks: tuple[str, ...] = ()  # where metrics go beside metrics.jsonl: "tensorboard", "wandb"
+    trace: bool = True  # record what every process does when, in traces/ of the run's folder
 
     def __post_init__(self) -> None:
         for name, least in (("save_every", 0), ("keep_checkpoints", 1), ("keep_best", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"run.{name} = {getattr(self, name)}: expected {least} or more")
+        check_sinks(self.sinks)
+
+    @property
+    def traces(self) -> Path | None:
+        """Where processes record their spans."""
+        return (self.path / "traces").absolute() if self.trace else None
 
     @property
     def path(self) -> Path:

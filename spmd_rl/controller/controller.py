@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import msgspec
 
@@ -17,10 +17,11 @@ from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.link import Link, connect
 from spmd_rl.controller.steps import Observer, Step
-from spmd_rl.controller.switchboard import Switchboard
+from spmd_rl.controller.switchboard import Switchboard, ended
 from spmd_rl.controller.wire import Spawn, Split
-from spmd_rl.errors import PlanError
+from spmd_rl.errors import PlanError, SpmdError
 from spmd_rl.mesh.split import Placement, Placements, plan_split
+from spmd_rl.observe.trace import now_ns
 
 R = TypeVar("R", bound=Role)
 
@@ -50,7 +51,7 @@ class ControllerWorld:
     def build(self, placements: list[Placement]) -> None:
         """Build the meshes of `placements` on every rank of the world."""
         record = self._board.calls.open("world.split", tuple(range(self.size)))
-        self._board.post(record.ranks, Split(record.number, placements))
+        self._board.post(record.ranks, Split(record.number, placements, self._board.traces))
         self._board.collect(record)
 
 
@@ -62,6 +63,7 @@ class Controller:
         self.run_folder: Path = run.path
         self.seed = run.seed
         self._save_every = run.save_every
+        self._grace_s = run.grace_s
         self._checkpoints = Checkpoints(run.path / "checkpoints", run.keep_checkpoints, run.keep_best)
         self._parts: dict[str, Part] = {}
         self.observer = observer
@@ -127,24 +129,42 @@ class Controller:
     def steps(self, num_steps: int, start: int = 0) -> Iterator[Step]:
         """Steps `start` to `num_steps - 1`, each timed; checkpoints are begun between them.
 
-        Blocks: after the last, until its checkpoint is whole.
+        Blocks: after the last, until its checkpoint is whole. Raises: the run's end, saved, if a SIGTERM asked for it.
         """
         if self.observer is not None:
             self.observer.on_steps(start, num_steps)
+        self._board.grace_s = self._grace_s if self._parts else 0.0
         for index in range(start, num_steps):
+            self._board.unsaved = f"; step {index + 1} did not end within {self._grace_s:g} s and is lost"
             waited_s = self._board.calls.waited_s
             self._step = step = Step(index, self.observer)
             yield step
             step.elapsed_s = time.monotonic() - step.began
+            self._board.trace.add("step", round(step.began * 1e9), now_ns(), step=index + 1)
             step.waited_s = self._board.calls.waited_s - waited_s
             if self.observer is not None:
                 self.observer.on_step(step)
+            self._board.trace.flush()
             self._step = None
+            record = Record(index + 1, self.seed, step.reward)
+            if self._board.ending is not None:
+                self._save_and_end(record, self._board.ending)
             last = index + 1 == num_steps
             if self._parts and (last or (self._save_every and (index + 1) % self._save_every == 0)):
                 with self._timed("save"):
-                    self._checkpoints.save(Record(index + 1, self.seed, step.reward), self._parts)
+                    self._checkpoints.save(record, self._parts)
         self._checkpoints.settle()
+        self._board.grace_s = 0.0  # what follows is done by the same command, should it be ended
+
+    def _save_and_end(self, record: Record, ending: SpmdError) -> NoReturn:
+        """The last act of a run that is ended from outside: what remains of its grace is for this checkpoint."""
+        if self._parts:
+            self._board.unsaved = f"; the checkpoint after step {record.next_step} was not whole in time"
+            self._checkpoints.save(record, self._parts)
+            self._checkpoints.settle()
+            ending = ended(ending, f"; saved after step {record.next_step}, the same command goes on")
+            print(ending, flush=True)  # a torchrun that was signalled itself does not pass on last words
+        raise ending
 
     def _caveat(self, record: Record) -> str:
         """Why the run will not go on bit for bit as it would have; empty when it will."""
@@ -182,6 +202,7 @@ class Controller:
             yield
         finally:
             seconds = time.monotonic() - began
+            self._board.trace.add(name, round(began * 1e9), now_ns())
             if self._step is not None:
                 self._step.phase_s[name] = self._step.phase_s.get(name, 0.0) + seconds
             if self.observer is not None:

@@ -56,7 +56,7 @@ class RemoteEndpoint(Bound[..., Any]):
             packed = self._scattered(arguments)
         record = board.calls.open(self._what, ranks)
         for receivers, value in packed.items():
-            call = Call(record.number, self._handle.name, self._endpoint.name, msgspec.Raw(value.body))
+            call = Call(record.number, self._handle.name, self._endpoint.name, msgspec.Raw(value.body), record.phase)
             board.post(receivers, call, value.payload)
         return Pending(lambda deadline_s: self._finish(ranks, board.collect(record, deadline_s)))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+ATTEMPT = "attempt_"  # torchrun's log folder has one of these for each start of the ranks
 
 
 def write(sentence: str) -> None:
@@ -35,9 +36,25 @@ def _left(path: Path, sentence: str) -> bool:
     return True
 
 
-def read(folder: Path) -> list[str]:
-    """The sentences under torchrun's log folder, earliest first."""
-    files = sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
+def of_the_last_start(folder: Path) -> list[str]:
+    """The sentences that the ranks left under torchrun's log folder when they ended for good, earliest first."""
+    starts = sorted(folder.rglob(f"{ATTEMPT}*"), key=_number)
+    return _read(starts[-1]) if starts else []
+
+
+def of_the_start_before() -> str:
+    """Why torchrun has started the ranks of this node again: what the first that failed said."""
+    here = next((path for path in Path(os.environ.get(ERROR_FILE_ENV, "")).parents if ATTEMPT in path.name), None)
+    said = _read(here.with_name(f"{ATTEMPT}{_number(here) - 1}")) if here else []
+    return said[0] if said else "those before ended without a word here"
+
+
+def _number(start: Path) -> int:
+    return int(start.name.removeprefix(ATTEMPT))
+
+
+def _read(start: Path) -> list[str]:
+    files = sorted(start.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
     return [json.loads(file.read_text())["message"] for file in files]
 
 

@@ -69,7 +69,8 @@ def _run(recipe: Recipe, cfg: Any, board: Switchboard, observer: Observer, priva
     run = run_config(cfg)
     with contextlib.closing(StackServer(private, run.path, board.stacks)):
         board.wait_for_all()
-        recipe.main(Controller(run, board, observer), cfg)
+        with board.recipe_at_work():
+            recipe.main(Controller(run, board, observer), cfg)
         observer.close()
 
 

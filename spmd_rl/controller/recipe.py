@@ -25,11 +25,12 @@ SHIPPED = "spmd_rl.recipes"
 
 @dataclass(frozen=True)
 class Invocation:
-    """What was asked for: `spmd-rl run RECIPE [--config F.toml] [--nproc N] [--verbose] [--a.b=c ...]`."""
+    """What was asked for: `RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]`."""
 
     recipe: str
     config: Path | None
     nproc: int | None
+    max_restarts: int
     verbose: bool
     overrides: list[str]
 
@@ -40,12 +41,13 @@ class Invocation:
         parser.add_argument("recipe")
         parser.add_argument("--config", type=Path)
         parser.add_argument("--nproc", type=int)
+        parser.add_argument("--max-restarts", type=int, default=0)
         parser.add_argument("--verbose", action="store_true")
         try:
             known, rest = parser.parse_known_args(words)
         except (argparse.ArgumentError, SystemExit) as error:
             raise ConfigError(f"spmd-rl run: {error}") from error
-        return cls(known.recipe, known.config, known.nproc, known.verbose, _overrides(rest))
+        return cls(known.recipe, known.config, known.nproc, known.max_restarts, known.verbose, _overrides(rest))
 
 
 @dataclass(frozen=True)

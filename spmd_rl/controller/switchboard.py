@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from signal import Signals
 
 from spmd_rl.controller.account import in_call, refusals, remote_error
@@ -19,6 +21,7 @@ from spmd_rl.controller.roster import Roster
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.snapshots import Snapshots
+from spmd_rl.controller.stacks import place_of_main_thread
 from spmd_rl.controller.wire import (
     Bye,
     Dying,
@@ -34,6 +37,7 @@ from spmd_rl.controller.wire import (
     ToController,
 )
 from spmd_rl.errors import DeadlineError, LostRankError, RemoteError, SpmdError
+from spmd_rl.observe.trace import Trace, now_ns
 
 PING_S = 1.0
 STACKS_S = 2.0  # how long all ranks may take to send their stacks
@@ -47,7 +51,8 @@ class Switchboard:
     """The controller's end of every conversation. Its `on_*` methods run on the socket thread.
 
     `last_resort` ends the process when the recipe does not notice that the run has failed. Once somebody ends the run
-    from outside, `ending` is the error to end it with; it goes on for `grace_s`, so that something can be saved.
+    from outside, `ending` is the error to end it with. After a SIGTERM it goes on for `grace_s`, so that something can
+    be saved; `unsaved` is the clause that says what is lost if that takes longer.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class Switchboard:
         last_resort: Callable[[int], object] = os._exit,
     ) -> None:
         self.calls = Calls()
+        self.traces = str(run.traces or "")
+        self.trace = Trace(run.traces, "controller")
         self.roster = Roster(world_size, run.lost_after_s)
         self._run = run
         self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
@@ -70,8 +77,10 @@ class Switchboard:
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
         self._next_ping = 0.0
+        self._waited_s, self._computing_since = 0.0, math.inf  # of the recipe, while it does not wait for calls
         self.ending: SpmdError | None = None
         self.grace_s = 0.0
+        self.unsaved = ""
         self._ending_since = 0.0
         self._stopping = False
         self._router = Router(address, keys, generation, world_size, self, lifeline)
@@ -99,6 +108,15 @@ class Switchboard:
         if not come:
             raise DeadlineError(f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s")
 
+    @contextmanager
+    def recipe_at_work(self) -> Iterator[None]:
+        """What runs inside is the recipe: it must not compute for ever between its calls."""
+        self._computing_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._computing_since = math.inf
+
     def post(self, ranks: tuple[int, ...], message: Message, payload: bytes = b"") -> None:
         """Send a message to each of `ranks`, in order with all others."""
         self._router.post(ranks, message, payload)
@@ -116,6 +134,8 @@ class Switchboard:
                 raise self._failed(record.what, *record.failure)
         finally:
             self.calls.close(record)
+            began_ns = round(record.started * 1e9)
+            self.trace.add(record.what, began_ns, now_ns(), lane="calls", phase=record.phase, call=record.number)
         return [answer for rank in record.ranks if isinstance(answer := record.answers[rank], Packed)]
 
     def stacks(self) -> str:
@@ -136,6 +156,7 @@ class Switchboard:
         if isinstance(error, LostRankError) and error.exit_code == LostRankError.exit_code:
             self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
         self._router.close()
+        self.trace.close()
         self._kill()
 
     def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
@@ -173,8 +194,9 @@ class Switchboard:
         elif name := self.roster.ended_by:
             missing = self.roster.missing
             self._end(name, f"ranks {missing} ended before they reported" if missing else f"every rank got {name}")
+        self._watch_recipe(now)
         if self.ending is not None and now - self._ending_since >= self.grace_s:
-            self._fail(self.ending)
+            self._fail(ended(self.ending, self.unsaved))
 
     def on_unreachable(self, rank: int) -> None:
         """A rank's connection is closed; unless all are stopping, that ends the run."""
@@ -196,9 +218,17 @@ class Switchboard:
             self._router.post([hello.rank], Ping(self._run.lost_after_s))
         return seated
 
+    def _watch_recipe(self, now: float) -> None:
+        owed = any(map(self.calls.oldest, range(self.roster.world_size)))
+        if (owed or self.calls.waited_s != self._waited_s) and self._computing_since < math.inf:
+            self._waited_s, self._computing_since = self.calls.waited_s, now
+        elif now - self._computing_since > self._run.between_calls_s:
+            seconds, place = self._run.between_calls_s, place_of_main_thread()
+            self._fail(DeadlineError(f"the recipe has made no call for {seconds:g} s: the controller is at {place}"))
+
     def _end(self, name: str, who: str) -> None:
         if self.ending is None:
-            self._ending_since = time.monotonic()
+            self._ending_since = time.monotonic() if name == "SIGTERM" else -math.inf
             self.ending = LostRankError(f"the run was ended from outside: {who}")
             self.ending.exit_code = 128 + Signals[name]
 
@@ -271,3 +301,10 @@ class Switchboard:
         self._snapshots.forget()
         self._router.post(asked, StackRequest())
         self._snapshots.wait_for(asked, STACKS_S)
+
+
+def ended(ending: SpmdError, clause: str) -> SpmdError:
+    """The same error, saying more."""
+    error = type(ending)(f"{ending}{clause}")
+    error.exit_code = ending.exit_code
+    return error

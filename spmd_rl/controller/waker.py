@@ -45,6 +45,6 @@ class Waker:
     def drain(self) -> list[signal.Signals]:
         """Take all wakes; the signals among them, in order."""
         try:
-            return [signal.Signals(byte) for byte in self._far.recv(4096) if byte]
+            return [signal.Signals(byte) for byte in self._far.recv(4096) if byte in self._taken]
         except BlockingIOError:
             return []

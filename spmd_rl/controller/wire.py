@@ -116,10 +116,11 @@ class StackRequest(Message, frozen=True):
 
 
 class Split(Message, frozen=True):
-    """Build these meshes. Goes to every rank of the world."""
+    """Build these meshes. Goes to every rank of the world. `traces` is the folder for its spans, "" for none."""
 
     call: int
     placements: list[Placement]
+    traces: str = ""
 
 
 class Spawn(Message, frozen=True):
@@ -134,12 +135,13 @@ class Spawn(Message, frozen=True):
 
 
 class Call(Message, frozen=True):
-    """Run an endpoint of the role named `name`."""
+    """Run an endpoint of the role named `name`; `phase` is the recipe's."""
 
     call: int
     name: str
     endpoint: str
     args: msgspec.Raw
+    phase: str = ""
 
 
 class Stop(Message, frozen=True):

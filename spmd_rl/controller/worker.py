@@ -21,11 +21,13 @@ from spmd_rl.controller.wire import Bye, Call, Command, Failure, Hello, Result, 
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.place import Seats
 from spmd_rl.mesh.world import World, join, open_store
+from spmd_rl.observe.trace import Trace
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ENDPOINT_KEY = "spmd_rl/endpoint"
+FLUSH_S = 0.1  # between two writings of the spans
 
 
 class Worker:
@@ -33,6 +35,7 @@ class Worker:
 
     def __init__(self, seats: Seats) -> None:
         self._seats = seats
+        self._trace = Trace()
         self._roles = seats.neighbours
         self._signatures: dict[tuple[str, str], Signature] = {}
 
@@ -44,9 +47,11 @@ class Worker:
         while True:
             command, payload = dealer.inbox.get()
             if isinstance(command, Stop):
+                self._trace.close()
                 return
             reply, out = self.answer(command, payload)
             dealer.post(reply, out)
+            self._trace.flush(every_s=FLUSH_S)
 
     def answer(self, command: Command, payload: bytes) -> tuple[Result | Failure, bytes]:
         """Run one command; whatever it raises becomes the reply."""
@@ -58,13 +63,17 @@ class Worker:
 
     def _run(self, command: Command, payload: bytes) -> Any:
         match command:
-            case Split(_, placements):
+            case Split(_, placements, traces):
+                if traces and not self._trace.on:
+                    rank = self._seats.world.rank
+                    self._trace = Trace(Path(traces), f"rank {rank}", rank=rank)
                 self._seats.build(placements)
             case Spawn(_, name, role, placement, cfg_type, cfg):
                 config = unpack(Packed(bytes(cfg), payload), resolve(cfg_type))
                 self._roles[name] = resolve(role)(config, self._seats.place(placement))
-            case Call(_, name, endpoint, args):
-                return self._call(name, endpoint, Packed(bytes(args), payload))
+            case Call(call, name, endpoint, args, phase):
+                with self._trace.span(f"{name}.{endpoint}", role=name, phase=phase, call=call):
+                    return self._call(name, endpoint, Packed(bytes(args), payload))
         return None
 
     def _call(self, name: str, endpoint: str, packed: Packed) -> Any:
@@ -105,7 +114,7 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
         signal.signal(
             number, signal.SIG_DFL
         )  # a launcher's own handlers, inherited, would wait for the store's C++ code
-    store = open_store()
+    store = open_store(world)
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     dealer = _dial(world, store, controller)

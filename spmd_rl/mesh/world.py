@@ -59,15 +59,26 @@ class World:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def open_store() -> Store:
+def open_store(world: World) -> Store:
     """A client of torchrun's own key-value store, under this life's prefix.
 
+    torchrun may keep one store for all starts of the ranks, with what the dead left there. Its count of starts tells
+    them apart, but only on the node where a rank failed: the agents of other nodes do not count that start.
+
     Blocks: until the store answers; raises after `JOIN_TIMEOUT`.
+    Raises: ConfigError when ranks of several nodes could meet in a store with old keys.
     """
+    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if kept and world.num_nodes > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise ConfigError(
+            f"torchrun --max-restarts on {world.num_nodes} nodes needs a fresh store for every start: "
+            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node before torchrun, as launch/slurm.sbatch does"
+        )
     store, _, _ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
-    return store
+    return PrefixStore(f"spmd_rl/{world.restart}", store) if kept else store
 
 
 def join(world: World, store: Store) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,14 @@ class CurvePainter:
     def request(self, rows: Rows) -> None:
         """Start a drawing of `rows` unless one is under way."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=draw, args=(list(rows), self._path, self._title), daemon=True)
+            self._thread = threading.Thread(target=self._draw, args=(list(rows),), daemon=True)
             self._thread.start()
+
+    def _draw(self, rows: Rows) -> None:
+        try:
+            draw(rows, self._path, self._title)
+        except OSError as error:  # a full disk ends the run where something is lost by it
+            warnings.warn(f"{self._path} cannot be drawn: {error}", stacklevel=2)
 
     def finish(self, rows: Rows) -> None:
         """Blocks: until the last state is drawn, about a second."""

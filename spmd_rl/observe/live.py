@@ -38,8 +38,8 @@ class LiveView:
         self._live.start()
 
     def show(self, groups: Sequence[types.Group]) -> None:
-        if groups:
-            self._sample = _sample(groups[-1])
+        if shown := [group for group in groups if group.samples]:
+            self._sample = _sample(shown[-1])
 
     def close(self) -> None:
         self._live.stop()

@@ -7,7 +7,8 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,6 +28,8 @@ METRICS = (
     Metric("reward/std", "", "standard deviation of the step's rewards"),
     Metric("reward/solve_none", "", "share of prompts no sample of which was rewarded"),
     Metric("reward/solve_all", "", "share of prompts all samples of which got the step's full reward"),
+    Metric("reward/skipped_samples", "samples", "samples that could not be graded, and were left out"),
+    Metric("reward/skipped_groups", "prompts", "prompts left without two samples to compare, and left out"),
     Metric("rollout/tokens_per_s", "tokens/s", "generated tokens per second of rollout"),
     Metric("rollout/response_tokens_mean", "tokens", "mean response length"),
     Metric("rollout/truncated", "", "share of responses cut at max_tokens"),
@@ -45,6 +48,7 @@ METRICS = (
     Metric("time/sync", "s", "weights from trainer to engine"),
     Metric("time/sleep", "s", "giving memory back"),
     Metric("time/wake", "s", "taking memory again"),
+    Metric("time/save", "s", "copying a checkpoint; writing it goes on behind the steps"),
     Metric("perf/train_tokens_per_s", "tokens/s", "trained tokens per second of training"),
     Metric("perf/mfu", "", "model FLOPs over the device's dense peak"),
     Metric("perf/controller_share", "", "share of the step in which no worker had work"),
@@ -74,12 +78,22 @@ class MetricsLog:
             warnings.warn(f"step {step}: not a finite number, written as null: {', '.join(bad)}", stacklevel=2)
         row: dict[str, Any] = {"step": step, "unix_s": round(time.time(), 3)}
         row |= {name: None if name in bad else _number(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
         return row
 
     def close(self) -> None:
         self._file.close()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in an error of the system, which knows it when a file is opened, not when the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

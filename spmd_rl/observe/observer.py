@@ -13,6 +13,7 @@ from spmd_rl.observe.plain import PlainView
 from spmd_rl.observe.progress import Progress
 from spmd_rl.observe.report import write_report
 from spmd_rl.observe.run import RunFolder
+from spmd_rl.observe.sinks import Sinks
 from spmd_rl.types import Group
 
 
@@ -37,11 +38,13 @@ class Observer:
         num_steps: int,
         tty: bool | None = None,
         *,
+        sinks: Sinks | None = None,
         resume_at: int = 0,
         plot_every_steps: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
+        self._sinks = sinks or Sinks((), run.path, {})
         self._clock = clock
         self._plot_every_steps = plot_every_steps
         self._phases_s: dict[str, float] = {}
@@ -65,6 +68,7 @@ class Observer:
         """A step has ended: write its line and samples, show it, and start the next step's clock."""
         full = self._timed(groups) | dict(metrics)
         self._rows.append(self._log.write(index, full))
+        self._sinks.write(self._rows[-1])
         if groups:
             self._run.write_samples(index, groups)
         self._progress.take(index, full)
@@ -76,6 +80,7 @@ class Observer:
         """Draw the last curves and give the terminal back; also after a run that failed."""
         self._view.close()
         self._log.close()
+        self._sinks.close()
         self._painter.finish(self._rows)
         write_report([self._run.path])
 

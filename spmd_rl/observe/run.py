@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.observe.metrics import naming
 from spmd_rl.types import Group, Sample
 
 
@@ -83,8 +84,9 @@ def _before_a_run(path: Path) -> bool:
 def write_whole(path: Path, text: str) -> None:
     """Write `text` so that `path` is never seen half-written."""
     part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    with naming(path):
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

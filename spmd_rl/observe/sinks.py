@@ -7,12 +7,12 @@ WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline and the rest.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from spmd_rl.errors import ConfigError
@@ -31,9 +31,9 @@ class TensorBoard:
     """An event file in `tensorboard/` of the run folder, in TensorBoard's own writer: no torch, no TensorFlow."""
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        self._event = _package("tensorboard", "tensorboard.compat.proto.event_pb2")
-        self._summary = _package("tensorboard", "tensorboard.compat.proto.summary_pb2")
-        writer = _package("tensorboard", "tensorboard.summary.writer.event_file_writer")
+        self._event = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
         self._writer = writer.EventFileWriter(str(run / "tensorboard"))
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -54,14 +54,19 @@ class WeightsAndBiases:
     """
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        wandb = _package("wandb", "wandb")
+        wandb = importlib.import_module("wandb")
         (run / "wandb").mkdir(parents=True, exist_ok=True)
         name = run / "wandb" / "run_id"
         if not name.exists():
             name.write_text(uuid.uuid4().hex, encoding="utf-8")
         run_id = name.read_text(encoding="utf-8").strip()
-        self._run = wandb.init(id=run_id, name=run.name, dir=str(run), config=dict(config), resume="allow")
+        settings = wandb.Settings(console="off", silent=True)  # the terminal, and the last line there, are the run's
+        self._run = wandb.init(
+            id=run_id, name=run.name, dir=str(run), config=dict(config), resume="allow", settings=settings
+        )
         self._run.define_metric("*", step_metric="step")
+        if self._run.url:
+            print(f"W&B: {self._run.url}", flush=True)
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._run.log({"step": row["step"]} | _numbers(row))
@@ -73,15 +78,27 @@ class WeightsAndBiases:
 KINDS: dict[str, Callable[[Path, Mapping[str, Any]], Sink]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
 
 
+def check_sinks(kinds: Sequence[str]) -> None:
+    """Raises: ConfigError for an unknown kind or a missing package."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(f"no sink called '{kind}': there are {' and '.join(KINDS)}")
+        found = importlib.util.find_spec(kind)
+        if found is None or found.origin is None:  # a folder of that name, as W&B leaves one, has no origin
+            raise ConfigError(f"{kind} is not installed: pip install 'spmd-rl[log]'")
+
+
 class Sinks:
     """All sinks of a run as one. A sink that fails is dropped with a warning, and the run goes on."""
 
     def __init__(self, kinds: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
-        """`config` is shown where a sink can. Raises: ConfigError for an unknown kind or a missing package."""
+        """`kinds` are checked ones; `config` is shown where a sink can. Raises: ConfigError when one does not open."""
+        self._open: dict[str, Sink] = {}
         for kind in kinds:
-            if kind not in KINDS:
-                raise ConfigError(f"no sink called '{kind}': there are {' and '.join(KINDS)}")
-        self._open = {kind: KINDS[kind](run, config) for kind in kinds}
+            try:
+                self._open[kind] = KINDS[kind](run, config)
+            except Exception as error:  # whatever a package of others raises, such as for a missing login
+                raise ConfigError(f"run.sinks: {kind} does not open: {error}") from error
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._each(lambda sink: sink.write(row))
@@ -101,10 +118,3 @@ class Sinks:
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in row.items() if name not in ("step", "unix_s") and value is not None}
-
-
-def _package(package: str, module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"{package} is not installed ({error}): pip install 'spmd-rl[log]'") from None

@@ -61,6 +61,7 @@ class Trace:
         self._flushing = threading.Lock()
         self._encoder = msgspec.json.Encoder(enc_hook=str)
         self._began_ns = now_ns()
+        self._flushed_ns = 0
         self._path = None if folder is None else folder / f"{process.replace(' ', '_')}.jsonl"
         self._file: BinaryIO | None = None
         self._header = {
@@ -84,9 +85,12 @@ class Trace:
         if self._path is not None:
             self._take(name, start_ns, end_ns, lane or _THREAD.lane, args)
 
-    def flush(self) -> None:
-        """Append the spans recorded so far to the file; the first of them make it."""
+    def flush(self, every_s: float = 0.0) -> None:
+        """Append the spans recorded so far to the file, unless that was done less than `every_s` ago."""
+        if now_ns() - self._flushed_ns < every_s * 1e9:
+            return
         with self._flushing:
+            self._flushed_ns = now_ns()
             spans = [self._spans.popleft() for _ in range(len(self._spans))]
             if self._path is None or not spans:
                 return

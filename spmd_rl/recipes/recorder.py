@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tomllib
 from typing import Any
 
 from spmd_rl.algo.metrics import group_metrics
@@ -11,6 +13,7 @@ from spmd_rl.controller.steps import Step
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.observer import Observer
 from spmd_rl.observe.run import RunFolder
+from spmd_rl.observe.sinks import Sinks
 from spmd_rl.types import Group
 
 
@@ -19,17 +22,21 @@ class Recorder:
 
     def __init__(self, run: RunConfig, cfg: Any, world_size: int) -> None:
         """Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit."""
-        self._folder = RunFolder.open(run.path, dump_toml(cfg), _resolved(cfg, world_size), resume=run.resume)
+        config = dump_toml(cfg)
+        self._folder = RunFolder.open(run.path, config, _resolved(cfg, world_size), resume=run.resume)
+        self._sinks = Sinks(run.sinks, run.path, tomllib.loads(config))
         self._observer: Observer | None = None
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 
     def on_steps(self, start: int, num_steps: int) -> None:
         self._folder.drop_samples(after=start)
-        self._observer = Observer(self._folder, num_steps, resume_at=start)
+        self._observer = Observer(self._folder, num_steps, sinks=self._sinks, resume_at=start)
 
     def on_phase(self, name: str, seconds: float | None) -> None:
         if self._observer is not None:
             self._observer.on_phase(name, seconds)
+        elif seconds is None and name not in ("sleep", "wake"):  # before the first step nothing else is shown
+            print(f"{name} ...", flush=True)
 
     def on_log(self, step: Step, what: tuple[Any, ...]) -> None:
         groups, metrics = self._logged.setdefault(step.index, ([], {}))
@@ -41,6 +48,8 @@ class Recorder:
 
     def on_step(self, step: Step) -> None:
         groups, metrics = self._logged.pop(step.index, ([], {}))
+        for reason in [reason for group in groups for reason in group.skipped]:
+            print(f"step {step.index + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
         if self._observer is not None:
             full = group_metrics(groups, step.index) | metrics | {"perf/controller_share": step.controller_share}
             self._observer.on_step(step.index + 1, full, groups)
@@ -49,6 +58,8 @@ class Recorder:
         """Draw the last curves and give the terminal back; also after a run that failed."""
         if self._observer is not None:
             self._observer.close()
+        else:
+            self._sinks.close()
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:

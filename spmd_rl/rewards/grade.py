@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from spmd_rl.errors import DataError
@@ -12,13 +16,17 @@ from spmd_rl.rewards.load import Reward
 from spmd_rl.types import Prompt, Sample
 
 
-def grade(reward: Reward, prompt: Prompt, sample: Sample) -> Sample:
+def grade(reward: Reward, prompt: Prompt, sample: Sample, deadline_s: float = 0.0) -> Sample:
     """The sample with its reward and, where the function returned a dict, the named parts.
 
-    Raises: DataError that shows the sample when the function raises or returns no finite number.
+    Blocks: for `deadline_s` at most, unless it is 0; where C code never returns to Python, the call's deadline ends it.
+    Raises: DataError that shows the sample when the function raises, takes longer, or returns no finite number.
     """
     try:
-        result: Any = reward(prompt, sample)
+        with _time_limit(deadline_s):
+            result: Any = reward(prompt, sample)
+    except _Overdue:
+        raise DataError(_where(reward, prompt, sample), f"took longer than {deadline_s:g} s") from None
     except Exception as error:  # the function is the user's: whatever it raises is told with the sample it met
         raise DataError(_where(reward, prompt, sample), f"raised {type(error).__name__}: {error}") from error
     parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
@@ -31,6 +39,32 @@ def grade(reward: Reward, prompt: Prompt, sample: Sample) -> Sample:
     return replace(sample, reward=checked["reward"], parts=checked if isinstance(result, Mapping) else {})
 
 
+class _Overdue(BaseException):
+    """No Exception: a reward that survives its own errors must not survive this."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise _Overdue inside after `seconds`; 0 does not. Call it on the main thread.
+
+    A function that sets an alarm of its own, as math_verify does, ends ours.
+    """
+    if not seconds:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, _ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _ring(number: int, frame: FrameType | None) -> None:
+    raise _Overdue
+
+
 def _number(value: Any) -> float:
     """`value` as a float; NaN when it is none."""
     try:
@@ -40,7 +74,8 @@ def _number(value: Any) -> float:
 
 
 def _where(reward: Reward, prompt: Prompt, sample: Sample) -> str:
-    name = f"{getattr(reward, '__module__', '?')}:{getattr(reward, '__qualname__', repr(reward))}"
+    code = getattr(reward, "__code__", None)
+    name = f"{Path(code.co_filename).stem}:{code.co_qualname}" if code else repr(reward)
     shown = f"prompt {_short(prompt.text)}, answer {_short(prompt.answer)}, response {_short(sample.text)}"
     return f"reward {name} on prompt {prompt.uid} sample {sample.index} ({shown})"
 

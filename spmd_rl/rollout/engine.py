@@ -71,6 +71,8 @@ class EngineConfig:
     dtype: str = "float32"
     load_weights: bool = True  # false leaves the parameters to the first push
     reward: str = ""  # "module:function", called with (prompt, sample)
+    reward_deadline_s: float = 30.0  # for one sample; 0: none but the call's
+    on_reward_error: str = "raise"  # or "skip": go on without a sample that cannot be graded
 
     def __post_init__(self) -> None:
         _require(self.kind == "native", "kind", self.kind, '"native"')
@@ -81,6 +83,9 @@ class EngineConfig:
         _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         enough = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
         _require(enough, "max_step_tokens", self.max_step_tokens, "0 (automatic), or at least max_batch")
+        _require(self.reward_deadline_s >= 0, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more")
+        known = self.on_reward_error in ("raise", "skip")
+        _require(known, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
         _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, '"float32" or "bfloat16"')
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.rewards.grade import grade
@@ -36,22 +36,23 @@ class Rollout(Role):
     def generate(self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig) -> Sharded[list[Group]]:
         """All samples of all prompts, graded where there is a reward function.
 
+        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. A group that this leaves
+        with a single sample, which nothing compares with, is emptied.
         Blocks: until the last sample of this rank's prompts is finished; nobody else is waited for.
         """
-        by_uid = {prompt.uid: prompt for prompt in prompts}
-        if len(by_uid) < len(prompts):
+        groups = {prompt.uid: Group(prompt, []) for prompt in prompts}
+        if len(groups) < len(prompts):
             raise SpmdError("two prompts of one call have the same uid, so their samples would be drawn alike")
-        samples: dict[int, list[Sample]] = {uid: [] for uid in by_uid}
         try:
             for prompt in prompts:
                 for index in range(sampling.num_samples):
                     self.engine.submit(Request(prompt.uid, index, prompt.tokens, sampling))
             while self.engine.has_work:
                 for sample in self.engine.step().finished:
-                    samples[sample.prompt_uid].append(self._complete(by_uid[sample.prompt_uid], sample))
+                    self._file(sample, groups[sample.prompt_uid])
         finally:
             self.engine.abort()
-        return [Group(prompt, sorted(samples[prompt.uid], key=lambda sample: sample.index)) for prompt in prompts]
+        return [_comparable(group) for group in groups.values()]
 
     @collective
     def stats(self) -> Sharded[list[dict[str, int]]]:
@@ -78,7 +79,21 @@ class Rollout(Role):
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
 
-    def _complete(self, prompt: Prompt, sample: Sample) -> Sample:
-        text = self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
-        sample = replace(sample, text=text)
-        return grade(self.reward, prompt, sample) if self.reward else sample
+    def _file(self, sample: Sample, group: Group) -> None:
+        """Complete a sample with its text and reward, and put it into its group."""
+        sample = replace(sample, text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True))
+        try:
+            if self.reward:
+                sample = grade(self.reward, group.prompt, sample, self.cfg.reward_deadline_s)
+        except DataError as error:
+            if self.cfg.on_reward_error == "raise":
+                raise
+            group.skipped.append(str(error))
+        else:
+            group.samples.append(sample)
+
+
+def _comparable(group: Group) -> Group:
+    """The group in the order of its samples; without them if skipping has left a single one."""
+    samples = sorted(group.samples, key=lambda sample: sample.index)
+    return replace(group, samples=[] if group.skipped and len(samples) < 2 else samples)

@@ -53,7 +53,7 @@ def poisoned(trainer: Trainer) -> str:
 
 def seat(dp: int) -> Place:
     world = World.from_env()
-    join(world, open_store())
+    join(world, open_store(world))
     seats = Seats(world)
     placement = plan_split({"train": RoleSplit(dp=dp)}, world.size).train
     seats.build([placement])

@@ -84,7 +84,7 @@ def run(work: Path, split: str, dtype: torch.dtype, seats: Seats) -> dict[str, o
 
 def main(work: Path, out: Path, splits: list[str]) -> None:
     world = World.from_env()
-    join(world, open_store())
+    join(world, open_store(world))
     seats = Seats(world)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     report = {f"{split} {name}": run(work, split, dtype, seats) for split in splits for name, dtype in dtypes.items()}

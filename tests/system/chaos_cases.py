@@ -45,6 +45,9 @@ def draw(kind: str, rng: random.Random) -> Case:
     match kind:
         case "kill rank":
             return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL)
+        case "kill rank, restarts":
+            settings = ("--max-restarts=1",)
+            return Case(kind, rank, delay_s, "", may_complete=True, signal=signal.SIGKILL, settings=settings)
         case "kill rank at start":
             delay_s = rng.uniform(0.0, 1.5)
             return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL, at_start=True)
@@ -62,7 +65,7 @@ def draw(kind: str, rng: random.Random) -> Case:
             return Case(kind, "controller", delay_s, OUTSIDE, codes=(143,), signal=signal.SIGTERM)
         case "full disk":
             return Case(kind, rng.choice(["0", "1", "controller", "disk", "disk"]), delay_s, DISK, may_complete=True)
-    return _of_frames(kind, rng) or _of_data(kind)
+    return _of_frames(kind, rng) or _of_data(kind, rng)
 
 
 def _of_frames(kind: str, rng: random.Random) -> Case | None:
@@ -84,7 +87,7 @@ def _of_frames(kind: str, rng: random.Random) -> Case | None:
     return None
 
 
-def _of_data(kind: str) -> Case:
+def _of_data(kind: str, rng: random.Random) -> Case:
     match kind:
         case "nan reward":
             return Case(kind, "0", 0.0, r"no finite number", recipe="arithmetic", settings=("--reward=POISON:nan",))
@@ -92,8 +95,15 @@ def _of_data(kind: str) -> Case:
             settings = ("--warmup_lr=1e30", "--trainer.clip_norm=0", "--warmup_steps=5")
             return Case(kind, "0", 0.0, r"the (loss|gradient) is not finite", recipe="arithmetic", settings=settings)
         case "reward hangs":
-            pattern = r"no answer from rank \d.*hangs|reward.*(hang|did not|within|longer)"
-            return Case(kind, "0", 0.0, pattern, recipe="arithmetic", settings=("--reward=POISON:hangs",))
+            settings = ("--reward=POISON:hangs", "--engine.reward_deadline_s=1")
+            return Case(kind, "0", 0.0, r"prompt 5 .*took longer than 1 s", recipe="arithmetic", settings=settings)
+        case "reward never returns":
+            settings = ("--reward=POISON:hangs", "--engine.reward_deadline_s=0")
+            return Case(kind, "0", 0.0, r"no answer from rank \d.*hangs", recipe="arithmetic", settings=settings)
+        case "reward is skipped":
+            settings = (f"--reward=POISON:{rng.choice(['hangs', 'raises', 'nan'])}", "--engine.reward_deadline_s=0.2")
+            settings += ("--engine.on_reward_error=skip", "--steps=20")
+            return Case(kind, "0", 0.0, "", may_complete=True, recipe="arithmetic", settings=settings)
         case "reward raises":
             return Case(kind, "0", 0.0, r"poisoned", recipe="arithmetic", settings=("--reward=POISON:raises",))
         case "kill rank in arithmetic":
@@ -103,6 +113,7 @@ def _of_data(kind: str) -> Case:
 
 KINDS = (
     "kill rank",
+    "kill rank, restarts",
     "stop rank",
     "drop frame",
     "kill controller",
@@ -119,6 +130,8 @@ KINDS = (
     "nan gradient",
     "nan reward",
     "reward hangs",
+    "reward is skipped",
+    "reward never returns",
     "reward raises",
     "kill rank in arithmetic",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 MARK = "SPMD_RL_TEST_MARK"
+CALLED = b"\0-m\0spmd_rl\0run\0"
 
 
 def marked(mark: str) -> list[int]:
@@ -32,9 +34,9 @@ def controller(mark: str) -> int | None:
 
 
 def ranks(mark: str, launcher: int) -> list[int]:
-    """The workers that a launcher forked, in the order of their ranks."""
-    same = _read(launcher, "cmdline")
-    return [pid for pid in marked(mark) if parent(pid) == launcher and _read(pid, "cmdline") == same]
+    """The workers that a launcher started, in the order of their ranks; `spmd-rl` forks them, torchrun calls them."""
+    commands = {pid: _read(pid, "cmdline") for pid in marked(mark) if parent(pid) == launcher}
+    return [pid for pid, command in commands.items() if command == _read(launcher, "cmdline") or CALLED in command]
 
 
 def parent(pid: int) -> int:
@@ -70,9 +72,8 @@ def await_end(mark: str, seconds: float) -> bool:
 
 
 def end_all(mark: str) -> None:
-    """SIGKILL whatever a run left behind."""
-    for pid in marked(mark):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    """SIGKILL for every process of a run, until there is none: also those with a session of their own."""
+    while pids := marked(mark):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -10,19 +10,22 @@ import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.system import chaos_processes as processes
+
 REPO = Path(__file__).parents[2]
 EXAMPLE = REPO / "examples" / "arithmetic"
-COMMAND = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run"]
+COMMAND = (sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run")
+Fault = Callable[[int, str], object]  # given the launcher's pid and the mark of the run's processes
 SMALL = [
     f"--model={EXAMPLE / 'model'}",
     f"--data={EXAMPLE / 'train.jsonl'}",
@@ -43,7 +46,6 @@ MODES = {
     "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
 }
-MARK = "SPMD_RL_TEST_RUN"  # an environment variable that all processes of one run inherit
 END_S = 120.0
 LOOK_S = 0.002  # between two looks at the run's folder
 # what a clock measured, or depends on it
@@ -91,6 +93,7 @@ class Run:
     cwd: Path
     words: list[str]
     name: str = "r"
+    command: tuple[str, ...] = COMMAND
     output: str = ""
     num_events: int = 0  # changes of files that were seen in the last life
 
@@ -105,15 +108,19 @@ class Run:
 
     def kill(self, moment: Moment) -> bool:
         """Start, and kill every process of it at `moment`; False: it ended first."""
-        return self._live(moment) < 0
+        return self._live(moment, lambda launcher, mark: processes.end_all(mark)) < 0
 
-    def _live(self, moment: Moment | None) -> int:
+    def meet(self, moment: Moment, fault: Fault) -> int:
+        """Start, let `fault` happen at `moment`, and wait for its end; returns the exit code."""
+        return self._live(moment, fault)
+
+    def _live(self, moment: Moment | None, fault: Fault = lambda launcher, mark: None) -> int:
         mark = uuid.uuid4().hex
         base = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
-        paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd), MARK: mark}
+        paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd), processes.MARK: mark}
         with (self.cwd / f"{self.name}.log").open("w+") as log:
             process = subprocess.Popen(
-                [*COMMAND, *self.words, f"--run.name={self.name}"],
+                [*self.command, *self.words, f"--run.name={self.name}"],
                 cwd=self.cwd,
                 env=base | paths,
                 stdout=log,
@@ -121,16 +128,18 @@ class Run:
                 start_new_session=True,
             )
             try:
-                self._watch(process, moment)
+                if self._watch(process, moment):
+                    fault(process.pid, mark)
+                process.wait(END_S)
             finally:
-                _kill_all(mark)
+                processes.end_all(mark)
             code = process.wait()
             log.seek(0)
             self.output = log.read()
         return code
 
-    def _watch(self, process: subprocess.Popen[bytes], moment: Moment | None) -> None:
-        """Count changes in the folder until it is time to kill, or the process has ended."""
+    def _watch(self, process: subprocess.Popen[bytes], moment: Moment | None) -> bool:
+        """Count changes in the folder until it is time to strike; False: the process has ended first."""
         seen, give_up_at = self._look(), time.monotonic() + END_S
         self.num_events, num_looks, within = 0, 0, moment.within if moment else ""
         while time.monotonic() < give_up_at:
@@ -143,9 +152,9 @@ class Run:
                 if moment is not None and self.num_events >= moment.event:
                     num_looks += 1
                     if num_looks > moment.looks:
-                        return
+                        return True
             else:
-                return
+                return False
         raise TimeoutError(f"{self.words[0]} did not end within {END_S:g} s")
 
     def _look(self) -> dict[str, tuple[int, int]]:
@@ -159,24 +168,6 @@ class Run:
                     continue
                 found[path] = (status.st_mtime_ns, status.st_size)
         return found
-
-
-def _kill_all(mark: str) -> None:
-    """SIGKILL for every process that carries `mark`, until there is none: also those with a session of their own."""
-    wanted = f"{MARK}={mark}".encode()
-    while pids := [pid for pid in filter(str.isdigit, os.listdir("/proc")) if wanted in _environment(pid)]:
-        for pid in pids:
-            try:
-                os.kill(int(pid), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-
-
-def _environment(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return b""
 
 
 def _sha(path: Path) -> str:

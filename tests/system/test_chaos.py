@@ -1,4 +1,4 @@
-"""Twenty random faults, each in a run of its own; `python -m tests.system.chaos --seed` repeats what is printed."""
+"""Every kind of fault once, each in a run of its own; `python -m tests.system.chaos --seed` repeats what is printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.system.chaos_cases import KINDS, Case, cases, draw
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
-FAULTS = 20
+FAULTS = max(20, len(KINDS))
 JOBS = 2
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,6 +92,9 @@ def main(ctl: Controller, cfg: Config) -> None:
                 actor.hang.call()
         case "deadline":
             actor.hang.start().wait(deadline_s=0.5)
+        case "ever":
+            while True:
+                time.sleep(0.01)
         case "recipe":
             raise ZeroDivisionError("in the recipe")
 

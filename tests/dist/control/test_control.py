@@ -90,6 +90,12 @@ def test_errors_end_with_their_sentence(chaos: Chaos, tmp_path: Path, scenario: 
     assert not list(tmp_path.glob("spmd_rl-*")), "the run's private folder must not outlive it"
 
 
+def test_a_recipe_that_computes_for_ever_has_a_deadline(chaos: Chaos) -> None:
+    code, _, last = outcome(chaos("ever", "--run.between_calls_s=1"))
+    assert code == 1
+    assert "the recipe has made no call for 1 s: the controller is at chaos.py:" in last
+
+
 def test_a_worker_error_shows_its_traceback_above_the_sentence(chaos: Chaos) -> None:
     _, err = chaos("raise").communicate(timeout=60)
     assert 'raise KeyError("no such thing")' in err

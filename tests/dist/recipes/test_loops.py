@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from spmd_rl.observe.report.spans import read_timeline
+from spmd_rl.observe.timeline import read_spans, trace_files, write_chrome
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
 DISJOINT = ("--split.train.ranks=1", "--split.infer.ranks=1")
@@ -47,6 +50,40 @@ def test_colocated_on_two_ranks(run: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(ended.folder / "hf")
     assert sum(p.numel() for p in model.parameters()) > 100_000
     assert {path.name for path in ended.folder.iterdir()} >= {"config.toml", "plan.json", "curves.png", "checkpoints"}
+
+
+def test_every_process_leaves_its_spans(run: Any) -> None:
+    """On one time axis: what a rank does in a step lies within the controller's call, and that within its step."""
+    ended = run("grpo", "--steps=3", nproc=2)
+    by_process = {
+        process.name: [span for _, span in read_spans(path) if span is not None]
+        for path, process in trace_files(ended.folder).items()
+    }
+    assert list(by_process) == ["controller", "rank 0", "rank 1"]
+    steps = {span.args["step"]: span for span in by_process["controller"] if span.name == "step"}
+    calls = {span.args["call"]: span for span in by_process["controller"] if span.lane == "calls"}
+    assert sorted(steps) == [1, 2, 3]
+    for rank in ("rank 0", "rank 1"):
+        trained = [span for span in by_process[rank] if span.name == "train.train_step"]
+        assert [span.args["phase"] for span in trained] == ["train"] * 3
+        for span, step in zip(trained, steps.values(), strict=True):
+            call = calls[span.args["call"]]
+            assert step.start_ns < call.start_ns < span.start_ns < span.end_ns < call.end_ns < step.end_ns
+    assert write_chrome(ended.folder) == sum(map(len, by_process.values()))
+    page = read_timeline(ended.folder)
+    assert [{lane["process"] for lane in step["lanes"]} for step in page["steps"]] == [set(by_process)] * 3
+    assert run("grpo", "--steps=1", "--run.trace=false", name="off").code == 0
+    assert not trace_files(ended.folder.with_name("off"))
+
+
+def test_metrics_go_to_the_sinks_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"MODE": "offline", "SILENT": "true", "ERROR_REPORTING": "false"}.items():
+        monkeypatch.setenv(f"WANDB_{key}", value)
+    ended = run("grpo", "--steps=2", '--run.sinks=["tensorboard", "wandb"]')
+    assert ended.code == 0, ended.sentence
+    for name in ("tensorboard/events*", "wandb/offline-run-*/*.wandb"):
+        (file,) = ended.folder.glob(name)
+        assert b"onpolicy/mismatched_tokens" in file.read_bytes()
 
 
 def test_four_ranks(run: Any) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -71,3 +73,14 @@ def test_rloo_is_the_reward_less_the_mean_of_the_others(rewards: np.ndarray) -> 
 def test_without_std_advantages_are_centred_rewards(rewards: np.ndarray) -> None:
     (values,) = group_advantage([_group(rewards)], use_std=False)
     np.testing.assert_allclose(values, rewards - rewards.mean(), atol=1e-12)
+
+
+def test_a_group_goes_on_without_a_skipped_sample_and_an_emptied_one_teaches_nothing(make_group) -> None:
+    """A group that was meant to have a single sample is refused as ever."""
+    left, emptied = make_group([1, 0, 0]), replace(make_group([], uid=1), skipped=["slow", "slow"])
+    for estimate in (group_advantage, rloo_advantage):
+        values = estimate([replace(left, skipped=["slow"]), emptied])
+        np.testing.assert_array_equal(values[0], estimate([left])[0])
+        assert values[1].shape == (0,)
+        with pytest.raises(ConfigError, match="at least 2"):
+            estimate([make_group([1])])

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.batch import Scores, pack, pack_sft
-from spmd_rl.errors import ConfigError, ContractError
+from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types import Batch, Group, Prompt, Sample
 
 
@@ -117,3 +120,12 @@ def test_bad_requests_are_refused() -> None:
     empty = [Group(Prompt(3, np.zeros(0, np.int32)), groups[0].samples)]
     with pytest.raises(ConfigError, match="prompt 3 has no tokens"):
         pack(empty, ones)
+
+
+def test_skipped_samples_leave_the_batch_that_the_others_make(make_group) -> None:
+    whole, emptied = make_group([1, 0]), replace(make_group([], uid=1), skipped=["poisoned"])
+    alone, beside = (pack(groups, group_advantage(groups)) for groups in ([whole], [emptied, whole]))
+    for entry in fields(alone):
+        np.testing.assert_array_equal(getattr(alone, entry.name), getattr(beside, entry.name))
+    with pytest.raises(DataError, match="no sample of this step could be graded: poisoned"):
+        pack([emptied], group_advantage([emptied]))

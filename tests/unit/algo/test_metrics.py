@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spmd_rl.algo.metrics import group_metrics
@@ -13,6 +15,8 @@ def test_by_hand(make_group) -> None:
     ]
     metrics = group_metrics(groups, version=3)
     assert metrics == {
+        "reward/skipped_samples": 0.0,
+        "reward/skipped_groups": 0.0,
         "reward/mean": 0.5,
         "reward/std": 0.5,
         "reward/solve_none": pytest.approx(1 / 3),
@@ -22,6 +26,15 @@ def test_by_hand(make_group) -> None:
         "version/lag_mean": pytest.approx((7 * 0 + 3 * 2 + 8 * 1) / 18),
         "version/lag_max": 2.0,
     }
+
+
+def test_what_was_skipped_is_counted_and_in_no_statistic(make_group) -> None:
+    whole = [make_group([1, 0]), make_group([1, 1], uid=1)]
+    emptied = replace(make_group([], uid=2), skipped=["slow", "slow"])
+    part = replace(whole[0], skipped=["slow"])
+    skipped = {"reward/skipped_samples": 3.0, "reward/skipped_groups": 1.0}
+    assert group_metrics([part, whole[1], emptied], version=0) == group_metrics(whole, version=0) | skipped
+    assert group_metrics([emptied], version=0) == {"reward/skipped_samples": 2.0, "reward/skipped_groups": 1.0}
 
 
 def test_no_groups_say_nothing() -> None:

@@ -87,7 +87,7 @@ def test_ranks_meet_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import HashStore
 
     store, skews = HashStore(), {}
-    monkeypatch.setattr(clocks, "open_store", lambda: store)
+    monkeypatch.setattr(clocks, "open_store", lambda _: store)
 
     def rank(number: int) -> None:
         world = World(rank=number, size=3, local_rank=number, local_size=3, node=0, run_id="x", restart=0)

@@ -12,6 +12,7 @@ from spmd_rl.controller.checkpoints import STATE_FILE, Checkpoints, Record
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.pending import Pending
+from spmd_rl.controller.rewind import rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import Placement
 
@@ -185,3 +186,22 @@ def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
 def test_settings_that_would_keep_nothing_are_refused(setting: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="or more"):
         RunConfig(**setting)
+
+
+def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:
+    ours, folder = checkpoints(tmp_path, keep=9), tmp_path / "checkpoints"
+    for step, reward in ((1, 0.1), (2, 0.9), (3, 0.5), (4, None)):
+        ours.save(Record(step, 0, reward), {"prompts": Cursor(step)})
+        ours.settle()
+    with pytest.raises(ConfigError, match="no checkpoint '7' in .*: there are 1, 2, 3, 4, best"):
+        rewind(folder, "7")
+    chosen, aside = rewind(folder, "best")
+    assert (chosen.name, [path.name for path in aside]) == ("step_000002", ["step_000003", "step_000004"])
+    cursor = Cursor()
+    found = checkpoints(tmp_path).restore({"prompts": cursor})
+    assert found is not None
+    assert (found[1].next_step, cursor.drawn) == (2, 2)
+    ours.save(Record(3, 0), {"prompts": Cursor(33)})
+    ours.settle()
+    assert rewind(folder, "2")[1] == [folder / "later/step_000003.1"]
+    assert all((folder / "later" / name).is_dir() for name in ("step_000003", "step_000003.1", "step_000004"))

@@ -8,11 +8,25 @@ from spmd_rl.controller import last_words
 
 
 def test_the_first_sentence_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "error.json"))
+    folder = tmp_path / "attempt_0/0"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(folder / "error.json"))
     last_words.write("the cause")
     last_words.write("its echo")
-    assert last_words.read(tmp_path) == ["the cause"]
-    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+    assert last_words.of_the_last_start(tmp_path) == ["the cause"]
+    assert [path.name for path in folder.iterdir()] == ["error.json"]
+
+
+def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for start in (0, 9, 10):
+        folder = tmp_path / f"attempt_{start}/1"
+        folder.mkdir(parents=True)
+        monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(folder / "error.json"))
+        last_words.write(f"the cause of {start}")
+    assert last_words.of_the_last_start(tmp_path) == ["the cause of 10"]
+    assert last_words.of_the_start_before() == "the cause of 9"
+    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "attempt_9/1/error.json"))
+    assert "without a word" in last_words.of_the_start_before()
 
 
 @pytest.mark.parametrize("folder", [None, "missing"])

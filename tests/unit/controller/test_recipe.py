@@ -22,8 +22,9 @@ def main(ctl, cfg): ...
 
 def test_words_become_an_invocation() -> None:
     words = ["grpo", "--model", "m", "--config", "a.toml", "--run.seed=3", "--nproc", "2", "--fast", "--data=x y"]
+    words += ["--max-restarts", "3"]
     assert Invocation.parse(words) == Invocation(
-        "grpo", Path("a.toml"), 2, False, ["model=m", "run.seed=3", "fast=true", "data=x y"]
+        "grpo", Path("a.toml"), 2, 3, False, ["model=m", "run.seed=3", "fast=true", "data=x y"]
     )
 
 

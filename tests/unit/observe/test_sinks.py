@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from spmd_rl.controller.config import RunConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe import sinks
 from spmd_rl.observe.sinks import Sinks
@@ -21,7 +22,6 @@ ROWS: list[dict[str, Any]] = [
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -50,7 +50,6 @@ sinks.close()
 
 def test_wandb_offline_keeps_the_metrics_in_the_run_folder(tmp_path: Path) -> None:
     """In a process of its own: wandb starts a service and sets up signals, exit hooks and warnings of all kinds."""
-    pytest.importorskip("wandb")
     settings = {
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
@@ -114,13 +113,21 @@ def test_an_unknown_sink_and_a_missing_package_are_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="no sink called 'tensorbord': there are tensorboard and wandb"):
-        Sinks(["tensorbord"], tmp_path, {})
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"wandb is not installed .*pip install 'spmd-rl\[log\]'"):
-        Sinks(["wandb"], tmp_path, {})
-    assert list(tmp_path.iterdir()) == []
+        RunConfig(sinks=("tensorbord",))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()
+    with pytest.raises(ConfigError, match=r"wandb is not installed: pip install 'spmd-rl\[log\]'"):
+        RunConfig(sinks=("wandb",))
 
 
 def test_without_sinks_nothing_is_imported() -> None:
     code = "import sys, spmd_rl.observe.sinks; sys.exit(bool({'wandb', 'tensorboard', 'torch'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_sink_that_does_not_open_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sinks, "KINDS", {"closed": lambda run, config: 1 / 0})
+    with pytest.raises(ConfigError, match=r"run\.sinks: closed does not open: division by zero"):
+        Sinks(["closed"], tmp_path, {})

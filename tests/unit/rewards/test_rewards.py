@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,3 +123,25 @@ def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
     ) as told:
         grade(reward, PROMPT, sample("84"))
     assert problem in str(told.value)
+
+
+def _hangs(prompt: Prompt, sample: Sample) -> float:
+    try:
+        threading.Event().wait()
+    except Exception:
+        return 0.0
+    return 1.0
+
+
+def _computes_for_ever(prompt: Prompt, sample: Sample) -> float:
+    return float(bool(re.match(r"(a|a)*b", "a" * 60)))
+
+
+@pytest.mark.parametrize("reward", [_hangs, _computes_for_ever])
+def test_a_reward_that_hangs_is_ended_and_shows_the_sample(reward: Any) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(DataError, match=r"on prompt 7 sample 3 .*: took longer than 0\.1 s"):
+        grade(reward, PROMPT, sample("84"), 0.1)
+    assert signal.getsignal(signal.SIGALRM) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert grade(lambda p, s: 1.0, PROMPT, sample("84"), 0.1).reward == 1.0

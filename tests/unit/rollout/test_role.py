@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -132,6 +134,25 @@ def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_r
         role.generate(asked, sampling)
     role.reward = None
     assert len(role.generate(asked, sampling)[0].samples) == 4
+
+
+@pytest.mark.parametrize("poisoned", [1, 3])
+def test_a_poisoned_sample_is_skipped_if_the_config_says_so(new_role, poisoned: int):
+    """Its group goes on without it, or is emptied when that leaves a single sample; other groups are as ever."""
+
+    def hangs(prompt: Prompt, sample) -> float:
+        if prompt.uid == 1 and sample.index < poisoned:
+            threading.Event().wait()
+        return float(sample.index)
+
+    role = new_role(reward_deadline_s=0.05, on_reward_error="skip")
+    role.reward = hangs
+    asked, sampling = prompts(role, "7+8=", "1+1="), SamplingConfig(num_samples=4, max_tokens=5)
+    whole, struck = role.generate(asked, sampling)
+    assert ([sample.reward for sample in whole.samples], whole.skipped) == ([0, 1, 2, 3], [])
+    assert [sample.reward for sample in struck.samples] == ([1, 2, 3] if poisoned == 1 else [])
+    assert len(struck.skipped) == poisoned
+    assert all("prompt '1+1='" in why and why.endswith("took longer than 0.05 s") for why in struck.skipped)
 
 
 def test_two_prompts_with_one_uid_are_refused(new_role):

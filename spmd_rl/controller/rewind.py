@@ -1,0 +1,47 @@
+"""`spmd-rl rewind`: lay the checkpoints after one aside, so that the run goes on from that one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spmd_rl.controller.checkpoints import Checkpoints, best_first
+from spmd_rl.errors import ConfigError
+
+USAGE = "usage: spmd-rl rewind RUN best|STEP"
+LATER = "later"  # where those after it are kept
+
+
+def main(words: list[str]) -> int:
+    """Rewind the run in the folder that `words` name to its best checkpoint, or to the one after a step."""
+    if len(words) != 2 or words[0].startswith("-"):
+        print(USAGE)
+        return 0 if words[:1] in (["--help"], ["-h"]) else 2
+    run, wanted = Path(words[0]), words[1]
+    chosen, laid_aside = rewind(run / "checkpoints", wanted)
+    for path in laid_aside:
+        print(f"{path.name} is now in {path.parent}")
+    print(f"the same command goes on from {chosen}")
+    return 0
+
+
+def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
+    """Move the checkpoints after the wanted one to `later/`; returns that one, and where the others are.
+
+    Raises: ConfigError when there is no such checkpoint.
+    """
+    saved = Checkpoints(folder, 1, 0).saved()
+    named = {str(record.next_step): path for path, record in saved.items()}
+    if best := best_first(saved):
+        named["best"] = best[0]
+    if wanted not in named:
+        raise ConfigError(f"no checkpoint '{wanted}' in {folder}: there are {', '.join(named) or 'none'}")
+    chosen = named[wanted]
+    aside = folder / LATER
+    aside.mkdir(exist_ok=True)
+    return chosen, [path.rename(_free(aside / path.name)) for path in saved if path > chosen]
+
+
+def _free(path: Path) -> Path:
+    """`path`, or the first free name like it: a run may be rewound twice."""
+    names = (path.with_name(f"{path.name}.{number}") for number in range(1, 1_000_000))
+    return path if not path.exists() else next(name for name in names if not name.exists())

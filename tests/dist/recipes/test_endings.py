@@ -1,0 +1,108 @@
+"""A run that is ended from outside saves first, and one whose rank dies starts again by itself: both go on exactly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.system import chaos_processes as processes
+from tests.system.kill_resume import MODES, SMALL, Moment, Outcome, Run, differences
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
+TORCHRUN += ("--rdzv-endpoint=localhost:0", "--max-restarts=1", "-m", "spmd_rl", "run")
+RARELY = "--run.save_every=3"
+AT_STEP_2 = Moment(1, 0, within="step_00002.jsonl")
+SLOW = """
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import spmd_rl as rl
+
+@dataclass(frozen=True)
+class Config:
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+
+class Sleeper(rl.Role):
+    @rl.collective
+    def sleep(self) -> None:
+        Path("asleep").touch()
+        time.sleep(60)
+
+    @rl.collective
+    def save(self, folder: str) -> None: ...
+
+    @rl.collective
+    def load(self, folder: str) -> None: ...
+
+def main(ctl, cfg):
+    sleeper = ctl.spawn(Sleeper, cfg, on=ctl.world.split({"sleeper": rl.RoleSplit()}).sleeper)
+    for step in ctl.steps(1, ctl.resume(sleeper=sleeper)):
+        (ctl.run_folder / "asleep").touch()
+        sleeper.sleep.call()
+"""
+
+
+def end_launcher(launcher: int, mark: str) -> None:
+    os.kill(launcher, signal.SIGTERM)
+
+
+def kill_rank_1(launcher: int, mark: str) -> None:
+    os.kill(processes.ranks(mark, launcher)[1], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """What a run leaves that nobody disturbed."""
+    run = Run(tmp_path_factory.mktemp("whole"), [*MODES["sharded"], *SMALL, "--steps=8", RARELY])
+    return run.finish()
+
+
+def disturbed(folder: Path, launcher: str, *words: str) -> Run:
+    run = Run(folder, [*MODES["sharded"], *SMALL, "--steps=8", RARELY, *words])
+    if launcher == "torchrun":
+        run.command = TORCHRUN
+        run.words.remove("--nproc=2")  # torchrun takes it for a short form of its own option
+    return run
+
+
+@pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path, whole: Outcome, launcher: str) -> None:
+    run = disturbed(tmp_path, launcher)
+    assert run.meet(AT_STEP_2, end_launcher) == (143 if launcher == "spmd-rl" else 1), run.output
+    last = len((run.folder / "metrics.jsonl").read_text().splitlines())
+    assert f"the run was ended from outside: every rank got SIGTERM; saved after step {last}, the same" in run.output
+    assert last < 8
+    assert differences(whole, run.finish()) == []
+    assert f"resuming at step {last + 1} from " in run.output
+
+
+def test_sigterm_in_a_step_that_is_too_long(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    run = Run(tmp_path, ["slow.py", "--nproc=2", "--run.grace_s=1"])
+    assert run.meet(Moment(1, 0, within="asleep"), end_launcher) == 143, run.output
+    assert run.output.rstrip().endswith("every rank got SIGTERM; step 1 did not end within 1 s and is lost")
+
+
+@pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
+def test_a_killed_rank_starts_the_world_again(tmp_path: Path, whole: Outcome, launcher: str) -> None:
+    run = disturbed(tmp_path, launcher, *(["--max-restarts=1"] if launcher == "spmd-rl" else []))
+    assert run.meet(Moment(1, 0, within="step_000006"), kill_rank_1) == 0, run.output
+    assert "start 2 of the ranks: lost rank 1 (" in run.output
+    assert "resuming at step 4 from " in run.output or "resuming at step 7 from " in run.output
+    assert differences(whole, Outcome.of(run.folder)) == []
+
+
+def test_restarts_are_used_up(tmp_path: Path) -> None:
+    """The last start's sentence is the run's."""
+    (tmp_path / "bad.py").write_text("def grade(prompt, sample):\n    raise ValueError('always')\n")
+    run = disturbed(tmp_path, "spmd-rl", "--max-restarts=1", f"--reward={tmp_path / 'bad.py'}:grade")
+    assert run.meet(Moment(99, 0), lambda launcher, mark: None) == 2
+    assert run.output.count("raised ValueError: always") == 2, run.output
+    assert "start 2 of the ranks: " in run.output
