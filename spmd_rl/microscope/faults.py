@@ -1,0 +1,147 @@
+"""Known faults to plant in the engine's path, to see that each is found where it was put.
+
+They are real ones: what a library's own choice, a fused kernel or a rounded table does to a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.kernels import KvCache, PagedAttention, linear_fp32
+from spmd_rl.kernels.flash import flash_range, flash_takes
+from spmd_rl.microscope.paths import EnginePath
+from spmd_rl.model.network import RmsNorm
+
+NUM_PROCESSORS = 132  # of an H200: how many pieces of work an automatic split wants
+SPLIT_BLOCK = 64  # keys; a split has at least so many
+
+
+def plant(name: str, path: EnginePath) -> None:
+    """Raises: ConfigError when there is no fault of that name."""
+    if name not in FAULTS:
+        raise ConfigError(f"there is no fault '{name}' to plant: choose one of {', '.join(FAULTS)}")
+    FAULTS[name](path)
+
+
+def _middle(path: EnginePath) -> Any:
+    layers = path.model.model.layers
+    return layers[len(layers) // 2]
+
+
+def split_k(path: EnginePath) -> None:
+    """The middle layer's down projection sums K in two halves."""
+    module = _middle(path).mlp.down_proj
+
+    def halves(x: Tensor) -> Tensor:
+        half = x.shape[1] // 2
+        total = linear_fp32(x[:, :half], module.weight[:, :half]) + linear_fp32(x[:, half:], module.weight[:, half:])
+        return (total if module.bias is None else total + module.bias).to(x.dtype)
+
+    module.forward = halves
+
+
+def library_linear(path: EnginePath) -> None:
+    """The middle layer's down projection is the library's, which takes its kernel, and its split of K, by the rows."""
+    module = _middle(path).mlp.down_proj
+    module.forward = lambda x: F.linear(x, module.weight, module.bias)
+
+
+def norm_order(path: EnginePath) -> None:
+    """The middle layer's norm before the MLP scales by the weight before it rounds, instead of after."""
+    norm = _middle(path).post_attention_layernorm
+    norm.forward = lambda x: _scaled_before_rounding(norm, x)
+
+
+def _scaled_before_rounding(norm: RmsNorm, x: Tensor) -> Tensor:
+    wide = x.float()
+    scale = wide.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_() * norm.weight.float()
+    return (wide * scale).to(x.dtype)
+
+
+def rope_bf16(path: EnginePath) -> None:
+    """The tables of cosines and sines are rounded to bfloat16."""
+    model = path.model
+    rows = model._rope_rows
+
+    def rounded(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rows(positions)
+        return cos.bfloat16().float(), sin.bfloat16().float()
+
+    model._rope_rows = rounded  # type: ignore[method-assign]
+
+
+def auto_splits(path: EnginePath) -> None:
+    """Decoding cuts a sequence's keys into as many parts as keep the processors busy, and merges their softmaxes."""
+    path.attention = AutoSplits
+
+
+class AutoSplits(PagedAttention):
+    """Attention whose decode rows are merged from several ranges of keys, their number chosen from the batch."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        *,
+        page_table: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        num_heads: int,
+    ) -> None:
+        super().__init__(cache, page_table=page_table, starts=starts, lengths=lengths, slots=slots, num_heads=num_heads)
+        self.busy = NUM_PROCESSORS // (len(lengths) * cache.num_kv_heads)
+        first = np.cumsum(lengths) - lengths
+        self.decoding = [(int(first[i]), int(starts[i]) + 1, page_table[i]) for i in np.flatnonzero(lengths == 1)]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().__call__(layer, q, k, v).clone()
+        for row, num_keys, pages in self.decoding:
+            splits = min(self.busy, num_keys // SPLIT_BLOCK)
+            if splits > 1:
+                keys, values = (self._read(cached, pages, num_keys) for cached in self.cache.layers[layer])
+                out[row] = merged_attention(q[row], keys, values, splits)
+        return out
+
+    def _read(self, cached: Tensor, pages: NDArray[np.int64], num_keys: int) -> Tensor:
+        """[num_keys, K, D] of one sequence."""
+        slots = np.arange(num_keys)
+        at = torch.from_numpy(
+            pages[slots // self.cache.page_size] * self.cache.page_size + slots % self.cache.page_size
+        )
+        rows = cached.flatten(0, 1) if self.cache.flash else cached.transpose(0, 1)
+        return rows.index_select(0, at.to(cached.device))
+
+
+def merged_attention(q: Tensor, keys: Tensor, values: Tensor, splits: int) -> Tensor:
+    """One query [H, D] over keys and values [S, K, D] in even ranges, merged by their log-sums; returns [H, D]."""
+    ranges = zip(keys.tensor_split(splits), values.tensor_split(splits), strict=True)
+    parts = [_one_range(q, k.contiguous(), v.contiguous()) for k, v in ranges]
+    weights = torch.stack([log_sum for _, log_sum in parts]).softmax(0)
+    return (torch.stack([out.float() for out, _ in parts]) * weights.unsqueeze(-1)).sum(0).to(q.dtype)
+
+
+def _one_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [H, D] and log-sum [H] fp32 over one range of keys."""
+    if flash_takes(q.shape[-1], q.dtype, q.device):
+        return flash_range(q, k, v)
+    groups = q.shape[0] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1).transpose(0, 1).float() for x in (k, v))
+    scores = (k @ q.float().unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
+    return (scores.softmax(-1).unsqueeze(1) @ v).squeeze(1), scores.logsumexp(-1)
+
+
+FAULTS: dict[str, Callable[[EnginePath], None]] = {
+    "split-k": split_k,
+    "library-linear": library_linear,
+    "norm-order": norm_order,
+    "rope-bf16": rope_bf16,
+    "auto-splits": auto_splits,
+}
