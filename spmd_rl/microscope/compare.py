@@ -52,6 +52,14 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """What the side that was fed made of the other's inputs, and what the other side made of them."""
+
+    fed: Values
+    other: Values
+
+
+@dataclass(frozen=True)
 class Comparison:
     """`findings` in the order of the forward pass; empty where all hashes agree. `fed` names the path that was fed."""
 
@@ -59,6 +67,7 @@ class Comparison:
     num_compared_rows: int
     findings: tuple[Finding, ...]
     fed: str
+    evidence: Evidence | None = None
 
     @property
     def first(self) -> Finding | None:
@@ -82,8 +91,9 @@ def compare(left: Path, right: Path, case: Case) -> Comparison:
     other = values[1] if fed is left else values[0]
     transplant = Transplant(other)
     fed.run(case, transplant)
-    findings = tuple(_finding(point, *values, transplant, other) for point in points)
-    return Comparison(points, compared, findings, fed.name)
+    evidence = Evidence(transplant, other)
+    findings = tuple(_finding(point, *values, evidence) for point in points)
+    return Comparison(points, compared, findings, fed.name, evidence)
 
 
 def unequal_rows(left: Hashes, right: Hashes) -> Mapping[Point, Tensor]:
@@ -99,10 +109,10 @@ def _both_seen(left: Hashes | Values, right: Hashes | Values, point: Point) -> T
     return left.seen[point] & right.seen[point]
 
 
-def _finding(point: Point, left: Values, right: Values, transplant: Transplant, other: Values) -> Finding:
+def _finding(point: Point, left: Values, right: Values, evidence: Evidence) -> Finding:
     rows = _both_seen(left, right, point).nonzero()[:, 0]
     x, y = left.table[point][rows], right.table[point][rows]
-    fed, expected = transplant.table[point][rows], other.table[point][rows]
+    fed, expected = evidence.fed.table[point][rows], evidence.other.table[point][rows]
     plain, introduced = _differ(x, y), _differ(fed, expected)
     where = introduced if introduced.any() else plain
     return Finding(

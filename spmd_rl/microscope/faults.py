@@ -16,8 +16,8 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, PagedAttention, linear_fp32
-from spmd_rl.kernels.flash import flash_range, flash_takes
 from spmd_rl.microscope.paths import EnginePath
+from spmd_rl.microscope.variants import merged_attention
 from spmd_rl.model.network import RmsNorm
 
 NUM_PROCESSORS = 132  # of an H200: how many pieces of work an automatic split wants
@@ -118,24 +118,6 @@ class AutoSplits(PagedAttention):
         )
         rows = cached.flatten(0, 1) if self.cache.flash else cached.transpose(0, 1)
         return rows.index_select(0, at.to(cached.device))
-
-
-def merged_attention(q: Tensor, keys: Tensor, values: Tensor, splits: int) -> Tensor:
-    """One query [H, D] over keys and values [S, K, D] in even ranges, merged by their log-sums; returns [H, D]."""
-    ranges = zip(keys.tensor_split(splits), values.tensor_split(splits), strict=True)
-    parts = [_one_range(q, k.contiguous(), v.contiguous()) for k, v in ranges]
-    weights = torch.stack([log_sum for _, log_sum in parts]).softmax(0)
-    return (torch.stack([out.float() for out, _ in parts]) * weights.unsqueeze(-1)).sum(0).to(q.dtype)
-
-
-def _one_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [H, D] and log-sum [H] fp32 over one range of keys."""
-    if flash_takes(q.shape[-1], q.dtype, q.device):
-        return flash_range(q, k, v)
-    groups = q.shape[0] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1).transpose(0, 1).float() for x in (k, v))
-    scores = (k @ q.float().unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
-    return (scores.softmax(-1).unsqueeze(1) @ v).squeeze(1), scores.logsumexp(-1)
 
 
 FAULTS: dict[str, Callable[[EnginePath], None]] = {

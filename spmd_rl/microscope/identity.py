@@ -28,7 +28,8 @@ _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _MOVES = re.compile(  # ops that move or make numbers and compute none
     r"aten::(view|reshape|empty\w*|as_strided|select|slice|narrow|t|transpose|permute|unsqueeze|squeeze|flatten|unflatten"
     r"|expand|contiguous|detach|alias|to|copy_|chunk|split|index_select|clone|resolve_\w+|lift_fresh|item|_unsafe_view"
-    r"|index_copy_?|repeat_interleave|arange|zeros|ones|fill_|cat|pad|index|is_nonzero|new_\w+|constant_pad_nd|unbind)$"
+    r"|index_copy_?|repeat_interleave|arange|zeros|ones|fill_|cat|pad|index|is_nonzero|new_\w+|constant_pad_nd|unbind"
+    r"|resize_|zero_)$"
 )
 
 

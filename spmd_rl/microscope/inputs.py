@@ -41,7 +41,7 @@ def samples_of_run(run: Path, model: Path, settings: dict[str, Any], wanted: Seq
     files = sorted((run / "samples").glob("step_*.jsonl"), reverse=True)
     if not files:
         raise ConfigError(f"{run} has no samples to replay: give --prompts")
-    tokenizer = load_tokenizer(model)
+    spec, tokenizer = ModelSpec.from_folder(model), load_tokenizer(model)
     special = not settings.get("prompts", {}).get("chat_template", False)
     temperature = float(settings.get("sampling", {}).get("temperature", 1.0))
     rows = _wanted(files, wanted) if wanted else list(_rows(files[0]).items())[:DEFAULT_SAMPLES]
@@ -51,20 +51,20 @@ def samples_of_run(run: Path, model: Path, settings: dict[str, Any], wanted: Seq
         Replayed(name, np.array(prompt, np.int64), np.array(row["tokens"], np.int64), temperature)
         for (name, row), prompt in zip(rows, prompts, strict=True)
     ]
-    return checked(sequences, model)
+    return checked(sequences, spec)
 
 
 def prompts_given(texts: Sequence[str], model: Path) -> Case:
     """Each text as a sequence whose second half is decoded token by token."""
+    spec = ModelSpec.from_folder(model)
     encoded = load_tokenizer(model)(list(texts))["input_ids"]
     tokens = [np.array(ids, np.int64) for ids in encoded]
     halves = [(ids[: (len(ids) + 1) // 2], ids[(len(ids) + 1) // 2 :]) for ids in tokens]
-    return checked([Replayed(f"prompt {n}", *half) for n, half in enumerate(halves, 1)], model)
+    return checked([Replayed(f"prompt {n}", *half) for n, half in enumerate(halves, 1)], spec)
 
 
-def checked(sequences: Sequence[Replayed], model: Path) -> Case:
+def checked(sequences: Sequence[Replayed], spec: ModelSpec) -> Case:
     """Raises: DataError for a sequence that the model cannot take."""
-    spec = ModelSpec.from_folder(model)
     for one in sequences:
         if not len(one.prompt) or not len(one.response):
             raise DataError(one.name, "needs a token to start from and one to decode")

@@ -77,22 +77,26 @@ def _first_of_kind(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
-    ran = {(one["layer"], one["op"]): one for one in data["kernels"]}
+    causes = {(one["layer"], one["op"]): one for one in data["causes"]}
     rows = []
     for one in kinds:
         places = sum(other["op"] == one["op"] and other["status"] == "introduced" for other in data["findings"])
         counts = one["on_same_input"]["counts"]
-        sides = ran.get((one["layer"], one["op"]), {"left": [], "right": []})
+        cause = causes[one["layer"], one["op"]]
         cells = [
             f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; {places} in all</small>",
             f"{sum(counts[1:]):,} of {sum(counts):,}, at most {one['on_same_input']['largest_ulp']:,} ULP",
-            "<br>".join(map(html.escape, sides["left"])),
-            "<br>".join(map(html.escape, sides["right"])),
+            *(_side(cause[side]) for side in ("left", "right")),
         ]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     heads = ("op", "elements that differ on the same input", data["left"], data["right"])
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _side(side: dict[str, list[str]]) -> str:
+    lines = [*map(html.escape, side["kernels"]), *(f"<b>{html.escape(line)}</b>" for line in side["arithmetic"])]
+    return "<br>".join(lines)
 
 
 def _facts(data: dict[str, Any]) -> str:

@@ -31,10 +31,14 @@ from spmd_rl.types import Batch
 
 
 class Path(Protocol):
-    """`name` is what the report calls it. `rows_are_distinct`: none stands for a prompt that sequences share."""
+    """`name` is what the report calls it, `model` has the weights under Hugging Face's module names.
+
+    `rows_are_distinct`: no row stands for a prompt that several sequences share.
+    """
 
     name: str
     rows_are_distinct: bool
+    model: Any
 
     def run(self, case: Case, tap: Tap) -> None: ...
 

@@ -14,13 +14,15 @@ import torch
 from spmd_rl.kernels import contract
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.compare import Comparison, Finding, compare
+from spmd_rl.microscope.explain import Trial
 from spmd_rl.microscope.faults import FAULTS
 from spmd_rl.microscope.identity import kernels_of
 from spmd_rl.microscope.page import render
 from spmd_rl.microscope.paths import Path
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.ulp import Histogram
-from spmd_rl.microscope.verdict import Pair, verdict
+from spmd_rl.microscope.verdict import Cause, Side, verdict
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run import write_whole
 
 
@@ -43,11 +45,11 @@ class Replay:
 
 @dataclass(frozen=True)
 class Examined:
-    """`kernels` are both sides' at the first point of each kind of op that introduces a difference."""
+    """`causes` are known for the first point of each kind of op that introduces a difference."""
 
     replay: Replay
     comparison: Comparison
-    kernels: Mapping[Point, Pair]
+    causes: Mapping[Point, Cause]
     verdict: str
 
     def as_data(self) -> dict[str, Any]:
@@ -71,9 +73,9 @@ class Examined:
             "compared_rows": comparison.num_compared_rows,
             "first": None if first is None else _point(first, replay.case),
             "findings": [_point(one, replay.case) for one in comparison.findings],
-            "kernels": [
-                {"layer": point.layer, "op": point.op} | dict(zip(("left", "right"), _named(pair), strict=True))
-                for point, pair in self.kernels.items()
+            "causes": [
+                {"layer": point.layer, "op": point.op, "left": _side(cause.left), "right": _side(cause.right)}
+                for point, cause in self.causes.items()
             ],
         }
 
@@ -85,10 +87,10 @@ def examine(replay: Replay) -> Examined:
     for one in comparison.findings:
         if one.status == "introduced":
             first_of_kind.setdefault(one.point.op, one)
-    kernels = _kernels(replay, list(first_of_kind.values())) if first_of_kind else {}
+    causes = _causes(replay, comparison, list(first_of_kind.values())) if first_of_kind else {}
     first = comparison.first
-    pair = kernels.get(first.point) if first else None
-    return Examined(replay, comparison, kernels, verdict(comparison, replay.case, replay.names, pair))
+    cause = causes.get(first.point) if first else None
+    return Examined(replay, comparison, causes, verdict(comparison, replay.case, replay.names, cause))
 
 
 def write(examined: Examined, folder: Folder) -> Folder:
@@ -106,16 +108,30 @@ def versions(replay: Replay) -> dict[str, str]:
     return {key: str(value) for key, value in facts.items()} | {"python": platform.python_version()}
 
 
-def _kernels(replay: Replay, findings: Sequence[Finding]) -> dict[Point, Pair]:
-    left, right = (kernels_of(path, replay.case) for path in (replay.left, replay.right))
+def _causes(replay: Replay, comparison: Comparison, findings: Sequence[Finding]) -> dict[Point, Cause]:
+    """Kernels and arithmetic of both sides, for each of `findings`."""
+    evidence = comparison.evidence
+    assert evidence is not None
+    kernels = kernels_of(replay.left, replay.case), kernels_of(replay.right, replay.case)
+    outputs = (evidence.fed, evidence.other)
+    outputs = outputs if comparison.fed == replay.left.name else outputs[::-1]
+    trial = Trial(evidence, replay.case, replay.right.model, ModelSpec.from_folder(replay.model))
     return {
-        one.point: (left.at(one.point, one.rows[0], one.width), right.at(one.point, one.rows[0], one.width))
+        one.point: Cause(
+            *(
+                Side(ran.at(one.point, one.rows[0], one.width), tuple(trial.matches(one.point, values, ran.forward_of)))
+                for ran, values in zip(kernels, outputs, strict=True)
+            )
+        )
         for one in findings
     }
 
 
-def _named(pair: Pair) -> tuple[list[str], list[str]]:
-    return [str(kernel) for kernel in pair[0]], [str(kernel) for kernel in pair[1]]
+def _side(side: Side) -> dict[str, list[str]]:
+    return {
+        "kernels": [str(kernel) for kernel in side.kernels],
+        "arithmetic": [f"{match.says}: {match.rows} rows" for match in side.matches],
+    }
 
 
 def _point(one: Finding, case: Case) -> dict[str, Any]:

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.compare import Comparison, Finding
+from spmd_rl.microscope.explain import Match
 from spmd_rl.microscope.identity import Kernel
 from spmd_rl.microscope.points import OPS
 
-Pair = tuple[Sequence[Kernel], Sequence[Kernel]]
+
+@dataclass(frozen=True)
+class Side:
+    """What one path ran for an op, and the arithmetic that its bits are those of."""
+
+    kernels: tuple[Kernel, ...]
+    matches: tuple[Match, ...]
 
 
-def verdict(comparison: Comparison, case: Case, names: tuple[str, str], kernels: Pair | None = None) -> str:
+@dataclass(frozen=True)
+class Cause:
+    left: Side
+    right: Side
+
+
+def verdict(comparison: Comparison, case: Case, names: tuple[str, str], cause: Cause | None = None) -> str:
     """One or a few sentences: where the paths part, by how much, on what kernels, and what comes of it."""
     first = comparison.first
     if first is None:
@@ -23,8 +36,8 @@ def verdict(comparison: Comparison, case: Case, names: tuple[str, str], kernels:
         f"row{_s(first.introduced_rows)} differ by at most {first.fed.largest:,} ULP although both sides have the same "
         f"input: introduced here, first at {name} position {position}."
     ]
-    if kernels is not None:
-        sentences.append(_kernels(names, kernels))
+    if cause is not None:
+        sentences += [_side(names[0], cause.left, first), _side(names[1], cause.right, first)]
     sentences.append(_elsewhere(comparison, first))
     return " ".join(filter(None, [*sentences, _outcome(comparison)]))
 
@@ -68,9 +81,13 @@ def _outcome(comparison: Comparison) -> str:
     )
 
 
-def _kernels(names: tuple[str, str], kernels: Pair) -> str:
-    said = [f"{name} ran {'; '.join(map(str, ran[:2]))}" for name, ran in zip(names, kernels, strict=True) if ran]
-    return f"{', '.join(said)}." if said else ""
+def _side(name: str, side: Side, finding: Finding) -> str:
+    ran = f"{name} ran {'; '.join(map(str, side.kernels[:2]))}" if side.kernels else name
+    arithmetic = ", ".join(
+        f"{match.says}{'' if match.rows == finding.num_rows else f' in {match.rows} of {finding.num_rows} rows'}"
+        for match in side.matches[:3]
+    )
+    return f"{ran}: {arithmetic}." if arithmetic else f"{ran}." if side.kernels else ""
 
 
 def _share(part: int, whole: int, what: str) -> str:

@@ -10,11 +10,14 @@ import torch
 from spmd_rl.errors import ConfigError
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.compare import compare
-from spmd_rl.microscope.faults import merged_attention, plant
+from spmd_rl.microscope.explain import Trial
+from spmd_rl.microscope.faults import plant
 from spmd_rl.microscope.paths import EnginePath
 from spmd_rl.microscope.points import OPS, Point
-from spmd_rl.microscope.taps import Hashes, Tap, Values
+from spmd_rl.microscope.taps import Hashes, Marks, Tap, Values
+from spmd_rl.microscope.variants import merged_attention
 from spmd_rl.microscope.verdict import verdict
+from spmd_rl.model.spec import ModelSpec
 
 MIDDLE = 1  # of three layers
 
@@ -150,3 +153,45 @@ def test_no_hook_is_left_behind(engine, case, tap) -> None:
     assert not path.model._forward_pre_hooks
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in path.model.modules())
     assert "logits" not in vars(path.model)
+
+
+def trial_of(path, other, case, folder) -> tuple:
+    comparison = compare(path, other, case)
+    assert comparison.evidence is not None
+    trial = Trial(comparison.evidence, case, other.model, ModelSpec.from_folder(folder))
+    sides = []
+    for side, values in ((path, comparison.evidence.fed), (other, comparison.evidence.other)):
+        marks = Marks(case.num_rows)
+        side.run(case, marks)
+        sides.append((values, marks.forward_of.tolist()))
+    return comparison.first, [
+        [match.says for match in trial.matches(comparison.first.point, values, pass_of)] for values, pass_of in sides
+    ]
+
+
+ARITHMETIC = {
+    "split-k": "K summed in 2 parts",
+    "norm-order": "scaled by the weight before rounding",
+    "rope-bf16": "tables rounded to bfloat16",
+}
+
+
+@pytest.mark.parametrize("fault", ARITHMETIC)
+def test_the_arithmetic_of_both_sides_is_named(engine, trainer, case, folder, fault: str) -> None:
+    path = engine()
+    plant(fault, path)
+    _, (wrong, right) = trial_of(path, trainer, case, folder)
+    assert wrong == [ARITHMETIC[fault]]
+    assert len(right) == 1
+    assert "the contract's" in right[0]
+
+
+def test_merged_ranges_are_named_row_by_row(engine, trainer, case, folder) -> None:
+    path = engine()
+    plant("auto-splits", path)
+    _, (wrong, right) = trial_of(path, trainer, case, folder)
+    assert wrong == [
+        "one softmax over keys in ascending blocks, the contract's",
+        "softmaxes of 2 ranges of keys, merged",
+    ]
+    assert len(right) == 1
