@@ -21,23 +21,19 @@ from spmd_rl.microscope.taps import Values
 from spmd_rl.microscope.variants import Together, Variant, variants
 from spmd_rl.model.spec import ModelSpec
 
-INPUTS: dict[
-    str, tuple[tuple[str, ...], ...]
-] = {  # the points an op reads; of several choices, the first that was seen
-    "q_proj": (("input_norm",),),
-    "k_proj": (("input_norm",),),
-    "v_proj": (("input_norm",),),
-    "q_norm": (("q_proj",),),
-    "k_norm": (("k_proj",),),
-    "q": (("q_norm",), ("q_proj",)),
-    "k": (("k_norm",), ("k_proj",)),
-    "attention": (("q", "k", "v"),),
-    "o_proj": (("attention",),),
-    "gate_proj": (("post_norm",),),
-    "up_proj": (("post_norm",),),
-    "act": (("gate_proj", "up_proj"),),
-    "down_proj": (("act",),),
-    "logits": (("final_norm",),),
+INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
+    "q_proj": ("input_norm",),
+    "k_proj": ("input_norm",),
+    "v_proj": ("input_norm",),
+    "q": ("q_proj",),
+    "k": ("k_proj",),
+    "attention": ("q", "k", "v"),
+    "o_proj": ("attention",),
+    "gate_proj": ("post_norm",),
+    "up_proj": ("post_norm",),
+    "act": ("gate_proj", "up_proj"),
+    "down_proj": ("act",),
+    "logits": ("final_norm",),
 }
 
 
@@ -80,11 +76,8 @@ class Trial:
 
     def _inputs(self, point: Point) -> list[Tensor]:
         table = self.evidence.other.table
-        for ops in INPUTS.get(point.op, ()):
-            points = [Point(point.layer, op) for op in ops]
-            if all(one in table for one in points):
-                return [table[one] for one in points]
-        return []
+        points = [Point(point.layer, op) for op in INPUTS.get(point.op, ())]
+        return [table[one] for one in points] if all(one in table for one in points) else []
 
     def _stream(self, point: Point) -> list[Tensor]:
         """For a norm of the residual stream: the stream, added up as far as `point`."""
@@ -132,4 +125,6 @@ def _module(model: Any, point: Point) -> Any:
     layer = model.model.layers[point.layer]
     if point.op in _NORMS:
         return getattr(layer, _NORMS[point.op])
+    if point.op in ("q", "k"):  # its norm, where that is part of the op
+        return getattr(layer.self_attn, f"{point.op}_norm", None)
     return getattr(layer.mlp if hasattr(layer.mlp, point.op) else layer.self_attn, point.op, None)

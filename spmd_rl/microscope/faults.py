@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels import KvCache, PagedAttention, linear_fp32
-from spmd_rl.microscope.paths import EnginePath
+from spmd_rl.kernels import linear_fp32
+from spmd_rl.microscope.paths import EnginePath, Step
 from spmd_rl.microscope.variants import merged_attention
-from spmd_rl.model.network import RmsNorm
+from spmd_rl.model.network import Attend
 
 NUM_PROCESSORS = 132  # of an H200: how many pieces of work an automatic split wants
 SPLIT_BLOCK = 64  # keys; a split has at least so many
@@ -57,67 +56,54 @@ def library_linear(path: EnginePath) -> None:
 def norm_order(path: EnginePath) -> None:
     """The middle layer's norm before the MLP scales by the weight before it rounds, instead of after."""
     norm = _middle(path).post_attention_layernorm
-    norm.forward = lambda x: _scaled_before_rounding(norm, x)
 
+    def scaled_before_rounding(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        summed = x if residual is None else x + residual
+        wide = summed.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_() * norm.weight.float()
+        return (wide * scale).to(x.dtype), summed
 
-def _scaled_before_rounding(norm: RmsNorm, x: Tensor) -> Tensor:
-    wide = x.float()
-    scale = wide.square().mean(-1, keepdim=True).add_(norm.eps).rsqrt_() * norm.weight.float()
-    return (wide * scale).to(x.dtype)
+    norm.forward = scaled_before_rounding
 
 
 def rope_bf16(path: EnginePath) -> None:
     """The tables of cosines and sines are rounded to bfloat16."""
     model = path.model
-    rows = model._rope_rows
-
-    def rounded(positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = rows(positions)
-        return cos.bfloat16().float(), sin.bfloat16().float()
-
-    model._rope_rows = rounded  # type: ignore[method-assign]
+    cos, sin = model.rope_tables(path.device)
+    rounded = cos.bfloat16().float(), sin.bfloat16().float()
+    model.rope_tables = lambda device: rounded  # type: ignore[method-assign]
 
 
 def auto_splits(path: EnginePath) -> None:
     """Decoding cuts a sequence's keys into as many parts as keep the processors busy, and merges their softmaxes."""
-    path.attention = AutoSplits
+    path.wrap = AutoSplits
 
 
-class AutoSplits(PagedAttention):
+class AutoSplits:
     """Attention whose decode rows are merged from several ranges of keys, their number chosen from the batch."""
 
-    def __init__(
-        self,
-        cache: KvCache,
-        *,
-        page_table: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        num_heads: int,
-    ) -> None:
-        super().__init__(cache, page_table=page_table, starts=starts, lengths=lengths, slots=slots, num_heads=num_heads)
-        self.busy = NUM_PROCESSORS // (len(lengths) * cache.num_kv_heads)
-        first = np.cumsum(lengths) - lengths
-        self.decoding = [(int(first[i]), int(starts[i]) + 1, page_table[i]) for i in np.flatnonzero(lengths == 1)]
+    def __init__(self, step: Step, attend: Attend) -> None:
+        self.step = step
+        self.attend = attend
+        self.busy = NUM_PROCESSORS // (len(step.lengths) * step.cache.num_kv_heads)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = super().__call__(layer, q, k, v).clone()
-        for row, num_keys, pages in self.decoding:
+        out = self.attend(layer, q, k, v).clone()
+        step, first = self.step, np.cumsum(self.step.lengths) - self.step.lengths
+        for i in np.flatnonzero(step.lengths == 1).tolist():
+            num_keys, row = int(step.starts[i]) + 1, int(first[i])
             splits = min(self.busy, num_keys // SPLIT_BLOCK)
             if splits > 1:
-                keys, values = (self._read(cached, pages, num_keys) for cached in self.cache.layers[layer])
+                keys, values = (self._read(cached, i, num_keys) for cached in step.cache.layers[layer])
                 out[row] = merged_attention(q[row], keys, values, splits)
         return out
 
-    def _read(self, cached: Tensor, pages: NDArray[np.int64], num_keys: int) -> Tensor:
-        """[num_keys, K, D] of one sequence."""
-        slots = np.arange(num_keys)
-        at = torch.from_numpy(
-            pages[slots // self.cache.page_size] * self.cache.page_size + slots % self.cache.page_size
-        )
-        rows = cached.flatten(0, 1) if self.cache.flash else cached.transpose(0, 1)
-        return rows.index_select(0, at.to(cached.device))
+    def _read(self, cached: Tensor, i: int, num_keys: int) -> Tensor:
+        """The keys or values of the step's sequence `i`, [num_keys, K, D]."""
+        page, offset = np.divmod(np.arange(num_keys), self.step.cache.page_size)
+        slots = torch.from_numpy(self.step.pages[i, page] * self.step.cache.page_size + offset).to(cached.device)
+        rows = cached.flatten(0, 1) if self.step.cache.flash else cached.transpose(0, 1)
+        return rows.index_select(0, slots)
 
 
 FAULTS: dict[str, Callable[[EnginePath], None]] = {

@@ -7,6 +7,7 @@ one more class with a `name` and a `run` that calls `tap.begin` and then `tap.se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path as Folder
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import Tap
 from spmd_rl.microscope.watch import watch, watch_modules
 from spmd_rl.model.hf import load_weights
-from spmd_rl.model.network import CausalLM
+from spmd_rl.model.network import Attend, CausalLM
 from spmd_rl.model.reference import attention_through, reference_model
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import prefixes
@@ -52,10 +53,45 @@ def load_model(folder: str | Folder, dtype: torch.dtype, device: torch.device) -
     return model
 
 
+@dataclass(frozen=True)
+class Step:
+    """Some new tokens of some sequences over a paged cache.
+
+    Shape: numbers, starts, lengths [B]; pages [B, P]; rows, positions, slots [T].
+    """
+
+    cache: KvCache
+    numbers: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    pages: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+
+    def attention(self, num_heads: int) -> PagedAttention:
+        """As the engine makes it: decoding steps that it records as graphs have their state on the GPU."""
+        if self.cache.flash and (self.lengths == 1).all():
+            device = self.cache.data.device
+            used = np.arange(self.pages.shape[1]) * self.cache.page_size <= self.starts[:, None]
+            pages = torch.from_numpy(np.where(used, self.pages, self.pages[:, :1]).astype(np.int32)).to(device)
+            num_keys = torch.from_numpy((self.starts + 1).astype(np.int32)).to(device)
+            slots = torch.from_numpy(self.slots).to(device)
+            return PagedAttention.decode(self.cache, pages=pages, num_keys=num_keys, slots=slots)
+        return PagedAttention.chunks(
+            self.cache,
+            page_table=self.pages,
+            starts=self.starts,
+            lengths=self.lengths,
+            slots=self.slots,
+            num_heads=num_heads,
+        )
+
+
 class EnginePath:
     """The native engine's forward passes: prompts in chunks through a paged cache, then one token of each sequence.
 
-    Pages are handed out in a scattered order. `attention` is the class that a step's attention is made of.
+    Pages are handed out in a scattered order. `wrap` may put another attention in the place of a step's own.
     """
 
     name = "engine"
@@ -66,41 +102,32 @@ class EnginePath:
         self.device = next(model.parameters()).device
         self.page_size = page_size
         self.max_step_tokens = max_step_tokens
-        self.attention: type[PagedAttention] = PagedAttention
+        self.wrap: Callable[[Step, Attend], Attend] = lambda step, attend: attend
+        if self.device.type == "cuda":
+            model.lay_out_projections()
+            model.join_projections()
 
     @torch.inference_mode()
     def run(self, case: Case, tap: Tap) -> None:
         table, num_pages = _scattered_pages(case, self.page_size)
         cache = self._cache(num_pages)
         with watch(self.model, tap.see):
-            for step in _steps(case, self.max_step_tokens):
-                self._step(case, tap, step, table, cache)
+            for parts in _steps(case, self.max_step_tokens):
+                self._step(case, tap, _laid_out(case, parts, table, cache))
 
-    def _step(
-        self, case: Case, tap: Tap, step: list[tuple[int, int, int]], table: NDArray[np.int64], cache: KvCache
-    ) -> None:
-        """`step`: (sequence, first position, number of tokens) of each of its parts."""
-        numbers, starts, lengths = (np.array(column) for column in zip(*step, strict=True))
-        rows = np.concatenate([case.offsets[n] + start + np.arange(count) for n, start, count in step])
-        positions = rows - np.repeat(case.offsets[numbers], lengths)
-        sequence_of = np.repeat(numbers, lengths)
-        page, offset = np.divmod(positions, self.page_size)
-        attend = self.attention(
-            cache,
-            page_table=table[numbers, : int(page.max()) + 1],
-            starts=starts,
-            lengths=lengths,
-            slots=table[sequence_of, page] * self.page_size + offset,
-            num_heads=self.model.spec.num_heads,
-        )
-        ready = np.flatnonzero(positions >= np.array([len(one.prompt) - 1 for one in case.sequences])[sequence_of])
+    def _step(self, case: Case, tap: Tap, step: Step) -> None:
+        sequence_of = np.repeat(step.numbers, step.lengths)
+        prompts = np.array([len(one.prompt) for one in case.sequences])
         tokens = np.concatenate([one.tokens for one in case.sequences])
-        tap.begin(self._tensor(rows), self._tensor(np.arange(len(rows))), self._tensor(rows[ready]))
+        ready = np.flatnonzero(step.positions >= prompts[sequence_of] - 1)
+        scored = step.rows[ready]
+        tap.begin(self._tensor(step.rows), self._tensor(np.arange(len(step.rows))), self._tensor(scored))
+        attend = self.wrap(step, step.attention(self.model.spec.num_heads))
         last = self._tensor(ready) if len(ready) else None
-        logits = self.model(self._tensor(tokens[rows]), self._tensor(positions), attend, last)
+        logits = self.model(self._tensor(tokens[step.rows]), self._tensor(step.positions), attend, last)
         if last is not None:
             temperatures = np.array([case.sequences[n].temperature for n in sequence_of[ready]], np.float32)
-            targets, scale = self._tensor(tokens[rows[ready] + 1]), self._tensor(inverse_temperature(temperatures))
+            targets, scale = self._tensor(tokens[scored + 1]), self._tensor(inverse_temperature(temperatures))
             _score(tap, self.model.spec.num_layers, token_logprobs(logits, targets, scale)[0])
 
     def _cache(self, num_pages: int) -> KvCache:
@@ -117,6 +144,24 @@ class EnginePath:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _laid_out(case: Case, parts: list[tuple[int, int, int]], table: NDArray[np.int64], cache: KvCache) -> Step:
+    """`parts`: sequence, first position and number of tokens of each; `table` [S, P] has every sequence's pages."""
+    numbers, starts, lengths = (np.array(column) for column in zip(*parts, strict=True))
+    rows = np.concatenate([case.offsets[n] + start + np.arange(count) for n, start, count in parts])
+    positions = rows - np.repeat(case.offsets[numbers], lengths)
+    page, offset = np.divmod(positions, cache.page_size)
+    return Step(
+        cache=cache,
+        numbers=numbers,
+        starts=starts,
+        lengths=lengths,
+        pages=table[numbers, : int(page.max()) + 1],
+        rows=rows,
+        positions=positions,
+        slots=table[np.repeat(numbers, lengths), page] * cache.page_size + offset,
+    )
 
 
 def _scattered_pages(case: Case, page_size: int) -> tuple[NDArray[np.int64], int]:

@@ -71,39 +71,44 @@ def _in_parts(count: int, given: Together) -> Tensor:
 
 
 def _normed(given: Together) -> Tensor:
-    return rms_norm(_entering_norm(given), given.module.weight, given.spec.rms_eps)
+    return rms_norm(given.x[0], given.module.weight, given.spec.rms_eps)
 
 
 def _library_normed(given: Together) -> Tensor:
-    x = _entering_norm(given)
-    return given.module.weight * (x.float() * _inverse_root(x, given)).to(x.dtype)
+    return _library_norm(given.x[0], given)
 
 
 def _scaled_before_rounding(given: Together) -> Tensor:
-    x = _entering_norm(given)
+    x = given.x[0]
     return (x.float() * (_inverse_root(x, given) * given.module.weight.float())).to(x.dtype)
+
+
+def _library_norm(x: Tensor, given: Together) -> Tensor:
+    return given.module.weight * (x.float() * _inverse_root(x, given)).to(x.dtype)
 
 
 def _inverse_root(x: Tensor, given: Together) -> Tensor:
     return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + given.spec.rms_eps)
 
 
-def _entering_norm(given: Together) -> Tensor:
-    """The one input, by heads where the norm is of heads."""
-    return given.x[0].unflatten(1, (-1, given.module.weight.numel()))
-
-
 def _rotated(given: Together) -> Tensor:
-    return rope(_heads(given.x[0], given.spec), *_tables(given))
+    return rope(_before_rope(given), *_tables(given))
 
 
 def _rotated_by_rounded_tables(given: Together) -> Tensor:
     cos, sin = (table.bfloat16().float() for table in _tables(given))
-    return rope(_heads(given.x[0], given.spec), cos, sin)
+    return rope(_before_rope(given), cos, sin)
+
+
+def _before_rope(given: Together) -> Tensor:
+    """The projection by heads, normed where the model norms them."""
+    x = _heads(given.x[0], given.spec)
+    return x if given.module is None else rms_norm(x, given.module.weight, given.spec.rms_eps)
 
 
 def _library_rotated(given: Together) -> Tensor:
     x = _heads(given.x[0], given.spec)
+    x = x if given.module is None else _library_norm(x, given)
     cos, sin = (torch.cat([table, table], -1).to(x.dtype).unsqueeze(1) for table in _tables(given))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
@@ -169,9 +174,9 @@ _NORM: list[Variant] = [
     ("scaled by the weight before rounding", _scaled_before_rounding),
 ]
 _ROPE: list[Variant] = [
-    ("rotated in float32 with one rounding, the contract's", _rotated),
+    ("turned in float32 with one rounding, the contract's", _rotated),
     ("tables rounded to bfloat16", _rotated_by_rounded_tables),
-    ("rotated in the activations' format, rounded at every step", _library_rotated),
+    ("torch's own norm, turned in the activations' format with a rounding at every step", _library_rotated),
 ]
 _ATTENTION: list[Variant] = [
     ("one softmax over keys in ascending blocks, the contract's", _attended),
@@ -184,8 +189,6 @@ _ACT: list[Variant] = [
 ]
 _OTHERS = {
     "input_norm": _NORM,
-    "q_norm": _NORM,
-    "k_norm": _NORM,
     "post_norm": _NORM,
     "final_norm": _NORM,
     "q": _ROPE,

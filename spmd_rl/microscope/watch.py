@@ -20,8 +20,6 @@ _INSIDE = {  # modules whose output is a point, where the network has and calls 
     "self_attn.q_proj": "q_proj",
     "self_attn.k_proj": "k_proj",
     "self_attn.v_proj": "v_proj",
-    "self_attn.q_norm": "q_norm",
-    "self_attn.k_norm": "k_norm",
     "self_attn.o_proj": "o_proj",
     "mlp.gate_proj": "gate_proj",
     "mlp.up_proj": "up_proj",
