@@ -18,6 +18,7 @@ setup(
     packages=find_packages(include=["spmd_rl", "spmd_rl.*"]),
     package_data={
         "spmd_rl": ["py.typed"],
+        "spmd_rl.microscope": ["*.css"],
         "spmd_rl.observe.report.page": ["*.html", "*.css", "*.js"],
         "spmd_rl.slurm": ["*.sbatch"],
     },

@@ -8,6 +8,7 @@
     spmd-rl report RUN [RUN ...]                   a page of curves and samples; several runs side by side
     spmd-rl trace RUN                              a Chrome / Perfetto trace
     spmd-rl rewind RUN best|STEP                   let the run go on from an earlier checkpoint
+    spmd-rl mismatch RUN                           where engine and trainer part, down to layer and op
     spmd-rl stacks RUN                             where every process of the live run in folder RUN is
 
 RECIPE is a shipped name, a path to a .py file, or a module. `spmd-rl run` checks the config, then becomes
@@ -82,6 +83,10 @@ def _main(words: list[str]) -> int:
             from spmd_rl.slurm import submit
 
             return submit(rest)
+        case ["mismatch", *rest]:
+            from spmd_rl.microscope.command import main as mismatch
+
+            return mismatch(rest)
         case ["trace", *rest]:
             from spmd_rl.observe.timeline import main as trace
 

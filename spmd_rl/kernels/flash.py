@@ -127,5 +127,16 @@ class PagedFlash:
         return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
+def flash_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """One query over some of its keys, with the log-sum that merging several such ranges needs; not differentiable.
+
+    Shape: q [H, D], k and v [S, K, D]; returns [H, D] and [H] fp32.
+    """
+    from flash_attn.cute import flash_attn_func
+
+    out, log_sum = flash_attn_func(q[None, None], k[None], v[None], causal=False, num_splits=1, return_lse=True)[:2]
+    return out[0, 0], log_sum.reshape(-1)
+
+
 def _int32(values: NDArray[np.int64] | list[int], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)

@@ -1,0 +1,86 @@
+"""`spmd-rl mismatch`: replay, compare, say what was found, and leave a page and a JSON."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path as Folder
+from typing import Any, NoReturn
+
+import torch
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.microscope import inputs
+from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.faults import FAULTS, plant
+from spmd_rl.microscope.paths import EnginePath, Path, ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.report import Replay, examine, write
+
+PATHS = ("engine", "trainer", "transformers")
+AGREE, PART = 0, 1
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"spmd-rl mismatch: {message}")
+
+
+def main(words: list[str]) -> int:
+    """`spmd-rl mismatch`: exit code 0 when all bits agree, 1 when they part, 2 for bad input."""
+    options = _parser().parse_args(words)
+    if options.left == options.right:
+        raise ConfigError(f"both paths are '{options.left}': choose two different ones")
+    if options.plant and options.left != "engine":
+        raise ConfigError("a fault is planted in the engine's path: say --left engine")
+    run = Folder(options.run) if options.run else None
+    settings = inputs.run_settings(run) if run else {}
+    if options.model is None and run is None:
+        raise ConfigError("name the folder of a run, or a model with --model and --prompts")
+    model = Folder(options.model) if options.model else inputs.run_model(run or Folder())
+    case = _case(options, run, model, settings)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = getattr(torch, options.dtype or settings.get("engine", {}).get("dtype", "float32"))
+    left, right = (_path(name, model, dtype, device, settings) for name in (options.left, options.right))
+    if options.plant:
+        assert isinstance(left, EnginePath)
+        plant(options.plant, left)
+    replay = Replay(case, left, right, model=str(model), dtype=str(dtype), device=str(device), planted=options.plant)
+    found = examine(replay)
+    page = write(found, Folder(options.out) if options.out else (run or Folder()) / "mismatch")
+    print(found.verdict)
+    print(page)
+    return PART if found.comparison.findings else AGREE
+
+
+def _case(options: argparse.Namespace, run: Folder | None, model: Folder, settings: dict[str, Any]) -> Case:
+    if options.prompts:
+        return inputs.prompts_given(options.prompts, model)
+    if run is None:
+        raise ConfigError("--model needs --prompts, or the folder of a run whose samples to replay")
+    wanted = [name.strip() for name in options.samples.split(",")] if options.samples else []
+    return inputs.samples_of_run(run, model, settings, wanted)
+
+
+def _path(name: str, model: Folder, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]) -> Path:
+    if name == "transformers":
+        return ReferencePath(model, dtype, device)
+    engine, trainer = settings.get("engine", {}), settings.get("trainer", {})
+    network = load_model(model, dtype, device)
+    if name == "engine":
+        chosen = {key: engine[key] for key in ("page_size", "max_step_tokens") if key in engine}
+        return EnginePath(network, **chosen)
+    return TrainerPath(network, **{key: trainer[key] for key in ("max_tokens", "logit_rows") if key in trainer})
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="spmd-rl mismatch", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", help="folder of a run, with samples/ and hf/")
+    parser.add_argument("--samples", default="", metavar="UID:INDEX,...", help="default: the first of the last step")
+    parser.add_argument("--left", choices=PATHS, default="engine")
+    parser.add_argument("--right", choices=PATHS, default="trainer")
+    parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder; default: the run's hf/")
+    parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="replay these instead of samples")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the run's, or float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    parser.add_argument("--plant", choices=tuple(FAULTS), help="plant a fault in the engine's path")
+    parser.add_argument("--out", metavar="DIR", help="default: RUN/mismatch")
+    return parser

@@ -1,0 +1,130 @@
+"""Why two outputs on the same input differ: which known way of computing the op gives each side's bits.
+
+The inputs are the recorded ones, so a variant that gives a side's bits in every row is that side's arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.row_hash import wide_bits
+from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.compare import Evidence
+from spmd_rl.microscope.points import BEFORE, Point
+from spmd_rl.microscope.taps import Values
+from spmd_rl.microscope.variants import Together, Variant, variants
+from spmd_rl.model.spec import ModelSpec
+
+INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
+    "q_proj": ("input_norm",),
+    "k_proj": ("input_norm",),
+    "v_proj": ("input_norm",),
+    "q": ("q_proj",),
+    "k": ("k_proj",),
+    "attention": ("q", "k", "v"),
+    "o_proj": ("attention",),
+    "gate_proj": ("post_norm",),
+    "up_proj": ("post_norm",),
+    "act": ("gate_proj", "up_proj"),
+    "down_proj": ("act",),
+    "logits": ("final_norm",),
+}
+
+
+_NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+
+
+@dataclass(frozen=True)
+class Match:
+    """A variant and the number of rows whose bits it gives."""
+
+    says: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Tries variants on the recorded inputs. `model` has the weights, under Hugging Face's module names."""
+
+    evidence: Evidence
+    case: Case
+    model: Any
+    spec: ModelSpec
+
+    def matches(self, point: Point, values: Values, pass_of: Sequence[int]) -> list[Match]:
+        """The variant that gives all rows of `values`; if none does, those that give some, each the rows left over.
+
+        Only rows that both sides have. `pass_of` is the number of the pass that computed each row.
+        """
+        inputs = self._inputs(point) or self._stream(point)
+        left = self.evidence.fed.seen[point] & self.evidence.other.seen[point]
+        total, partly = int(left.sum()), []
+        for says, compute in variants(point.op) if inputs else ():
+            given = self._given((says, compute), point, inputs, values, pass_of, left)
+            if int(given.sum()) == total:
+                return [Match(says, total)]
+            if rows := int((given & left).sum()):
+                partly.append(Match(says, rows))
+                left = left & ~given
+        return partly
+
+    def _inputs(self, point: Point) -> list[Tensor]:
+        table = self.evidence.other.table
+        points = [Point(point.layer, op) for op in INPUTS.get(point.op, ())]
+        return [table[one] for one in points] if all(one in table for one in points) else []
+
+    def _stream(self, point: Point) -> list[Tensor]:
+        """For a norm of the residual stream: the stream, added up as far as `point`."""
+        if point.op not in (*_NORMS, "final_norm"):
+            return []
+        table = self.evidence.other.table
+        added = [one for one in table if one.op in ("o_proj", "down_proj") and one.place < point.place]
+        stream = table[Point(BEFORE, "embed")]
+        for one in sorted(added, key=lambda one: one.place):
+            stream = stream + table[one]
+        return [stream]
+
+    def _given(
+        self, variant: Variant, point: Point, inputs: list[Tensor], values: Values, pass_of: Sequence[int], left: Tensor
+    ) -> Tensor:
+        """Which rows have the variant's bits. Shape: [rows] bool."""
+        given, device = torch.zeros_like(left), next(self.model.parameters()).device
+        for rows in self._together(point, pass_of):
+            together = Together(
+                x=tuple(one[rows].to(device) for one in inputs),
+                module=_module(self.model, point),
+                spec=self.spec,
+                positions=torch.tensor([self.case.where(row)[1] for row in rows.tolist()], device=device),
+                wanted=left[rows],
+            )
+            out = variant[1](together).flatten(1).cpu()
+            given[rows] = (wide_bits(out) == wide_bits(values.table[point][rows])).all(1)
+        return given
+
+    def _together(self, point: Point, pass_of: Sequence[int]) -> Iterator[Tensor]:
+        """Rows of one pass; for attention, of one sequence."""
+        seen = self.evidence.fed.seen[point] & self.evidence.other.seen[point]
+        numbers = torch.tensor(pass_of)
+        if point.op == "attention":
+            numbers = torch.from_numpy(np.repeat(np.arange(len(self.case.sequences)), self.case.lengths))
+        for number in numbers[seen].unique().tolist():
+            yield (seen & (numbers == number)).nonzero()[:, 0]
+
+
+def _module(model: Any, point: Point) -> Any:
+    if point.op == "logits":
+        return model.lm_head if model.lm_head is not None else model.model.embed_tokens
+    if point.op == "final_norm":
+        return model.model.norm
+    layer = model.model.layers[point.layer]
+    if point.op in _NORMS:
+        return getattr(layer, _NORMS[point.op])
+    if point.op in ("q", "k"):  # its norm, where that is part of the op
+        return getattr(layer.self_attn, f"{point.op}_norm", None)
+    return getattr(layer.mlp if hasattr(layer.mlp, point.op) else layer.self_attn, point.op, None)

@@ -1,0 +1,166 @@
+"""Which kernel an op ran as: from a profile of one run, and from what a kernel's name and our tables say.
+
+On a GPU these are the kernels that were launched between two marks, on a CPU the outermost torch ops.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path as File
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+from spmd_rl.kernels.linear_tiles import choose_tile
+from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.paths import Path
+from spmd_rl.microscope.points import LINEARS, Point
+from spmd_rl.microscope.taps import MARK, Marks
+
+MAX_KERNELS = 6  # of one op that are worth naming
+OUR_MATMUL = "_matmul"
+_LAUNCHES = {"cuda_runtime", "cuda_driver"}
+_MOVES = re.compile(  # ops that move or make numbers and compute none
+    r"aten::(view|reshape|empty\w*|as_strided|select|slice|narrow|t|transpose|permute|unsqueeze|squeeze|flatten|unflatten"
+    r"|expand|contiguous|detach|alias|to|copy_|chunk|split|index_select|clone|resolve_\w+|lift_fresh|item|_unsafe_view"
+    r"|index_copy_?|repeat_interleave|arange|zeros|ones|fill_|cat|pad|index|is_nonzero|new_\w+|constant_pad_nd|unbind"
+    r"|resize_|zero_)$"
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is known of a kernel; empty where it is not. `splits`: of K, or of the keys."""
+
+    name: str
+    tile: str = ""
+    splits: str = ""
+    instruction: str = ""
+
+    def __str__(self) -> str:
+        known = ", ".join(part for part in (self.tile, self.splits, self.instruction) if part)
+        return f"{self.name} ({known})" if known else self.name
+
+
+Ran = Mapping[tuple[int, Point], tuple[Kernel, ...]]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one path by forward pass and point; which pass computed each row, and rows and logits of each."""
+
+    ran: Ran
+    forward_of: tuple[int, ...]
+    sizes: tuple[tuple[int, int], ...]
+
+    def at(self, point: Point, row: int, width: int) -> tuple[Kernel, ...]:
+        """Those of `point`, whose rows are `width` wide, in the pass of `row`.
+
+        Where several points end together, the first of them has the kernels of all.
+        """
+        forward = self.forward_of[row]
+        rows, scored = self.sizes[forward]
+        ours = planned(scored if point.op == "logits" else padded_rows(rows), width)
+        return tuple(ours if kernel.name == OUR_MATMUL else kernel for kernel in self._measured(point, forward))
+
+    def _measured(self, point: Point, forward: int) -> tuple[Kernel, ...]:
+        earlier = sorted(
+            (seen for number, seen in self.ran if number == forward and seen.place <= point.place),
+            key=lambda p: p.place,
+        )
+        return self.ran[forward, earlier[-1]] if earlier else ()
+
+
+def kernels_of(path: Path, case: Case) -> Kernels:
+    """Run `path` once under the profiler."""
+    marks = Marks(case.num_rows)
+    path.run(case, marks)  # what is compiled at first use is not what runs
+    marks = Marks(case.num_rows)
+    with profile(
+        activities=supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}, record_shapes=True
+    ) as p:
+        path.run(case, marks)
+    with tempfile.TemporaryDirectory() as folder:
+        file = File(folder) / "trace.json"
+        p.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return Kernels(between_marks(events), tuple(marks.forward_of.tolist()), tuple(marks.sizes))
+
+
+def between_marks(events: list[dict[str, Any]]) -> Ran:
+    """Kernels, or torch ops where there are none, by the mark that ends the stretch in which they were started."""
+    timed = sorted(
+        (one for one in events if "ts" in one and "cat" in one), key=lambda one: (one["ts"], -one.get("dur", 0))
+    )
+    on_gpu = {one["args"].get("correlation"): one for one in timed if one["cat"] == "kernel"}
+    found: dict[tuple[int, Point], tuple[Kernel, ...]] = {}
+    stretch: list[Kernel] = []
+    for what, one in _marks_and_work(timed, on_gpu):
+        if what == "work":
+            stretch.append(one)
+            continue
+        _, forward, layer, op = one.split("|")
+        if op and stretch:
+            point = Point(int(layer), op)
+            found[int(forward), point] = tuple(_described(kernel, point) for kernel in dict.fromkeys(stretch))[
+                :MAX_KERNELS
+            ]
+        stretch = []
+    return found
+
+
+def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    until = float("-inf")
+    for one in timed:
+        if one["name"].startswith(f"{MARK}|"):
+            if one["cat"] == "user_annotation":
+                yield "mark", one["name"]
+        elif on_gpu:
+            if one["cat"] in _LAUNCHES and one["args"].get("correlation") in on_gpu:
+                yield "work", Kernel(on_gpu[one["args"]["correlation"]]["name"])
+        elif one["cat"] == "cpu_op" and one["ts"] >= until and not _MOVES.match(one["name"]):
+            until = one["ts"] + one.get("dur", 0)
+            yield "work", _torch_op(one)
+
+
+def _torch_op(event: dict[str, Any]) -> Kernel:
+    shapes = [shape for shape in event["args"].get("Input Dims", []) if shape and not isinstance(shape[0], list)]
+    return Kernel(f"{event['name']} " + " × ".join(str(shape).replace(" ", "") for shape in shapes[:2]))
+
+
+def _described(kernel: Kernel, point: Point) -> Kernel:
+    return identify(kernel.name) if point.op in (*LINEARS, "attention") else kernel
+
+
+def identify(name: str) -> Kernel:
+    """Read tile, splits and instruction out of a kernel's name, where it tells."""
+    short = Kernel(re.sub(r"<.*|\(.*", "", name).removeprefix("void ").strip()[:96])
+    split = re.search(r"split_?k", name, re.IGNORECASE)
+    splits = "" if split is None else "K split"
+    if name.startswith("nvjet"):
+        tile = re.search(r"_(\d+x\d+)_(\d+x\d+)_", name)
+        return replace(short, tile=f"tile {tile[1]}" if tile else "", splits=splits or "one chain", instruction="wgmma")
+    if "gemm" in name.lower() and (tile := re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)):
+        instruction = "wgmma" if "sm90" in name or "wgmma" in name else "mma.sync"
+        return replace(short, tile=f"tile {tile[1] or tile[2]}", splits=splits, instruction=instruction)
+    if "splitkv" in name.lower():
+        return replace(short, splits="keys split")
+    if "flash" in name.lower() and "cute" in name.lower():
+        return replace(
+            short, name="FlashAttention-4 " + short.name, tile="tile 128x128", splits="one split", instruction="wgmma"
+        )
+    return replace(short, splits=splits)
+
+
+def planned(num_rows: int, width: int) -> Kernel:
+    """What our table gives a product of few rows with a weight of `width` rows."""
+    tile = choose_tile(num_rows, width)
+    tall = tile.n if tile.swap else tile.m
+    swapped = ", weight first" if tile.swap else ""
+    instruction = "wgmma" if tall >= 64 and tile.warps % 4 == 0 else "mma.sync"
+    return Kernel(f"Triton {OUR_MATMUL}", f"tile {tile.m}x{tile.n}x{tile.k}{swapped}", "one chain", instruction)

@@ -1,0 +1,124 @@
+"""mismatch.html: one file without scripts, in the look of a run's report."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from importlib import resources
+from typing import Any
+
+from spmd_rl.microscope import pictures
+from spmd_rl.microscope.points import OPS, Point
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src '{hash}'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="spmd-rl mismatch">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body><main>
+{body}
+</main></body>
+</html>
+"""
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page of what `report.Examined.as_data` holds."""
+    style = _style()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    title = f"{data['left']} against {data['right']}"
+    body = "\n".join([_head(data, title), *(_parts(data) if data["findings"] else ()), _facts(data)])
+    return _PAGE.format(hash=f"sha256-{digest}", title=html.escape(title), style=style, body=body)
+
+
+def _style() -> str:
+    shared = resources.files("spmd_rl.observe.report.page") / "style.css"
+    own = resources.files("spmd_rl.microscope") / "page.css"
+    return shared.read_text(encoding="utf-8") + own.read_text(encoding="utf-8")
+
+
+def _head(data: dict[str, Any], title: str) -> str:
+    planted = f"<p class='sub'>planted: {html.escape(data['planted'])}</p>" if data["planted"] else ""
+    kind = "card verdict" if data["agree"] else "card verdict parted"
+    return f"<h1>{html.escape(title)}</h1>{planted}<p class='{kind}'>{html.escape(data['verdict'])}</p>"
+
+
+def _parts(data: dict[str, Any]) -> list[str]:
+    legend = "".join(map(pictures.key, ("equal", "inherited", "introduced")))
+    note = f"{legend} introduced: {html.escape(data['fed'])}'s op, fed with the other side's input, still differs"
+    parts = [_section("The network", note, _figure("every op of every layer", pictures.network_map(data["findings"])))]
+    first = data["first"]
+    if first is not None:
+        strips = _figure("rows that differ", pictures.strips(first["positions"], data["sequences"]))
+        on_input = _figure("on the same input, by ULP", pictures.distances(first["on_same_input"]))
+        along = _figure("as the paths ran, by ULP", pictures.distances(first["plain"]))
+        parts.append(_section("Where they part", _name(first), strips + f'<div class="two">{on_input}{along}</div>'))
+    kinds = _first_of_kind(data["findings"])
+    parts.append(_section("What introduces a difference", "the first of each kind", _table(data, kinds)))
+    parts.append(
+        _section("How it spreads", "share of elements that differ", _figure("", pictures.growth(data["findings"])))
+    )
+    return parts
+
+
+def _first_of_kind(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kinds: dict[str, dict[str, Any]] = {}
+    for one in findings:
+        if one["status"] == "introduced":
+            kinds.setdefault(one["op"], one)
+    return list(kinds.values())
+
+
+def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
+    causes = {(one["layer"], one["op"]): one for one in data["causes"]}
+    rows = []
+    for one in kinds:
+        places = sum(other["op"] == one["op"] and other["status"] == "introduced" for other in data["findings"])
+        counts = one["on_same_input"]["counts"]
+        cause = causes[one["layer"], one["op"]]
+        cells = [
+            f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; {places} in all</small>",
+            f"{sum(counts[1:]):,} of {sum(counts):,}, at most {one['on_same_input']['largest_ulp']:,} ULP",
+            *(_side(cause[side]) for side in ("left", "right")),
+        ]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    heads = ("op", "elements that differ on the same input", data["left"], data["right"])
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
+    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _side(side: dict[str, list[str]]) -> str:
+    lines = [*map(html.escape, side["kernels"]), *(f"<b>{html.escape(line)}</b>" for line in side["arithmetic"])]
+    return "<br>".join(lines)
+
+
+def _facts(data: dict[str, Any]) -> str:
+    facts = {
+        "sequences": f"{len(data['sequences'])}, {data['compared_rows']:,} rows compared at {data['points']} points",
+        "model": data["model"],
+        **data["versions"],
+    }
+    rows = "".join(
+        f"<tr><th>{html.escape(k)}</th><td class='mono'>{html.escape(v)}</td></tr>" for k, v in facts.items()
+    )
+    return _section("What was replayed", "", f'<div class="card scroll"><table><tbody>{rows}</tbody></table></div>')
+
+
+def _name(one: dict[str, Any]) -> str:
+    return str(Point(one["layer"], one["op"]))
+
+
+def _section(title: str, note: str, content: str) -> str:
+    head = f'<div class="head"><h2>{title}</h2><span class="note">{note}</span></div>'
+    return f'<section class="section">{head}{content}</section>'
+
+
+def _figure(caption: str, picture: str) -> str:
+    return f'<figure class="card"><figcaption>{caption}</figcaption>{picture}</figure>'

@@ -1,0 +1,106 @@
+"""The report's pictures as SVG text: a map of the network, histograms of distances, where rows differ, growth."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from spmd_rl.microscope.points import OPS
+from spmd_rl.microscope.ulp import Histogram
+
+CELL, LABEL, TOP = 18, 92, 22
+MAX_STRIPS, STRIP = 24, 720
+
+
+def key(status: str) -> str:
+    box = f'<svg width="12" height="12"><rect width="12" height="12" rx="3" class="{status}"/></svg>'
+    return f'<span class="key">{box}{status}</span>'
+
+
+def network_map(findings: Sequence[dict[str, Any]]) -> str:
+    """Ops down, layers across, a cell's colour its status; the first that introduces a difference is framed."""
+    layers = sorted({one["layer"] for one in findings})
+    ops = [op for op in OPS if any(one["op"] == op for one in findings)]
+    first = next((one for one in findings if one["status"] == "introduced"), None)
+    parts = [
+        _text(LABEL + CELL * x + CELL / 2, 14, _layer_name(layer, layers), "middle") for x, layer in enumerate(layers)
+    ]
+    parts += [_text(LABEL - 8, TOP + CELL * y + 13, op, "end") for y, op in enumerate(ops)]
+    for one in findings:
+        x, y = LABEL + CELL * layers.index(one["layer"]), TOP + CELL * ops.index(one["op"])
+        said = f"layer {one['layer']} {one['op']}: {one['status']}, {one['unequal_rows']} of {one['rows']} rows differ"
+        said += f", {one['introduced_rows']} on the same input"
+        parts.append(_cell(x + 1, y + 1, CELL - 2, CELL - 2, one["status"], said))
+        if one is first:
+            parts.append(f'<rect class="first" x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3"/>')
+    return _svg(LABEL + CELL * len(layers) + 8, TOP + CELL * len(ops) + 4, parts)
+
+
+def distances(one: dict[str, Any]) -> str:
+    """Counts of elements by distance, on a square-root scale; equal ones are only counted."""
+    counts = one["counts"][1:]
+    if not any(counts):
+        return "<p>all elements are equal</p>"
+    width, height, top = max(260, 44 * len(counts)), 130, max(counts)
+    bars = []
+    for bucket, count in enumerate(counts, 1):
+        x, tall = 44 * (bucket - 1), height * (count / top) ** 0.5
+        label = Histogram.label(bucket)
+        bars.append(_cell(x + 6, height + 18 - tall, 32, tall, "introduced", f"{label} ULP: {count:,} elements"))
+        bars.append(_text(x + 22, height + 12 - tall, f"{count:,}", "middle"))
+        bars.append(_text(x + 22, height + 34, label if len(label) < 7 else f"2^{bucket - 1}…", "middle"))
+    equal = f"{one['counts'][0]:,} elements equal, {sum(counts):,} apart, at most {one['largest_ulp']:,} ULP"
+    return _svg(width, height + 40, bars) + f"<p>{equal}</p>"
+
+
+def strips(positions: dict[str, list[int]], sequences: Sequence[dict[str, Any]]) -> str:
+    """One strip a sequence: its prompt, its response, and where rows differ."""
+    longest = max(one["prompt_tokens"] + one["response_tokens"] for one in sequences)
+    unit, parts = STRIP / longest, []
+    for y, one in enumerate(sequences[:MAX_STRIPS]):
+        length, top = one["prompt_tokens"] + one["response_tokens"], 18 * y
+        parts.append(_text(LABEL - 8, top + 12, one["name"], "end"))
+        parts.append(_cell(LABEL, top + 2, unit * one["prompt_tokens"], 12, "unseen", "prompt"))
+        parts.append(
+            _cell(LABEL + unit * one["prompt_tokens"], top + 5, unit * one["response_tokens"], 6, "unseen", "response")
+        )
+        parts += [
+            _cell(LABEL + unit * at, top + 2, max(unit - 0.5, 0.8), 12, "introduced", f"position {at}")
+            for at in positions.get(one["name"], [])
+        ]
+        parts.append(
+            _text(LABEL + unit * length + 6, top + 12, f"{len(positions.get(one['name'], []))} of {length}", "start")
+        )
+    return _svg(LABEL + STRIP + 90, 18 * min(len(sequences), MAX_STRIPS) + 4, parts)
+
+
+def growth(findings: Sequence[dict[str, Any]]) -> str:
+    """The share of elements that differ at each point, in the order of the forward pass."""
+    shares = [1 - one["plain"]["counts"][0] / max(sum(one["plain"]["counts"]), 1) for one in findings]
+    step = STRIP / max(len(shares) - 1, 1)
+    at = " ".join(f"{LABEL + step * x:.1f},{110 - 100 * share:.1f}" for x, share in enumerate(shares))
+    parts = [
+        f'<line class="axis" x1="{LABEL}" x2="{LABEL + STRIP}" y1="{y}" y2="{y}"/>'
+        + _text(LABEL - 8, y + 4, label, "end")
+        for y, label in ((10, "100 %"), (60, "50 %"), (110, "0 %"))
+    ]
+    return _svg(LABEL + STRIP + 10, 118, [*parts, f'<polyline class="line" points="{at}"/>'])
+
+
+def _layer_name(layer: int, layers: Sequence[int]) -> str:
+    return {layers[0]: "in", layers[-1]: "out"}.get(layer, str(layer))
+
+
+def _cell(x: float, y: float, width: float, height: float, status: str, said: str) -> str:
+    box = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {box} rx="2" class="{status}"><title>{html.escape(said)}</title></rect>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _svg(width: float, height: float, parts: Sequence[str]) -> str:
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    return f'<svg {size} role="img">{"".join(parts)}</svg>'

@@ -1,0 +1,198 @@
+"""Known ways of computing an op: the contract's, the libraries', and those of the faults that are met most.
+
+Each is a function of the op's inputs for rows that were computed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd_rl.kernels import PackedAttention, linear, linear_fp32, pad_rows, rms_norm, rope, rope_table, silu_mul
+from spmd_rl.kernels.flash import flash_range, flash_takes
+from spmd_rl.microscope.points import LINEARS
+from spmd_rl.model.rotary import inverse_frequencies
+from spmd_rl.model.spec import ModelSpec
+
+MAX_RANGES = 8
+
+
+@dataclass(frozen=True)
+class Together:
+    """Rows of one pass, or for attention of one sequence from its start.
+
+    Shape: `x` the op's inputs [R, ...] each; `positions` [R]; `wanted` [R], the rows that matter.
+    """
+
+    x: tuple[Tensor, ...]
+    module: Any
+    spec: ModelSpec
+    positions: Tensor
+    wanted: Tensor
+
+
+Variant = tuple[str, Callable[[Together], Tensor]]
+
+
+def variants(op: str) -> list[Variant]:
+    if op in LINEARS:
+        exact = ("one ascending chain over K, the contract's", partial(_product, _head if op == "logits" else linear))
+        parts = [(f"K summed in {n} parts", partial(_in_parts, n)) for n in (2, 3, 4, 8)]
+        library = ("the library's product of that many rows", partial(_product, F.linear))
+        return [exact, library, ("the library's product, rows padded", partial(_product, _padded)), *parts]
+    return _OTHERS.get(op, [])
+
+
+def _product(product: Callable[..., Tensor], given: Together) -> Tensor:
+    return product(given.x[0], given.module.weight, getattr(given.module, "bias", None))
+
+
+def _head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear_fp32(x, weight)
+
+
+def _padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(pad_rows(x), weight, bias)[: len(x)]
+
+
+def _in_parts(count: int, given: Together) -> Tensor:
+    x, weight = given.x[0], given.module.weight
+    parts = zip(x.tensor_split(count, 1), weight.tensor_split(count, 1), strict=True)
+    total = torch.stack([linear_fp32(part, columns) for part, columns in parts]).sum(0)
+    bias = getattr(given.module, "bias", None)
+    return (total if bias is None else total + bias).to(x.dtype)
+
+
+def _normed(given: Together) -> Tensor:
+    return rms_norm(given.x[0], given.module.weight, given.spec.rms_eps)
+
+
+def _library_normed(given: Together) -> Tensor:
+    return _library_norm(given.x[0], given)
+
+
+def _scaled_before_rounding(given: Together) -> Tensor:
+    x = given.x[0]
+    return (x.float() * (_inverse_root(x, given) * given.module.weight.float())).to(x.dtype)
+
+
+def _library_norm(x: Tensor, given: Together) -> Tensor:
+    return given.module.weight * (x.float() * _inverse_root(x, given)).to(x.dtype)
+
+
+def _inverse_root(x: Tensor, given: Together) -> Tensor:
+    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + given.spec.rms_eps)
+
+
+def _rotated(given: Together) -> Tensor:
+    return rope(_before_rope(given), *_tables(given))
+
+
+def _rotated_by_rounded_tables(given: Together) -> Tensor:
+    cos, sin = (table.bfloat16().float() for table in _tables(given))
+    return rope(_before_rope(given), cos, sin)
+
+
+def _before_rope(given: Together) -> Tensor:
+    """The projection by heads, normed where the model norms them."""
+    x = _heads(given.x[0], given.spec)
+    return x if given.module is None else rms_norm(x, given.module.weight, given.spec.rms_eps)
+
+
+def _library_rotated(given: Together) -> Tensor:
+    x = _heads(given.x[0], given.spec)
+    x = x if given.module is None else _library_norm(x, given)
+    cos, sin = (torch.cat([table, table], -1).to(x.dtype).unsqueeze(1) for table in _tables(given))
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def _tables(given: Together) -> tuple[Tensor, Tensor]:
+    spec = given.spec
+    cos, sin = rope_table(inverse_frequencies(spec), spec.max_positions, spec.rope.attention_factor)
+    return cos.to(given.positions.device)[given.positions], sin.to(given.positions.device)[given.positions]
+
+
+def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
+    return x.unflatten(1, (-1, spec.head_dim))
+
+
+def _attended(given: Together) -> Tensor:
+    spec, (q, k, v) = given.spec, (_heads(x, given.spec) for x in given.x)
+    lengths = np.array([len(q)], np.int32)
+    attend = PackedAttention(lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=q.device)
+    q, k, v = pad_rows(q), pad_rows(k), pad_rows(v)
+    return attend(0, q, k, v)[: len(given.positions)]
+
+
+def _library_attended(given: Together) -> Tensor:
+    q, k, v = (_heads(x, given.spec).transpose(0, 1).unsqueeze(0) for x in given.x)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)
+
+
+def _merged(ranges: int, given: Together) -> Tensor:
+    """Only the wanted rows; the others stay zero."""
+    q, k, v = (_heads(x, given.spec) for x in given.x)
+    out = torch.zeros_like(q)
+    for row in given.wanted.nonzero()[:, 0].tolist():
+        if row + 1 >= ranges:
+            out[row] = merged_attention(q[row], k[: row + 1], v[: row + 1], ranges)
+    return out
+
+
+def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Tensor:
+    """One query [H, D] over keys and values [S, K, D] in even ranges, merged by their log-sums; returns [H, D]."""
+    parts = [
+        _one_range(q, k.contiguous(), v.contiguous())
+        for k, v in zip(keys.tensor_split(ranges), values.tensor_split(ranges), strict=True)
+    ]
+    weights = torch.stack([log_sum for _, log_sum in parts]).softmax(0)
+    return (torch.stack([out.float() for out, _ in parts]) * weights.unsqueeze(-1)).sum(0).to(q.dtype)
+
+
+def _one_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [H, D] and log-sum [H] fp32 over one range of keys."""
+    if flash_takes(q.shape[-1], q.dtype, q.device):
+        return flash_range(q, k, v)
+    groups = q.shape[0] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1).transpose(0, 1).float() for x in (k, v))
+    scores = (k @ q.float().unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
+    return (scores.softmax(-1).unsqueeze(1) @ v).squeeze(1), scores.logsumexp(-1)
+
+
+_NORM: list[Variant] = [
+    ("the contract's norm", _normed),
+    ("torch's own mean, scaled by the weight after rounding", _library_normed),
+    ("scaled by the weight before rounding", _scaled_before_rounding),
+]
+_ROPE: list[Variant] = [
+    ("turned in float32 with one rounding, the contract's", _rotated),
+    ("tables rounded to bfloat16", _rotated_by_rounded_tables),
+    ("torch's own norm, turned in the activations' format with a rounding at every step", _library_rotated),
+]
+_ATTENTION: list[Variant] = [
+    ("one softmax over keys in ascending blocks, the contract's", _attended),
+    ("the library's scaled-dot-product attention", _library_attended),
+    *((f"softmaxes of {n} ranges of keys, merged", partial(_merged, n)) for n in range(2, MAX_RANGES + 1)),
+]
+_ACT: list[Variant] = [
+    ("float32 inside with one rounding, the contract's", lambda given: silu_mul(*given.x)),
+    ("the library's SiLU, rounded, then the product", lambda given: F.silu(given.x[0]) * given.x[1]),
+]
+_OTHERS = {
+    "input_norm": _NORM,
+    "post_norm": _NORM,
+    "final_norm": _NORM,
+    "q": _ROPE,
+    "k": _ROPE,
+    "attention": _ATTENTION,
+    "act": _ACT,
+}

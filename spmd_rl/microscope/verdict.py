@@ -1,0 +1,99 @@
+"""What a comparison says, in sentences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.compare import Comparison, Finding
+from spmd_rl.microscope.explain import Match
+from spmd_rl.microscope.identity import Kernel
+from spmd_rl.microscope.points import OPS
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one path ran for an op, and the arithmetic that its bits are those of."""
+
+    kernels: tuple[Kernel, ...]
+    matches: tuple[Match, ...]
+
+
+@dataclass(frozen=True)
+class Cause:
+    left: Side
+    right: Side
+
+
+def verdict(comparison: Comparison, case: Case, names: tuple[str, str], cause: Cause | None = None) -> str:
+    """One or a few sentences: where the paths part, by how much, on what kernels, and what comes of it."""
+    first = comparison.first
+    if first is None:
+        return _agreement(comparison, names)
+    name, position = case.where(first.rows[0])
+    sentences = [
+        f"{first.point}: {_share(first.fed.unequal, first.fed.total, 'output')} of {first.introduced_rows} "
+        f"row{_s(first.introduced_rows)} differ by at most {first.fed.largest:,} ULP although both sides have the same "
+        f"input: introduced here, first at {name} position {position}."
+    ]
+    if cause is not None:
+        sentences += [_side(names[0], cause.left, first), _side(names[1], cause.right, first)]
+    sentences.append(_elsewhere(comparison, first))
+    return " ".join(filter(None, [*sentences, _outcome(comparison)]))
+
+
+def _agreement(comparison: Comparison, names: tuple[str, str]) -> str:
+    if any(one.status == "inherited" for one in comparison.findings):
+        return (
+            f"{names[0]} and {names[1]} differ, but no op does on the same input: what was replayed is not what ran "
+            "(an op that is not a function of its recorded inputs)."
+        )
+    return (
+        f"{names[0]} and {names[1]} agree in every bit: {comparison.num_compared_rows:,} rows at "
+        f"{len(comparison.points)} points."
+    )
+
+
+def _elsewhere(comparison: Comparison, first: Finding) -> str:
+    """The other ops that introduce differences, by kind, and how many only inherit."""
+    introduced = [one for one in comparison.findings if one.status == "introduced" and one is not first]
+    inherited = sum(one.status == "inherited" for one in comparison.findings)
+    parts = []
+    if introduced:
+        kinds = dict.fromkeys(one.point.op for one in introduced)
+        counts = [(kind, sum(one.point.op == kind for one in introduced)) for kind in kinds]
+        named = ", ".join(f"{kind} ({OPS[kind]}) in {count} place{_s(count)}" for kind, count in counts)
+        parts.append(f"Introduced as well: {named}.")
+    if inherited:
+        parts.append(f"{inherited} later point{_s(inherited)} only inherit{_s(inherited, 's')} it.")
+    return " ".join(parts)
+
+
+def _outcome(comparison: Comparison) -> str:
+    last = next((one for one in comparison.findings if one.point.op == "logprob"), None)
+    if last is None:
+        return ""
+    if not last.unequal_rows:
+        return f"None of {last.num_rows:,} log-probs changes."
+    return (
+        f"{last.unequal_rows:,} of {last.num_rows:,} log-probs change, by {last.largest_difference:.2g} "
+        f"({last.plain.largest:,} ULP) at most."
+    )
+
+
+def _side(name: str, side: Side, finding: Finding) -> str:
+    ran = f"{name} ran {'; '.join(map(str, side.kernels[:2]))}" if side.kernels else name
+    arithmetic = ", ".join(
+        f"{match.says}{'' if match.rows == finding.num_rows else f' in {match.rows} of {finding.num_rows} rows'}"
+        for match in side.matches[:3]
+    )
+    return f"{ran}: {arithmetic}." if arithmetic else f"{ran}." if side.kernels else ""
+
+
+def _share(part: int, whole: int, what: str) -> str:
+    return f"{part:,} of {whole:,} {what}s"
+
+
+def _s(count: int, singular: str = "") -> str:
+    """The plural's ending, or `singular` where there is one."""
+    return singular if count == 1 else "" if singular else "s"

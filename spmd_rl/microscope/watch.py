@@ -1,0 +1,94 @@
+"""Hooks at module boundaries, on our network and on those of `transformers`, which share their module names.
+
+Our queries, keys and values pass through the caller's `attend` object, theirs through an attention function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from spmd_rl.microscope.points import BEFORE, Point
+from spmd_rl.model.network import Attend, CausalLM
+
+See = Callable[[Point, Tensor], Tensor]
+
+_INSIDE = {  # modules whose output is a point, where the network has and calls them
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "o_proj",
+    "mlp.gate_proj": "gate_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "down_proj",
+}
+_ENTERED = {"self_attn": "input_norm", "mlp": "post_norm", "mlp.down_proj": "act"}  # modules whose input is a point
+
+
+@contextmanager
+def watch(model: CausalLM, see: See) -> Iterator[None]:
+    """While it is open, every op of `model` passes `see`."""
+    layers = len(model.model.layers)
+    score = model.logits
+
+    def attended(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if "attend" in kwargs:
+            return args, kwargs | {"attend": _watched(kwargs["attend"], see)}
+        return (*args[:2], _watched(args[2], see), *args[3:]), kwargs
+
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_pre_hook(attended, with_kwargs=True).remove)
+        stack.enter_context(watch_modules(model, see))
+        stack.callback(delattr, model, "logits")
+        model.logits = lambda hidden: see(Point(layers, "logits"), score(hidden))  # type: ignore[method-assign]
+        yield
+
+
+def _watched(attend: Attend, see: See) -> Attend:
+    def call(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = see(Point(layer, "q"), q), see(Point(layer, "k"), k), see(Point(layer, "v"), v)
+        return see(Point(layer, "attention"), attend(layer, q, k, v))
+
+    return call
+
+
+@contextmanager
+def watch_modules(model: Any, see: See) -> Iterator[None]:
+    """The points at module boundaries of a decoder with Hugging Face's module names."""
+    layers = model.model.layers
+    with ExitStack() as stack:
+        stack.callback(
+            layers[0].register_forward_pre_hook(_entering(see, Point(BEFORE, "embed")), with_kwargs=True).remove
+        )
+        for number, layer in enumerate(layers):
+            modules = dict(layer.named_modules())
+            for name, op in _INSIDE.items():
+                if modules.get(name) is not None:
+                    stack.callback(modules[name].register_forward_hook(_leaving(see, Point(number, op))).remove)
+            for name, op in _ENTERED.items():
+                hook = _entering(see, Point(number, op))
+                stack.callback(modules[name].register_forward_pre_hook(hook, with_kwargs=True).remove)
+        stack.callback(model.model.register_forward_hook(_leaving(see, Point(len(layers), "final_norm"))).remove)
+        yield
+
+
+def _entering(see: See, point: Point) -> Callable[..., tuple[Any, Any]]:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if args:
+            return (see(point, args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": see(point, kwargs["hidden_states"])}
+
+    return hook
+
+
+def _leaving(see: See, point: Point) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return see(point, output)
+        output.last_hidden_state = see(point, output.last_hidden_state)
+        return output
+
+    return hook

@@ -1,0 +1,64 @@
+"""A tiny model folder with weights that no op leaves as they are, and sequences long enough for every fault."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.microscope.case import Case, Replayed
+from spmd_rl.microscope.paths import EnginePath, ReferencePath, TrainerPath, load_model
+from spmd_rl.model.hf import init_weights, save_folder
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
+
+CPU = torch.device("cpu")
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "arithmetic" / "model"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    like = tmp_path_factory.mktemp("like") / "model"
+    shutil.copytree(EXAMPLE, like)
+    config = json.loads((like / "config.json").read_text())
+    (like / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    spec = ModelSpec.from_folder(like)
+    model = CausalLM(spec)
+    init_weights(model, spec, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    tensors = {
+        name: one + 0.2 * torch.randn(one.shape, generator=generator) if one.ndim == 1 else one
+        for name, one in model.named_parameters()
+    }
+    target = like.parent / "hf"
+    save_folder(target, like, tensors.items())
+    return target
+
+
+@pytest.fixture(scope="session")
+def case() -> Case:
+    """A shared prompt, a prompt longer than a chunk, a decoded answer beyond two blocks of keys."""
+    rng = np.random.default_rng(0)
+    stem = rng.integers(2, 100, 60)
+    sizes = {"0:0": (9, 4), "0:1": (9, 7), "1:0": (50, 120), "2:0": (17, 1)}
+    return Case(tuple(Replayed(name, stem[:p], rng.integers(2, 100, r)) for name, (p, r) in sizes.items()))
+
+
+@pytest.fixture(scope="session")
+def engine(folder: Path) -> Callable[[], EnginePath]:
+    return lambda: EnginePath(load_model(folder, torch.float32, CPU), page_size=4, max_step_tokens=40)
+
+
+@pytest.fixture(scope="session")
+def trainer(folder: Path) -> TrainerPath:
+    return TrainerPath(load_model(folder, torch.float32, CPU), max_tokens=64, logit_rows=16)
+
+
+@pytest.fixture(scope="session")
+def reference(folder: Path) -> ReferencePath:
+    return ReferencePath(folder, torch.float32, CPU)

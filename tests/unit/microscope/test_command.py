@@ -1,0 +1,113 @@
+"""`spmd-rl mismatch` on a run folder: exit codes, sentences, the page and the JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmd_rl import cli
+
+SENTENCE = {"prompt_uid": 7, "prompt": "15+29=", "answer": "44", "text": "44", "reward": 1.0, "finish": "stop"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, folder: Path) -> Path:
+    run = tmp_path / "demo"
+    (run / "samples").mkdir(parents=True)
+    shutil.copytree(folder, run / "hf")
+    (run / "config.toml").write_text('[engine]\npage_size = 4\ndtype = "float32"\n[sampling]\ntemperature = 0.7\n')
+    for step in (1, 2):
+        rows = [SENTENCE | {"index": i, "tokens": [22, 22, 20 + i + step, 1]} for i in range(3)]
+        rows.append(SENTENCE | {"index": 3, "tokens": []})
+        (run / "samples" / f"step_{step:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture
+def mismatch(monkeypatch: pytest.MonkeyPatch):
+    def call(*words: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["spmd-rl", "mismatch", *map(str, words)])
+        return cli.main()
+
+    return call
+
+
+def test_a_run_whose_sides_agree_exits_zero(run: Path, mismatch, capsys) -> None:
+    assert mismatch(run) == 0
+    sentence, page = capsys.readouterr().out.splitlines()
+    assert "agree in every bit" in sentence
+    assert Path(page) == run / "mismatch" / "mismatch.html"
+    data = json.loads((run / "mismatch" / "mismatch.json").read_text())
+    assert data["agree"] is True
+    assert [one["name"] for one in data["sequences"]] == ["7:0", "7:1", "7:2"]
+    assert data["verdict"] in (run / "mismatch" / "mismatch.html").read_text()
+
+
+def test_a_planted_fault_exits_one_and_the_page_shows_it(run: Path, mismatch, capsys, tmp_path: Path) -> None:
+    assert mismatch(run, "--samples", "7:1", "--plant", "split-k", "--out", tmp_path / "out") == 1
+    out = capsys.readouterr().out
+    assert out.startswith("layer 1 down_proj: ")
+    assert "K summed in 2 parts" in out
+    data = json.loads((tmp_path / "out" / "mismatch.json").read_text())
+    assert (data["first"]["layer"], data["first"]["op"]) == (1, "down_proj")
+    assert data["causes"][0]["left"]["arithmetic"][0].startswith("K summed in 2 parts")
+    assert sum(data["first"]["on_same_input"]["counts"][1:]) > 0
+    page = (tmp_path / "out" / "mismatch.html").read_text()
+    assert "<script" not in page
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    assert page.count("<svg") >= 5
+    assert "layer 1 down_proj: introduced" in page
+
+
+def test_prompts_need_no_run(folder: Path, mismatch, capsys, tmp_path: Path) -> None:
+    words = ("--model", folder, "--prompts", "15+29=", "1+1=", "--right", "transformers", "--out", tmp_path)
+    assert mismatch(*words) == 1
+    assert capsys.readouterr().out.startswith("layer 0 attention: ")
+    data = json.loads((tmp_path / "mismatch.json").read_text())
+    assert [one["name"] for one in data["sequences"]] == ["prompt 1", "prompt 2"]
+    assert {one["op"] for one in data["causes"]} >= {"attention", "act"}
+
+
+def test_the_newest_sample_of_a_name_is_replayed(run: Path, mismatch) -> None:
+    assert mismatch(run, "--samples", "7:2") == 0
+    newest = json.loads((run / "samples" / "step_00002.jsonl").read_text().splitlines()[2])
+    sequences = json.loads((run / "mismatch" / "mismatch.json").read_text())["sequences"]
+    assert [(one["name"], one["response_tokens"]) for one in sequences] == [("7:2", len(newest["tokens"]))]
+
+
+BAD = {
+    "a folder that is no run": (["{tmp}"], "is not the folder of a run"),
+    "nothing to replay": ([], "name the folder of a run"),
+    "a sample that is not there": (["{run}", "--samples", "7:99"], "has a sample 7:99"),
+    "the same path twice": (["{run}", "--left", "trainer"], "both paths are 'trainer'"),
+    "a fault on another side": (["{run}", "--left", "transformers", "--plant", "split-k"], "--left engine"),
+    "an unknown fault": (["{run}", "--plant", "x"], "invalid choice"),
+    "a model without prompts": (["--model", "{run}/hf"], "--model needs --prompts"),
+    "a folder without weights": (["--model", "{tmp}", "--prompts", "1+1"], "it has no config.json"),
+    "a prompt of one token": (["--model", "{run}/hf", "--prompts", "1"], "one to decode"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_exits_two(run: Path, mismatch, capsys, tmp_path: Path, case: str) -> None:
+    words, said = BAD[case]
+    assert mismatch(*(word.format(tmp=tmp_path, run=run) for word in words)) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert len(captured.err.strip().splitlines()) == 1
+
+
+def test_a_broken_sample_file_is_named(run: Path, mismatch, capsys) -> None:
+    (run / "samples" / "step_00002.jsonl").write_text("{}\n")
+    assert mismatch(run) == 2
+    assert "step_00002.jsonl:1" in capsys.readouterr().err
+
+
+def test_a_run_that_exported_nothing_says_so(run: Path, mismatch, capsys) -> None:
+    shutil.rmtree(run / "hf")
+    assert mismatch(run) == 2
+    assert "name a model with --model" in capsys.readouterr().err

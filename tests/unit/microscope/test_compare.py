@@ -1,0 +1,197 @@
+"""Two paths over a tiny model: they agree, or the microscope finds the op at which they do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.compare import compare
+from spmd_rl.microscope.explain import Trial
+from spmd_rl.microscope.faults import plant
+from spmd_rl.microscope.paths import EnginePath
+from spmd_rl.microscope.points import OPS, Point
+from spmd_rl.microscope.taps import Hashes, Marks, Tap, Values
+from spmd_rl.microscope.variants import merged_attention
+from spmd_rl.microscope.verdict import verdict
+from spmd_rl.model.spec import ModelSpec
+
+MIDDLE = 1  # of three layers
+
+
+def kinds(comparison) -> Counter[str]:
+    """How many points of each op introduce a difference."""
+    return Counter(one.point.op for one in comparison.findings if one.status == "introduced")
+
+
+def test_engine_and_trainer_agree_in_every_op(engine, trainer, case) -> None:
+    comparison = compare(engine(), trainer, case)
+    assert comparison.findings == ()
+    assert comparison.first is None
+    assert {point.op for point in comparison.points} == set(OPS)
+    assert len(comparison.points) == 1 + 3 * 14 + 3
+    every = sum(len(one.tokens) - 1 for one in case.sequences) * (1 + 3 * 14 + 1)
+    assert comparison.num_compared_rows == every + 2 * sum(len(one.response) for one in case.sequences)
+    assert "agree in every bit" in verdict(comparison, case, ("engine", "trainer"))
+
+
+FOUND = {
+    "split-k": (Point(MIDDLE, "down_proj"), {"down_proj": 1}),
+    "norm-order": (Point(MIDDLE, "post_norm"), {"post_norm": 1}),
+    "rope-bf16": (Point(0, "q"), {"q": 3, "k": 3}),
+    "auto-splits": (Point(0, "attention"), {"attention": 3}),
+}
+
+
+@pytest.mark.parametrize("fault", FOUND)
+def test_a_planted_fault_is_found_where_it_is_and_only_there(engine, trainer, case, fault: str) -> None:
+    path = engine()
+    plant(fault, path)
+    comparison = compare(path, trainer, case)
+    point, introducing = FOUND[fault]
+    assert comparison.first is not None
+    assert comparison.first.point == point
+    assert kinds(comparison) == introducing
+    for one in comparison.findings:
+        if one.point.place < point.place:
+            assert one.status == "equal", str(one.point)
+        if one.point.op == "logprob":
+            assert one.status == "inherited"
+    assert comparison.first.fed.unequal
+    sentence = verdict(comparison, case, ("engine", "trainer"))
+    assert sentence.startswith(f"{point}: ")
+    assert "introduced here" in sentence
+
+
+def test_a_harmless_change_is_not_called_a_fault(engine, trainer, case) -> None:
+    """The row tile makes the library's product exact on the CPU."""
+    path = engine()
+    plant("library-linear", path)
+    assert compare(path, trainer, case).findings == ()
+
+
+def test_splits_begin_where_there_are_two_blocks_of_keys(engine, trainer, case) -> None:
+    path = engine()
+    plant("auto-splits", path)
+    first = compare(path, trainer, case).first
+    assert first is not None
+    assert {case.where(row)[0] for row in first.rows} == {"1:0"}
+    assert all(case.where(row)[1] >= 2 * 64 - 1 for row in first.rows)
+
+
+def test_one_split_is_the_plain_softmax() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(*size, 8, generator=generator) for size in ((4,), (90, 2), (90, 2)))
+    scores = torch.einsum("kgd,skd->kgs", q.view(2, 2, 8), k) * 8**-0.5
+    expected = torch.einsum("kgs,skd->kgd", scores.softmax(-1), v).reshape(4, 8)
+    for splits in (1, 2, 5):
+        torch.testing.assert_close(merged_attention(q, k, v, splits), expected)
+
+
+def test_an_unknown_fault_is_refused(engine) -> None:
+    with pytest.raises(ConfigError, match="there is no fault 'x'"):
+        plant("x", engine())
+
+
+@pytest.mark.parametrize("left", ["engine", "trainer"])
+def test_the_difference_from_transformers_is_explained(engine, trainer, reference, case, left: str) -> None:
+    path = engine() if left == "engine" else trainer
+    comparison = compare(path, reference, case)
+    assert comparison.first is not None
+    assert comparison.first.point == Point(0, "attention")
+    found = kinds(comparison)
+    # their attention is another kernel and their SiLU another exponential; norms, RoPE and most products agree
+    assert found["attention"] == 3
+    assert found["act"] == 3
+    assert not set(found) & {"embed", "input_norm", "q", "k", "v", "post_norm", "final_norm"}
+    assert all(one.largest_difference < 1e-3 for one in comparison.findings)
+
+
+class Meddling(Tap):
+    """Changes one element on its way."""
+
+    def __init__(self, inner: Tap, point: Point, row: int) -> None:
+        self.inner, self.point, self.row = inner, point, row
+
+    def take(self, point: Point, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        hit = places[rows == self.row]
+        if point == self.point and len(hit):
+            x = x.clone()
+            x[hit[0]] += 1
+        return self.inner.take(point, x, rows, places)
+
+
+class Wrong:
+    """An engine whose op at `point` is wrong in one row."""
+
+    name, rows_are_distinct = "wrong", True
+
+    def __init__(self, engine: EnginePath, point: Point, row: int) -> None:
+        self.engine, self.point, self.row = engine, point, row
+
+    def run(self, case: Case, tap: Tap) -> None:
+        self.engine.run(case, Meddling(tap, self.point, self.row))
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("embed", "final_norm", "logits", "logprob")])
+def test_a_wrong_element_is_found_at_any_op_of_any_row(engine, trainer, case, op: str) -> None:
+    row = int(case.offsets[2]) + 57
+    comparison = compare(Wrong(engine(), Point(2, op), row), trainer, case)
+    assert comparison.first is not None
+    assert comparison.first.point == Point(2, op)
+    assert comparison.first.rows == (row,)
+    assert kinds(comparison) == {op: 1}
+
+
+@pytest.mark.parametrize("tap", [Hashes, Values])
+def test_no_hook_is_left_behind(engine, case, tap) -> None:
+    path = engine()
+    path.run(case, tap(case.num_rows))
+    assert not path.model._forward_pre_hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in path.model.modules())
+    assert "logits" not in vars(path.model)
+
+
+def trial_of(path, other, case, folder) -> tuple:
+    comparison = compare(path, other, case)
+    assert comparison.evidence is not None
+    trial = Trial(comparison.evidence, case, other.model, ModelSpec.from_folder(folder))
+    sides = []
+    for side, values in ((path, comparison.evidence.fed), (other, comparison.evidence.other)):
+        marks = Marks(case.num_rows)
+        side.run(case, marks)
+        sides.append((values, marks.forward_of.tolist()))
+    return comparison.first, [
+        [match.says for match in trial.matches(comparison.first.point, values, pass_of)] for values, pass_of in sides
+    ]
+
+
+ARITHMETIC = {
+    "split-k": "K summed in 2 parts",
+    "norm-order": "scaled by the weight before rounding",
+    "rope-bf16": "tables rounded to bfloat16",
+}
+
+
+@pytest.mark.parametrize("fault", ARITHMETIC)
+def test_the_arithmetic_of_both_sides_is_named(engine, trainer, case, folder, fault: str) -> None:
+    path = engine()
+    plant(fault, path)
+    _, (wrong, right) = trial_of(path, trainer, case, folder)
+    assert wrong == [ARITHMETIC[fault]]
+    assert len(right) == 1
+    assert "the contract's" in right[0]
+
+
+def test_merged_ranges_are_named_row_by_row(engine, trainer, case, folder) -> None:
+    path = engine()
+    plant("auto-splits", path)
+    _, (wrong, right) = trial_of(path, trainer, case, folder)
+    assert wrong == [
+        "one softmax over keys in ascending blocks, the contract's",
+        "softmaxes of 2 ranges of keys, merged",
+    ]
+    assert len(right) == 1
