@@ -158,7 +158,9 @@ def profile(one: Learner, given: Batch, path: str) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         step_seconds(one, given)
     with open(path, "w") as file:
-        file.write(found.key_averages().table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=110))
+        file.write(
+            found.key_averages().table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=110)
+        )
 
 
 def main() -> int:
