@@ -4,7 +4,7 @@ Three ways of computing the same step take turns, repetition by repetition:
 
     contract  as shipped: every row's bits are its own
     free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
-    torch     the same, and torch's own RMS norm and log-softmax
+    torch     the same, and torch's own operations for norms, rotary positions and log-probs, none of them fused
 
 A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, optimizer included; medians of
 the host's clock around it, the GPU drained before and after. MFU counts 6 operations for every weight and token that
@@ -64,6 +64,23 @@ def torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
+def torch_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    summed = residual + x
+    return torch_norm(summed, weight, eps), summed
+
+
+def torch_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    cos, sin = (table.index_select(0, positions).to(q.dtype).unsqueeze(1) for table in (cos, sin))
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    return turned(torch_norm(q, q_weight, eps)), turned(torch_norm(k, k_weight, eps))
+
+
 def torch_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, Tensor]:
     log_probs = (logits * inv_temperature.unsqueeze(1)).log_softmax(1)
     entropy = -(log_probs.detach().exp() * log_probs.detach()).sum(1)
@@ -71,7 +88,13 @@ def torch_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> 
 
 
 FREE = ((linear_plan, "matmul", free_product),)
-TORCH = (*FREE, (network, "rms_norm", torch_norm), (fsdp2, "token_logprobs", torch_logprobs))
+TORCH = (
+    *FREE,
+    (network, "rms_norm", torch_norm),
+    (network, "add_rms_norm", torch_add_norm),
+    (network, "qk_norm_rope", torch_norm_rope),
+    (fsdp2, "token_logprobs", torch_logprobs),
+)
 PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "contract": nullcontext,
     "free": lambda: swapped(*FREE),
