@@ -50,7 +50,7 @@ class Watched:
 
 
 def measure(name: str) -> Iterator[Row]:
-    one = learner(name, TrainerConfig(dtype="bfloat16", activation_checkpointing=name != "0.6B"))
+    one = learner(name, TrainerConfig(dtype="bfloat16"))
     given = scored(one, batch(STEP_TOKENS, one.backend.scorer.model.spec.vocab_size))
     shares, host = [], []
     for repeat in range(WARMUPS + REPEATS):

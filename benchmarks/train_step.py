@@ -11,7 +11,7 @@ the host's clock around it, the GPU drained before and after. MFU counts 6 opera
 meet, the causal half of attention, and no recomputation (shapes.train_flops), against 989 TFLOP/s and against the 788
 that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path.
 
-    python -m benchmarks.train_step 0.6B 4B [--pack 16384] [--recompute 4B] [--save] [--profile 0.6B=trace.txt]
+    python -m benchmarks.train_step 0.6B 4B [--pack 16384] [--save] [--profile 0.6B=trace.txt]
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--pack", type=int, default=16384)
-    parser.add_argument("--recompute", nargs="*", default=["4B"], help="models whose layers are recomputed")
+    parser.add_argument("--recompute", nargs="*", default=[], help="models whose layers are recomputed")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=lambda text: text.split("=", 1), action="append", default=[])
