@@ -1,6 +1,6 @@
 """A whole rollout beside SGLang's: 512 prompts of 128 tokens, 8 samples each, answers of very unequal length.
 
-The number of new tokens of each sample is drawn once from a log-normal distribution of median 256, cut to 64..2048, so
+The number of new tokens of each sample is drawn once from a log-normal distribution of median 192, cut to 64..2048, so
 that a few long samples outlive the rest; both engines get the same 4,096 requests at once and no more than 512 run
 together. Tokens per second are new tokens over the time from handing over the first request to the last answer; the
 engines take turns (engines.py says how both run).
@@ -22,7 +22,7 @@ from benchmarks.record import compared, finish, gpu
 from benchmarks.table import Row
 
 PROMPTS, SAMPLES, PROMPT_TOKENS = 512, 8, 128
-MEDIAN, SIGMA, SHORTEST, LONGEST = 256, 0.8, 64, 2048
+MEDIAN, SIGMA, SHORTEST, LONGEST = 192, 0.8, 64, 2048
 BARS = {"0.6B": 1.2, "8B": 1.0}
 WARMUP = 8  # prompts
 
