@@ -11,7 +11,7 @@ the host's clock around it, the GPU drained before and after. MFU counts 6 opera
 meet, the causal half of attention, and no recomputation (shapes.train_flops), against 989 TFLOP/s and against the 788
 that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path.
 
-    python -m benchmarks.train_step 0.6B 4B [--pack 16384] [--save] [--profile 0.6B=trace.txt]
+    python -m benchmarks.train_step 0.6B 4B [--pack 16384] [--recompute 4B=cheap] [--save] [--profile 0.6B=trace.txt]
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import MEASURED_FLOPS_PER_S, PEAK_FLOPS_PER_S, train_flops
 from benchmarks.table import Row
 from benchmarks.training import batch, learner, scored
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.kernels import linear_plan
+from spmd_rl.kernels import linear_fp32, linear_plan
 from spmd_rl.model import network
 from spmd_rl.train import fsdp2
 from spmd_rl.train.config import TrainerConfig
@@ -87,13 +88,24 @@ def torch_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> 
     return log_probs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
+def torch_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    def score(part: slice) -> tuple[Tensor, Tensor]:
+        return torch_logprobs(linear_fp32(hidden[part], weight), targets[part], inv_temperature[part])
+
+    parts = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
+    scores = [checkpoint(score, part, use_reentrant=False) for part in parts]
+    return torch.cat([logprob for logprob, _ in scores]), torch.cat([entropy for _, entropy in scores])
+
+
 FREE = ((linear_plan, "matmul", free_product),)
 TORCH = (
     *FREE,
     (network, "rms_norm", torch_norm),
     (network, "add_rms_norm", torch_add_norm),
     (network, "qk_norm_rope", torch_norm_rope),
-    (fsdp2, "token_logprobs", torch_logprobs),
+    (fsdp2, "head_logprobs", torch_head),
 )
 PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "contract": nullcontext,
@@ -141,13 +153,13 @@ def step_seconds(one: Learner, given: Batch) -> float:
 
 
 def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    recompute = name in options.recompute
-    cfg = TrainerConfig(dtype="bfloat16", max_tokens=options.pack, activation_checkpointing=recompute)
+    recompute = options.recompute.get(name, "none")
+    cfg = TrainerConfig(dtype="bfloat16", max_tokens=options.pack, recompute=recompute)
     one = learner(name, cfg)
     spec = one.backend.scorer.model.spec
     given = scored(one, batch(STEP_TOKENS, spec.vocab_size))
     first = one.train_step(given, grpo_loss)
-    what = f"Qwen3-{name}, packs of {options.pack}" + (", layers recomputed" if recompute else "")
+    what = f"Qwen3-{name}, packs of {options.pack}, recompute {recompute}"
     yield measured(f"{what}: mismatched of {first[COMPARED]:.0f} tokens", first[MISMATCHED], "tokens", at_most=0)
     times: dict[str, list[float]] = {path: [] for path in options.paths}
     torch.cuda.reset_peak_memory_stats()
@@ -186,17 +198,22 @@ def profile(one: Learner, given: Batch, path: str) -> None:
         )
 
 
+def pair_of(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--pack", type=int, default=16384)
-    parser.add_argument("--recompute", nargs="*", default=[], help="models whose layers are recomputed")
+    parser.add_argument("--recompute", type=pair_of, action="append", default=[("4B", "cheap")], metavar="MODEL=WHAT")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--profile", type=lambda text: text.split("=", 1), action="append", default=[])
+    parser.add_argument("--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    options.profile = dict(options.profile)
+    options.profile, options.recompute = dict(options.profile), dict(options.recompute)
     rows: list[Row] = []
     for name in options.models:
         rows += measure(name, options)

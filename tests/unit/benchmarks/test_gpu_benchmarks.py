@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import record, rollout_vs_sglang, train_step
 from benchmarks.shapes import QWEN3, train_flops, write_config
+from spmd_rl.kernels import token_logprobs
 from spmd_rl.model import network
 
 
@@ -58,7 +59,7 @@ def test_torch_operations_compute_what_ours_do() -> None:
             assert torch.allclose(one, other, atol=1e-5)
     logits, targets, scale = torch.randn(6, 50), torch.randint(50, (6,)), torch.rand(6) + 0.5
     for one, other in zip(
-        train_step.fsdp2.token_logprobs(logits, targets, scale),
+        token_logprobs(logits, targets, scale),
         train_step.torch_logprobs(logits, targets, scale),
         strict=True,
     ):
