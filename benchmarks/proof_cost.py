@@ -20,9 +20,8 @@ import torch
 from benchmarks.record import finish, gpu, measured
 from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
-from benchmarks.training import batch, learner, scored
+from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train import learner as learner_module
-from spmd_rl.train.config import TrainerConfig
 
 REPEATS, WARMUPS = 5, 2
 BAR = 0.01
@@ -50,7 +49,7 @@ class Watched:
 
 
 def measure(name: str) -> Iterator[Row]:
-    one = learner(name, TrainerConfig(dtype="bfloat16", recompute="none" if name == "0.6B" else "cheap"))
+    one = learner(name, config(name))
     given = scored(one, batch(STEP_TOKENS, one.backend.scorer.model.spec.vocab_size))
     shares, host = [], []
     for repeat in range(WARMUPS + REPEATS):

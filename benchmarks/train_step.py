@@ -11,7 +11,7 @@ the host's clock around it, the GPU drained before and after. MFU counts 6 opera
 meet, the causal half of attention, and no recomputation (shapes.train_flops), against 989 TFLOP/s and against the 788
 that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path.
 
-    python -m benchmarks.train_step 0.6B 4B [--pack 16384] [--recompute 4B=cheap] [--save] [--profile 0.6B=trace.txt]
+    python -m benchmarks.train_step 0.6B 4B [--save] [--profile 0.6B=trace.txt]
 """
 
 from __future__ import annotations
@@ -21,23 +21,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.paths import PATHS
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import MEASURED_FLOPS_PER_S, PEAK_FLOPS_PER_S, train_flops
 from benchmarks.table import Row
-from benchmarks.training import batch, learner, scored
+from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.kernels import linear_fp32, linear_plan
-from spmd_rl.model import network
-from spmd_rl.train import fsdp2
-from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
 from spmd_rl.types import Batch
 
@@ -45,73 +37,6 @@ PACKAGES = ("torch", "triton", "flash-attn-4")
 STEP_TOKENS = 65536
 SPEED_BAR, MFU_BAR = 1 / 0.97, 0.45
 WARMUPS = 2
-
-
-@contextmanager
-def swapped(*swaps: tuple[object, str, Callable[..., object]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, other in swaps:
-            stack.enter_context(patch.object(owner, name, other))
-        yield
-
-
-def free_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    if bias is not None:
-        return torch.addmm(bias, x, weight.t())
-    return torch.mm(x, weight.t(), **({"out_dtype": out_dtype} if out_dtype != x.dtype else {}))
-
-
-def torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def torch_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    summed = residual + x
-    return torch_norm(summed, weight, eps), summed
-
-
-def torch_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor]:
-    cos, sin = (table.index_select(0, positions).to(q.dtype).unsqueeze(1) for table in (cos, sin))
-
-    def turned(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-
-    return turned(torch_norm(q, q_weight, eps)), turned(torch_norm(k, k_weight, eps))
-
-
-def torch_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, Tensor]:
-    log_probs = (logits * inv_temperature.unsqueeze(1)).log_softmax(1)
-    entropy = -(log_probs.detach().exp() * log_probs.detach()).sum(1)
-    return log_probs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
-
-
-def torch_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor, num_rows: int
-) -> tuple[Tensor, Tensor]:
-    def score(part: slice) -> tuple[Tensor, Tensor]:
-        return torch_logprobs(linear_fp32(hidden[part], weight), targets[part], inv_temperature[part])
-
-    parts = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
-    scores = [checkpoint(score, part, use_reentrant=False) for part in parts]
-    return torch.cat([logprob for logprob, _ in scores]), torch.cat([entropy for _, entropy in scores])
-
-
-FREE = ((linear_plan, "matmul", free_product),)
-TORCH = (
-    *FREE,
-    (network, "rms_norm", torch_norm),
-    (network, "add_rms_norm", torch_add_norm),
-    (network, "qk_norm_rope", torch_norm_rope),
-    (fsdp2, "head_logprobs", torch_head),
-)
-PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "contract": nullcontext,
-    "free": lambda: swapped(*FREE),
-    "torch": lambda: swapped(*TORCH),
-}
 
 
 class Timed:
@@ -153,13 +78,12 @@ def step_seconds(one: Learner, given: Batch) -> float:
 
 
 def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    recompute = options.recompute.get(name, "none")
-    cfg = TrainerConfig(dtype="bfloat16", max_tokens=options.pack, recompute=recompute)
+    cfg = config(name)
     one = learner(name, cfg)
     spec = one.backend.scorer.model.spec
     given = scored(one, batch(STEP_TOKENS, spec.vocab_size))
     first = one.train_step(given, grpo_loss)
-    what = f"Qwen3-{name}, packs of {options.pack}, recompute {recompute}"
+    what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.recompute}"
     yield measured(f"{what}: mismatched of {first[COMPARED]:.0f} tokens", first[MISMATCHED], "tokens", at_most=0)
     times: dict[str, list[float]] = {path: [] for path in options.paths}
     torch.cuda.reset_peak_memory_stats()
@@ -206,14 +130,12 @@ def pair_of(text: str) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--pack", type=int, default=16384)
-    parser.add_argument("--recompute", type=pair_of, action="append", default=[("4B", "cheap")], metavar="MODEL=WHAT")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    options.profile, options.recompute = dict(options.profile), dict(options.recompute)
+    options.profile = dict(options.profile)
     rows: list[Row] = []
     for name in options.models:
         rows += measure(name, options)

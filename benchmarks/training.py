@@ -24,6 +24,12 @@ from spmd_rl.train.learner import Learner
 from spmd_rl.types import Batch, Group, Prompt, Sample
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 896
+PACK_TOKENS = 16384
+
+
+def config(name: str) -> TrainerConfig:
+    """The trainer's, which keeps all activations where they fit: at 4B what is cheap is made again."""
+    return TrainerConfig(dtype="bfloat16", max_tokens=PACK_TOKENS, recompute="cheap" if name == "4B" else "none")
 
 
 def learner(name: str, cfg: TrainerConfig) -> Learner:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import record, rollout_vs_sglang, train_step
+from benchmarks import record, rollout_vs_sglang, paths
 from benchmarks.shapes import QWEN3, train_flops, write_config
 from spmd_rl.kernels import token_logprobs
 from spmd_rl.model import network
@@ -39,8 +39,8 @@ def test_a_rollout_has_the_same_long_tail_every_time() -> None:
 def test_paths_swap_operations_and_put_them_back() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)
     ours = network.rms_norm
-    with train_step.PATHS["torch"]():
-        assert network.rms_norm is train_step.torch_norm
+    with paths.PATHS["torch"]():
+        assert network.rms_norm is paths.torch_norm
         assert torch.allclose(network.rms_norm(x, weight, 1e-6), ours(x, weight, 1e-6), atol=1e-5)
     assert network.rms_norm is ours
 
@@ -51,16 +51,16 @@ def test_torch_operations_compute_what_ours_do() -> None:
     angles = torch.randn(16, 4)
     rotary = torch.tensor([3, 0, 7, 7, 15]), angles.cos(), angles.sin()
     for ours, theirs in (
-        (network.qk_norm_rope(q, k, weight, weight, 1e-6, *rotary), train_step.torch_norm_rope),
-        (network.add_rms_norm(q, q, weight, 1e-6), train_step.torch_add_norm),
+        (network.qk_norm_rope(q, k, weight, weight, 1e-6, *rotary), paths.torch_norm_rope),
+        (network.add_rms_norm(q, q, weight, 1e-6), paths.torch_add_norm),
     ):
-        given = (q, k, weight, weight, 1e-6, *rotary) if theirs is train_step.torch_norm_rope else (q, q, weight, 1e-6)
+        given = (q, k, weight, weight, 1e-6, *rotary) if theirs is paths.torch_norm_rope else (q, q, weight, 1e-6)
         for one, other in zip(ours, theirs(*given), strict=True):
             assert torch.allclose(one, other, atol=1e-5)
     logits, targets, scale = torch.randn(6, 50), torch.randint(50, (6,)), torch.rand(6) + 0.5
     for one, other in zip(
         token_logprobs(logits, targets, scale),
-        train_step.torch_logprobs(logits, targets, scale),
+        paths.torch_logprobs(logits, targets, scale),
         strict=True,
     ):
         assert torch.allclose(one, other, atol=1e-5)
