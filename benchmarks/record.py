@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -14,9 +15,23 @@ from benchmarks.table import RESULTS, Result, Row, table
 MACHINE = "laptop"
 
 
-def compared(what: str, value: float, unit: str, *, peer: str, peer_value: float, at_most: float | None = None) -> Row:
-    """A row beside a peer; `at_most` is the bar on value over peer_value."""
+def compared(
+    what: str,
+    value: float,
+    unit: str,
+    *,
+    peer: str,
+    peer_value: float,
+    at_most: float | None = None,
+    at_least: float | None = None,
+) -> Row:
+    """A row beside a peer; `at_most` or `at_least` is the bar on value over peer_value."""
     ratio = value / peer_value
+    bar, holds = None, None
+    if at_most is not None:
+        bar, holds = f"<= {at_most:.3g}x", ratio <= at_most
+    elif at_least is not None:
+        bar, holds = f">= {at_least:.3g}x", ratio >= at_least
     return Row(
         what=what,
         value=_short(value),
@@ -24,8 +39,8 @@ def compared(what: str, value: float, unit: str, *, peer: str, peer_value: float
         peer=peer,
         peer_value=_short(peer_value),
         ratio=_short(ratio),
-        bar=None if at_most is None else f"<= {at_most:g}x",
-        holds=None if at_most is None else ratio <= at_most,
+        bar=bar,
+        holds=holds,
     )
 
 
@@ -39,13 +54,25 @@ def measured(what: str, value: float, unit: str, *, at_most: float | None = None
     return Row(what=what, value=_short(value), unit=unit, bar=bar, holds=holds)
 
 
-def finish(script: str, packages: Iterable[str], rows: list[Row], *, save: bool, machine: str = MACHINE) -> int:
-    """Print the rows and, with `save`, write them; returns the exit code, 1 where a bar is missed."""
+def gpu() -> dict[str, str]:
+    """The first GPU and its driver, to stand among the versions of a result."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    name, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
+    return {"gpu": name, "driver": driver}
+
+
+def finish(
+    script: str, packages: Iterable[str], rows: list[Row], *, save: bool, machine: str = MACHINE, **versions: str
+) -> int:
+    """Print the rows and, with `save`, write them; returns the exit code, 1 where a bar is missed.
+
+    `versions` are of what is not installed as a package here.
+    """
     result = Result(
         script=Path(script).name,
         date=datetime.now(UTC).date().isoformat(),
         machine=machine,
-        versions={name: version(name) for name in packages},
+        versions={name: version(name) for name in packages} | versions,
         rows=rows,
     )
     print(table([result]))

@@ -1,0 +1,72 @@
+"""Our engine's decode step beside SGLang's fastest, not deterministic, mode on one GPU (engines.py says how both run).
+
+Time per step is (T(512) - T(256)) / 256, T(n) the time to make n tokens for each of the batch's prompts in one call, so
+that start, prefill and hand-over cancel: medians of T over repetitions in which the two engines take turns. Prompts
+are in both engines' prefix caches after the warm-up. Our own clock around `step`, the median over the steps in which
+the whole batch decodes, is given as a check.
+
+    python -m benchmarks.engine_vs_sglang --sglang SITE [--save] [0.6B 8B]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+
+from benchmarks.engines import PACKAGES, Pair, pair, versions
+from benchmarks.peer import Peer
+from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.table import Row
+
+CASES = {"0.6B": ((64, 128), (256, 128)), "8B": ((1, 128), (64, 128), (256, 128), (64, 2048))}  # batch, prompt
+SHORT, LONG = 256, 512
+WARMUP_TOKENS, REPEATS = 24, 3
+BARS = {("0.6B", 64): 0.6}
+
+
+def run(peer: Peer, batch: int, prompt: int, new: int) -> dict[str, float]:
+    return peer.ask(prompts=[prompt] * batch, samples=1, new_tokens=[new] * batch, seed=batch + prompt)
+
+
+def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
+    for batch, prompt in CASES[name]:
+        times: dict[tuple[str, int], list[float]] = {}
+        steps: list[float] = []
+        for _, engine in engines:
+            run(engine, batch, prompt, WARMUP_TOKENS)
+        for _ in range(repeats):
+            for kind, engine in engines:
+                for new in (SHORT, LONG):
+                    reply = run(engine, batch, prompt, new)
+                    times.setdefault((kind, new), []).append(reply["seconds"])
+                    steps += [reply["step_s"]] if kind == "ours" else []
+        ours, theirs = (
+            1e3 * (statistics.median(times[kind, LONG]) - statistics.median(times[kind, SHORT])) / (LONG - SHORT)
+            for kind in ("ours", "sglang")
+        )
+        what = f"Qwen3-{name}, batch {batch}, prompt {prompt}"
+        print(f"{what}: ours {ours:.2f}, SGLang {theirs:.2f} ms; {times}", flush=True)
+        bar = BARS.get((name, batch), 1.0)
+        yield compared(f"{what}: step", ours, "ms", peer="SGLang", peer_value=theirs, at_most=bar)
+        yield measured(f"{what}: our own clock around step", 1e3 * statistics.median(steps), "ms")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(CASES))
+    parser.add_argument("--sglang", required=True, metavar="SITE")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for name in options.models:
+        with pair(name, options.sglang) as engines:
+            found = versions(engines)
+            rows += measure(name, engines, options.repeats)
+    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu(), **found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

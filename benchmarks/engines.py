@@ -1,0 +1,164 @@
+"""Two engines on one GPU, each in a process of its own and started once, that take turns: ours and SGLang.
+
+Both hold the same model folder in bf16 with room for the same number of KV tokens, both run up to 512 sequences, and
+both draw at temperature 1 and ignore the end of sequence. SGLang runs in its fastest mode, which is not deterministic:
+FlashAttention 3, CUDA graphs for decoding at every batch size, its radix cache and overlapped schedule as by default,
+and no log-probs returned. Ours records every token's log-prob, always. Only the graphs for SGLang's prefill are off:
+they would triple its time to start.
+
+SGLang stands in a folder of its own (`--sglang SITE`), because it wants another transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.peer import Laps, Peer
+from benchmarks.shapes import VOCAB
+
+KV_TOKENS = 300 * 1024
+MAX_BATCH = 512
+PAGE_SIZE = 128
+STEP_TOKENS = 8192  # SGLang's chunk of prefill on this GPU
+SGLANG_MEMORY = 0.47  # of the GPU: weights and KV_TOKENS fit
+PACKAGES = ("torch", "triton", "flash-attn-4")
+
+
+@dataclass(frozen=True)
+class Pair:
+    ours: Peer
+    sglang: Peer
+
+    def __iter__(self) -> Iterator[tuple[str, Peer]]:
+        yield from (("ours", self.ours), ("sglang", self.sglang))
+
+
+@contextmanager
+def pair(name: str, sglang_site: str) -> Iterator[Pair]:
+    """Both engines with random weights of a Qwen3 shape, ready. SGLang comes first: it sizes itself by what is free."""
+    with tempfile.TemporaryDirectory(prefix="shape-") as folder:
+        subprocess.run([sys.executable, "-m", "benchmarks.shapes", name, folder], check=True)
+        logs = Path(tempfile.gettempdir())
+        command = [sys.executable, "-m", "benchmarks.engines"]
+        env = {"PYTHONPATH": f"{Path.cwd()}:{sglang_site}:{sglang_site}/nvidia_cutlass_dsl/dsl_packages"}
+        with (
+            Peer([*command, "sglang", folder], env, logs / f"sglang-{name}.log") as sglang,
+            Peer([*command, "ours", folder], {}, logs / f"ours-{name}.log") as ours,
+        ):
+            yield Pair(ours, sglang)
+
+
+def versions(pair: Pair) -> dict[str, str]:
+    return {"sglang": pair.sglang.ask(facts=True)["version"]}
+
+
+class Contender(Protocol):
+    def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
+        """All of it, `new_tokens[i]` after `prompts[i]`; equal prompts are one object. What it says goes into the
+        reply."""
+        ...
+
+    def facts(self) -> dict[str, Any]: ...
+
+
+class Ours:
+    def __init__(self, folder: str) -> None:
+        import torch
+
+        from spmd_rl.rollout.engine import EngineConfig
+        from spmd_rl.rollout.native.build import build
+
+        cfg = EngineConfig(
+            model=folder,
+            page_size=PAGE_SIZE,
+            num_pages=KV_TOKENS // PAGE_SIZE,
+            max_batch=MAX_BATCH,
+            max_step_tokens=STEP_TOKENS,
+            dtype="bfloat16",
+        )
+        self.engine = build(cfg, torch.device("cuda"), str)
+
+    def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
+        from spmd_rl.rollout.engine import Request, SamplingConfig
+
+        for index, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True)):
+            self.engine.submit(Request(index, 0, prompt, SamplingConfig(max_tokens=count, ignore_eos=True)))
+        steps, num_tokens, began = [], 0, time.perf_counter()
+        while self.engine.has_work:
+            progress, ended = self.engine.step(), time.perf_counter()
+            num_tokens += len(progress.tokens)
+            if len(progress.tokens) == len(prompts):
+                steps.append(ended - began)
+            began = ended
+        return {"num_tokens": num_tokens, "step_s": float(np.median(steps)) if steps else None}
+
+    def facts(self) -> dict[str, Any]:
+        return self.engine.stats()
+
+
+class SgLang:
+    def __init__(self, folder: str) -> None:
+        import sglang
+
+        self.engine = sglang.Engine(
+            model_path=folder,
+            skip_tokenizer_init=True,
+            attention_backend="fa3",
+            max_total_tokens=KV_TOKENS,
+            max_running_requests=MAX_BATCH,
+            mem_fraction_static=SGLANG_MEMORY,
+            cuda_graph_max_bs_decode=MAX_BATCH,
+            disable_prefill_cuda_graph=True,
+            random_seed=0,
+            log_level="warning",
+        )
+
+    def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
+        params = [{"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True} for count in new_tokens]
+        outs = self.engine.generate(input_ids=[prompt.tolist() for prompt in prompts], sampling_params=params)
+        return {"num_tokens": sum(len(out["output_ids"]) for out in outs)}
+
+    def facts(self) -> dict[str, Any]:
+        said = self.engine.get_server_info()
+        names = ("attention_backend", "max_total_num_tokens", "max_running_requests", "disable_overlap_schedule")
+        return {"version": version("sglang")} | {name: said.get(name) for name in names}
+
+
+def serve(kind: str, folder: str) -> None:
+    contender: Contender = Ours(folder) if kind == "ours" else SgLang(folder)
+    laps = Laps()
+    while True:
+        request = laps.request()
+        if "facts" in request:
+            laps.reply(**contender.facts())
+            continue
+        rng = np.random.default_rng(request["seed"])
+        once = [rng.integers(0, VOCAB, length, dtype=np.int32) for length in request["prompts"]]
+        prompts = [prompt for prompt in once for _ in range(request["samples"])]
+        start = time.perf_counter()
+        reply = contender.generate(prompts, request["new_tokens"])
+        reply["seconds"] = time.perf_counter() - start
+        if reply["num_tokens"] != sum(request["new_tokens"]):
+            raise RuntimeError(f"{kind} made {reply['num_tokens']} of {sum(request['new_tokens'])} tokens")
+        laps.reply(**reply)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("ours", "sglang"))
+    parser.add_argument("folder")
+    options = parser.parse_args()
+    serve(options.kind, options.folder)

@@ -1,0 +1,109 @@
+"""The proof end to end: GRPO with whole-size models on one GPU, and every token's log-prob compared bit for bit.
+
+The recipe `grpo` (proof_recipe.py) through the command line, trainer and engine on the same GPU, random weights of
+Qwen3-0.6B and 4B that really move (answers of even token ids are rewarded): CUDA graphs, the prefix cache and
+continuous batching on. Prompts have 8 to 400 tokens; an answer ends at 512 tokens or at one of 300 token ids, which
+happens after a few hundred, so sequences come and go all the time. The bar is no unequal token among two million.
+
+    python -m benchmarks.grpo_proof [--save] [0.6B 4B]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.record import finish, gpu, measured
+from benchmarks.shapes import write_folder
+from benchmarks.table import Row
+
+PACKAGES = ("torch", "triton", "flash-attn-4", "transformers", "numpy", "pyzmq", "msgspec")
+RECIPE = "benchmarks.proof_recipe"
+TOKENIZER = Path("examples/arithmetic/model-20m")  # a token a character
+STEPS = {"0.6B": (3, 128, []), "4B": (2, 64, ["--trainer.recompute=cheap"])}  # steps, prompts, more
+SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300
+SHORTEST, LONGEST = 8, 400
+BAR_TOKENS = 2_000_000
+
+
+def write_prompts(path: Path, count: int) -> None:
+    rng = random.Random(0)
+    sizes = [rng.randint(SHORTEST, LONGEST) for _ in range(count)]
+    lines = ["".join(rng.choices("0123456789+", k=size - 1)) + "=" for size in sizes]
+    path.write_text("".join(json.dumps({"prompt": line, "answer": ""}) + "\n" for line in lines))
+
+
+def options_of(name: str, folder: Path) -> list[str]:
+    steps, prompts, more = STEPS[name]
+    return [
+        f"--model={folder / name}",
+        f"--data={folder / 'prompts.jsonl'}",
+        f"--reward={RECIPE}:even",
+        f"--run.folder={folder}",
+        f"--run.name=run-{name}",
+        f"--steps={steps}",
+        f"--prompts_per_step={prompts}",
+        f"--sampling.num_samples={SAMPLES}",
+        f"--sampling.max_tokens={NEW_TOKENS}",
+        f"--sampling.stop_ids={list(range(1000, 1000 + STOP_IDS))}",
+        "--engine.dtype=bfloat16",
+        "--engine.page_size=128",
+        "--engine.max_batch=512",
+        "--engine.max_step_tokens=8192",
+        "--engine.memory_fraction=0.3",
+        "--engine.load_weights=false",
+        "--trainer.dtype=bfloat16",
+        "--trainer.lr=1e-5",
+        *more,
+    ]
+
+
+def measure(name: str, folder: Path) -> Iterator[Row]:
+    write_folder(name, folder / name, TOKENIZER)
+    write_prompts(folder / "prompts.jsonl", 512)
+    command = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run", RECIPE]
+    began = time.time()
+    subprocess.run([*command, "--nproc=1", *options_of(name, folder)], check=True)
+    seconds = time.time() - began
+    steps = [json.loads(line) for line in (folder / f"run-{name}" / "metrics.jsonl").read_text().splitlines()]
+
+    def total(metric: str) -> float:
+        return sum(step[metric] for step in steps)
+
+    what = f"Qwen3-{name}, {len(steps)} steps"
+    yield measured(f"{what}: compared tokens", total("onpolicy/compared_tokens"), "tokens")
+    yield measured(f"{what}: unequal tokens", total("onpolicy/mismatched_tokens"), "tokens", at_most=0)
+    yield measured(f"{what}: largest difference", max(step["onpolicy/max_abs_dlogp"] for step in steps), "nats")
+    yield measured(f"{what}: rollout, median", statistics.median(s["rollout/tokens_per_s"] for s in steps), "tokens/s")
+    yield measured(f"{what}: step, median", statistics.median(step["time/step"] for step in steps), "s")
+    last = steps[-1]
+    hits = last["engine/num_hit_tokens"] / last["engine/num_lookup_tokens"]
+    yield measured(f"{what}: prompt tokens from the prefix cache", hits, "")
+    yield measured(f"{what}: sequences preempted", last["engine/num_preemptions"], "")
+    yield measured(f"{what}: start to end", seconds, "s")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(STEPS))
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="proof-") as folder:
+        for name in options.models:
+            rows += measure(name, Path(folder))
+    compared = sum(row.value for row in rows if row.what.endswith("compared tokens"))
+    rows.append(measured("compared tokens of all models", compared, "tokens", at_least=BAR_TOKENS))
+    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

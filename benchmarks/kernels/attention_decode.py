@@ -1,0 +1,77 @@
+"""Attention decode over pages, one new token a sequence, as a share of the bandwidth of a plain copy.
+
+Keys and values of 8 heads of 128, 32 query heads (Qwen3-4B and 8B), pages of 128 tokens in random order. Each number
+is the median over replays of a graph that runs the kernel once for each of several caches, so that nothing is left in
+L2. Bytes are the keys and values read; the copy counts what it reads and what it writes.
+
+    python -m benchmarks.kernels.attention_decode [--save]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.decode_gemm import microseconds
+from benchmarks.record import finish, gpu, measured
+from benchmarks.shapes import HEAD_DIM
+from benchmarks.table import Row
+from spmd_rl.kernels.flash import PagedFlash
+
+NUM_HEADS, NUM_KV_HEADS, PAGE_SIZE = 32, 8, 128
+CASES = ((64, 2048, 0.9), (64, 8192, 0.9), (1, 32768, None), (4, 32768, None))  # batch, context, bar
+COLD_BYTES = 1 << 30
+CALLS = 40  # in a graph, so that its launch is a small part
+COPY_BYTES = 4 << 30
+
+
+def copy_bytes_per_s() -> float:
+    """A copy of 4 GiB, timed by itself: the median of twenty, the first two left out."""
+    source = torch.randn(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+    target, times = torch.empty_like(source), []
+    for _ in range(22):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return 2 * COPY_BYTES / statistics.median(times[2:])
+
+
+def measure(batch: int, context: int, bar: float | None, copy: float) -> Iterator[Row]:
+    pages = context // PAGE_SIZE
+    num_bytes = 4 * batch * context * NUM_KV_HEADS * HEAD_DIM
+    shape = (2, batch * pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
+    caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(-(-COLD_BYTES // num_bytes) + 1)]
+    table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
+    attend = PagedFlash.decode(table, torch.full((batch,), context, dtype=torch.int32, device="cuda"))
+    q = torch.randn(batch, NUM_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+
+    def run(cache: Tensor) -> Tensor:
+        return attend(q, cache[0], cache[1])
+
+    spent = microseconds(run, caches * -(-CALLS // len(caches)))
+    speed = num_bytes / spent * 1e6
+    what = f"batch {batch}, context {context}"
+    yield measured(f"{what}: time", spent, "us")
+    yield measured(f"{what}: read", speed / 1e12, "TB/s")
+    yield measured(f"{what}: share of copy bandwidth", speed / copy, "", at_least=bar)
+
+
+def main() -> int:
+    copy = copy_bytes_per_s()
+    rows = [measured("copy, read and written", copy / 1e12, "TB/s")]
+    for case in CASES:
+        rows += measure(*case, copy)
+        torch.cuda.empty_cache()
+    packages = ("torch", "flash-attn-4")
+    return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Other ways of computing what the contract computes, as contexts that swap the trainer's operations.
+
+contract  as shipped
+free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
+torch     the same, and torch's own operations for norms, rotary positions and log-probs, none of them fused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from spmd_rl.kernels import linear_fp32, linear_plan
+from spmd_rl.model import network
+from spmd_rl.train import fsdp2
+
+
+@contextmanager
+def swapped(*swaps: tuple[object, str, Callable[..., object]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, other in swaps:
+            stack.enter_context(patch.object(owner, name, other))
+        yield
+
+
+def free_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if bias is not None:
+        return torch.addmm(bias, x, weight.t())
+    return torch.mm(x, weight.t(), **({"out_dtype": out_dtype} if out_dtype != x.dtype else {}))
+
+
+def torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def torch_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    summed = residual + x
+    return torch_norm(summed, weight, eps), summed
+
+
+def torch_norm_rope(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    cos, sin = (table.index_select(0, positions).to(q.dtype).unsqueeze(1) for table in (cos, sin))
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+    return turned(torch_norm(q, q_weight, eps)), turned(torch_norm(k, k_weight, eps))
+
+
+def torch_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, Tensor]:
+    log_probs = (logits * inv_temperature.unsqueeze(1)).log_softmax(1)
+    entropy = -(log_probs.detach().exp() * log_probs.detach()).sum(1)
+    return log_probs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def torch_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    def score(part: slice) -> tuple[Tensor, Tensor]:
+        return torch_logprobs(linear_fp32(hidden[part], weight), targets[part], inv_temperature[part])
+
+    parts = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
+    scores = [checkpoint(score, part, use_reentrant=False) for part in parts]
+    return torch.cat([logprob for logprob, _ in scores]), torch.cat([entropy for _, entropy in scores])
+
+
+FREE = ((linear_plan, "matmul", free_product),)
+TORCH = (
+    *FREE,
+    (network, "rms_norm", torch_norm),
+    (network, "add_rms_norm", torch_add_norm),
+    (network, "qk_norm_rope", torch_norm_rope),
+    (fsdp2, "head_logprobs", torch_head),
+)
+PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "contract": nullcontext,
+    "free": lambda: swapped(*FREE),
+    "torch": lambda: swapped(*TORCH),
+}

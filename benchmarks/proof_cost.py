@@ -1,0 +1,75 @@
+"""What the proof costs: the comparison of every token's log-prob with the engine's, as a share of the training step.
+
+The comparison is timed between two CUDA events on the stream that it runs on, so that the kernels and the gaps between
+them count; the host's time for it is reported too, though it runs while the GPU works on the backward pass. One step
+is that of train_step.py.
+
+    python -m benchmarks.proof_cost 0.6B 4B [--save]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.record import finish, gpu, measured
+from benchmarks.table import Row
+from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
+from benchmarks.training import batch, config, learner, scored
+from spmd_rl.train import learner as learner_module
+
+REPEATS, WARMUPS = 5, 2
+BAR = 0.01
+
+
+class Watched:
+    """The comparison, with the time that it takes on the GPU and on the host."""
+
+    def __init__(self) -> None:
+        self.compare = learner_module._compare
+        self.host_s = 0.0
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __call__(self, *args: object) -> None:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = time.perf_counter()
+        begin.record()
+        self.compare(*args)  # type: ignore[arg-type]
+        end.record()
+        self.host_s += time.perf_counter() - start
+        self.events.append((begin, end))
+
+    def gpu_s(self) -> float:
+        return sum(begin.elapsed_time(end) for begin, end in self.events) * 1e-3
+
+
+def measure(name: str) -> Iterator[Row]:
+    one = learner(name, config(name))
+    given = scored(one, batch(STEP_TOKENS, one.backend.scorer.model.spec.vocab_size))
+    shares, host = [], []
+    for repeat in range(WARMUPS + REPEATS):
+        watched = Watched()
+        with patch.object(learner_module, "_compare", watched):
+            seconds = step_seconds(one, given)
+        if repeat >= WARMUPS:
+            shares.append(watched.gpu_s() / seconds)
+            host.append(watched.host_s / seconds)
+    yield measured(f"Qwen3-{name}: comparison, share of the step", statistics.median(shares), "", at_most=BAR)
+    yield measured(f"Qwen3-{name}: comparison, share of the host's time", statistics.median(host), "")
+
+
+def main() -> int:
+    rows: list[Row] = []
+    for name in [one for one in sys.argv[1:] if one != "--save"]:
+        rows += measure(name)
+        torch.cuda.empty_cache()
+    return finish(__file__, PACKAGES, rows, save="--save" in sys.argv, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The shipped recipe `grpo` without its checkpoints and export, which at 4B would write 64 GB; and a reward for it.
+
+spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE --reward benchmarks.proof_recipe:even
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import spmd_rl as rl
+from spmd_rl.recipes.grpo import Config, check
+from spmd_rl.types import Prompt, Sample
+
+__all__ = ["Config", "check", "even", "main"]
+
+
+def even(prompt: Prompt, sample: Sample) -> float:
+    """The share of even token ids: a reward that a few steps can raise."""
+    return float((sample.tokens % 2 == 0).mean())
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    weights = ctl.link(trainer, rollout)
+    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    sampling = replace(cfg.sampling, seed=cfg.run.seed)
+    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    for step in ctl.steps(cfg.steps):
+        with ctl.phase("sync", awake=[trainer, rollout]):
+            weights.push(version=step.index)
+        with ctl.phase("rollout", awake=[rollout]):
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+            (counts,) = rollout.stats.call()
+        with ctl.phase("train", awake=[trainer]):
+            stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
+        step.log(groups, stats | {f"engine/{name}": float(count) for name, count in counts.items()})

@@ -1,0 +1,66 @@
+"""A whole rollout beside SGLang's: 512 prompts of 128 tokens, 8 samples each, answers of very unequal length.
+
+The number of new tokens of each sample is drawn once from a log-normal distribution of median 192, cut to 64..2048, so
+that a few long samples outlive the rest; both engines get the same 4,096 requests at once and no more than 512 run
+together. Tokens per second are new tokens over the time from handing over the first request to the last answer; the
+engines take turns (engines.py says how both run).
+
+    python -m benchmarks.rollout_vs_sglang --sglang SITE [--save] [0.6B 8B]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.engines import PACKAGES, Pair, pair, versions
+from benchmarks.record import compared, finish, gpu
+from benchmarks.table import Row
+
+PROMPTS, SAMPLES, PROMPT_TOKENS = 512, 8, 128
+MEDIAN, SIGMA, SHORTEST, LONGEST = 192, 0.8, 64, 2048
+BARS = {"0.6B": 1.2, "8B": 1.0}
+WARMUP = 8  # prompts
+
+
+def new_tokens(seed: int = 0) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(np.log(MEDIAN), SIGMA, PROMPTS * SAMPLES)
+    return np.clip(drawn, SHORTEST, LONGEST).astype(int).tolist()
+
+
+def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
+    lengths, speed = new_tokens(), {}
+    for _, engine in engines:
+        count = WARMUP * SAMPLES
+        engine.ask(prompts=[PROMPT_TOKENS] * WARMUP, samples=SAMPLES, new_tokens=list(range(1, count + 1)), seed=1)
+    for repeat in range(repeats):
+        for kind, engine in engines:
+            reply = engine.ask(prompts=[PROMPT_TOKENS] * PROMPTS, samples=SAMPLES, new_tokens=lengths, seed=2 + repeat)
+            speed.setdefault(kind, []).append(sum(lengths) / reply["seconds"])
+            print(f"Qwen3-{name} {kind}: {sum(lengths)} tokens in {reply['seconds']:.1f} s", flush=True)
+    ours, theirs = (statistics.median(speed[kind]) for kind in ("ours", "sglang"))
+    what = f"Qwen3-{name}, {PROMPTS} prompts x {SAMPLES}, {sum(lengths)} new tokens"
+    yield compared(what, ours, "tokens/s", peer="SGLang", peer_value=theirs, at_least=BARS[name])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(BARS))
+    parser.add_argument("--sglang", required=True, metavar="SITE")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    for name in options.models:
+        with pair(name, options.sglang) as engines:
+            found = versions(engines)
+            rows += measure(name, engines, options.repeats)
+    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu(), **found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

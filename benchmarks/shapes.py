@@ -1,0 +1,108 @@
+"""The model shapes that the GPU benchmarks share: Qwen3's, with random weights written on the spot.
+
+    python -m benchmarks.shapes 0.6B FOLDER
+
+What a step costs depends on the shapes alone, so nothing has to be downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spmd_rl.model.hf import save_folder
+from spmd_rl.model.spec import ModelSpec
+
+HEAD_DIM = 128
+VOCAB = 151936
+# hidden, intermediate, layers, heads, key-value heads, tied head
+QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16, 8, True),
+    "4B": (2560, 9728, 36, 32, 8, True),
+    "8B": (4096, 12288, 36, 32, 8, False),
+}
+PEAK_FLOPS_PER_S = 989e12  # H200, dense bf16, data sheet
+MEASURED_FLOPS_PER_S = 788e12  # an 8192^3 bf16 product of random data, measured on an H200
+
+
+def config(name: str) -> dict[str, object]:
+    """The config.json of a Qwen3 of this size."""
+    hidden, inner, layers, heads, kv_heads, tied = QWEN3[name]
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "rope_scaling": None,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": tied,
+        "use_sliding_window": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:
+    """A model folder without weights; with the tokenizer of another one where the run needs text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config(name), indent=2) + "\n")
+    for file in ("tokenizer.json", "tokenizer_config.json") if tokenizer_of else ():
+        shutil.copyfile(tokenizer_of / file, folder / file)
+    return ModelSpec.from_folder(folder)
+
+
+def write_folder(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:
+    """A whole model folder with random bf16 weights."""
+    spec = write_config(name, folder, tokenizer_of)
+    save_folder(folder, folder, random_weights(spec), torch.bfloat16)
+    return spec
+
+
+def random_weights(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by name, fp32: normal matrices, those that write to the residual stream scaled by the depth."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    depth = 1 / math.sqrt(2 * spec.num_layers)
+    for name, shape in spec.parameter_shapes().items():
+        if len(shape) == 1:
+            yield name, torch.ones(shape, device=device)
+            continue
+        scale = spec.init_std * (depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+        yield name, torch.randn(shape, device=device, generator=generator).mul_(scale)
+
+
+def train_flops(spec: ModelSpec, lengths: Sequence[int], num_scored: int) -> float:
+    """Operations of a forward and backward pass over packed sequences: 6 N D and causal attention.
+
+    6 for each weight of the blocks and each token, 6 for each weight of the head and each scored token, and for
+    attention 6 L^2 H D a layer and sequence: two products over the lower triangle, three times. Recomputation does
+    not count.
+    """
+    width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    block = spec.hidden_size * (2 * width + 2 * kv_width + 3 * spec.intermediate_size)
+    attention = sum(length**2 for length in lengths) * width
+    head = spec.vocab_size * spec.hidden_size * num_scored
+    return 6.0 * (spec.num_layers * (block * sum(lengths) + attention) + head)
+
+
+if __name__ == "__main__":
+    write_folder(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,147 @@
+"""Training step of Qwen3's shapes on one GPU, 16k-token packs: our contract path beside the same trainer free of it.
+
+Three ways of computing the same step take turns, repetition by repetition:
+
+    contract  as shipped: every row's bits are its own
+    free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
+    torch     the same, and torch's own operations for norms, rotary positions and log-probs, none of them fused
+
+A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, optimizer included; medians of
+the host's clock around it, the GPU drained before and after. MFU counts 6 operations for every weight and token that
+meet, the causal half of attention, and no recomputation (shapes.train_flops), against 989 TFLOP/s and against the 788
+that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path.
+
+    python -m benchmarks.train_step 0.6B 4B [--save] [--profile 0.6B=trace.txt]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.paths import PATHS
+from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.shapes import MEASURED_FLOPS_PER_S, PEAK_FLOPS_PER_S, train_flops
+from benchmarks.table import Row
+from benchmarks.training import batch, config, learner, scored
+from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
+from spmd_rl.types import Batch
+
+PACKAGES = ("torch", "triton", "flash-attn-4")
+STEP_TOKENS = 65536
+SPEED_BAR, MFU_BAR = 1 / 0.97, 0.45
+WARMUPS = 2
+
+
+class Timed:
+    """A backend whose forward, backward and optimizer step lie between CUDA events."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+        self.spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __getattr__(self, name: str) -> object:
+        found = getattr(self.inner, name)
+        return self._span(name, found) if name in ("forward", "backward", "step") else found
+
+    def _span(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def timed(*args: object) -> object:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            result = call(*args)
+            end.record()
+            self.spans.append((name, begin, end))
+            return result
+
+        return timed
+
+    def milliseconds(self) -> dict[str, float]:
+        torch.cuda.synchronize()
+        total: dict[str, float] = {}
+        for name, begin, end in self.spans:
+            total[name] = total.get(name, 0.0) + begin.elapsed_time(end)
+        return total
+
+
+def step_seconds(one: Learner, given: Batch) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    one.train_step(given, grpo_loss)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
+    cfg = config(name)
+    one = learner(name, cfg)
+    spec = one.backend.scorer.model.spec
+    given = scored(one, batch(STEP_TOKENS, spec.vocab_size))
+    first = one.train_step(given, grpo_loss)
+    what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.recompute}"
+    yield measured(f"{what}: mismatched of {first[COMPARED]:.0f} tokens", first[MISMATCHED], "tokens", at_most=0)
+    times: dict[str, list[float]] = {path: [] for path in options.paths}
+    torch.cuda.reset_peak_memory_stats()
+    for repeat in range(WARMUPS + options.repeats):
+        for path in options.paths:
+            with PATHS[path]():
+                seconds = step_seconds(one, given)
+            if repeat >= WARMUPS:
+                times[path].append(seconds)
+            print(f"{what} {path}: {seconds:.3f} s", flush=True)
+    ours = statistics.median(times["contract"])
+    for path in options.paths[1:]:
+        peer = statistics.median(times[path])
+        yield compared(f"{what}: step", ours, "s", peer=path, peer_value=peer, at_most=SPEED_BAR)
+    flops = train_flops(spec, given.lengths.tolist(), int(given.mask.sum())) / ours
+    bar = MFU_BAR if name == "4B" else None
+    yield measured(f"{what}: MFU of 989 TFLOP/s", flops / PEAK_FLOPS_PER_S, "", at_least=bar)
+    yield measured(f"{what}: MFU of 788 TFLOP/s", flops / MEASURED_FLOPS_PER_S, "")
+    yield measured(f"{what}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    one.backend = timed = Timed(one.backend)
+    one.train_step(given, grpo_loss)
+    for part, spent in timed.milliseconds().items():
+        yield measured(f"{what}: {part}", spent, "ms")
+    one.backend = timed.inner
+    if name in options.profile:
+        profile(one, given, options.profile[name])
+
+
+def profile(one: Learner, given: Batch, path: str) -> None:
+    """The kernels of one step by their time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        step_seconds(one, given)
+    with open(path, "w") as file:
+        file.write(
+            found.key_averages().table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=110)
+        )
+
+
+def pair_of(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    options.profile = dict(options.profile)
+    rows: list[Row] = []
+    for name in options.models:
+        rows += measure(name, options)
+        torch.cuda.empty_cache()
+    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

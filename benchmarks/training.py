@@ -1,0 +1,78 @@
+"""A learner of a Qwen3 shape on one GPU, and a batch for it: what the training benchmarks have in common."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.shapes import random_weights, write_config
+from spmd_rl.algo.batch import pack
+from spmd_rl.mesh.place import Seats
+from spmd_rl.mesh.split import Split, plan_split
+from spmd_rl.mesh.world import World, join
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.fsdp2 import Fsdp2
+from spmd_rl.train.learner import Learner
+from spmd_rl.types import Batch, Group, Prompt, Sample
+
+PROMPT_TOKENS, NEW_TOKENS = 128, 896
+PACK_TOKENS = 16384
+
+
+def config(name: str) -> TrainerConfig:
+    """The trainer's, which keeps all activations where they fit: at 4B what is cheap is made again."""
+    return TrainerConfig(dtype="bfloat16", max_tokens=PACK_TOKENS, recompute="cheap" if name == "4B" else "none")
+
+
+def learner(name: str, cfg: TrainerConfig) -> Learner:
+    """The trainer of a shape with random weights, in a world of this one process."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = write_config(name, Path(folder))
+    world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="benchmark", restart=0)
+    if not dist.is_initialized():
+        join(world, dist.HashStore())
+    placement = plan_split(Split(), 1)["train"]
+    seats = Seats(world)
+    seats.build([placement])
+    place = seats.place(placement)
+    return Learner(Fsdp2(_model(spec, place.device), place.mesh, cfg, place.device), place, cfg)
+
+
+def _model(spec: ModelSpec, device: torch.device) -> CausalLM:
+    with torch.device("meta"):
+        model = CausalLM(spec)
+    model = model.to_empty(device=device)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in random_weights(spec):
+            parameters[name].copy_(weight)
+    return model
+
+
+def batch(num_tokens: int, vocab: int) -> Batch:
+    """Sequences of 128 prompt and 896 response tokens, with random advantages, as one rollout would give them."""
+    rng = np.random.default_rng(0)
+    groups = [_group(uid, vocab, rng) for uid in range(num_tokens // (PROMPT_TOKENS + NEW_TOKENS))]
+    return pack(groups, [rng.standard_normal(1) for _ in groups])
+
+
+def _group(uid: int, vocab: int, rng: np.random.Generator) -> Group:
+    def tokens(count: int) -> Any:
+        return rng.integers(0, vocab, count, dtype=np.int32)
+
+    zeros = np.zeros(NEW_TOKENS, np.float32)
+    sample = Sample(uid, 0, tokens(NEW_TOKENS), zeros, zeros.astype(np.int32), "length")
+    return Group(Prompt(uid, tokens(PROMPT_TOKENS)), [sample])
+
+
+def scored(one: Learner, given: Batch) -> Batch:
+    """`given` with the log-probs of the learner's present weights as those of the engine."""
+    return replace(given, roll_logprobs=one.score(given))

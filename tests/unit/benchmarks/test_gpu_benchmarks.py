@@ -1,0 +1,73 @@
+"""What the GPU benchmarks compute on the host: shapes, operation counts, the rollout's lengths, swapped operations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import record, rollout_vs_sglang, paths
+from benchmarks.shapes import QWEN3, train_flops, write_config
+from spmd_rl.kernels import token_logprobs
+from spmd_rl.model import network
+
+
+@pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("4B", 4.022), ("8B", 8.191)])
+def test_shapes_are_those_of_qwen3(tmp_path: Path, name: str, billions: float) -> None:
+    spec = write_config(name, tmp_path / name)
+    assert spec.num_parameters / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_operations_are_six_a_weight_and_token_and_the_lower_triangle(tmp_path: Path) -> None:
+    spec = write_config("4B", tmp_path)
+    hidden, inner, layers, heads, kv_heads, _ = QWEN3["4B"]
+    matrices = layers * (hidden * 128 * (2 * heads + 2 * kv_heads) + 3 * hidden * inner)
+    attention = 6 * layers * heads * 128
+    assert train_flops(spec, [1000], 0) == 6 * matrices * 1000 + attention * 1000**2
+    assert train_flops(spec, [500, 500], 0) == 6 * matrices * 1000 + attention * 2 * 500**2
+    assert train_flops(spec, [1], 10) - train_flops(spec, [1], 0) == 60 * spec.vocab_size * hidden
+
+
+def test_a_rollout_has_the_same_long_tail_every_time() -> None:
+    lengths = rollout_vs_sglang.new_tokens()
+    assert lengths == rollout_vs_sglang.new_tokens()
+    assert (len(lengths), min(lengths), max(lengths)) == (512 * 8, 64, 2048)
+    assert sorted(lengths)[len(lengths) // 2] == pytest.approx(rollout_vs_sglang.MEDIAN, rel=0.1)
+
+
+def test_paths_swap_operations_and_put_them_back() -> None:
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    ours = network.rms_norm
+    with paths.PATHS["torch"]():
+        assert network.rms_norm is paths.torch_norm
+        assert torch.allclose(network.rms_norm(x, weight, 1e-6), ours(x, weight, 1e-6), atol=1e-5)
+    assert network.rms_norm is ours
+
+
+def test_torch_operations_compute_what_ours_do() -> None:
+    torch.manual_seed(0)
+    q, k, weight = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(8)
+    angles = torch.randn(16, 4)
+    rotary = torch.tensor([3, 0, 7, 7, 15]), angles.cos(), angles.sin()
+    for ours, theirs in (
+        (network.qk_norm_rope(q, k, weight, weight, 1e-6, *rotary), paths.torch_norm_rope),
+        (network.add_rms_norm(q, q, weight, 1e-6), paths.torch_add_norm),
+    ):
+        given = (q, k, weight, weight, 1e-6, *rotary) if theirs is paths.torch_norm_rope else (q, q, weight, 1e-6)
+        for one, other in zip(ours, theirs(*given), strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+    logits, targets, scale = torch.randn(6, 50), torch.randint(50, (6,)), torch.rand(6) + 0.5
+    for one, other in zip(
+        token_logprobs(logits, targets, scale),
+        paths.torch_logprobs(logits, targets, scale),
+        strict=True,
+    ):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_bar_may_be_a_least_ratio() -> None:
+    rows = [
+        record.compared("rollout", value, "tokens/s", peer="SGLang", peer_value=10, at_least=1.2) for value in (12, 11)
+    ]
+    assert [(row.bar, row.holds) for row in rows] == [(">= 1.2x", True), (">= 1.2x", False)]
