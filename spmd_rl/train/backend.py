@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.train.microbatch import MicroBatch
@@ -20,6 +22,10 @@ class Backend(Protocol):
 
     device: torch.device
     max_positions: int
+
+    def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
+        """Operations of a forward and backward pass over sequences of these lengths, `num_scored` tokens scored."""
+        ...
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probability, with its graph where gradients are enabled, and entropy of the scored tokens.

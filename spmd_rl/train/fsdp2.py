@@ -9,7 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logprobs
 from spmd_rl.model.network import CausalLM
 from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
+from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.held import Held, HeldTensor
 from spmd_rl.weights.layout import chunk_box
@@ -76,6 +79,9 @@ class Fsdp2:
         self.parameters = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
         self.local = {name: nn.Parameter(one.to_local().detach()) for name, one in self.parameters.items()}
         self.optimizer = _adamw(self.local, cfg)
+
+    def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
+        return train_flops(self.scorer.model.spec, lengths, num_scored)
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         scores = self.scorer(micro)

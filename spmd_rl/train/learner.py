@@ -23,6 +23,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.train.backend import Backend
 from spmd_rl.train.config import TrainerConfig, learning_rate
+from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_needed, split
 from spmd_rl.train.tally import Tally
 from spmd_rl.types import Batch
@@ -60,10 +61,18 @@ class Learner:
         scale = len(parts) / batch.denominator
         steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
         self.progress.version += 1
-        seconds, num_tokens = self.place.all_reduce_sum(np.array([time.perf_counter() - start, batch.num_tokens]))
-        metrics = _metrics(steps, batch.denominator)
-        metrics["perf/train_tokens_per_s"] = float(num_tokens / (seconds / self.place.size))
-        return metrics
+        return _metrics(steps, batch.denominator) | self._speed(batch, time.perf_counter() - start)
+
+    def _speed(self, batch: Batch, seconds: float) -> dict[str, float]:
+        """Tokens per second and, on devices whose peak is known, its share that the model's arithmetic took.
+
+        Ranks: all of the role.
+        """
+        flops = self.backend.flops(batch.lengths, int(batch.mask.sum()))
+        total_s, num_tokens, flops = self.place.all_reduce_sum(np.array([seconds, batch.num_tokens, flops]))
+        speed = {"perf/train_tokens_per_s": float(num_tokens / (total_s / self.place.size))}
+        peak = peak_flops(self.backend.device, self.cfg.dtype)
+        return speed | ({"perf/mfu": float(flops / (total_s * peak))} if peak else {})
 
     def score(self, batch: Batch) -> NDArray[np.float32]:
         """Log-probs under the current weights of this rank's shard, zero outside the mask.

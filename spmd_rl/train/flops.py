@@ -1,0 +1,34 @@
+"""How much arithmetic learning takes, and how much a device could do."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spmd_rl.model.spec import ModelSpec
+
+# dense bf16 operations per second, from the data sheets
+PEAK_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+def train_flops(spec: ModelSpec, lengths: NDArray[np.int32], num_scored: int) -> float:
+    """Operations of a forward and backward pass over packed sequences; recomputation does not count.
+
+    6 for each weight of the layers and each token, 6 for each weight of the head and each scored token, and for
+    attention 6 L^2 H D a layer and sequence: two products over the lower triangle, three times.
+    """
+    width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    layer = spec.hidden_size * (2 * width + 2 * kv_width + 3 * spec.intermediate_size)
+    lengths = lengths.astype(np.float64)
+    attention = float((lengths**2).sum()) * width
+    head = spec.vocab_size * spec.hidden_size * num_scored
+    return 6.0 * (spec.num_layers * (layer * float(lengths.sum()) + attention) + head)
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """What this device could do in a second, where that is known."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for model, peak in PEAK_FLOPS_PER_S.items() if model in name), None)

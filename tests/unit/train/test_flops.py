@@ -1,0 +1,51 @@
+"""The arithmetic of a step against a count of its products, and what is reported of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from spmd_rl.train import flops
+
+
+def _counted(spec, lengths: list[int], num_scored: int) -> int:
+    """Products of a dense forward and backward pass, attention's in full."""
+
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, requires_grad=True)
+
+    num_tokens = sum(lengths)
+    with FlopCounterMode(display=False) as counter:
+        for name, shape in spec.parameter_shapes().items():
+            if len(shape) == 2 and "embed_tokens" not in name and "lm_head" not in name:
+                F.linear(leaf(num_tokens, shape[1]), leaf(*shape)).sum().backward()
+        F.linear(leaf(num_scored, spec.hidden_size), leaf(spec.vocab_size, spec.hidden_size)).sum().backward()
+        for length in lengths * spec.num_layers:
+            q, k, v = (leaf(spec.num_heads, length, spec.head_dim) for _ in range(3))
+            ((q @ k.transpose(1, 2)) @ v).sum().backward()
+    return counter.get_total_flops()
+
+
+def test_counted_products_agree(new_trainer) -> None:
+    spec, lengths = new_trainer().backend.scorer.model.spec, [40, 7, 23]
+    triangles = 6 * sum(length**2 for length in lengths) * spec.num_heads * spec.head_dim * spec.num_layers
+    found = flops.train_flops(spec, np.array(lengths, np.int32), 11)
+    assert found + triangles == _counted(spec, lengths, 11)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H200", "float32", None),
+        ("NVIDIA GeForce", "bfloat16", None),
+    ],
+)
+def test_peaks_of_known_devices(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, expected: float | None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert flops.peak_flops(torch.device("cuda"), dtype) == expected
+    assert flops.peak_flops(torch.device("cpu"), dtype) is None
