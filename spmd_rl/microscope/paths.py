@@ -204,7 +204,7 @@ class TrainerPath:
     def __init__(self, model: CausalLM, *, max_tokens: int = 16384, logit_rows: int = 2048) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self.scorer = Scorer(model, logit_rows)
+        self.scorer = Scorer(model, logit_rows, recomputes=False)
         self.max_tokens = max_tokens
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import record, rollout_vs_sglang, paths
+from benchmarks import paths, record, rollout_vs_sglang
 from benchmarks.shapes import QWEN3, train_flops, write_config
 from spmd_rl.kernels import token_logprobs
 from spmd_rl.model import network
