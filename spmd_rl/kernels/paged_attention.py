@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -59,6 +59,15 @@ class KvCache:
             return
         for pages, new in ((keys, k), (values, v)):
             pages.index_copy_(1, slots, new[: len(slots)].transpose(0, 1))
+
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Overwrite each page of `targets` with that of `sources`, in all layers."""
+        device = self.data.device
+        read, written = (torch.tensor(pages, dtype=torch.int64, device=device) for pages in (sources, targets))
+        for layer in self.data:
+            pages = layer if self.flash else layer.unflatten(2, (self.num_pages, self.page_size)).transpose(1, 2)
+            pages[:, written] = pages[:, read]
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

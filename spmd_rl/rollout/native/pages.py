@@ -4,6 +4,9 @@ A page is in exactly one state: free; held by one or more sequences; or idle, he
 of a known prefix. A page gets its key once every slot of it is (or in the running step will be) written, and only
 pages with a key are ever shared, so nobody writes to a shared page. The key names the weights version and every token
 from the start of the sequence to the page's end.
+
+A prompt rarely ends with a page. What it leaves on its last one, its tail, can be copied by another sequence with the
+same prompt for as long as the page is held or idle.
 """
 
 from __future__ import annotations
@@ -27,6 +30,11 @@ def extend_keys(keys: list[bytes], root: bytes, tokens: NDArray[np.int32], page_
         keys.append(blake2b((keys[-1] if keys else root) + chunk.tobytes(), digest_size=16).digest())
 
 
+def tail_key(keys: list[bytes], root: bytes, tail: NDArray[np.int32]) -> bytes:
+    """The key of `tail`, tokens that follow the full pages of `keys` and fill no page."""
+    return blake2b((keys[-1] if keys else root) + tail.tobytes(), digest_size=16, person=b"tail").digest()
+
+
 class PagePool:
     """Counts references to pages and evicts the least recently used idle one when no page is free."""
 
@@ -37,6 +45,8 @@ class PagePool:
         self._refs = [0] * num_pages
         self._keys: list[bytes | None] = [None] * num_pages
         self._by_key: dict[bytes, int] = {}
+        self._tails: dict[bytes, int] = {}
+        self._tail_keys: list[bytes | None] = [None] * num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -77,6 +87,7 @@ class PagePool:
             if self._refs[page]:
                 continue
             if self._keys[page] is None:
+                self._forget_tail(page)
                 self._free.append(page)
             else:
                 self._idle[page] = None
@@ -87,14 +98,33 @@ class PagePool:
             self._by_key[key] = page
             self._keys[page] = key
 
+    def tail(self, key: bytes) -> int | None:
+        """A page that begins with the tail of `key`."""
+        return self._tails.get(key)
+
+    def publish_tail(self, page: int, key: bytes) -> None:
+        """Let others copy from `page`, which a sequence holds, unless an equal tail is known already."""
+        if key not in self._tails:
+            self._tails[key] = page
+            self._tail_keys[page] = key
+
     def flush(self) -> None:
         """Forget every prefix; pages in use stay with their holders."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._by_key.clear()
         self._keys = [None] * self.num_pages
+        self._tails.clear()
+        self._tail_keys = [None] * self.num_pages
+
+    def _forget_tail(self, page: int) -> None:
+        key = self._tail_keys[page]
+        if key is not None:
+            del self._tails[key]
+            self._tail_keys[page] = None
 
     def _forget(self, page: int) -> None:
+        self._forget_tail(page)
         key = self._keys[page]
         if key is not None:
             del self._by_key[key]

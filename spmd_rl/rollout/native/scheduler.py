@@ -5,6 +5,9 @@ of which `computed` have K/V, and the step works off the difference. Rows that m
 is left of the token budget goes to the others in the order of admission, then to admissions. When pages run out, the
 newest row is preempted: it goes to the front of the queue with its tokens and later computes their K/V again.
 
+The samples of one prompt compute it once. Full pages are shared from the step on that fills them; for a long tail on
+the last page the others wait, their rows kept for them, until it can be copied. Each computes the last token.
+
 An engine that replays a recorded decoding step, and launches it before the last one's tokens are known, keeps the two
 kinds `apart`: a step is all prompts or all decoding, and prompts wait until some rows are free.
 """
@@ -12,13 +15,15 @@ kinds `apart`: a step is all prompts or all decoding, and prompts wait until som
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.rollout.engine import Request
-from spmd_rl.rollout.native.pages import PagePool, extend_keys, root_key
+from spmd_rl.rollout.native.pages import PagePool, extend_keys, root_key, tail_key
 from spmd_rl.rollout.native.rows import Rows
 
 REFILL_SHARE = 16  # prompts go in once one row in so many is free
@@ -28,12 +33,24 @@ REFILL_SHARE = 16  # prompts go in once one row in so many is free
 class Plan:
     """One step: row `rows[b]` computes its tokens `starts[b] : starts[b] + lengths[b]`.
 
-    Shape: all [B].
+    Before that, page `copies[c][0]` is copied over page `copies[c][1]`.
+    Shape: rows, starts and lengths [B].
     """
 
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    copies: Sequence[tuple[int, int]] = ()
+
+
+class Stem(NamedTuple):
+    """The keys of a sequence's full pages, and of what precedes its last token on a page that is not full.
+
+    `tail_key` is b"" where that is shorter than `min_tail` tokens, which each sequence computes for itself.
+    """
+
+    keys: list[bytes]
+    tail_key: bytes
 
 
 @dataclass
@@ -46,6 +63,7 @@ class Counters:
     num_partial_chunks: int = 0
     num_lookup_tokens: int = 0
     num_hit_tokens: int = 0
+    num_copied_tails: int = 0
     num_scheduled_tokens: int = 0
 
 
@@ -61,6 +79,7 @@ class Scheduler:
         prefix_cache: bool,
         eos_ids: tuple[int, ...] = (),
         apart: bool = False,
+        min_tail: int = 16,
     ) -> None:
         self.rows = rows
         self.pool = pool
@@ -68,12 +87,16 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.eos_ids = eos_ids
         self.apart = apart
+        self.min_tail = min_tail
         self.waiting: deque[Request] = deque()
         self.running: list[int] = []
         self.counters = Counters()
         self._root = root_key(0)
         self._keys: dict[int, list[bytes]] = {}
-        self._prompt: tuple[NDArray[np.int32] | None, list[bytes]] = None, []
+        self._prompt: tuple[NDArray[np.int32] | None, Stem] = None, Stem([], b"")
+        self._stems: dict[int, bytes] = {}
+        self._under_way: set[bytes] = set()
+        self._num_later = 0
 
     def add(self, request: Request) -> None:
         self.counters.num_submitted += 1
@@ -99,8 +122,8 @@ class Scheduler:
         return rows[self.rows.length[rows] < self.rows.limit[rows]]
 
     def _refill_due(self) -> bool:
-        """Whether enough rows are free to be worth a step of prompts, during which decoding waits."""
-        return self.rows.num_free * REFILL_SHARE >= self.rows.num_rows
+        """Whether enough rows are free, or kept for samples of a prompt just computed, to make decoding wait."""
+        return self._num_later > 0 or self.rows.num_free * REFILL_SHARE >= self.rows.num_rows
 
     def _share(self, rows: NDArray[np.int64], admit: bool) -> Plan:
         """Spread the token budget over what `rows` miss, then over admissions."""
@@ -120,12 +143,14 @@ class Scheduler:
     def computed(self, plan: Plan) -> None:
         """The K/V that `plan` asked for are in the cache."""
         self.rows.computed[plan.rows] = plan.starts + plan.lengths
+        self._publish_tails(plan)
 
     def leave(self, row: int) -> Request:
         """Take `row` out of the batch, its pages back to the pool."""
         self.running.remove(row)
         self.pool.release(self.rows.held_pages(row))
         self._keys.pop(row, None)
+        self._under_way.discard(self._stems.pop(row, b""))
         return self.rows.take(row)
 
     def abort(self, uid: int | None, index: int | None) -> list[Request]:
@@ -149,7 +174,7 @@ class Scheduler:
         self.retract_all()
         self.pool.flush()
         self._root = root_key(version)
-        self._prompt = None, []
+        self._prompt = None, Stem([], b"")
 
     def _append_pages(self) -> None:
         """Give each running row the page that its newest token needs; where none is left, preempt the newest rows."""
@@ -165,11 +190,18 @@ class Scheduler:
 
     def _admit(self, plan: Plan, budget: int) -> Plan:
         rows, starts, lengths = [], [], []
-        while budget > 0 and self.waiting and self.rows.num_free:
-            row = self._place(self.waiting[0])
+        copies: list[tuple[int, int]] = []
+        later: list[Request] = []
+        while budget > 0 and self.waiting and self.rows.num_free > len(later):
+            request = self.waiting.popleft()
+            stem = self._stem(request)
+            if stem.tail_key in self._under_way:
+                later.append(request)
+                continue
+            row = self._place(request, stem, copies)
             if row is None:
+                later.append(request)
                 break
-            self.waiting.popleft()
             self.running.append(row)
             start, length = int(self.rows.computed[row]), int(self.rows.length[row])
             chunk = min(budget, length - start)
@@ -179,51 +211,81 @@ class Scheduler:
             rows.append(row)
             starts.append(start)
             lengths.append(chunk)
+        self.waiting.extendleft(reversed(later))
+        self._num_later = len(later)
         if not rows:
             return plan
         return Plan(
             np.concatenate([plan.rows, np.array(rows)]),
             np.concatenate([plan.starts, np.array(starts)]),
             np.concatenate([plan.lengths, np.array(lengths)]),
+            copies,
         )
 
-    def _place(self, request: Request) -> int | None:
+    def _place(self, request: Request, stem: Stem, copies: list[tuple[int, int]]) -> int | None:
         """A row with all pages of `request`'s tokens, or None while the pool has too few.
 
         One page for each running row is left over, lest an admission soon preempts itself.
         """
         page_size = self.rows.page_size
-        num_needed = -(-request.num_tokens // page_size)
-        keys = self._page_keys(request) if self.prefix_cache else []
+        num_stem, num_needed = request.num_tokens - 1, -(-request.num_tokens // page_size)
         # at least one token is computed, for the logits that the next one is drawn from
-        pages = self.pool.match(keys[: (request.num_tokens - 1) // page_size])
-        self.pool.hold(pages)
+        pages = self.pool.match(stem.keys[: num_stem // page_size])
+        whole = len(pages) == num_stem // page_size
+        tail = self.pool.tail(stem.tail_key) if whole else None
+        held = pages if tail is None else [*pages, tail]
+        self.pool.hold(held)
         num_new = num_needed - len(pages)
         if self.pool.num_available < num_new + len(self.running):
-            self.pool.release(pages)
+            self.pool.release(held)
             return None
-        num_hit = len(pages) * page_size
-        pages += [self.pool.allocate() for _ in range(num_new)]
+        num_hit = len(pages) * page_size if tail is None else num_stem
+        new = [self.pool.allocate() for _ in range(num_new)]
+        if tail is not None:
+            copies.append((tail, new[0]))
+            self.pool.release([tail])
         stop_ids = request.sampling.stop_ids + (() if request.sampling.ignore_eos else self.eos_ids)
-        row = self.rows.put(request, pages, computed=num_hit, stop_ids=stop_ids)
-        self._keys[row] = keys
+        row = self.rows.put(request, pages + new, computed=num_hit, stop_ids=stop_ids)
+        self._keys[row] = stem.keys.copy()
+        if stem.tail_key and tail is None:
+            self._stems[row] = stem.tail_key
+            self._under_way.add(stem.tail_key)
         self.counters.num_admissions += 1
         self.counters.num_lookup_tokens += request.num_tokens
         self.counters.num_hit_tokens += num_hit
+        self.counters.num_copied_tails += tail is not None
         return row
 
-    def _page_keys(self, request: Request) -> list[bytes]:
-        """The keys of the pages that `request` fills so far; the samples of one prompt come one after the other."""
-        prompt, keys = self._prompt
-        if prompt is not request.prompt:
-            keys = []
-            extend_keys(keys, self._root, request.prompt.astype(np.int32, copy=False), self.rows.page_size)
-            self._prompt = request.prompt, keys
-        keys = keys.copy()
+    def _stem(self, request: Request) -> Stem:
+        """What other requests with the same tokens share; the samples of one prompt come one after the other."""
+        if not self.prefix_cache:
+            return Stem([], b"")
         if len(request.tokens):
-            tokens = np.concatenate([request.prompt, request.tokens]).astype(np.int32, copy=False)
-            extend_keys(keys, self._root, tokens, self.rows.page_size)
-        return keys
+            return self._new_stem(np.concatenate([request.prompt, request.tokens]))
+        prompt, stem = self._prompt
+        if prompt is not request.prompt:
+            stem = self._new_stem(request.prompt)
+            self._prompt = request.prompt, stem
+        return stem
+
+    def _new_stem(self, tokens: NDArray[np.int32]) -> Stem:
+        tokens, page_size = tokens.astype(np.int32, copy=False), self.rows.page_size
+        keys: list[bytes] = []
+        extend_keys(keys, self._root, tokens, page_size)
+        full = (len(tokens) - 1) // page_size
+        tail = tokens[full * page_size : -1]
+        return Stem(keys, tail_key(keys[:full], self._root, tail) if len(tail) >= self.min_tail else b"")
+
+    def _publish_tails(self, plan: Plan) -> None:
+        """Let others copy the tails of the prompts whose keys and values this step has completed."""
+        for row in [row for row in plan.rows.tolist() if row in self._stems] if self._stems else ():
+            request = self.rows.requests[row]
+            assert request is not None
+            num_stem = request.num_tokens - 1
+            if self.rows.computed[row] >= num_stem:
+                key = self._stems.pop(row)
+                self._under_way.discard(key)
+                self.pool.publish_tail(int(self.rows.pages[row, num_stem // self.rows.page_size]), key)
 
     def _publish(self, plan: Plan) -> None:
         """Make known the pages that this step fills, as far as their tokens are known."""

@@ -53,6 +53,8 @@ class Steps:
 
         Blocks: on a GPU until the step is queued, else until it has run.
         """
+        if plan.copies:
+            self.cache.copy_pages(*zip(*plan.copies, strict=True))
         if self.graphs is not None and self._rows.has_drawn[plan.rows].all():
             return Drawn(*self.graphs.launch(plan.rows))
         return self._chunks(plan, ready)

@@ -21,6 +21,7 @@ FEATURES = (
     "num_aborts",
     "num_partial_chunks",
     "num_hit_tokens",
+    "num_copied_tails",
     "num_evictions",
     "num_late",
 )
@@ -30,12 +31,17 @@ class FakeRunner:
     """Carries out plans and checks what the real kernels rely on; `ahead`, it sees a step's tokens one step late."""
 
     def __init__(
-        self, *, max_batch=4, page_size=4, num_pages=12, max_step_tokens=16, prefix_cache=True, ahead=False
+        self, *, max_batch=4, page_size=4, num_pages=12, max_step_tokens=16, prefix_cache=True, ahead=False, min_tail=16
     ) -> None:
         self.rows = Rows(max_batch, MAX_TOKENS, page_size)
         self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(
-            self.rows, self.pool, max_step_tokens=max_step_tokens, prefix_cache=prefix_cache, apart=ahead
+            self.rows,
+            self.pool,
+            max_step_tokens=max_step_tokens,
+            prefix_cache=prefix_cache,
+            apart=ahead,
+            min_tail=min_tail,
         )
         self.ahead = ahead
         self.slots: dict[int, tuple[int, ...]] = {}
@@ -55,6 +61,12 @@ class FakeRunner:
         assert len(set(plan.rows.tolist())) == len(plan.rows)
         if self.ahead:
             assert len(set(self.rows.has_drawn[plan.rows].tolist())) <= 1, "prompts and decoding share a step"
+        for source, target in plan.copies:
+            for offset in range(self.rows.page_size):
+                slot = target * self.rows.page_size + offset
+                self.slots.pop(slot, None)
+                if source * self.rows.page_size + offset in self.slots:
+                    self.slots[slot] = self.slots[source * self.rows.page_size + offset]
         work = list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
         written: set[int] = set()
         for row, start, length in work:
@@ -130,9 +142,10 @@ def test_any_load_finishes_with_every_page_back():
         spare_tokens=st.integers(0, 12),
         prefix_cache=st.booleans(),
         ahead=st.booleans(),
+        min_tail=st.sampled_from([1, 3, 16]),
         moves=st.lists(st.sampled_from(["step", "retract", "abort"]), max_size=12),
     )
-    def check(requests, max_batch, page_size, spare_pages, spare_tokens, prefix_cache, ahead, moves):
+    def check(requests, max_batch, page_size, spare_pages, spare_tokens, prefix_cache, ahead, min_tail, moves):
         runner = FakeRunner(
             max_batch=max_batch,
             page_size=page_size,
@@ -140,6 +153,7 @@ def test_any_load_finishes_with_every_page_back():
             max_step_tokens=max_batch + spare_tokens,
             prefix_cache=prefix_cache,
             ahead=ahead,
+            min_tail=min_tail,
         )
         for uid, (prompt, max_tokens, stop_after) in enumerate(requests):
             runner.submit(uid, prompt, max_tokens, stop_after)
@@ -197,6 +211,28 @@ def test_prompts_wait_for_some_free_rows_where_decoding_is_recorded():
         runner.submit(uid, [uid] * 3, max_tokens=30)
     sizes = [len(runner.step().rows) for _ in range(6)]
     assert sizes == [32, 32, 32, 31, 2, 32], "one free row of 32 waits, two are filled"
+
+
+def test_samples_of_one_prompt_copy_its_tail_and_compute_one_token():
+    runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64, min_tail=1)
+    for uid in range(4):
+        runner.submit(uid, list(range(11)), max_tokens=3)
+    runner.submit(4, [9] * 5, max_tokens=3)
+    first, second = runner.step(), runner.step()
+    assert (first.starts.tolist(), first.lengths.tolist()) == ([0, 0], [11, 5]), "others do not wait for the group"
+    assert (second.starts.tolist(), second.lengths.tolist()) == ([11, 5, 10, 10, 10], [1] * 5)
+    assert len(second.copies) == 3
+    runner.run()
+    assert runner.done[3] == [3 + 11 + i for i in range(3)]
+
+
+def test_a_tail_is_not_copied_from_a_page_that_was_given_back():
+    runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64, min_tail=1)
+    runner.submit(0, list(range(7)), max_tokens=1)
+    runner.run()
+    runner.submit(1, list(range(7)), max_tokens=1)
+    plan = runner.step()
+    assert (plan.starts.tolist(), list(plan.copies)) == ([4], [])
 
 
 def test_a_whole_prompt_in_the_cache_still_computes_its_last_page():
