@@ -120,7 +120,9 @@ def _rounded(value, like) -> tl.tensor:
 
 
 @triton.jit
-def _angles(positions, cos, sin, token, DIRECTION: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr) -> tuple:
+def _angles(
+    positions, cos, sin, token, DIRECTION: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """cos [BLOCK], and sin with the sign that the other half is taken with."""
     column = tl.arange(0, BLOCK)
     at = tl.load(positions + token).to(tl.int64) * (DIM // 2) + column % (DIM // 2)

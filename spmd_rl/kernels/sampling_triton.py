@@ -118,7 +118,9 @@ def _best_of_split(
 
 
 @triton.jit
-def _exact_best(logits, key, scale, is_greedy, vocab, begin, size, near, BLOCK: tl.constexpr):
+def _exact_best(
+    logits, key, scale, is_greedy, vocab, begin, size, near, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """The best entry of a split with several near the top, and its id."""
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     top_id = tl.full((BLOCK,), 0, tl.int32) + vocab - 1
