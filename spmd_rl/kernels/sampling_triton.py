@@ -1,9 +1,9 @@
 """Gumbel-max on NVIDIA GPUs in one pass over the logits: noise is made, used and forgotten in registers.
 
 The noise is defined in float64, which is slow to make for a whole vocabulary. So a pass with a float32 estimate, good
-to far better than MARGIN, keeps each lane's best entry, and only entries near the top get the exact noise. Should a
-lane have had a second such entry, its split is done again with exact noise throughout. A maximum is exact, so
-neither this nor the split of the vocabulary shows in the result.
+to far better than MARGIN, finds the best entry of a split, which alone gets the exact noise. Should another come near
+it, the split is gone through again with exact noise for all such. A maximum is exact, so neither this nor the split of
+the vocabulary shows in the result.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -77,7 +77,7 @@ def _best_of_split(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = tl.load(keys + row).to(tl.uint64)
     if positions is not None:
-        key = _mix(key, tl.load(positions + row))
+        key = _mix(key + (tl.load(positions + row) + 1).to(tl.uint64) * GAMMA)
     is_greedy = False
     scored_scale = tl.load(inv_temperature + row)
     scale = scored_scale
@@ -89,55 +89,70 @@ def _best_of_split(
     top, second = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), float("-inf"), tl.float32)
     top_id = tl.full((BLOCK,), 0, tl.int32) + vocab - 1
     maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
+    state = key + (first + 1).to(tl.uint64) * GAMMA
     for start in range(0, split_size, BLOCK):
         column = first + start
         score = tl.load(logits + column, mask=column < vocab, other=float("-inf"))
         maximum = tl.maximum(maximum, score * scored_scale)
         estimate = score * scale
         if not is_greedy:
-            estimate += _rough_noise(_bits(key, column))
+            estimate += _rough_noise(_bits(state))
+        state += BLOCK * GAMMA % (1 << 64)
         better = estimate > top
         second = tl.maximum(second, tl.where(better, top, estimate))
         top_id = tl.where(better, column, top_id)
         top = tl.where(better, estimate, top)
     highest = tl.max(top, axis=0)
     near = highest - MARGIN - 1e-5 * tl.abs(highest)
-    if tl.max(second, axis=0) < near:
-        exact = tl.load(logits + top_id, mask=top >= near, other=float("-inf")) * scale
-        if not is_greedy:
-            exact += _noise(_bits(key, top_id))
-        top = exact
+    chosen = tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0)
+    if tl.sum((top >= near).to(tl.int32), axis=0) > 1 or tl.max(second, axis=0) >= near:
+        highest, chosen = _exact_best(logits, key, scale, is_greedy, vocab, split * split_size, split_size, near, BLOCK)
     else:
-        top = tl.full((BLOCK,), float("-inf"), tl.float32)
-        top_id = tl.full((BLOCK,), 0, tl.int32) + vocab - 1
-        for start in range(0, split_size, BLOCK):
-            column = first + start
-            exact = tl.load(logits + column, mask=column < vocab, other=float("-inf")) * scale
-            if not is_greedy:
-                exact += _noise(_bits(key, column))
-            better = exact > top
-            top_id = tl.where(better, column, top_id)
-            top = tl.where(better, exact, top)
-    highest = tl.max(top, axis=0)
+        highest = tl.load(logits + chosen) * scale
+        if not is_greedy:
+            highest += _noise(_bits(key + (chosen + 1).to(tl.uint64) * GAMMA))
     at = row * tl.num_programs(1) + split
     tl.store(best + at, highest)
     tl.store(maxima + at, tl.max(maximum, axis=0))
-    tl.store(token + at, tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0))
+    tl.store(token + at, chosen)
 
 
 @triton.jit
-def _mix(key, count) -> tl.tensor:
-    """64 random bits, as `sampling.position_keys`."""
-    x = key + (count + 1).to(tl.uint64) * GAMMA
+def _exact_best(
+    logits, key, scale, is_greedy, vocab, begin, size, near, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The best entry of a split with several near the top, and its id."""
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    top_id = tl.full((BLOCK,), 0, tl.int32) + vocab - 1
+    for start in range(0, size, BLOCK):
+        column = begin + start + tl.arange(0, BLOCK)
+        score = tl.load(logits + column, mask=column < vocab, other=float("-inf")) * scale
+        bits = _bits(key + (column + 1).to(tl.uint64) * GAMMA)
+        estimate = score
+        if not is_greedy:
+            estimate += _rough_noise(bits)
+        if tl.max(estimate, axis=0) >= near:
+            if not is_greedy:
+                score += _noise(bits)
+            better = score > top
+            top_id = tl.where(better, column, top_id)
+            top = tl.where(better, score, top)
+    highest = tl.max(top, axis=0)
+    return highest, tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0)
+
+
+@triton.jit
+def _mix(x) -> tl.tensor:
+    """64 random bits of a state; the states of a key are key + (count + 1) * GAMMA, as in `sampling.position_keys`."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
 
 
 @triton.jit
-def _bits(key, column) -> tl.tensor:
-    """32 random bits, as in `sampling.gumbel_noise`."""
-    return (_mix(key, column) >> 32).to(tl.uint32)
+def _bits(state) -> tl.tensor:
+    """32 random bits of a state, as in `sampling.gumbel_noise`."""
+    return (_mix(state) >> 32).to(tl.uint32)
 
 
 @triton.jit

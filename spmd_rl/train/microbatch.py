@@ -74,7 +74,9 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
     sequence = sequence[scored]
 
     def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
+        host = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
+        # From pinned memory the host goes on while the device still computes what came before.
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
     return MicroBatch(
         tokens=tensor(batch.tokens[pieces.source], torch.int64),

@@ -289,7 +289,7 @@ def test_remaking_keeps_less_and_gives_the_same_gradients(rows, unequal) -> None
         return linear(silu_mul(linear(normed, weight), linear(summed, weight)), weight[:, :512])
 
     results, kept = [], []
-    for context in (nullcontext(), remaking()):
+    for context in (nullcontext(), nullcontext(), remaking()):  # the first one warms up the library
         mine = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         before = torch.cuda.memory_allocated()
         with context:
@@ -297,5 +297,5 @@ def test_remaking_keeps_less_and_gives_the_same_gradients(rows, unequal) -> None
         kept.append(torch.cuda.memory_allocated() - before)
         out.backward(torch.ones_like(out))
         results.append([out.detach(), *(leaf.grad for leaf in mine)])
-    assert kept[0] - kept[1] == 4096 * (1024 + 512) * 2
-    assert all(unequal(one, other) == 0 for one, other in zip(*results, strict=True))
+    assert kept[1] - kept[2] == 4096 * (1024 + 512) * 2
+    assert all(unequal(one, other) == 0 for one, other in zip(*results[1:], strict=True))
