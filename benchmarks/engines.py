@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +34,7 @@ KV_TOKENS = 300 * 1024
 MAX_BATCH = 512
 PAGE_SIZE = 128
 STEP_TOKENS = 8192  # SGLang's chunk of prefill on this GPU
-SGLANG_MEMORY = 0.47  # of the GPU: weights and KV_TOKENS fit
+SGLANG_MEMORY = 0.9  # of the GPU, so that it is KV_TOKENS that counts
 PACKAGES = ("torch", "triton", "flash-attn-4")
 
 
@@ -48,16 +49,21 @@ class Pair:
 
 @contextmanager
 def pair(name: str, sglang_site: str) -> Iterator[Pair]:
-    """Both engines with random weights of a Qwen3 shape, ready. SGLang comes first: it sizes itself by what is free."""
+    """Both engines with random weights of a Qwen3 shape, ready."""
     with tempfile.TemporaryDirectory(prefix="shape-") as folder:
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", name, folder], check=True)
-        logs = Path(tempfile.gettempdir())
-        command = [sys.executable, "-m", "benchmarks.engines"]
         env = {"PYTHONPATH": f"{Path.cwd()}:{sglang_site}:{sglang_site}/nvidia_cutlass_dsl/dsl_packages"}
-        with (
-            Peer([*command, "sglang", folder], env, logs / f"sglang-{name}.log") as sglang,
-            Peer([*command, "ours", folder], {}, logs / f"ours-{name}.log") as ours,
-        ):
+
+        def start(kind: str, env: dict[str, str]) -> Peer:
+            command = [sys.executable, "-m", "benchmarks.engines", kind, folder]
+            return stack.enter_context(Peer(command, env, Path(tempfile.gettempdir()) / f"{kind}-{name}.log"))
+
+        with ExitStack() as stack:
+            with ThreadPoolExecutor() as pool:
+                ours, sglang = pool.map(start, ("ours", "sglang"), ({}, env))
+            given = sglang.ask(facts=True)["max_total_num_tokens"]
+            if given != KV_TOKENS:
+                raise RuntimeError(f"SGLang has room for {given} tokens, ours for {KV_TOKENS}")
             yield Pair(ours, sglang)
 
 

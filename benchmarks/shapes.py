@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,7 +28,6 @@ QWEN3 = {
     "4B": (2560, 9728, 36, 32, 8, True),
     "8B": (4096, 12288, 36, 32, 8, False),
 }
-PEAK_FLOPS_PER_S = 989e12  # H200, dense bf16, data sheet
 MEASURED_FLOPS_PER_S = 788e12  # an 8192^3 bf16 product of random data, measured on an H200
 
 
@@ -88,20 +87,6 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, Tensor
             continue
         scale = spec.init_std * (depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
         yield name, torch.randn(shape, device=device, generator=generator).mul_(scale)
-
-
-def train_flops(spec: ModelSpec, lengths: Sequence[int], num_scored: int) -> float:
-    """Operations of a forward and backward pass over packed sequences: 6 N D and causal attention.
-
-    6 for each weight of the blocks and each token, 6 for each weight of the head and each scored token, and for
-    attention 6 L^2 H D a layer and sequence: two products over the lower triangle, three times. Recomputation does
-    not count.
-    """
-    width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    block = spec.hidden_size * (2 * width + 2 * kv_width + 3 * spec.intermediate_size)
-    attention = sum(length**2 for length in lengths) * width
-    head = spec.vocab_size * spec.hidden_size * num_scored
-    return 6.0 * (spec.num_layers * (block * sum(lengths) + attention) + head)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ Three ways of computing the same step take turns, repetition by repetition:
 
 A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, optimizer included; medians of
 the host's clock around it, the GPU drained before and after. MFU counts 6 operations for every weight and token that
-meet, the causal half of attention, and no recomputation (shapes.train_flops), against 989 TFLOP/s and against the 788
-that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path.
+meet, the causal half of attention, and no recomputation (spmd_rl/train/flops.py), against 989 TFLOP/s and against the
+788 that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path.
 
     python -m benchmarks.train_step 0.6B 4B [--save] [--profile 0.6B=trace.txt]
 """
@@ -26,10 +26,11 @@ import torch
 
 from benchmarks.paths import PATHS
 from benchmarks.record import compared, finish, gpu, measured
-from benchmarks.shapes import MEASURED_FLOPS_PER_S, PEAK_FLOPS_PER_S, train_flops
+from benchmarks.shapes import MEASURED_FLOPS_PER_S
 from benchmarks.table import Row
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.train.flops import PEAK_FLOPS_PER_S, train_flops
 from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
 from spmd_rl.types import Batch
 
@@ -98,9 +99,9 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     for path in options.paths[1:]:
         peer = statistics.median(times[path])
         yield compared(f"{what}: step", ours, "s", peer=path, peer_value=peer, at_most=SPEED_BAR)
-    flops = train_flops(spec, given.lengths.tolist(), int(given.mask.sum())) / ours
+    flops = train_flops(spec, given.lengths, int(given.mask.sum())) / ours
     bar = MFU_BAR if name == "4B" else None
-    yield measured(f"{what}: MFU of 989 TFLOP/s", flops / PEAK_FLOPS_PER_S, "", at_least=bar)
+    yield measured(f"{what}: MFU of 989 TFLOP/s", flops / PEAK_FLOPS_PER_S["H200"], "", at_least=bar)
     yield measured(f"{what}: MFU of 788 TFLOP/s", flops / MEASURED_FLOPS_PER_S, "")
     yield measured(f"{what}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
     one.backend = timed = Timed(one.backend)
