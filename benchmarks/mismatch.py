@@ -30,14 +30,9 @@ from spmd_rl.model.spec import ModelSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-SHAPES = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "head_dim": 128,
-    "vocab_size": 32768,
-}
-SMALL = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 104}
+KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
+SHAPES = dict(zip(KEYS, (1024, 3072, 16, 128, 32768) if DEVICE.type == "cuda" else (64, 192, 4, 16, 104), strict=True))
+SIZES = ((9, 24), (9, 40), (150, 40), (600, 20), (90, 60)) if DEVICE.type == "cuda" else ((9, 7), (50, 100), (17, 5))
 EXPECTED = {
     "split-k": "layer {middle} down_proj",
     "library-linear": "layer {middle} down_proj",
@@ -80,9 +75,6 @@ def write_model(folder: Path) -> Path:
 def sequences(vocab: int) -> Case:
     rng = np.random.default_rng(0)
     stem = rng.integers(2, vocab, 1200)
-    sizes = (
-        ((9, 24), (9, 40), (150, 60), (600, 30), (17, 300)) if DEVICE.type == "cuda" else ((9, 7), (50, 120), (17, 5))
-    )
     return Case(tuple(Replayed(f"{n}:0", stem[:p], rng.integers(2, vocab, r)) for n, (p, r) in enumerate(SIZES)))
 
 
