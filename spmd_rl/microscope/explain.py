@@ -100,7 +100,7 @@ class Trial:
                 x=tuple(one[rows].to(device) for one in inputs),
                 module=_module(self.model, point),
                 spec=self.spec,
-                positions=torch.tensor([self.case.where(row)[1] for row in rows.tolist()], device=device),
+                positions=torch.from_numpy(self.case.positions[rows.numpy()]).to(device),
                 wanted=left[rows],
             )
             out = variant[1](together).flatten(1).cpu()
