@@ -40,6 +40,11 @@ class Case:
     def offsets(self) -> NDArray[np.int64]:
         return np.cumsum(self.lengths) - self.lengths
 
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """Of every row in its sequence. Shape: [N]."""
+        return np.arange(self.num_rows) - np.repeat(self.offsets, self.lengths)
+
     @property
     def num_rows(self) -> int:
         return int(self.lengths.sum())

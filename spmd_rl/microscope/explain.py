@@ -63,11 +63,11 @@ class Trial:
         Only rows that both sides have. `pass_of` is the number of the pass that computed each row.
         """
         inputs = self._inputs(point) or self._stream(point)
-        left = self.evidence.fed.seen[point] & self.evidence.other.seen[point]
-        total, partly = int(left.sum()), []
+        shared = left = self.evidence.fed.seen[point] & self.evidence.other.seen[point]
+        total, partly = int(shared.sum()), []
         for says, compute in variants(point.op) if inputs else ():
             given = self._given((says, compute), point, inputs, values, pass_of, left)
-            if int(given.sum()) == total:
+            if int((given & shared).sum()) == total:
                 return [Match(says, total)]
             if rows := int((given & left).sum()):
                 partly.append(Match(says, rows))
@@ -95,21 +95,20 @@ class Trial:
     ) -> Tensor:
         """Which rows have the variant's bits. Shape: [rows] bool."""
         given, device = torch.zeros_like(left), next(self.model.parameters()).device
-        for rows in self._together(point, pass_of):
+        for rows in self._together(point, values.seen[point], pass_of):
             together = Together(
                 x=tuple(one[rows].to(device) for one in inputs),
                 module=_module(self.model, point),
                 spec=self.spec,
-                positions=torch.tensor([self.case.where(row)[1] for row in rows.tolist()], device=device),
+                positions=torch.from_numpy(self.case.positions[rows.numpy()]).to(device),
                 wanted=left[rows],
             )
             out = variant[1](together).flatten(1).cpu()
             given[rows] = (wide_bits(out) == wide_bits(values.table[point][rows])).all(1)
         return given
 
-    def _together(self, point: Point, pass_of: Sequence[int]) -> Iterator[Tensor]:
+    def _together(self, point: Point, seen: Tensor, pass_of: Sequence[int]) -> Iterator[Tensor]:
         """Rows of one pass; for attention, of one sequence."""
-        seen = self.evidence.fed.seen[point] & self.evidence.other.seen[point]
         numbers = torch.tensor(pass_of)
         if point.op == "attention":
             numbers = torch.from_numpy(np.repeat(np.arange(len(self.case.sequences)), self.case.lengths))

@@ -82,7 +82,7 @@ def _outcome(comparison: Comparison) -> str:
 
 
 def _side(name: str, side: Side, finding: Finding) -> str:
-    ran = f"{name} ran {'; '.join(map(str, side.kernels[:2]))}" if side.kernels else name
+    ran = f"{name} ran {'; '.join(map(str, side.kernels[:3]))}" if side.kernels else name
     arithmetic = ", ".join(
         f"{match.says}{'' if match.rows == finding.num_rows else f' in {match.rows} of {finding.num_rows} rows'}"
         for match in side.matches[:3]

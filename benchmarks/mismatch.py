@@ -1,0 +1,125 @@
+"""The microscope at work: known faults planted and found, and the difference from transformers taken apart.
+
+On a GPU a model of Qwen3-0.6B's layer shapes in bfloat16, on a CPU a small one in float32; random weights. A row's
+value is the number of outputs that differ on the same input at the first op that introduces a difference. It holds if a
+fault was found where it was planted, and if the named arithmetic accounts for every row of both sides.
+
+    python -m benchmarks.mismatch [--save] [--pages DIR]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.record import finish, measured
+from benchmarks.table import Row
+from spmd_rl.microscope.case import Case, Replayed
+from spmd_rl.microscope.faults import plant
+from spmd_rl.microscope.paths import EnginePath, ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.report import Examined, Replay, examine, write
+from spmd_rl.model.hf import init_weights, save_folder
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
+SHAPES = dict(zip(KEYS, (1024, 3072, 16, 128, 32768) if DEVICE.type == "cuda" else (64, 192, 4, 16, 104), strict=True))
+SIZES = ((9, 24), (9, 40), (150, 40), (600, 20), (90, 60)) if DEVICE.type == "cuda" else ((9, 7), (50, 100), (17, 5))
+EXPECTED = {
+    "split-k": "layer {middle} down_proj",
+    "library-linear": "layer {middle} down_proj",
+    "norm-order": "layer {middle} post_norm",
+    "rope-bf16": "layer 0 q",
+    "auto-splits": "layer 0 attention",
+}
+NUM_LAYERS = 6
+
+
+def write_model(folder: Path) -> Path:
+    """A Qwen3 with random weights, its norms' too, in a folder that both loaders read."""
+    config = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "num_hidden_layers": NUM_LAYERS,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "initializer_range": 0.05,
+        "num_key_value_heads": SHAPES["num_attention_heads"] // 2,
+        **SHAPES,
+    }
+    (folder / "like").mkdir(parents=True)
+    (folder / "like" / "config.json").write_text(json.dumps(config))
+    spec = ModelSpec.from_folder(folder / "like")
+    model = CausalLM(spec)
+    init_weights(model, spec, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    weights = (
+        (name, one + 0.2 * torch.randn(one.shape, generator=generator) if one.ndim == 1 else one)
+        for name, one in model.named_parameters()
+    )
+    save_folder(folder / "hf", folder / "like", weights, DTYPE)
+    return folder / "hf"
+
+
+def sequences(vocab: int) -> Case:
+    rng = np.random.default_rng(0)
+    stem = rng.integers(2, vocab, 1200)
+    return Case(tuple(Replayed(f"{n}:0", stem[:p], rng.integers(2, vocab, r)) for n, (p, r) in enumerate(SIZES)))
+
+
+def engine(folder: Path) -> EnginePath:
+    return EnginePath(load_model(folder, DTYPE, DEVICE), page_size=128, max_step_tokens=512)
+
+
+def comparisons(folder: Path, case: Case) -> Iterator[tuple[str, Examined]]:
+    """Each fault against the trainer, and both our paths against transformers."""
+    about = {"model": str(folder), "dtype": str(DTYPE), "device": str(DEVICE)}
+    trainer = TrainerPath(load_model(folder, DTYPE, DEVICE))
+    yield "engine, trainer", examine(Replay(case, engine(folder), trainer, **about))
+    for fault in EXPECTED:
+        path = engine(folder)
+        plant(fault, path)
+        yield fault, examine(Replay(case, path, trainer, planted=fault, **about))
+    yield "engine, transformers", examine(Replay(case, engine(folder), ReferencePath(folder, DTYPE, DEVICE), **about))
+
+
+def row(name: str, found: Examined) -> Row:
+    first = found.comparison.first
+    if first is None:
+        return measured(f"{name}: {found.comparison.num_compared_rows:,} rows, differing", 0, "rows", at_most=0)
+    cause = found.causes[first.point]
+    said = "; ".join(" + ".join(match.says for match in side.matches) for side in (cause.left, cause.right))
+    whole = all(sum(match.rows for match in side.matches) == first.num_rows for side in (cause.left, cause.right))
+    right_place = str(first.point) == EXPECTED.get(name, str(first.point)).format(middle=NUM_LAYERS // 2)
+    result = measured(f"{name}: found at {first.point} ({said}), outputs that differ", first.fed.unequal, "outputs")
+    return Row(what=result.what, value=result.value, unit=result.unit, bar="at its place", holds=right_place and whole)
+
+
+def main(words: list[str]) -> int:
+    pages = Path(words[words.index("--pages") + 1]) if "--pages" in words else None
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_model(Path(temporary))
+        case = sequences(ModelSpec.from_folder(folder).vocab_size)
+        for name, found in comparisons(folder, case):
+            print(f"{name}: {found.verdict}", flush=True)
+            rows.append(row(name, found))
+            if pages is not None:
+                write(found, pages / name.replace(", ", "-"))
+    machine = "h200" if DEVICE.type == "cuda" else "laptop"
+    return finish(__file__, ("torch", "transformers"), rows, save="--save" in words, machine=machine)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
