@@ -16,10 +16,11 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.link import Link, connect
+from spmd_rl.controller.patience import Notice
 from spmd_rl.controller.steps import Observer, Step
-from spmd_rl.controller.switchboard import Switchboard, ended
+from spmd_rl.controller.switchboard import Switchboard
 from spmd_rl.controller.wire import Spawn, Split
-from spmd_rl.errors import PlanError, SpmdError
+from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement, Placements, plan_split
 from spmd_rl.observe.trace import now_ns
 
@@ -133,9 +134,10 @@ class Controller:
         """
         if self.observer is not None:
             self.observer.on_steps(start, num_steps)
-        self._board.grace_s = self._grace_s if self._parts else 0.0
+        notice = self._board.notice
+        notice.grace_s = self._grace_s if self._parts else 0.0
         for index in range(start, num_steps):
-            self._board.unsaved = f"; step {index + 1} did not end within {self._grace_s:g} s and is lost"
+            notice.unsaved = f"; step {index + 1} did not end within {self._grace_s:g} s and is lost"
             waited_s = self._board.calls.waited_s
             self._step = step = Step(index, self.observer)
             yield step
@@ -147,24 +149,25 @@ class Controller:
             self._board.trace.flush()
             self._step = None
             record = Record(index + 1, self.seed, step.reward)
-            if self._board.ending is not None:
-                self._save_and_end(record, self._board.ending)
+            if notice.error is not None:
+                self._save_and_end(record, notice)
             last = index + 1 == num_steps
             if self._parts and (last or (self._save_every and (index + 1) % self._save_every == 0)):
                 with self._timed("save"):
                     self._checkpoints.save(record, self._parts)
         self._checkpoints.settle()
-        self._board.grace_s = 0.0  # what follows is done by the same command, should it be ended
+        notice.grace_s = 0.0  # what follows is done by the same command, should it be ended
 
-    def _save_and_end(self, record: Record, ending: SpmdError) -> NoReturn:
+    def _save_and_end(self, record: Record, notice: Notice) -> NoReturn:
         """The last act of a run that is ended from outside: what remains of its grace is for this checkpoint."""
-        if self._parts:
-            self._board.unsaved = f"; the checkpoint after step {record.next_step} was not whole in time"
-            self._checkpoints.save(record, self._parts)
-            self._checkpoints.settle()
-            ending = ended(ending, f"; saved after step {record.next_step}, the same command goes on")
-            print(ending, flush=True)  # a torchrun that was signalled itself does not pass on last words
-        raise ending
+        if not self._parts:
+            raise notice.and_then("")
+        notice.unsaved = f"; the checkpoint after step {record.next_step} was not whole in time"
+        self._checkpoints.save(record, self._parts)
+        self._checkpoints.settle()
+        saved = notice.and_then(f"; saved after step {record.next_step}, the same command goes on")
+        print(saved, flush=True)  # a torchrun that was signalled itself does not pass on last words
+        raise saved
 
     def _caveat(self, record: Record) -> str:
         """Why the run will not go on bit for bit as it would have; empty when it will."""

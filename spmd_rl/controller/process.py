@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,7 @@ def _run(recipe: Recipe, cfg: Any, board: Switchboard, observer: Observer, priva
     run = run_config(cfg)
     with contextlib.closing(StackServer(private, run.path, board.stacks)):
         board.wait_for_all()
-        with board.recipe_at_work():
+        with board.recipe_clock.running(time.monotonic()):
             recipe.main(Controller(run, board, observer), cfg)
         observer.close()
 

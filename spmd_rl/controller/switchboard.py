@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from signal import Signals
 
 from spmd_rl.controller.account import in_call, refusals, remote_error
@@ -17,6 +15,7 @@ from spmd_rl.controller.calls import CallRecord, Calls
 from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.family import await_end, end_children, parent_of
+from spmd_rl.controller.patience import Notice, RecipeClock
 from spmd_rl.controller.roster import Roster
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import Keys
@@ -50,9 +49,7 @@ LAST_RESORT_S = 5.0  # how long the recipe may go on after that
 class Switchboard:
     """The controller's end of every conversation. Its `on_*` methods run on the socket thread.
 
-    `last_resort` ends the process when the recipe does not notice that the run has failed. Once somebody ends the run
-    from outside, `ending` is the error to end it with. After a SIGTERM it goes on for `grace_s`, so that something can
-    be saved; `unsaved` is the clause that says what is lost if that takes longer.
+    `last_resort` ends the process when the recipe does not notice that the run has failed.
     """
 
     def __init__(
@@ -77,11 +74,8 @@ class Switchboard:
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
         self._next_ping = 0.0
-        self._waited_s, self._computing_since = 0.0, math.inf  # of the recipe, while it does not wait for calls
-        self.ending: SpmdError | None = None
-        self.grace_s = 0.0
-        self.unsaved = ""
-        self._ending_since = 0.0
+        self.notice = Notice()
+        self.recipe_clock = RecipeClock(run.between_calls_s)
         self._stopping = False
         self._router = Router(address, keys, generation, world_size, self, lifeline)
         self.endpoint = self._router.endpoint
@@ -107,15 +101,6 @@ class Switchboard:
             raise self.calls.cause
         if not come:
             raise DeadlineError(f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s")
-
-    @contextmanager
-    def recipe_at_work(self) -> Iterator[None]:
-        """What runs inside is the recipe: it must not compute for ever between its calls."""
-        self._computing_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._computing_since = math.inf
 
     def post(self, ranks: tuple[int, ...], message: Message, payload: bytes = b"") -> None:
         """Send a message to each of `ranks`, in order with all others."""
@@ -193,10 +178,13 @@ class Switchboard:
             self._fail(self._lost_error(lost, now), lost)
         elif name := self.roster.ended_by:
             missing = self.roster.missing
-            self._end(name, f"ranks {missing} ended before they reported" if missing else f"every rank got {name}")
-        self._watch_recipe(now)
-        if self.ending is not None and now - self._ending_since >= self.grace_s:
-            self._fail(ended(self.ending, self.unsaved))
+            who = f"ranks {missing} ended before they reported" if missing else f"every rank got {name}"
+            self.notice.take(name, who, now)
+        owed = any(map(self.calls.oldest, range(self.roster.world_size)))
+        if late := self.recipe_clock.overdue(owed, self.calls.waited_s, now):
+            self._fail(DeadlineError(f"{late}: the controller is at {place_of_main_thread()}"))
+        if end := self.notice.overdue(now):
+            self._fail(end)
 
     def on_unreachable(self, rank: int) -> None:
         """A rank's connection is closed; unless all are stopping, that ends the run."""
@@ -211,26 +199,12 @@ class Switchboard:
 
     def on_signal(self, number: Signals) -> None:
         """Somebody ends the controller itself."""
-        self._end(number.name, f"the controller got {number.name}")
+        self.notice.take(number.name, f"the controller got {number.name}", time.monotonic())
 
     def _seat(self, hello: Hello, now: float) -> bool:
         if seated := self.roster.hello(hello, now):
             self._router.post([hello.rank], Ping(self._run.lost_after_s))
         return seated
-
-    def _watch_recipe(self, now: float) -> None:
-        owed = any(map(self.calls.oldest, range(self.roster.world_size)))
-        if (owed or self.calls.waited_s != self._waited_s) and self._computing_since < math.inf:
-            self._waited_s, self._computing_since = self.calls.waited_s, now
-        elif now - self._computing_since > self._run.between_calls_s:
-            seconds, place = self._run.between_calls_s, place_of_main_thread()
-            self._fail(DeadlineError(f"the recipe has made no call for {seconds:g} s: the controller is at {place}"))
-
-    def _end(self, name: str, who: str) -> None:
-        if self.ending is None:
-            self._ending_since = time.monotonic() if name == "SIGTERM" else -math.inf
-            self.ending = LostRankError(f"the run was ended from outside: {who}")
-            self.ending.exit_code = 128 + Signals[name]
 
     def _fail(self, cause: SpmdError, lost: Sequence[int] = ()) -> None:
         """End the run from the socket thread: the recipe may be busy, and hears of it at its next wait."""
@@ -301,10 +275,3 @@ class Switchboard:
         self._snapshots.forget()
         self._router.post(asked, StackRequest())
         self._snapshots.wait_for(asked, STACKS_S)
-
-
-def ended(ending: SpmdError, clause: str) -> SpmdError:
-    """The same error, saying more."""
-    error = type(ending)(f"{ending}{clause}")
-    error.exit_code = ending.exit_code
-    return error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,7 @@ def grade(reward: Reward, prompt: Prompt, sample: Sample, deadline_s: float = 0.
     Raises: DataError that shows the sample when the function raises, takes longer, or returns no finite number.
     """
     try:
-        with _time_limit(deadline_s):
+        with _TimeLimit(deadline_s):
             result: Any = reward(prompt, sample)
     except _Overdue:
         raise DataError(_where(reward, prompt, sample), f"took longer than {deadline_s:g} s") from None
@@ -43,22 +43,24 @@ class _Overdue(BaseException):
     """No Exception: a reward that survives its own errors must not survive this."""
 
 
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _Overdue inside after `seconds`; 0 does not. Call it on the main thread.
+class _TimeLimit(AbstractContextManager[None]):
+    """Raises _Overdue inside after `seconds`; 0 does not. The main thread's only, which keeps the alarm's handler.
 
     A function that sets an alarm of its own, as math_verify does, ends ours.
     """
-    if not seconds:
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, _ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __enter__(self) -> None:
+        if self._seconds:
+            if signal.getsignal(signal.SIGALRM) is not _ring:
+                signal.signal(signal.SIGALRM, _ring)
+            signal.setitimer(signal.ITIMER_REAL, self._seconds)
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._seconds:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _ring(number: int, frame: FrameType | None) -> None:

@@ -276,8 +276,11 @@ def main() -> int:
     drawn = cases(args.seed, args.faults if args.only is None else args.only + 1)
     chosen = list(enumerate(drawn)) if args.only is None else [(args.only, drawn[args.only])]
 
-    with ThreadPoolExecutor(args.jobs) as pool:
+    pool = ThreadPoolExecutor(args.jobs)
+    try:
         outcomes = list(pool.map(lambda item: play_and_tell(args.seed, *item), chosen))
+    finally:
+        pool.shutdown(cancel_futures=True)
     return finish(__file__, ["torch", "pyzmq"], rows(outcomes), save=args.save)
 
 

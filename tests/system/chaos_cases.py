@@ -45,9 +45,9 @@ def draw(kind: str, rng: random.Random) -> Case:
     match kind:
         case "kill rank":
             return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL)
-        case "kill rank, restarts":
-            settings = ("--max-restarts=1",)
-            return Case(kind, rank, delay_s, "", may_complete=True, signal=signal.SIGKILL, settings=settings)
+        case "kill one, restarts":
+            victim, settings = rng.choice(["0", "1", "controller"]), ("--max-restarts=1",)
+            return Case(kind, victim, delay_s, "", may_complete=True, signal=signal.SIGKILL, settings=settings)
         case "kill rank at start":
             delay_s = rng.uniform(0.0, 1.5)
             return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL, at_start=True)
@@ -113,7 +113,7 @@ def _of_data(kind: str, rng: random.Random) -> Case:
 
 KINDS = (
     "kill rank",
-    "kill rank, restarts",
+    "kill one, restarts",
     "stop rank",
     "drop frame",
     "kill controller",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -183,14 +184,23 @@ def test_a_run_whose_time_is_up_does_not_queue_again_when_told_not_to(desk: Desk
 
 def test_a_preempted_run_gives_way_and_comes_back(desk: Desk) -> None:
     first = desk.submit("--partition=low", "--slurm=--exclusive")
+    first.tell("go on")
     other = ("--partition=high", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=true")
     desk.cluster.command("sbatch", "--wait", *other)
     desk.release()
     second = desk.answer()
     assert second.report["job"] == first.report["job"]
     assert second.report["requeues"] == 1
+    assert (first.report["step"], second.report["step"]) == (0, saved_after(desk))
     second.tell("end")
     desk.await_state("COMPLETED")
+
+
+def saved_after(desk: Desk) -> int:
+    """The step after which the run says that it saved before it gave way."""
+    said = re.search(r"got SIGTERM; saved after step (\d+), the same command goes on", desk.all_logs())
+    assert said is not None, desk.all_logs()
+    return int(said[1])
 
 
 def test_a_run_moves_off_a_node_that_fails(desk: Desk) -> None:

@@ -1,4 +1,7 @@
-"""A recipe that calls the test up, says where and in which life it runs, and does as it is told."""
+"""A recipe that calls the test up, says where and in which life it runs, and does as it is told.
+
+`end` ends it, `fail` fails it, `go on` lets it do its steps.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +19,8 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.split import RoleSplit
+
+MANY = 100_000  # steps, of a millisecond or two
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,23 @@ class Witness(Role):
         return [f"{os.environ['SLURMD_NODENAME']}:{os.getpid()}"]
 
 
+class Diary:
+    """A part to save."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
 def main(ctl: Controller, cfg: Config) -> None:
     roles = ctl.world.split({"witness": RoleSplit()})
     witness = ctl.spawn(Witness, cfg, on=roles.witness)
     seats = [seat.split(":") for seat in witness.seats.call()]
     secret = Path(os.environ["SPMD_RL_SECRET_FILE"])
+    start = ctl.resume(diary=Diary())
     report = {
+        "step": start,
         "nodes": [node for node, _ in seats],
         "pids": [int(pid) for _, pid in seats],
         "total": witness.total.call(1),
@@ -56,5 +73,9 @@ def main(ctl: Controller, cfg: Config) -> None:
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(cfg.telephone)
         line.sendall(json.dumps(report).encode() + b"\n")
-        if line.recv(16) == b"fail":
-            raise RuntimeError("told to fail")
+        order = line.recv(16)
+    if order == b"fail":
+        raise RuntimeError("told to fail")
+    if order == b"go on":
+        for step in ctl.steps(MANY, start):
+            step.log({"train/loss": float(witness.total.call(1))})

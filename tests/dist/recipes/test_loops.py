@@ -86,6 +86,24 @@ def test_metrics_go_to_the_sinks_too(run: Any, monkeypatch: pytest.MonkeyPatch) 
         assert b"onpolicy/mismatched_tokens" in file.read_bytes()
 
 
+def test_poisoned_samples_are_skipped_and_counted(run: Any, tmp_path: Path) -> None:
+    """One sample of prompt 1, and all of prompt 5: the first group goes on without it, the other is left out."""
+    reward = tmp_path / "poison.py"
+    reward.write_text(
+        "def grade(prompt, sample):\n"
+        "    assert (prompt.uid, sample.index) != (1, 0) and prompt.uid != 5, 'poisoned'\n"
+        "    return float((sample.tokens % 2 == 0).mean())\n"
+    )
+    ended = run("grpo", "--steps=2", f"--reward={reward}:grade", "--engine.on_reward_error=skip", nproc=2)
+    check_proof(ended, 2)
+    counted = [(row["reward/skipped_samples"], row["reward/skipped_groups"]) for row in ended.metrics]
+    assert counted == [(5, 1), (0, 0)]
+    drawn_of = [(row["prompt_uid"], row["index"]) for row in ended.samples(1)]
+    assert drawn_of == [(u, i) for u in range(8) for i in range(4) if u != 5 and (u, i) != (1, 0)]
+    assert "prompt 5 sample 3" in ended.sentence
+    assert "poisoned" in ended.sentence
+
+
 def test_four_ranks(run: Any) -> None:
     """Two by two: sharded within fsdp, replicated over dp, an engine on every rank."""
     ended = run("grpo", "--steps=2", "--split.train.dp=2", "--split.train.fsdp=2", nproc=4)

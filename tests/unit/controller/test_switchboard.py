@@ -43,9 +43,9 @@ def test_a_signal_ends_the_run_with_its_code_once_the_grace_is_over(tmp_path: Pa
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ending = board(tmp_path, ours)
-        ending.grace_s = 0.5
+        ending.notice.grace_s = 0.5
         ending.on_signal(SIGTERM)
-        assert ending.ending is not None
+        assert ending.notice.error is not None
         assert ending.calls.cause is None, "there is time to save something"
         with pytest.raises(LostRankError, match="the controller got SIGTERM") as raised:
             ending.wait_for_all()

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.mesh.world import World
+from spmd_rl.mesh.world import World, open_store
 
 
 def test_a_process_outside_torchrun_is_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,3 +18,11 @@ def test_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
     world = World.from_env()
     assert (world.rank, world.local_rank, world.node, world.num_nodes) == (9, 1, 1, 2)
+
+
+def test_restarts_over_several_nodes_need_fresh_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    world = World(rank=9, size=16, local_rank=1, local_size=8, node=1, run_id="r", restart=0)
+    with pytest.raises(ConfigError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node"):
+        open_store(world)

@@ -149,7 +149,7 @@ def test_decoded_logprobs_are_the_training_forwards(
 def test_a_copied_tail_changes_no_bit(model, new_engine, finish, alone, monkeypatch):
     engine = new_engine(model, page_size=64)
     assert unequal(finish(engine, workload()), alone) == 0
-    assert engine.stats()["num_copied_tails"] == 2  # the prompts of 17 and 32 tokens; others leave little on the last page
+    assert engine.stats()["num_copied_tails"] == 2  # of 17 and 32 tokens; other prompts leave little on the last page
     monkeypatch.setattr(paged_attention.KvCache, "copy_pages", lambda self, sources, targets: None)
     assert unequal(finish(new_engine(model, page_size=64), workload()), alone) > 0
 
