@@ -22,6 +22,10 @@ class CallRecord:
     phase: str
     started: float = field(default_factory=time.monotonic)
     answers: dict[int, Packed | Failure] = field(default_factory=dict)
+    waiting: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = set(self.ranks)
 
     @property
     def age_s(self) -> float:
@@ -62,10 +66,12 @@ class Calls:
         """File an answer; False when nobody asked this rank for it."""
         with self._changed:
             record = self._open.get(number)
-            if record is None or rank not in record.owing:
+            if record is None or rank not in record.waiting:
                 return False
+            record.waiting.remove(rank)
             record.answers[rank] = answer
-            self._changed.notify_all()
+            if not record.waiting or isinstance(answer, Failure):
+                self._changed.notify_all()
             return True
 
     def fail(self, cause: SpmdError) -> None:
@@ -83,7 +89,7 @@ class Calls:
         began = time.monotonic()
         with self._changed:
             done = self._changed.wait_for(
-                lambda: self.cause is not None or record.failure is not None or not record.owing, deadline_s
+                lambda: self.cause is not None or record.failure is not None or not record.waiting, deadline_s
             )
             self.waited_s += time.monotonic() - began
             if record.failure is None and record.owing and self.cause is not None:
@@ -104,9 +110,9 @@ class Calls:
     def oldest(self, rank: int) -> CallRecord | None:
         """The call that `rank` has owed an answer the longest, which is the one it is in."""
         with self._changed:
-            return next((record for record in self._open.values() if rank in record.owing), None)
+            return next((record for record in self._open.values() if rank in record.waiting), None)
 
     def num_owed(self, rank: int) -> int:
         """How many answers `rank` owes."""
         with self._changed:
-            return sum(rank in record.owing for record in self._open.values())
+            return sum(rank in record.waiting for record in self._open.values())

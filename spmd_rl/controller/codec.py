@@ -44,6 +44,11 @@ class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     offset: Annotated[int, msgspec.Meta(ge=0)]
 
 
+_NAMES: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
+_reference_encoder = msgspec.msgpack.Encoder()
+_reference_decoder = msgspec.msgpack.Decoder(_ArrayRef)
+
+
 class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function by "module:qualname", and the keyword arguments bound to it."""
 
@@ -122,17 +127,19 @@ def resolve(name: str) -> Any:
 
 
 def _array_out(array: NDArray[Any], offset: int) -> tuple[msgspec.msgpack.Ext, bytes]:
-    if array.dtype.name not in _DTYPES or not array.dtype.isnative:
+    name = _NAMES.get(array.dtype)
+    if name is None:
         raise ContractError(f"an array of dtype {array.dtype} cannot cross between processes")
     raw = array.tobytes()
-    reference = _ArrayRef(typing.cast(DType, array.dtype.name), list(array.shape), offset)
-    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(reference)), raw + bytes(-len(raw) % ALIGN_BYTES)
+    reference = _reference_encoder.encode(_ArrayRef(name, list(array.shape), offset))
+    padding = -len(raw) % ALIGN_BYTES
+    return msgspec.msgpack.Ext(_ARRAY, reference), raw + bytes(padding) if padding else raw
 
 
 def _array_in(code: int, data: memoryview, payload: bytes) -> NDArray[Any]:
     if code != _ARRAY:
         raise msgspec.ValidationError(f"unknown extension {code}")
-    reference = msgspec.msgpack.decode(data, type=_ArrayRef)
+    reference = _reference_decoder.decode(data)
     dtype, count = np.dtype(reference.dtype), math.prod(reference.shape)
     if reference.offset + count * dtype.itemsize > len(payload):
         raise msgspec.ValidationError(f"an array of shape {reference.shape} outside its payload")
@@ -152,7 +159,7 @@ def _function_out(function: Callable[..., Any]) -> _FunctionRef:
 
 def _custom(annotation: Any, value: Any) -> Any:
     """Decode what msgspec does not know: array and function annotations."""
-    origin = typing.get_origin(annotation) or annotation
+    origin = _origin(annotation)
     if origin is np.ndarray:
         return _checked(value, annotation)
     if callable(value) or not _is_callable_type(origin):
@@ -176,9 +183,19 @@ def _is_callable_type(origin: Any) -> bool:
 def _checked(value: Any, annotation: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise msgspec.ValidationError(f"Expected `array`, got `{type(value).__name__}`")
-    wanted = [scalar for dtype in typing.get_args(annotation)[1:] for scalar in typing.get_args(dtype)]
-    for scalar in wanted:
-        known = isinstance(scalar, type) and issubclass(scalar, np.generic)
-        if known and not issubclass(value.dtype.type, scalar):
+    for scalar in _scalars(annotation):
+        if not issubclass(value.dtype.type, scalar):
             raise msgspec.ValidationError(f"Expected an array of {scalar.__name__}, got {value.dtype}")
     return value
+
+
+@functools.cache
+def _scalars(annotation: Any) -> list[type[np.generic]]:
+    """The scalar types that an array annotation asks for."""
+    found = [scalar for dtype in typing.get_args(annotation)[1:] for scalar in typing.get_args(dtype)]
+    return [scalar for scalar in found if isinstance(scalar, type) and issubclass(scalar, np.generic)]
+
+
+@functools.cache
+def _origin(annotation: Any) -> Any:
+    return typing.get_origin(annotation) or annotation
