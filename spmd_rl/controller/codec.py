@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import threading
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -30,8 +30,7 @@ DType = Literal[
 _DTYPES = typing.get_args(DType)
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """An encoded value. Equal values have equal bytes, which is how ranks are compared."""
 
     body: bytes
@@ -47,6 +46,7 @@ class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 _NAMES: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
 _reference_encoder = msgspec.msgpack.Encoder()
 _reference_decoder = msgspec.msgpack.Decoder(_ArrayRef)
+_open = threading.local()  # `payload`: of the value that this thread is decoding
 
 
 class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,13 +89,9 @@ def unpack(packed: Packed, annotation: Any, *, functions: bool = True) -> Any:
 
     Raises: ContractError saying where the value does not fit it.
     """
-
-    def array(code: int, data: memoryview) -> NDArray[Any]:
-        return _array_in(code, data, packed.payload)
-
-    hook = _custom if functions else _custom_data
+    _open.payload = packed.payload
     try:
-        return msgspec.msgpack.decode(packed.body, type=annotation, dec_hook=hook, ext_hook=array)
+        return _decoder(annotation, functions).decode(packed.body)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise ContractError(str(error)) from error
 
@@ -136,11 +132,16 @@ def _array_out(array: NDArray[Any], offset: int) -> tuple[msgspec.msgpack.Ext, b
     return msgspec.msgpack.Ext(_ARRAY, reference), raw + bytes(padding) if padding else raw
 
 
-def _array_in(code: int, data: memoryview, payload: bytes) -> NDArray[Any]:
+@functools.cache
+def _decoder(annotation: Any, functions: bool) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(annotation, dec_hook=_custom if functions else _custom_data, ext_hook=_array_in)
+
+
+def _array_in(code: int, data: memoryview) -> NDArray[Any]:
     if code != _ARRAY:
         raise msgspec.ValidationError(f"unknown extension {code}")
     reference = _reference_decoder.decode(data)
-    dtype, count = np.dtype(reference.dtype), math.prod(reference.shape)
+    payload, dtype, count = _open.payload, np.dtype(reference.dtype), math.prod(reference.shape)
     if reference.offset + count * dtype.itemsize > len(payload):
         raise msgspec.ValidationError(f"an array of shape {reference.shape} outside its payload")
     flat = np.frombuffer(payload, dtype, count, reference.offset) if count else np.empty(0, dtype)

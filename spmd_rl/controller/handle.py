@@ -59,9 +59,11 @@ class RemoteEndpoint(Bound[..., Any]):
             ranks = placement.ranks
             packed = self._scattered(arguments)
         record = board.calls.open(self._what, ranks)
-        for receivers, value in packed.items():
-            call = Call(record.number, self._handle.name, self._endpoint.name, msgspec.Raw(value.body), record.phase)
-            board.post(receivers, call, value.payload)
+        name, endpoint = self._handle.name, self._endpoint.name
+        board.post_each(
+            (receivers, Call(record.number, name, endpoint, msgspec.Raw(value.body), record.phase), value.payload)
+            for receivers, value in packed.items()
+        )
         return Pending(lambda deadline_s: self._finish(ranks, board.collect(record, deadline_s)))
 
     def _scattered(self, arguments: dict[str, Any]) -> dict[tuple[int, ...], Packed]:

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from signal import Signals
 
@@ -18,7 +18,7 @@ from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.family import await_end, end_children, parent_of
 from spmd_rl.controller.roster import Roster
-from spmd_rl.controller.router import Router
+from spmd_rl.controller.router import Letter, Router
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.snapshots import Snapshots
 from spmd_rl.controller.stacks import place_of_main_thread
@@ -48,7 +48,7 @@ LAST_RESORT_S = 5.0  # how long the recipe may go on after that
 
 
 class Switchboard:
-    """The controller's end of every conversation. Its `on_*` methods run on the socket thread.
+    """The controller's end of every conversation. Its `on_*` methods run in the turns of the sockets (turns.py).
 
     `last_resort` ends the process when the recipe does not notice that the run has failed. Once somebody ends the run
     from outside, `ending` is the error to end it with. After a SIGTERM it goes on for `grace_s`, so that something can
@@ -65,14 +65,14 @@ class Switchboard:
         lifeline: socket.socket,
         last_resort: Callable[[int], object] = os._exit,
     ) -> None:
-        self.calls = Calls()
+        self.calls = Calls(self._until)
         self.traces = str(run.traces or "")
         self.trace = Trace(run.traces, "controller")
         self.roster = Roster(world_size, run.lost_after_s)
         self._run = run
         self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
         self._last_resort = last_resort
-        self._changed = threading.Condition()  # the roster
+        self._lock = threading.RLock()  # the roster's
         self._snapshots = Snapshots()
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
@@ -101,8 +101,7 @@ class Switchboard:
 
         Blocks: for the run's `start_s` at most. Raises: DeadlineError naming who has not come.
         """
-        with self._changed:
-            come = self._changed.wait_for(lambda: not self.roster.missing or self.calls.cause, self._run.start_s)
+        come = self._until(lambda: not self.roster.missing or self.calls.cause is not None, self._run.start_s)
         if self.calls.cause is not None:
             raise self.calls.cause
         if not come:
@@ -120,6 +119,10 @@ class Switchboard:
     def post(self, ranks: tuple[int, ...], message: Message, payload: bytes = b"") -> None:
         """Send a message to each of `ranks`, in order with all others."""
         self._router.post(ranks, message, payload)
+
+    def post_each(self, letters: Iterable[Letter]) -> None:
+        """Send many messages, in one go."""
+        self._router.post_each(letters)
 
     def collect(self, record: CallRecord, deadline_s: float | None = None) -> list[Packed]:
         """Every rank's answer to `record`, in the order of its ranks.
@@ -151,8 +154,7 @@ class Switchboard:
         Blocks: until all said Bye; `BYE_S` ends it, or `FAILED_BYE_S`, and then those that can be are killed.
         """
         self._end_all(error)
-        with self._changed:
-            self._changed.wait_for(lambda: not self.roster.staying, FAILED_BYE_S if error else BYE_S)
+        self._until(lambda: not self.roster.staying, FAILED_BYE_S if error else BYE_S)
         if isinstance(error, LostRankError) and error.exit_code == LostRankError.exit_code:
             self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
         self._router.close()
@@ -162,8 +164,7 @@ class Switchboard:
     def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
         """Take a worker's message; False when it was not asked for."""
         now = time.monotonic()
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
             if isinstance(message, Hello):
                 return message.rank == rank and self._seat(message, now)
             if not self.roster.heard(rank, now):
@@ -201,9 +202,8 @@ class Switchboard:
     def on_unreachable(self, rank: int) -> None:
         """A rank's connection is closed; unless all are stopping, that ends the run."""
         self._fail(self._lost_error([rank], time.monotonic()), [rank])
-        with self._changed:
+        with self._lock:
             self.roster.gone(rank)
-            self._changed.notify_all()
 
     def on_parent_lost(self) -> None:
         """Rank 0, our parent, is gone."""
@@ -233,7 +233,7 @@ class Switchboard:
             self.ending.exit_code = 128 + Signals[name]
 
     def _fail(self, cause: SpmdError, lost: Sequence[int] = ()) -> None:
-        """End the run from the socket thread: the recipe may be busy, and hears of it at its next wait."""
+        """End the run in a turn of the sockets: the recipe may be busy, and hears of it at its next wait."""
         if self._stopping:
             return
         self._lost.update(lost)
@@ -258,10 +258,9 @@ class Switchboard:
             if stop.lost and self._lost >= set(self.roster.staying):
                 print(error, file=sys.stderr, flush=True)  # no rank is left to say it
         self._router.post(self.roster.staying, stop)
-        with self._changed:
+        with self._lock:
             for rank in self._lost:
                 self.roster.gone(rank)
-            self._changed.notify_all()
 
     def _kill(self) -> None:
         """End what has not ended, on this host, once the launcher has seen the others' last words."""
@@ -300,7 +299,10 @@ class Switchboard:
         asked = self.roster.staying
         self._snapshots.forget()
         self._router.post(asked, StackRequest())
-        self._snapshots.wait_for(asked, STACKS_S)
+        self._until(lambda: self._snapshots.has_all(asked), STACKS_S)
+
+    def _until(self, done: Callable[[], bool], seconds: float) -> bool:
+        return self._router.until(done, seconds)
 
 
 def ended(ending: SpmdError, clause: str) -> SpmdError:

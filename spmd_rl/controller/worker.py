@@ -15,7 +15,7 @@ from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address
 from spmd_rl.controller.codec import Packed, pack, resolve, unpack
 from spmd_rl.controller.dealer import Dealer
-from spmd_rl.controller.endpoint import Role, Signature, endpoints
+from spmd_rl.controller.endpoint import Bound, Signature, endpoints
 from spmd_rl.controller.supervisor import ControllerProcess
 from spmd_rl.controller.wire import Bye, Call, Command, Failure, Hello, Result, Spawn, Split, Stop
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
@@ -37,15 +37,15 @@ class Worker:
         self._seats = seats
         self._trace = Trace()
         self._roles = seats.neighbours
-        self._signatures: dict[tuple[str, str], Signature] = {}
+        self._known: dict[tuple[str, str], tuple[Bound[..., Any], Signature]] = {}
 
     def serve(self, dealer: Dealer) -> None:
         """Run commands until told to stop.
 
-        Blocks: between commands, on the controller; the communication thread ends the process if it is lost.
+        Blocks: between commands, on the controller; the process ends if it is lost.
         """
         while True:
-            command, payload = dealer.inbox.get()
+            command, payload = dealer.next()
             if isinstance(command, Stop):
                 self._trace.close()
                 return
@@ -77,19 +77,15 @@ class Worker:
         return None
 
     def _call(self, name: str, endpoint: str, packed: Packed) -> Any:
-        role = self._roles[name]
-        signature = self._signature(type(role), name, endpoint)
+        if (name, endpoint) not in self._known:
+            role = self._roles[name]
+            self._known[name, endpoint] = getattr(role, endpoint), Signature(endpoints(type(role))[endpoint])
+        method, signature = self._known[name, endpoint]
         try:
             arguments = unpack(packed, signature.arguments)
         except ContractError as error:
             raise ContractError(f"{name}.{endpoint}: {error}") from error
-        values = {field: getattr(arguments, field) for field in signature.arguments.__struct_fields__}
-        return getattr(role, endpoint)(**values)
-
-    def _signature(self, role: type[Role], name: str, endpoint: str) -> Signature:
-        if (name, endpoint) not in self._signatures:
-            self._signatures[name, endpoint] = Signature(endpoints(role)[endpoint])
-        return self._signatures[name, endpoint]
+        return method(**msgspec.structs.asdict(arguments))
 
 
 def failure_of(call: int, error: Exception) -> Failure:
