@@ -53,7 +53,7 @@ class Turns:
         return True
 
     def now_or_next(self, act: Callable[[], None]) -> None:
-        """Run `act` now if nobody has the turn, else wake who has: the next turn begins with it."""
+        """Run `act` now if nobody has the turn, else wake who has: `handle` does it before and after it waits."""
         if not self._lock.acquire(blocking=False):
             self._waker.wake()
             return

@@ -56,12 +56,12 @@ class Worker:
     def answer(self, command: Command, payload: bytes) -> tuple[Result | Failure, bytes]:
         """Run one command; whatever it raises becomes the reply."""
         try:
-            value = pack(self._run(command, payload))
+            value = self._run(command, payload)
         except Exception as error:  # noqa: BLE001  user code may raise anything: the controller decides what it ends
             return failure_of(command.call, error), b""
         return Result(command.call, msgspec.Raw(value.body)), value.payload
 
-    def _run(self, command: Command, payload: bytes) -> Any:
+    def _run(self, command: Command, payload: bytes) -> Packed:
         match command:
             case Split(_, placements, traces):
                 if traces and not self._trace.on:
@@ -74,9 +74,9 @@ class Worker:
             case Call(call, name, endpoint, args, phase):
                 with self._trace.span(f"{name}.{endpoint}", role=name, phase=phase, call=call):
                     return self._call(name, endpoint, Packed(bytes(args), payload))
-        return None
+        return pack(None)
 
-    def _call(self, name: str, endpoint: str, packed: Packed) -> Any:
+    def _call(self, name: str, endpoint: str, packed: Packed) -> Packed:
         if (name, endpoint) not in self._known:
             role = self._roles[name]
             self._known[name, endpoint] = getattr(role, endpoint), Signature(endpoints(type(role))[endpoint])
@@ -85,7 +85,7 @@ class Worker:
             arguments = unpack(packed, signature.arguments)
         except ContractError as error:
             raise ContractError(f"{name}.{endpoint}: {error}") from error
-        return method(**msgspec.structs.asdict(arguments))
+        return pack(method(**msgspec.structs.asdict(arguments)), signature.result)
 
 
 def failure_of(call: int, error: Exception) -> Failure:

@@ -6,10 +6,12 @@ import os
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
 
+from spmd_rl.controller import turns as turns_module
 from spmd_rl.controller.turns import Turns
 from spmd_rl.controller.waker import Waker
 
@@ -22,16 +24,24 @@ class Pipe:
     def __init__(self) -> None:
         self.waker = Waker()
         self.handled: list[tuple[str, bytes]] = []
+        self.outbox: deque[str] = deque()
+        self.sent: list[str] = []
         self.busy = threading.Lock()
         self._out, self._in = os.pipe()
 
     def handle(self, seconds: float) -> None:
         assert self.busy.acquire(blocking=False), "two threads handle at once"
+        self.flush()
         ready, _, _ = select.select([self._out, self.waker.fileno()], [], [], seconds)
         if self._out in ready:
             self.handled.append((threading.current_thread().name, os.read(self._out, 1)))
         self.waker.drain()
+        self.flush()
         self.busy.release()
+
+    def flush(self) -> None:
+        while self.outbox:
+            self.sent.append(self.outbox.popleft())
 
     def send(self, byte: bytes) -> None:
         os.write(self._in, byte)
@@ -98,15 +108,24 @@ def test_two_threads_may_wait_for_different_things(pipe: Pipe, turns: Turns) -> 
     assert sorted(found) == [b"a", b"b", b"c"]
 
 
-def test_what_is_to_be_done_now_wakes_who_waits(pipe: Pipe, turns: Turns) -> None:
-    done: list[str] = []
-    waiting = threading.Thread(target=turns.until, args=[lambda: bool(done), WAIT_S])
+def test_what_is_queued_wakes_who_waits(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "TICK_S", WAIT_S)
+    turns = Turns(pipe.handle, pipe.waker, "not started")
+    sent = threading.Event()
+    waiting = threading.Thread(target=turns.until, args=[lambda: bool(pipe.sent), WAIT_S])
     waiting.start()
     while not pipe.busy.locked():
-        threading.Event().wait(0.001)
+        sent.wait(0.001)
     began = time.monotonic()
-    turns.now_or_next(lambda: done.append("now"))
-    if not done:  # somebody waits in a turn: it was woken
-        done.append("next")
+    pipe.outbox.append("letter")
+    turns.now_or_next(pipe.flush)
     waiting.join(WAIT_S)
-    assert time.monotonic() - began < 0.2, "it need not wait for the tick"
+    assert pipe.sent == ["letter"]
+    assert time.monotonic() - began < WAIT_S / 2, "it need not wait for the tick"
+
+
+def test_what_is_queued_while_nobody_waits_is_done_at_once(pipe: Pipe) -> None:
+    turns = Turns(pipe.handle, pipe.waker, "not started")
+    pipe.outbox.append("letter")
+    turns.now_or_next(pipe.flush)
+    assert pipe.sent == ["letter"]
