@@ -14,7 +14,7 @@ from collections.abc import Callable
 from spmd_rl.controller.waker import Waker
 
 TICK_S = 0.25  # the longest that one turn waits for a message
-ABSENCE_S = 0.1
+ABSENCE_S = 0.25
 
 
 class Turns:
