@@ -1,7 +1,10 @@
 """What it costs to call all workers and hear from all of them: our controller, Ray actors and plain ZeroMQ.
 
 Each worker gets an array of its own and sends it back (control/echo.py). The contenders are processes that take turns;
-each number is the median over all turns. Then the controller's share of the demo's step, from a short run of it.
+each number is the median over all turns. Every worker is a process. Past 256 workers only plain ZeroMQ runs, eight
+workers' sockets in a process, to see what relays buy. Then the controller's share of the demo's step, from a short run
+of it: its metric perf/controller_share, the part of a step, from the end of the one before, in which the controller
+did not wait for workers.
 
     python -m benchmarks.control_plane [--quick] [--save] [--workers 8,64,256]
 
@@ -32,6 +35,8 @@ BAR_WORKERS, BAR_SIZE = 8, 64
 MAX_SHARE = 0.05
 RAY_WORKER_BYTES = 90 << 20  # resident, of one idle actor
 WORKERS_OF_A_RELAY = 32
+MAX_PROCESSES = 256
+PER_PROCESS = 8  # beyond
 MAX_BYTES = 64 << 20  # of all parts of one call
 LAPS_BYTES = 256 << 20  # of all parts of one turn
 
@@ -56,7 +61,7 @@ def contest(num_workers: int, turns: int) -> Iterator[Row]:
         peers = {
             name: stack.enter_context(_start(name, command, folder)) for name, command in _commands(num_workers).items()
         }
-        for size in SIZES:
+        for size in SIZES if "ours" in peers else [BAR_SIZE]:
             if size * num_workers > MAX_BYTES:
                 continue
             laps = max(2, min(50, LAPS_BYTES // (size * num_workers), 2000 // num_workers))
@@ -70,7 +75,10 @@ def contest(num_workers: int, turns: int) -> Iterator[Row]:
 
 
 def _commands(num_workers: int) -> dict[str, list[str]]:
-    workers = str(num_workers)
+    workers, relays = str(num_workers), str(num_workers // WORKERS_OF_A_RELAY)
+    if num_workers > MAX_PROCESSES:
+        direct = ["zeromq", workers, "--per-process", str(PER_PROCESS)]
+        return {"ZeroMQ": direct, "ZeroMQ with relays": [*direct, "--relays", relays]}
     commands = {
         "ours": ["ours", workers],
         "ZeroMQ": ["zeromq", workers],
@@ -81,7 +89,7 @@ def _commands(num_workers: int) -> dict[str, list[str]]:
     else:
         print(f"Ray is left out at {num_workers} workers: they need {num_workers * RAY_WORKER_BYTES >> 30} GiB")
     if num_workers > WORKERS_OF_A_RELAY:
-        commands["ZeroMQ with relays"] = ["zeromq", workers, "--relays", str(num_workers // WORKERS_OF_A_RELAY)]
+        commands["ZeroMQ with relays"] = ["zeromq", workers, "--relays", relays]
     return commands
 
 
@@ -94,19 +102,20 @@ def _start(name: str, command: list[str], folder: Path) -> Peer:
 
 def _rows(num_workers: int, size: int, times: dict[str, Times]) -> Iterator[Row]:
     call = "round trip" if num_workers == 1 else f"fan-out and gather, {num_workers} workers"
-    ours = median(times["ours"].wall_us)
+    wall = {name: median(one.wall_us) for name, one in times.items()}
+    busy = {name: min(one.caller_us) for name, one in times.items()}
+    what = f"caller's CPU time, {num_workers} workers, {SIZES[size]}"
     for name in ("Ray", "ZeroMQ", "ZeroMQ with CURVE"):
-        if name in times:
+        if name in times and "ours" in times:
             bar = BARS.get(name) if (num_workers, size) == (BAR_WORKERS, BAR_SIZE) else None
-            peer_us = median(times[name].wall_us)
-            yield compared(f"{call}, {SIZES[size]}", ours, "us", peer=name, peer_value=peer_us, at_most=bar)
-    if size == BAR_SIZE:
-        busy = {name: min(one.caller_us) for name, one in times.items() if name != "Ray"}
-        what = f"caller's CPU time, {num_workers} workers, {SIZES[size]}"
+            yield compared(f"{call}, {SIZES[size]}", wall["ours"], "us", peer=name, peer_value=wall[name], at_most=bar)
+    if size == BAR_SIZE and "ours" in times:
         yield compared(what, busy["ours"], "us", peer="ZeroMQ", peer_value=busy["ZeroMQ"])
-        if "ZeroMQ with relays" in busy:
-            what = f"{what}, plain ZeroMQ through a relay for each {WORKERS_OF_A_RELAY}"
-            yield compared(what, busy["ZeroMQ with relays"], "us", peer="direct", peer_value=busy["ZeroMQ"])
+    if size == BAR_SIZE and "ZeroMQ with relays" in times:
+        relayed = f"plain ZeroMQ through a relay for each {WORKERS_OF_A_RELAY}"
+        for label, by_name in ((what, busy), (f"{call}, {SIZES[size]}", wall)):
+            mine, direct = by_name["ZeroMQ with relays"], by_name["ZeroMQ"]
+            yield compared(f"{label}, {relayed}", mine, "us", peer="direct", peer_value=direct)
 
 
 def controller_share(steps: int) -> Row:
@@ -132,10 +141,10 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/laptop/control_plane.json")
     parser.add_argument("--workers", default="", help="numbers of workers, separated by commas")
     arguments = parser.parse_args()
-    counts = arguments.workers or ("1,8" if arguments.quick else "1,8,64,256")
+    counts = arguments.workers or ("1,8" if arguments.quick else "1,8,64,256,512,1024")
     rows: list[Row] = []
     for count in counts.split(","):
-        rows += contest(int(count), turns=3 if arguments.quick else 12)
+        rows += contest(int(count), turns=3 if arguments.quick else 12 if int(count) <= BAR_WORKERS else 4)
     rows.append(controller_share(6 if arguments.quick else 30))
     return finish(__file__, ("pyzmq", "msgspec", "numpy", "ray"), rows, save=arguments.save)
 

@@ -8,11 +8,13 @@ Shape letters used here and in docstrings elsewhere:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, starmap
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from spmd_rl.errors import ContractError
 from spmd_rl.partition import balanced
 
 T = TypeVar("T")
@@ -64,6 +66,66 @@ class Group:
     @property
     def rewards(self) -> NDArray[np.float64]:
         return np.array([sample.reward for sample in self.samples], dtype=np.float64)
+
+    @staticmethod
+    def to_columns(groups: list[Group]) -> GroupColumns:
+        """How a list of groups crosses between processes.
+
+        Raises: ContractError when the arrays of a sample differ in length.
+        """
+        samples = [sample for group in groups for sample in group.samples]
+        lengths = [len(sample.tokens) for sample in samples]
+        for sample, length in zip(samples, lengths, strict=True):
+            if len(sample.logprobs) != length or len(sample.versions) != length:
+                raise ContractError(f"prompt {sample.prompt_uid}, sample {sample.index}: a token without its log-prob")
+        return GroupColumns(
+            prompts=[group.prompt for group in groups],
+            num_samples=[len(group.samples) for group in groups],
+            prompt_uid=[sample.prompt_uid for sample in samples],
+            index=[sample.index for sample in samples],
+            lengths=lengths,
+            tokens=_end_to_end([sample.tokens for sample in samples], np.int32),
+            logprobs=_end_to_end([sample.logprobs for sample in samples], np.float32),
+            versions=_end_to_end([sample.versions for sample in samples], np.int32),
+            finish=[sample.finish for sample in samples],
+            temperature=[sample.temperature for sample in samples],
+            text=[sample.text for sample in samples],
+            reward=[sample.reward for sample in samples],
+            parts=[sample.parts for sample in samples],
+        )
+
+
+@dataclass(frozen=True)
+class GroupColumns:
+    """Groups as they travel: a column for each field of their samples, whose arrays lie end to end.
+
+    `num_samples` is a number a prompt, `lengths` a number a sample.
+    """
+
+    prompts: list[Prompt]
+    num_samples: list[int]
+    prompt_uid: list[int]
+    index: list[int]
+    lengths: list[int]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    finish: list[FinishReason]
+    temperature: list[float]
+    text: list[str]
+    reward: list[float]
+    parts: list[dict[str, float]]
+
+    def rows(self) -> list[Group]:
+        """The groups again. Raises: ContractError when the columns do not fit each other."""
+        try:
+            arrays = [_pieces(column, self.lengths) for column in (self.tokens, self.logprobs, self.versions)]
+            rest = (self.finish, self.temperature, self.text, self.reward, self.parts)
+            samples = list(starmap(Sample, zip(self.prompt_uid, self.index, *arrays, *rest, strict=True)))
+            groups = starmap(Group, zip(self.prompts, _pieces(samples, self.num_samples), strict=True))
+            return list(groups)
+        except ValueError as error:
+            raise ContractError(f"columns of groups that do not fit each other: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -121,3 +183,15 @@ class Batch:
     def shard(self, num_shards: int) -> list[Batch]:
         """The batch in `num_shards` parts of nearly equal token count; a part may have no sequence."""
         return [self.take(part) for part in balanced(self.lengths.tolist(), num_shards)]
+
+
+def _end_to_end(pieces: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+
+
+def _pieces(whole: Any, sizes: list[int]) -> list[Any]:
+    """A sequence cut into pieces of these sizes. Raises: ValueError when they are not its parts."""
+    ends = [0, *accumulate(sizes)]
+    if ends[-1] != len(whole) or min(sizes, default=0) < 0:
+        raise ValueError(f"pieces of {ends[-1]} for a whole of {len(whole)}")
+    return [whole[start:end] for start, end in pairwise(ends)]

@@ -1,6 +1,6 @@
 """Plain ZeroMQ: a ROUTER, a DEALER a worker, raw bytes; encrypted with --curve; through relays with --relays.
 
-python -m benchmarks.control.zeromq WORKERS [--curve] [--relays N]
+python -m benchmarks.control.zeromq WORKERS [--curve] [--relays N] [--per-process N]
 
 A relay takes one message for all of its workers and returns one with all of their answers, so that the caller's
 work grows with the number of relays: what a relay on each node would do for the controller.
@@ -19,10 +19,16 @@ from benchmarks.control.echo import Array, serve
 SERVER, CLIENT = zmq.curve_keypair(), zmq.curve_keypair()
 
 
-def work(endpoint: str, name: bytes, curve: bool) -> None:
-    dealer = _dealer(endpoint, name, curve)
+def work(endpoint: str, names: list[bytes], curve: bool) -> None:
+    poller = zmq.Poller()
+    for name in names:
+        poller.register(dealer := _dealer(endpoint, name, curve), zmq.POLLIN)
+    if len(names) == 1:
+        while True:
+            dealer.send(dealer.recv())
     while True:
-        dealer.send(dealer.recv())
+        for dealer, _ in poller.poll():
+            dealer.send(dealer.recv())
 
 
 def relay(upstream: str, name: bytes, downstream: str, workers: list[bytes]) -> None:
@@ -38,6 +44,7 @@ def main() -> None:
     parser.add_argument("workers", type=int)
     parser.add_argument("--curve", action="store_true")
     parser.add_argument("--relays", type=int, default=0)
+    parser.add_argument("--per-process", type=int, default=1, help="how many workers' sockets share a process")
     arguments = parser.parse_args()
     num_workers, num_relays, curve = arguments.workers, arguments.relays, arguments.curve
     fork = multiprocessing.get_context("fork")
@@ -46,8 +53,9 @@ def main() -> None:
         groups = [names[first::num_relays] for first in range(num_relays)] or [names]
         ends = [f"ipc://{folder}/{number}" for number in range(len(groups))]
         for end, group in zip(ends, groups, strict=True):
-            for name in group:
-                fork.Process(target=work, args=(end, name, curve), daemon=True).start()
+            for first in range(0, len(group), arguments.per_process):
+                together = group[first : first + arguments.per_process]
+                fork.Process(target=work, args=(end, together, curve), daemon=True).start()
         top = f"ipc://{folder}/top" if num_relays else ends[0]
         for end, group in zip(ends, groups, strict=True) if num_relays else ():
             fork.Process(target=relay, args=(top, group[0], end, group), daemon=True).start()
@@ -83,7 +91,7 @@ def _router(endpoint: str, curve: bool) -> zmq.Socket[bytes]:
 
 
 def _dealer(endpoint: str, name: bytes, curve: bool) -> zmq.Socket[bytes]:
-    dealer = zmq.Context().socket(zmq.DEALER)
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.identity = name
     if curve:
         dealer.curve_serverkey = SERVER[0]

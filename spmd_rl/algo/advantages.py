@@ -7,6 +7,8 @@ skipping has emptied has no advantages.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,6 +37,11 @@ def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
     return [values * (len(values) / (len(values) - 1)) for values in map(_centred, groups)]
 
 
+def _spread(centred: NDArray[np.float64]) -> float:
+    """The G - 1 standard deviation of values whose mean is zero (`np.std` takes ten times as long)."""
+    return math.sqrt(math.fsum(value * value for value in centred.tolist()) / (len(centred) - 1))
+
+
 def _centred(group: Group) -> NDArray[np.float64]:
     rewards = group.rewards
     if group.skipped and not len(rewards):
@@ -44,12 +51,13 @@ def _centred(group: Group) -> NDArray[np.float64]:
             f"prompt {group.prompt.uid} has {len(rewards)} sample: a group advantage compares the samples of one "
             "prompt, so it needs at least 2 (raise sampling.num_samples)"
         )
-    if not np.isfinite(rewards).all():
-        bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
+    values = rewards.tolist()  # plain floats: numpy takes longer to start than a group takes to compute
+    if not all(map(math.isfinite, values)):
+        bad = next(index for index, value in enumerate(values) if not math.isfinite(value))
         raise DataError(
-            f"prompt {group.prompt.uid}, sample {bad}", f"the reward is {rewards[bad]}, not a number to learn from"
+            f"prompt {group.prompt.uid}, sample {bad}", f"the reward is {values[bad]}, not a number to learn from"
         )
     # Equal rewards must give exactly zero, which subtracting a rounded mean does not promise.
-    if (rewards == rewards[0]).all():
+    if values.count(values[0]) == len(values):
         return np.zeros_like(rewards)
-    return rewards - rewards.mean()
+    return rewards - math.fsum(values) / len(values)

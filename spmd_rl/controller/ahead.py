@@ -28,6 +28,7 @@ class Ahead(Generic[P, R]):
 
     def __init__(self, endpoint: Bound[P, R]) -> None:
         self._endpoint = endpoint
+        self._returns = Signature(endpoint._endpoint).result
         self._calls: deque[Pending[R]] = deque()
 
     def __len__(self) -> int:
@@ -46,7 +47,7 @@ class Ahead(Generic[P, R]):
 
     def save(self, folder: str) -> None:
         """Write the value of every call. Blocks: until all are finished."""
-        values = [pack(call.wait()) for call in self._calls]
+        values = [pack(call.wait(), self._returns) for call in self._calls]
         Path(folder).mkdir(parents=True)
         (Path(folder) / VALUES_FILE).write_bytes(msgspec.msgpack.encode(values))
 
@@ -56,10 +57,9 @@ class Ahead(Generic[P, R]):
         Raises: ConfigError when they are the values of other calls.
         """
         path = Path(folder) / VALUES_FILE
-        returns = Signature(self._endpoint._endpoint).result
         try:
             values = msgspec.msgpack.decode(path.read_bytes(), type=list[Packed])
-            self._calls = deque(_finished(unpack(value, returns)) for value in values)
+            self._calls = deque(_finished(unpack(value, self._returns)) for value in values)
         except (OSError, msgspec.MsgspecError, ContractError) as error:
             raise ConfigError(f"{path} does not hold what this recipe would have saved: {error}") from error
 

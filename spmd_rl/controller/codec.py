@@ -1,7 +1,8 @@
 """Values on the wire: plain data and dataclasses as msgpack, arrays as raw bytes, functions by name. No pickle.
 
 Arrays of a value lie end to end in one payload; each leaves its dtype, shape and offset in the msgpack as an
-extension. Decoding follows the receiving endpoint's annotation, strictly, and gives arrays of its own.
+extension. A class may bring `to_columns`, by which a list of it travels as a few long arrays. Decoding follows the
+receiving endpoint's annotation, strictly, and gives arrays of its own.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import threading
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,8 +31,7 @@ DType = Literal[
 _DTYPES = typing.get_args(DType)
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """An encoded value. Equal values have equal bytes, which is how ranks are compared."""
 
     body: bytes
@@ -44,6 +44,13 @@ class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     offset: Annotated[int, msgspec.Meta(ge=0)]
 
 
+_NAMES: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
+_NATIVE = {name: dtype for dtype, name in _NAMES.items()}
+_reference_encoder = msgspec.msgpack.Encoder()
+_reference_decoder = msgspec.msgpack.Decoder(_ArrayRef)
+_open = threading.local()  # `payload`: of the value that this thread is decoding
+
+
 class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A function by "module:qualname", and the keyword arguments bound to it."""
 
@@ -51,9 +58,10 @@ class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs: dict[str, Any]
 
 
-def pack(value: Any) -> Packed:
+def pack(value: Any, annotation: Any = None) -> Packed:
     """Encode any value that is made of plain data, dataclasses, arrays and importable functions.
 
+    `annotation` is what it will be decoded as; only a list of a class with columns needs it.
     Raises: ContractError naming what cannot cross.
     """
     chunks: list[bytes] = []
@@ -72,6 +80,9 @@ def pack(value: Any) -> Packed:
             return _function_out(item)
         raise ContractError(f"a {type(item).__qualname__} cannot cross between processes: pass plain data or arrays")
 
+    columns = _columns(annotation)
+    if columns and isinstance(value, list) and all(isinstance(item, columns.of) for item in value):
+        value = columns.of.to_columns(value)
     try:
         body = msgspec.msgpack.encode(value, enc_hook=hook)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
@@ -84,13 +95,11 @@ def unpack(packed: Packed, annotation: Any, *, functions: bool = True) -> Any:
 
     Raises: ContractError saying where the value does not fit it.
     """
-
-    def array(code: int, data: memoryview) -> NDArray[Any]:
-        return _array_in(code, data, packed.payload)
-
-    hook = _custom if functions else _custom_data
+    _open.payload, columns = packed.payload, _columns(annotation)
     try:
-        return msgspec.msgpack.decode(packed.body, type=annotation, dec_hook=hook, ext_hook=array)
+        if columns:
+            return _decoder(columns.type, functions).decode(packed.body).rows()
+        return _decoder(annotation, functions).decode(packed.body)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise ContractError(str(error)) from error
 
@@ -122,22 +131,46 @@ def resolve(name: str) -> Any:
 
 
 def _array_out(array: NDArray[Any], offset: int) -> tuple[msgspec.msgpack.Ext, bytes]:
-    if array.dtype.name not in _DTYPES or not array.dtype.isnative:
+    name = _NAMES.get(array.dtype)
+    if name is None:
         raise ContractError(f"an array of dtype {array.dtype} cannot cross between processes")
     raw = array.tobytes()
-    reference = _ArrayRef(typing.cast(DType, array.dtype.name), list(array.shape), offset)
-    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(reference)), raw + bytes(-len(raw) % ALIGN_BYTES)
+    reference = _reference_encoder.encode(_ArrayRef(name, list(array.shape), offset))
+    padding = -len(raw) % ALIGN_BYTES
+    return msgspec.msgpack.Ext(_ARRAY, reference), raw + bytes(padding) if padding else raw
 
 
-def _array_in(code: int, data: memoryview, payload: bytes) -> NDArray[Any]:
+class _Columns(NamedTuple):
+    """The class `of` travels as `type` where there is a list of it: `of.to_columns(list)` and `type.rows()`."""
+
+    of: Any
+    type: Any
+
+
+@functools.cache
+def _columns(annotation: Any) -> _Columns | None:
+    if typing.get_origin(annotation) is Annotated:
+        annotation = annotation.__origin__
+    of: Any = typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
+    return _Columns(of, typing.get_type_hints(of.to_columns)["return"]) if hasattr(of, "to_columns") else None
+
+
+@functools.cache
+def _decoder(annotation: Any, functions: bool) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(annotation, dec_hook=_custom if functions else _custom_data, ext_hook=_array_in)
+
+
+def _array_in(code: int, data: memoryview) -> NDArray[Any]:
     if code != _ARRAY:
         raise msgspec.ValidationError(f"unknown extension {code}")
-    reference = msgspec.msgpack.decode(data, type=_ArrayRef)
-    dtype, count = np.dtype(reference.dtype), math.prod(reference.shape)
+    reference = _reference_decoder.decode(data)
+    payload, dtype, count = _open.payload, _NATIVE[reference.dtype], math.prod(reference.shape)
     if reference.offset + count * dtype.itemsize > len(payload):
         raise msgspec.ValidationError(f"an array of shape {reference.shape} outside its payload")
-    flat = np.frombuffer(payload, dtype, count, reference.offset) if count else np.empty(0, dtype)
-    return flat.reshape(reference.shape).copy()
+    if not count:
+        return np.empty(reference.shape, dtype)
+    flat = np.frombuffer(payload, dtype, count, reference.offset)
+    return (flat if len(reference.shape) == 1 else flat.reshape(reference.shape)).copy()
 
 
 def _function_out(function: Callable[..., Any]) -> _FunctionRef:
@@ -152,10 +185,10 @@ def _function_out(function: Callable[..., Any]) -> _FunctionRef:
 
 def _custom(annotation: Any, value: Any) -> Any:
     """Decode what msgspec does not know: array and function annotations."""
-    origin = typing.get_origin(annotation) or annotation
-    if origin is np.ndarray:
-        return _checked(value, annotation)
-    if callable(value) or not _is_callable_type(origin):
+    kind = _kind(annotation)
+    if kind.scalars is not None:
+        return _checked(value, kind.scalars)
+    if callable(value) or not kind.is_function:
         raise msgspec.ValidationError(f"values annotated {annotation} cannot cross between processes")
     reference = msgspec.convert(value, _FunctionRef)
     function = resolve(reference.function)
@@ -164,21 +197,31 @@ def _custom(annotation: Any, value: Any) -> Any:
 
 def _custom_data(annotation: Any, value: Any) -> Any:
     """The same where the sender must not choose what is imported here."""
-    if _is_callable_type(typing.get_origin(annotation) or annotation):
+    if _kind(annotation).is_function:
         raise msgspec.ValidationError("a worker cannot return a function")
     return _custom(annotation, value)
 
 
-def _is_callable_type(origin: Any) -> bool:
-    return isinstance(origin, type) and issubclass(origin, Callable)  # type: ignore[arg-type]
-
-
-def _checked(value: Any, annotation: Any) -> Any:
+def _checked(value: Any, scalars: tuple[type[np.generic], ...]) -> Any:
     if not isinstance(value, np.ndarray):
         raise msgspec.ValidationError(f"Expected `array`, got `{type(value).__name__}`")
-    wanted = [scalar for dtype in typing.get_args(annotation)[1:] for scalar in typing.get_args(dtype)]
-    for scalar in wanted:
-        known = isinstance(scalar, type) and issubclass(scalar, np.generic)
-        if known and not issubclass(value.dtype.type, scalar):
-            raise msgspec.ValidationError(f"Expected an array of {scalar.__name__}, got {value.dtype}")
+    if scalars and not issubclass(value.dtype.type, scalars):
+        raise msgspec.ValidationError(f"Expected an array of {scalars[0].__name__}, got {value.dtype}")
     return value
+
+
+class _Kind(NamedTuple):
+    """What an annotation that msgspec does not know asks for; `scalars` of an array, empty for any."""
+
+    scalars: tuple[type[np.generic], ...] | None
+    is_function: bool
+
+
+@functools.cache
+def _kind(annotation: Any) -> _Kind:
+    origin = typing.get_origin(annotation) or annotation
+    if origin is np.ndarray:
+        scalars = [scalar for dtype in typing.get_args(annotation)[1:] for scalar in typing.get_args(dtype)]
+        known = (scalar for scalar in scalars if isinstance(scalar, type) and issubclass(scalar, np.generic))
+        return _Kind(tuple(known), False)
+    return _Kind(None, isinstance(origin, type) and issubclass(origin, Callable))  # type: ignore[arg-type]

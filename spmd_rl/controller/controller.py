@@ -134,16 +134,17 @@ class Controller:
         """
         if self.observer is not None:
             self.observer.on_steps(start, num_steps)
-        notice = self._board.notice
+        notice, calls = self._board.notice, self._board.calls
         notice.grace_s = self._grace_s if self._parts else 0.0
+        began, waited_s = time.monotonic(), calls.waited_s  # a step begins where the one before it ended
         for index in range(start, num_steps):
             notice.unsaved = f"; step {index + 1} did not end within {self._grace_s:g} s and is lost"
-            waited_s = self._board.calls.waited_s
-            self._step = step = Step(index, self.observer)
+            self._step = step = Step(index, self.observer, began)
             yield step
-            step.elapsed_s = time.monotonic() - step.began
+            began = time.monotonic()
+            step.elapsed_s = began - step.began
             self._board.trace.add("step", round(step.began * 1e9), now_ns(), step=index + 1)
-            step.waited_s = self._board.calls.waited_s - waited_s
+            step.waited_s, waited_s = calls.waited_s - waited_s, calls.waited_s
             if self.observer is not None:
                 self.observer.on_step(step)
             self._board.trace.flush()

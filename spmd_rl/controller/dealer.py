@@ -1,12 +1,10 @@
-"""A worker's communication thread: it answers the controller while the main thread works, and ends the process."""
+"""A worker's socket: it brings commands, answers the controller while the main thread works, and ends the process."""
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,9 +14,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.family import end_siblings
+from spmd_rl.controller.frames import receive, send
 from spmd_rl.controller.last_words import end_process
 from spmd_rl.controller.secret import FILE_ENV, SECRET_ENV, Keys
 from spmd_rl.controller.stacks import all_stacks, flight_record, place_of_main_thread
+from spmd_rl.controller.turns import Turns
 from spmd_rl.controller.vigil import Vigil
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
@@ -39,21 +39,24 @@ from spmd_rl.controller.wire import (
     encode,
 )
 
-TICK_MS = 250
+TICK_S = 0.25
+LONG_S = 3600.0
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HANDSHAKE_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
 class Dealer:
-    """Owns the worker's DEALER socket. Commands arrive in `inbox`; `post` may be called from any thread.
+    """Owns the worker's DEALER socket. `post` may be called from any thread.
 
+    The thread that waits for commands handles whatever arrives; while it runs one, a thread of this object stands in
+    (turns.py), which leaves further commands in `inbox`.
     `abandon` is called when the controller has been given up, before the process ends.
     """
 
     def __init__(
         self, endpoint: str, keys: Keys, generation: int, hello: Hello, abandon: Callable[[], None] = lambda: None
     ) -> None:
-        self.inbox: queue.SimpleQueue[tuple[Command | Stop, bytes]] = queue.SimpleQueue()
+        self.inbox: deque[tuple[Command | Stop, bytes]] = deque()
         self._hello = hello
         self._endpoint = endpoint
         self._abandon = abandon
@@ -67,10 +70,18 @@ class Dealer:
         self._waker = Waker()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)
         self._vigil = Vigil(endpoint, os.getppid(), time.monotonic())
-        self._closing = False
+        self._next_watch = 0.0
+        self._poller = zmq.Poller()
+        self._handlers: dict[object, Callable[[], None]] = {
+            self._socket: self._receive,
+            self._monitor: self._disconnected,
+            self._waker.fileno(): self._woken,
+        }
+        for source in self._handlers:
+            self._poller.register(source, zmq.POLLIN)
+        self._turns = Turns(self._handle, self._waker, "dealer")
         self.post(hello)
-        self._thread = threading.Thread(target=self._run, name="dealer", daemon=True)
-        self._thread.start()
+        self._turns.start()
 
     @property
     def refused(self) -> dict[str, int]:
@@ -78,43 +89,47 @@ class Dealer:
         return dict(self._incoming.refused)
 
     def post(self, message: Message, payload: bytes = b"") -> None:
-        """Queue a message to the controller."""
+        """Send a message to the controller, in order with all others."""
         self._outbox.append(encode(message, payload))
-        self._waker.wake()
+        self._turns.now_or_next(self._send)
+
+    def next(self) -> tuple[Command | Stop, bytes]:
+        """The next command, and its payload.
+
+        Blocks: on the controller; this process ends if it is lost.
+        """
+        while not self._turns.until(self._has_command, LONG_S):
+            pass
+        return self.inbox.popleft()
 
     def close(self) -> None:
-        """Send what is queued and end the thread.
+        """Send what is queued and close.
 
         Blocks: for the socket's linger at most.
         """
-        self._closing = True
-        self._waker.wake()
-        self._thread.join()
-        self._waker.close()
-
-    def take(self, frames: Sequence[bytes]) -> None:
-        """Act on what the socket received. Runs on this object's thread."""
-        if taken := self._incoming.take(frames):
-            self._act(*taken)
-
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._waker.fileno()):
-            poller.register(source, zmq.POLLIN)
-        while not self._closing:
-            ready = dict(poller.poll(TICK_MS))
-            if self._waker.fileno() in ready:
-                self._woken()
-            if self._monitor in ready:
-                self._disconnected()
-            if self._socket in ready:
-                self.take(self._socket.recv_multipart())
-            self._send()
-            self._watch()
+        self._turns.close()
         self._send()
         self._socket.disable_monitor()
         self._monitor.close()
         self._context.destroy(linger=1000)
+        self._waker.close()
+
+    def take(self, frames: Sequence[bytes]) -> None:
+        """Act on what the socket received, in one's turn."""
+        if taken := self._incoming.take(frames):
+            self._act(*taken)
+
+    def _has_command(self) -> bool:
+        return bool(self.inbox)
+
+    def _handle(self, seconds: float) -> None:
+        self._send()
+        for source, _ in self._poller.poll(int(seconds * 1000)):
+            self._handlers[source]()
+        if (now := time.monotonic()) >= self._next_watch:
+            self._next_watch = now + TICK_S
+            self._watch(now)
+        self._send()
 
     def _woken(self) -> None:
         for number in self._waker.drain():
@@ -131,18 +146,21 @@ class Dealer:
             2,
         )
 
-    def _watch(self) -> None:
+    def _receive(self) -> None:
+        self.take(receive(self._socket))
+
+    def _watch(self, now: float) -> None:
         """End this process when those above it are gone."""
         if why := self._vigil.launcher_lost(os.getppid()):
             print(f"rank {self._hello.rank} {why}", file=sys.stderr)  # nobody is left to read torchrun's error file
             self._die(why)
-        if why := self._vigil.given_up(time.monotonic()):
+        if why := self._vigil.given_up(now):
             self._abandon()
             self._die(why)
 
     def _send(self) -> None:
         while self._outbox:
-            self._socket.send_multipart(self._outgoing.frames(*self._outbox.popleft()))
+            send(self._socket, self._outgoing.frames(*self._outbox.popleft()))
 
     def _act(self, message: ToWorker, payload: bytes) -> None:
         match message:
@@ -157,7 +175,7 @@ class Dealer:
                 end_siblings(lost)
                 self._end(sentence, exit_code)
             case _:
-                self.inbox.put((message, payload))
+                self.inbox.append((message, payload))
 
     def _post_stacks(self) -> None:
         self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), flight_record())

@@ -11,6 +11,7 @@ goes to every rank, and must come back the same from every rank.
 from __future__ import annotations
 
 import inspect
+import itertools
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -101,6 +102,7 @@ class Signature:
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name not in hints:
                 raise ConfigError(f"{self.where}: parameter '{parameter.name}' needs a name and a type to cross by")
+        self._names = [parameter.name for parameter in parameters]
         if "return" not in hints:
             raise ConfigError(f"{self.where} needs a return type to cross by")
         self.sharded = {name: _element(hint) for name, hint in hints.items() if _is_sharded(hint)}
@@ -115,6 +117,8 @@ class Signature:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, defaults included. Raises: TypeError as the method itself would."""
+        if len(args) == len(self._names) and not kwargs:
+            return dict(zip(self._names, args, strict=True))
         bound = self._signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
@@ -139,8 +143,8 @@ def shard(value: Any, num_shards: int) -> list[Any]:
     """Cut a list, tuple or array into contiguous, nearly equal parts; a class may bring its own `.shard(n)`."""
     if isinstance(value, list | tuple | np.ndarray):
         size, larger = divmod(len(value), num_shards)
-        ends = np.cumsum([size + (i < larger) for i in range(num_shards)]).tolist()
-        return [value[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        cuts = [i * size + min(i, larger) for i in range(num_shards + 1)]
+        return [value[start:end] for start, end in itertools.pairwise(cuts)]
     if hasattr(value, "shard"):
         return list(value.shard(num_shards))
     raise ContractError(f"a {type(value).__name__} cannot be sharded: it is no list or array and has no shard(n)")

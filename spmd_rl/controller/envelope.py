@@ -1,8 +1,9 @@
 """Messages in order and once: what each direction of a conversation adds to a header and a payload.
 
-The first of a message's three frames, the preamble, names the life of the run and the message's number within its
-direction. Only the very next number is taken. A frame that was replayed is refused; when one was lost, all that
-follow are, so that no call is ever run out of step, and the silence ends the run.
+A message is one frame, or two when its payload is large. It begins with the preamble: the life of the run, the number
+of the message within its direction, and the length of its header. Only the very next number is taken. A frame that was
+replayed is refused; when one was lost, all that follow are, so that no call is ever run out of step, and the silence
+ends the run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from spmd_rl.controller.wire import Refusal, WireError
 
 M = TypeVar("M")
 
-PREAMBLE = struct.Struct(">QQ")
+PREAMBLE = struct.Struct(">QQI")
+OWN_FRAME_BYTES = 1 << 16  # payloads from this size on are not copied into the first frame
 
 
 class Outgoing:
@@ -29,8 +31,9 @@ class Outgoing:
 
     def frames(self, header: bytes, payload: bytes) -> list[bytes]:
         """The frames of the next message."""
-        number, self._next = self._next, self._next + 1
-        return [PREAMBLE.pack(self._generation, number), header, payload]
+        first = PREAMBLE.pack(self._generation, self._next, len(header)) + header
+        self._next += 1
+        return [first + payload] if len(payload) < OWN_FRAME_BYTES else [first, payload]
 
 
 class Incoming(Generic[M]):
@@ -54,16 +57,20 @@ class Incoming(Generic[M]):
         return message, payload
 
     def _opened(self, frames: Sequence[bytes]) -> tuple[bytes, bytes]:
-        if len(frames) != 3:
+        if not 0 < len(frames) <= 2:
             raise WireError(Refusal.FRAMES)
-        preamble, header, payload = frames
-        if len(preamble) != PREAMBLE.size:
+        first = frames[0]
+        if len(first) < PREAMBLE.size:
             raise WireError(Refusal.PREAMBLE)
-        generation, number = PREAMBLE.unpack(preamble)
+        generation, number, header_bytes = PREAMBLE.unpack_from(first)
         if generation != self._generation:
             raise WireError(Refusal.GENERATION)
         if number != self._next:
             raise WireError(Refusal.REPLAYED if number < self._next else Refusal.EARLY)
-        if len(header) > wire.MAX_HEADER_BYTES or len(payload) > wire.MAX_PAYLOAD_BYTES:
+        end = PREAMBLE.size + header_bytes
+        if end > len(first) or (len(frames) == 2 and end < len(first)):
+            raise WireError(Refusal.PREAMBLE)
+        payload = frames[1] if len(frames) == 2 else first[end:]
+        if header_bytes > wire.MAX_HEADER_BYTES or len(payload) > wire.MAX_PAYLOAD_BYTES:
             raise WireError(Refusal.OVERSIZE)
-        return header, payload
+        return first[PREAMBLE.size : end], payload

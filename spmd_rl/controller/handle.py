@@ -23,6 +23,10 @@ class Handle:
         self.name = name
         self.placement = placement
         self.board = board
+        by_data_rank: list[list[int]] = [[] for _ in range(placement.data_size)]
+        for rank in placement.ranks:
+            by_data_rank[placement.data_rank(rank)].append(rank)
+        self.shards = [tuple(ranks) for ranks in by_data_rank]
         self.endpoints = {key: RemoteEndpoint(self, endpoint) for key, endpoint in endpoints(role).items()}
 
     def __getattr__(self, name: str) -> RemoteEndpoint:
@@ -55,9 +59,11 @@ class RemoteEndpoint(Bound[..., Any]):
             ranks = placement.ranks
             packed = self._scattered(arguments)
         record = board.calls.open(self._what, ranks)
-        for receivers, value in packed.items():
-            call = Call(record.number, self._handle.name, self._endpoint.name, msgspec.Raw(value.body), record.phase)
-            board.post(receivers, call, value.payload)
+        name, endpoint = self._handle.name, self._endpoint.name
+        board.post_each(
+            (receivers, Call(record.number, name, endpoint, msgspec.Raw(value.body), record.phase), value.payload)
+            for receivers, value in packed.items()
+        )
         return Pending(lambda deadline_s: self._finish(ranks, board.collect(record, deadline_s)))
 
     def _scattered(self, arguments: dict[str, Any]) -> dict[tuple[int, ...], Packed]:
@@ -66,21 +72,17 @@ class RemoteEndpoint(Bound[..., Any]):
         if not self._signature.scatters:
             return {placement.ranks: pack(arguments)}
         shards = self._signature.scatter(arguments, placement.data_size)
-        return {_with_data_rank(placement, i): pack(shard) for i, shard in enumerate(shards)}
+        return {ranks: pack(shard) for ranks, shard in zip(self._handle.shards, shards, strict=True)}
 
     def _finish(self, ranks: tuple[int, ...], answers: list[Packed]) -> Any:
-        placement, by_rank = self._handle.placement, dict(zip(ranks, answers, strict=True))
+        by_rank = dict(zip(ranks, answers, strict=True))
         if not self._signature.gathers:
             return self._unpack(by_rank)
-        shards = [{rank: by_rank[rank] for rank in _with_data_rank(placement, i)} for i in range(placement.data_size)]
+        shards = [{rank: by_rank[rank] for rank in ranks} for ranks in self._handle.shards]
         return self._signature.gather([self._unpack(shard) for shard in shards])
 
     def _unpack(self, answers: dict[int, Packed]) -> Any:
         return unpack(_agreed(self._what, answers), self._signature.result, functions=False)
-
-
-def _with_data_rank(placement: Placement, data_rank: int) -> tuple[int, ...]:
-    return tuple(rank for rank in placement.ranks if placement.data_rank(rank) == data_rank)
 
 
 def _agreed(what: str, answers: dict[int, Packed]) -> Packed:

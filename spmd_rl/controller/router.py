@@ -1,12 +1,11 @@
-"""The controller's socket thread: one ROUTER, admitting by CURVE the one client key of this run."""
+"""The controller's sockets: one ROUTER, admitting by CURVE the one client key of this run."""
 
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from signal import Signals
 from typing import Protocol
 
@@ -14,7 +13,9 @@ import zmq
 from zmq.utils import z85
 
 from spmd_rl.controller.envelope import Incoming, Outgoing
+from spmd_rl.controller.frames import receive, send
 from spmd_rl.controller.secret import Keys
+from spmd_rl.controller.turns import Turns
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
     MAX_PAYLOAD_BYTES,
@@ -25,11 +26,13 @@ from spmd_rl.controller.wire import (
     encode,
 )
 
-TICK_MS = 250
+TICK_S = 0.25
+
+Letter = tuple[Sequence[int], Message, bytes]  # ranks that receive it, message, payload
 
 
 class Listener(Protocol):
-    """What the thread reports to; every method runs on it and must not block."""
+    """What the sockets report to; its methods run on the thread whose turn it is, one at a time, and must not block."""
 
     def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
         """Take a message; False counts it as dropped."""
@@ -48,7 +51,7 @@ class Listener(Protocol):
 
 
 class Router:
-    """Owns every ZeroMQ socket of the controller. `post` may be called from any thread."""
+    """Owns every ZeroMQ socket of the controller; whoever waits for answers drives them, by `until`. For any thread."""
 
     def __init__(
         self,
@@ -66,7 +69,8 @@ class Router:
         self._router.bind(address)
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._unknown: Counter[str] = Counter()
-        self._ranks = {b"rank-%d" % rank: rank for rank in range(world_size)}
+        self._identities = [b"rank-%d" % rank for rank in range(world_size)]
+        self._ranks = {identity: rank for rank, identity in enumerate(self._identities)}
         self._incoming = [Incoming(generation, decode_at_controller) for _ in range(world_size)]
         self._outgoing = [Outgoing(generation) for _ in range(world_size)]
         self._client_key = keys.client.public
@@ -74,12 +78,21 @@ class Router:
         self._lifeline = lifeline
         self._outbox: deque[tuple[int, bytes, bytes]] = deque()
         self._waker = Waker()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="router", daemon=True)
+        self._next_tick = 0.0
+        self._poller = zmq.Poller()
+        self._handlers: dict[object, Callable[[], None]] = {
+            self._router: self._receive,
+            self._zap: self._admit,
+            self._waker.fileno(): self._woken,
+            self._lifeline.fileno(): self._parent_lost,
+        }
+        for source in self._handlers:
+            self._poller.register(source, zmq.POLLIN)
+        self._turns = Turns(self._handle, self._waker, "router")
 
     def start(self) -> None:
         """Begin to listen; the listener has to be ready."""
-        self._thread.start()
+        self._turns.start()
 
     @property
     def refused(self) -> Counter[str]:
@@ -95,67 +108,64 @@ class Router:
         self._waker.take_signals(*numbers)
 
     def post(self, ranks: Sequence[int], message: Message, payload: bytes = b"") -> None:
-        """Queue a message to each of `ranks`, in order with all others."""
-        header, payload = encode(message, payload)
-        self._outbox.extend((rank, header, payload) for rank in ranks)
-        self._waker.wake()
+        """Send a message to each of `ranks`, in order with all others."""
+        self.post_each([(ranks, message, payload)])
+
+    def post_each(self, letters: Iterable[Letter]) -> None:
+        """Send many messages, in one go."""
+        for ranks, message, payload in letters:
+            header, payload = encode(message, payload)
+            self._outbox.extend([(rank, header, payload) for rank in ranks])
+        self._turns.now_or_next(self._send)
+
+    def until(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Handle what arrives until `done()`; False when it was not within `seconds`.
+
+        Blocks: for `seconds` at most.
+        """
+        return self._turns.until(done, seconds)
 
     def close(self) -> None:
-        """Send what is queued and end the thread.
+        """Send what is queued and close.
 
         Blocks: for the sockets' linger at most.
         """
-        self._closing = True
-        self._waker.wake()
-        self._thread.join()
+        self._turns.close()
+        self._send()
+        self._context.destroy(linger=1000)
         self._waker.close()
 
     def take(self, identity: bytes, frames: Sequence[bytes]) -> None:
-        """Act on what the socket received. Runs on this object's thread."""
+        """Act on what the socket received, in one's turn."""
         rank = self._ranks.get(identity)
         if rank is None:
             self._unknown[Refusal.STRANGER] += 1
         elif (taken := self._incoming[rank].take(frames)) and not self._listener.on_message(rank, *taken):
             self._incoming[rank].refused[Refusal.UNASKED] += 1
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        handlers: dict[object, Callable[[], None]] = {
-            self._router: self._receive,
-            self._zap: self._admit,
-            self._waker.fileno(): self._woken,
-            self._lifeline.fileno(): lambda: self._parent_lost(poller),
-        }
-        for source in handlers:
-            poller.register(source, zmq.POLLIN)
-        next_tick = 0.0
-        while not self._closing:
-            ready = poller.poll(TICK_MS)
-            for source, _ in ready:
-                handlers[source]()
-            if (now := time.monotonic()) >= next_tick:
-                next_tick = now + TICK_MS / 1000
-                self._listener.on_tick(now)
+    def _handle(self, seconds: float) -> None:
         self._send()
-        self._context.destroy(linger=1000)
+        for source, _ in self._poller.poll(int(seconds * 1000)):
+            self._handlers[source]()
+        if (now := time.monotonic()) >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._listener.on_tick(now)
+        self._send()
 
     def _woken(self) -> None:
         for number in self._waker.drain():
             self._listener.on_signal(number)
-        self._send()
 
     def _send(self) -> None:
         while self._outbox:
             rank, header, payload = self._outbox.popleft()
-            frames = self._outgoing[rank].frames(header, payload)
             try:
-                self._router.send_multipart([b"rank-%d" % rank, *frames], zmq.DONTWAIT)
+                send(self._router, [self._identities[rank], *self._outgoing[rank].frames(header, payload)])
             except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
                 self._listener.on_unreachable(rank)
 
     def _receive(self) -> None:
-        identity, *frames = self._router.recv_multipart()
-        self.take(identity, frames)
+        self.take(self._router.recv(), receive(self._router))
 
     def _admit(self) -> None:
         """Answer one ZAP request (ZeroMQ RFC 27): version, id, domain, address, identity, mechanism, key."""
@@ -164,8 +174,8 @@ class Router:
         status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
         self._zap.send_multipart([version, request, *status, b"", b""])
 
-    def _parent_lost(self, poller: zmq.Poller) -> None:
-        poller.unregister(self._lifeline.fileno())
+    def _parent_lost(self) -> None:
+        self._poller.unregister(self._lifeline.fileno())
         self._listener.on_parent_lost()
 
 

@@ -1,8 +1,7 @@
-"""The stacks that ranks sent: waited for, shown as one text, and saved beside the run."""
+"""The stacks that ranks sent: shown as one text, and saved beside the run."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,30 +12,24 @@ MUTE = "no answer: the process is stopped, gone, or holds the interpreter lock\n
 
 
 class Snapshots:
-    """The newest stacks and flight record of each rank. The socket thread fills it, others wait."""
+    """The newest stacks and flight record of each rank."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
         self._stacks: dict[int, Stacks] = {}
         self._records: dict[int, bytes] = {}
 
     def take(self, rank: int, stacks: Stacks, record: bytes) -> None:
         """Keep what a rank sent."""
-        with self._changed:
-            self._stacks[rank], self._records[rank] = stacks, record
-            self._changed.notify_all()
+        self._stacks[rank], self._records[rank] = stacks, record
 
     def forget(self) -> None:
         """Start over: the processes have gone on since."""
-        with self._changed:
-            self._stacks.clear()
-            self._records.clear()
+        self._stacks.clear()
+        self._records.clear()
 
-    def wait_for(self, ranks: Iterable[int], seconds: float) -> None:
-        """Blocks: until all of `ranks` have sent theirs; `seconds` end it."""
-        wanted = set(ranks)
-        with self._changed:
-            self._changed.wait_for(lambda: wanted <= self._stacks.keys(), seconds)
+    def has_all(self, ranks: Iterable[int]) -> bool:
+        """Whether all of `ranks` have sent theirs."""
+        return self._stacks.keys() >= set(ranks)
 
     def place(self, rank: int) -> str:
         """The line that a rank is at."""

@@ -49,7 +49,10 @@ class Step:
 
     @property
     def controller_share(self) -> float:
-        """The part of the step that the controller itself took, workers idle or not."""
+        """The part of the step that the controller did not spend waiting for workers.
+
+        A step lasts from the end of the one before it, so that what is written between steps is part of it.
+        """
         return 1.0 - self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
 
     def log(self, *what: Any) -> None:

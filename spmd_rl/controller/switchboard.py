@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from signal import Signals
 
 from spmd_rl.controller.account import in_call, refusals, remote_error
@@ -17,7 +17,7 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.family import await_end, end_children, parent_of
 from spmd_rl.controller.patience import Notice, RecipeClock
 from spmd_rl.controller.roster import Roster
-from spmd_rl.controller.router import Router
+from spmd_rl.controller.router import Letter, Router
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.snapshots import Snapshots
 from spmd_rl.controller.stacks import place_of_main_thread
@@ -47,7 +47,7 @@ LAST_RESORT_S = 5.0  # how long the recipe may go on after that
 
 
 class Switchboard:
-    """The controller's end of every conversation. Its `on_*` methods run on the socket thread.
+    """The controller's end of every conversation. Its `on_*` methods run in the turns of the sockets (turns.py).
 
     `last_resort` ends the process when the recipe does not notice that the run has failed.
     """
@@ -62,14 +62,14 @@ class Switchboard:
         lifeline: socket.socket,
         last_resort: Callable[[int], object] = os._exit,
     ) -> None:
-        self.calls = Calls()
+        self.calls = Calls(self._until)
         self.traces = str(run.traces or "")
         self.trace = Trace(run.traces, "controller")
         self.roster = Roster(world_size, run.lost_after_s)
         self._run = run
         self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
         self._last_resort = last_resort
-        self._changed = threading.Condition()  # the roster
+        self._lock = threading.RLock()  # the roster's
         self._snapshots = Snapshots()
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
@@ -95,8 +95,7 @@ class Switchboard:
 
         Blocks: for the run's `start_s` at most. Raises: DeadlineError naming who has not come.
         """
-        with self._changed:
-            come = self._changed.wait_for(lambda: not self.roster.missing or self.calls.cause, self._run.start_s)
+        come = self._until(lambda: not self.roster.missing or self.calls.cause is not None, self._run.start_s)
         if self.calls.cause is not None:
             raise self.calls.cause
         if not come:
@@ -105,6 +104,10 @@ class Switchboard:
     def post(self, ranks: tuple[int, ...], message: Message, payload: bytes = b"") -> None:
         """Send a message to each of `ranks`, in order with all others."""
         self._router.post(ranks, message, payload)
+
+    def post_each(self, letters: Iterable[Letter]) -> None:
+        """Send many messages, in one go."""
+        self._router.post_each(letters)
 
     def collect(self, record: CallRecord, deadline_s: float | None = None) -> list[Packed]:
         """Every rank's answer to `record`, in the order of its ranks.
@@ -136,8 +139,7 @@ class Switchboard:
         Blocks: until all said Bye; `BYE_S` ends it, or `FAILED_BYE_S`, and then those that can be are killed.
         """
         self._end_all(error)
-        with self._changed:
-            self._changed.wait_for(lambda: not self.roster.staying, FAILED_BYE_S if error else BYE_S)
+        self._until(lambda: not self.roster.staying, FAILED_BYE_S if error else BYE_S)
         if isinstance(error, LostRankError) and error.exit_code == LostRankError.exit_code:
             self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
         self._router.close()
@@ -147,8 +149,7 @@ class Switchboard:
     def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
         """Take a worker's message; False when it was not asked for."""
         now = time.monotonic()
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
             if isinstance(message, Hello):
                 return message.rank == rank and self._seat(message, now)
             if not self.roster.heard(rank, now):
@@ -189,9 +190,8 @@ class Switchboard:
     def on_unreachable(self, rank: int) -> None:
         """A rank's connection is closed; unless all are stopping, that ends the run."""
         self._fail(self._lost_error([rank], time.monotonic()), [rank])
-        with self._changed:
+        with self._lock:
             self.roster.gone(rank)
-            self._changed.notify_all()
 
     def on_parent_lost(self) -> None:
         """Rank 0, our parent, is gone."""
@@ -207,7 +207,7 @@ class Switchboard:
         return seated
 
     def _fail(self, cause: SpmdError, lost: Sequence[int] = ()) -> None:
-        """End the run from the socket thread: the recipe may be busy, and hears of it at its next wait."""
+        """End the run in a turn of the sockets: the recipe may be busy, and hears of it at its next wait."""
         if self._stopping:
             return
         self._lost.update(lost)
@@ -232,10 +232,9 @@ class Switchboard:
             if stop.lost and self._lost >= set(self.roster.staying):
                 print(error, file=sys.stderr, flush=True)  # no rank is left to say it
         self._router.post(self.roster.staying, stop)
-        with self._changed:
+        with self._lock:
             for rank in self._lost:
                 self.roster.gone(rank)
-            self._changed.notify_all()
 
     def _kill(self) -> None:
         """End what has not ended, on this host, once the launcher has seen the others' last words."""
@@ -274,4 +273,8 @@ class Switchboard:
         asked = self.roster.staying
         self._snapshots.forget()
         self._router.post(asked, StackRequest())
-        self._snapshots.wait_for(asked, STACKS_S)
+        self._until(lambda: self._snapshots.has_all(asked), STACKS_S)
+
+    def _until(self, done: Callable[[], bool], seconds: float) -> bool:
+        return self._router.until(done, seconds)
+

@@ -22,7 +22,7 @@ MAX_PAYLOAD_BYTES = 8 << 30
 class Refusal(StrEnum):
     """Why frames were dropped: all there is, so that counting them takes no memory."""
 
-    FRAMES = "not three frames"
+    FRAMES = "not one or two frames"
     OVERSIZE = "oversize"
     PREAMBLE = "malformed preamble"
     GENERATION = "another generation"

@@ -15,7 +15,7 @@ from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address
 from spmd_rl.controller.codec import Packed, pack, resolve, unpack
 from spmd_rl.controller.dealer import Dealer
-from spmd_rl.controller.endpoint import Role, Signature, endpoints
+from spmd_rl.controller.endpoint import Bound, Signature, endpoints
 from spmd_rl.controller.supervisor import ControllerProcess
 from spmd_rl.controller.wire import Bye, Call, Command, Failure, Hello, Result, Spawn, Split, Stop
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
@@ -37,15 +37,15 @@ class Worker:
         self._seats = seats
         self._trace = Trace()
         self._roles = seats.neighbours
-        self._signatures: dict[tuple[str, str], Signature] = {}
+        self._known: dict[tuple[str, str], tuple[Bound[..., Any], Signature]] = {}
 
     def serve(self, dealer: Dealer) -> None:
         """Run commands until told to stop.
 
-        Blocks: between commands, on the controller; the communication thread ends the process if it is lost.
+        Blocks: between commands, on the controller; the process ends if it is lost.
         """
         while True:
-            command, payload = dealer.inbox.get()
+            command, payload = dealer.next()
             if isinstance(command, Stop):
                 self._trace.close()
                 return
@@ -56,12 +56,12 @@ class Worker:
     def answer(self, command: Command, payload: bytes) -> tuple[Result | Failure, bytes]:
         """Run one command; whatever it raises becomes the reply."""
         try:
-            value = pack(self._run(command, payload))
+            value = self._run(command, payload)
         except Exception as error:  # noqa: BLE001  user code may raise anything: the controller decides what it ends
             return failure_of(command.call, error), b""
         return Result(command.call, msgspec.Raw(value.body)), value.payload
 
-    def _run(self, command: Command, payload: bytes) -> Any:
+    def _run(self, command: Command, payload: bytes) -> Packed:
         match command:
             case Split(_, placements, traces):
                 if traces and not self._trace.on:
@@ -74,22 +74,18 @@ class Worker:
             case Call(call, name, endpoint, args, phase):
                 with self._trace.span(f"{name}.{endpoint}", role=name, phase=phase, call=call):
                     return self._call(name, endpoint, Packed(bytes(args), payload))
-        return None
+        return pack(None)
 
-    def _call(self, name: str, endpoint: str, packed: Packed) -> Any:
-        role = self._roles[name]
-        signature = self._signature(type(role), name, endpoint)
+    def _call(self, name: str, endpoint: str, packed: Packed) -> Packed:
+        if (name, endpoint) not in self._known:
+            role = self._roles[name]
+            self._known[name, endpoint] = getattr(role, endpoint), Signature(endpoints(type(role))[endpoint])
+        method, signature = self._known[name, endpoint]
         try:
             arguments = unpack(packed, signature.arguments)
         except ContractError as error:
             raise ContractError(f"{name}.{endpoint}: {error}") from error
-        values = {field: getattr(arguments, field) for field in signature.arguments.__struct_fields__}
-        return getattr(role, endpoint)(**values)
-
-    def _signature(self, role: type[Role], name: str, endpoint: str) -> Signature:
-        if (name, endpoint) not in self._signatures:
-            self._signatures[name, endpoint] = Signature(endpoints(role)[endpoint])
-        return self._signatures[name, endpoint]
+        return pack(method(**msgspec.structs.asdict(arguments)), signature.result)
 
 
 def failure_of(call: int, error: Exception) -> Failure:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.metrics import naming
 from spmd_rl.types import Group, Sample
@@ -53,7 +55,7 @@ class RunFolder:
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         """One line a sample: what was asked, answered and rewarded, with tokens, log-probs and versions."""
         rows = (_sample_row(group, sample) for group in groups for sample in group.samples)
-        write_whole(self.samples / f"step_{step:05d}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(self.samples / f"step_{step:05d}.jsonl", "".join(map(_json_line, rows)))
 
     def drop_samples(self, after: int) -> None:
         """Remove the samples of the steps after `after`, which a resumed run will write again."""
@@ -96,6 +98,15 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
             yield from _changes(before, now, f"{prefix}{key}.")
         elif before != now:
             yield f"{prefix}{key} was {before!r}, is {now!r}"
+
+
+def _json_line(row: dict[str, Any]) -> str:
+    """As `json.dumps` has it: msgspec is ten times as fast, but knows no NaN, and no half of a surrogate pair."""
+    try:
+        line = msgspec.json.encode(row)
+    except UnicodeEncodeError:
+        return json.dumps(row) + "\n"
+    return (json.dumps(row) if b"null" in line else line.decode()) + "\n"
 
 
 def _sample_row(group: Group, sample: Sample) -> dict[str, Any]:

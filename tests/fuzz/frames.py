@@ -50,12 +50,17 @@ class Fuzzer:
         """Frames that a receiver which expects message number `expected` must drop."""
         kind = self._rng.random()
         if kind < 0.1:
-            return [self._noise(64) for _ in range(self._rng.choice([1, 2, 4, 7]))]
+            return [self._noise(64) for _ in range(self._rng.choice([3, 4, 7]))]
         header = self._header()
         if kind < 0.2:
-            return [self._noise(32), header, b""]
+            return self._laid(self._noise(PREAMBLE.size), header)
         good = self._taken(header)
-        return [self._preamble(expected, wrong=good or kind < 0.4), header, self._noise(16)]
+        return self._laid(self._preamble(expected, len(header), wrong=good or kind < 0.4), header)
+
+    def _laid(self, preamble: bytes, header: bytes) -> list[bytes]:
+        """As one frame or as two."""
+        payload = self._noise(16)
+        return [preamble + header + payload] if self._rng.random() < 0.5 else [preamble + header, payload]
 
     def _header(self) -> bytes:
         draw = self._rng.random()
@@ -83,13 +88,16 @@ class Fuzzer:
                 other = self._rng.choice(self._headers)
                 header[at:] = other[self._rng.randrange(len(other)) :]
 
-    def _preamble(self, expected: int, wrong: bool) -> bytes:
+    def _preamble(self, expected: int, header_bytes: int, wrong: bool) -> bytes:
         if not wrong:
-            return PREAMBLE.pack(self._generation, expected)
-        if self._rng.random() < 0.5:
-            return PREAMBLE.pack(self._rng.getrandbits(64) ^ 1 or 2, expected)
+            return PREAMBLE.pack(self._generation, expected, header_bytes)
+        draw = self._rng.random()
+        if draw < 0.2:
+            return PREAMBLE.pack(self._generation, expected, self._rng.choice([2**32 - 1, header_bytes + 1000]))
+        if draw < 0.6:
+            return PREAMBLE.pack(self._rng.getrandbits(64) ^ 1 or 2, expected, header_bytes)
         number = self._rng.choice([expected - 1, expected + 1, 0, expected + 2**40, 2**64 - 1])
-        return PREAMBLE.pack(self._generation, number if number not in (expected, -1) else expected + 1)
+        return PREAMBLE.pack(self._generation, number if number not in (expected, -1) else expected + 1, header_bytes)
 
     def _noise(self, most: int) -> bytes:
         return self._rng.randbytes(self._rng.randrange(most))

@@ -42,18 +42,17 @@ def controller(address: str, generation: int, keys: secret.Keys) -> None:
         print(json.dumps({"endpoint": board.endpoint}), flush=True)
         board.wait_for_all()
         echo, ended, calls = (
-            Handle(NAME, Echo, Placement(NAME, (0,), {"dp": 1, "fsdp": 1}), board),
+            Handle(NAME, Echo, Placement(NAME, (0,), {"dp": 1, "fsdp": 1, "tp": 1}), board),
             threading.Event(),
             0,
         )
         threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
         print(json.dumps({"working": echo.echo.call(0) == 0}), flush=True)
-        while not ended.wait(0.01):
+        while not ended.wait(0.001):
             calls += 1
             assert echo.echo.call(calls) == calls
-        refused = board.refused
-        board.stop(None)
-        print(json.dumps({"calls": calls, "refused": refused}), flush=True)
+        board.stop(None)  # the attacker's Bye comes after all its frames
+        print(json.dumps({"calls": calls, "refused": board.refused}), flush=True)
 
 
 def worker(endpoint: str, generation: int, rank: int, keys: secret.Keys) -> None:

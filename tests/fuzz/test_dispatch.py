@@ -74,7 +74,7 @@ def test_the_worker_takes_none(tmp_path: Path) -> None:
     with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, Hello(0, "host", 1))) as dealer:
         outgoing = Outgoing(GENERATION)
         dealer.take(outgoing.frames(*encode(Call(1, "actor", "go", RAW))))
-        assert isinstance(dealer.inbox.get_nowait()[0], Call)
+        assert isinstance(dealer.inbox.popleft()[0], Call)
         fuzzer = Fuzzer(2, GENERATION, TO_WORKER, decode_at_worker)
         for count in range(WARM + FRAMES):
             if count == WARM:
@@ -82,9 +82,9 @@ def test_the_worker_takes_none(tmp_path: Path) -> None:
             dealer.take(fuzzer.frames(1))
         assert peak_kib() - before < GROWTH_KIB
         assert sum(dealer.refused.values()) == WARM + FRAMES
-        assert dealer.inbox.empty()
+        assert not dealer.inbox
         dealer.take(outgoing.frames(*encode(Call(2, "actor", "go", RAW))))
-        assert not dealer.inbox.empty(), "a right frame is still taken"
+        assert dealer.inbox, "a right frame is still taken"
 
 
 def test_mutated_values_are_refused_or_are_arrays() -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -12,8 +14,16 @@ from spmd_rl.errors import LostRankError
 ANSWER = Packed(b"x", b"")
 
 
+def until(done: Callable[[], bool], seconds: float) -> bool:
+    """Other threads answer here, so there is nothing to handle while waiting."""
+    end = time.monotonic() + seconds
+    while not done() and time.monotonic() < end:
+        threading.Event().wait(0.001)
+    return done()
+
+
 def test_a_wait_ends_when_every_rank_has_answered() -> None:
-    calls = Calls()
+    calls = Calls(until)
     record = calls.open("actor.go", (0, 1))
     assert calls.answer(record.number, 0, ANSWER)
     assert not calls.wait(record, 0.0)
@@ -23,7 +33,7 @@ def test_a_wait_ends_when_every_rank_has_answered() -> None:
 
 
 def test_a_wait_ends_at_the_first_failure() -> None:
-    calls = Calls()
+    calls = Calls(until)
     record = calls.open("actor.go", (0, 1))
     failure = Failure(record.number, "KeyError", "'x'", "", 1)
     calls.answer(record.number, 1, failure)
@@ -32,7 +42,7 @@ def test_a_wait_ends_at_the_first_failure() -> None:
 
 
 def test_answers_nobody_asked_for_are_refused() -> None:
-    calls = Calls()
+    calls = Calls(until)
     record = calls.open("actor.go", (0,))
     assert not calls.answer(record.number, 1, ANSWER)
     assert not calls.answer(record.number + 1, 0, ANSWER)
@@ -43,7 +53,7 @@ def test_answers_nobody_asked_for_are_refused() -> None:
 
 
 def test_a_cause_ends_all_waits_and_the_first_stands() -> None:
-    calls = Calls()
+    calls = Calls(until)
     record = calls.open("actor.go", (0,))
     first = LostRankError("rank 0")
     threading.Thread(target=calls.fail, args=(first,)).start()
@@ -55,7 +65,7 @@ def test_a_cause_ends_all_waits_and_the_first_stands() -> None:
 
 
 def test_who_owes_what() -> None:
-    calls = Calls()
+    calls = Calls(until)
     calls.phase = "rollout"
     first, second = calls.open("a.go", (0, 1)), calls.open("b.go", (1,))
     calls.answer(first.number, 0, ANSWER)

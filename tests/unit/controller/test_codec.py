@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from spmd_rl.controller.codec import _DTYPES, Packed, name_of, pack, resolve, unpack
+from spmd_rl.controller.endpoint import Sharded
 from spmd_rl.errors import ContractError
 from spmd_rl.types import Group, Prompt, Sample
 
@@ -48,9 +50,35 @@ def test_the_nouns_cross() -> None:
     sample = Sample(
         1, 0, np.array([5], np.int32), np.array([-0.5], np.float32), np.zeros(1, np.int32), "stop", parts={"a": 1.0}
     )
-    back = unpack(pack([Group(prompt, [sample])]), list[Group])
+    back = unpack(pack([Group(prompt, [sample])], list[Group]), list[Group])
     assert back[0].samples[0].logprobs.dtype == np.float32
     assert back[0].prompt.meta == {"level": 2}
+
+
+def sample(index: int, size: int) -> Sample:
+    arrays = np.arange(size, dtype=np.int32), np.full(size, -0.5, np.float32), np.full(size, index, np.int32)
+    return Sample(7, index, *arrays, "length", 0.5, f"{size}", float(size), {"a": 1.0})
+
+
+def test_lists_of_groups_cross_as_columns() -> None:
+    prompts = [Prompt(uid, np.arange(uid, dtype=np.int32)) for uid in range(3)]
+    groups = [Group(prompts[0], [sample(0, 3), sample(1, 0)]), Group(prompts[1], []), Group(prompts[2], [sample(2, 5)])]
+    packed = pack(groups, Sharded[list[Group]])
+    assert len(packed.body) < len(pack(groups).body)
+    assert pack(unpack(packed, Sharded[list[Group]])) == pack(groups)
+    assert unpack(pack([], list[Group]), list[Group]) == []
+
+
+def test_columns_that_do_not_fit_are_refused() -> None:
+    columns = Group.to_columns([Group(Prompt(0, np.zeros(1, np.int32)), [sample(0, 3)])])
+    for wrong in ({"lengths": [4]}, {"lengths": [-1]}, {"num_samples": [2]}, {"num_samples": []}, {"text": []}):
+        with pytest.raises(ContractError, match="do not fit each other"):
+            unpack(pack(dataclasses.replace(columns, **wrong)), list[Group])
+    with pytest.raises(ContractError, match="Expected `object`, got `array`"):
+        unpack(pack(["no group"], list[Group]), list[Group])
+    lacking = dataclasses.replace(sample(0, 3), logprobs=np.zeros(2, np.float32))
+    with pytest.raises(ContractError, match="prompt 7, sample 0: a token without its log-prob"):
+        pack([Group(Prompt(0, np.zeros(1, np.int32)), [lacking])], list[Group])
 
 
 def test_strided_arrays_and_numpy_scalars_cross() -> None:

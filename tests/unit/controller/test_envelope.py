@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spmd_rl.controller import wire
-from spmd_rl.controller.envelope import PREAMBLE, Incoming, Outgoing
+from spmd_rl.controller.envelope import OWN_FRAME_BYTES, PREAMBLE, Incoming, Outgoing
 
 
 def taker(generation: int = 7) -> Incoming[bytes]:
@@ -19,6 +19,15 @@ def test_messages_pass_in_order() -> None:
     incoming = taker()
     assert [incoming.take(frames) for frames in sent(3)] == [(b"header %d" % number, b"payload") for number in range(3)]
     assert not incoming.refused
+
+
+def test_a_large_payload_has_a_frame_of_its_own() -> None:
+    outgoing, incoming = Outgoing(7), taker()
+    sizes = (OWN_FRAME_BYTES - 1, OWN_FRAME_BYTES)
+    for num_frames, size in zip((1, 2), sizes, strict=True):
+        frames = outgoing.frames(b"header", bytes(size))
+        assert len(frames) == num_frames
+        assert incoming.take(frames) == (b"header", bytes(size))
 
 
 def test_a_duplicate_is_taken_once() -> None:
@@ -51,11 +60,12 @@ def test_another_life_is_refused() -> None:
 @pytest.mark.parametrize(
     ("frames", "reason"),
     [
-        ([], "not three frames"),
-        ([b"", b""], "not three frames"),
-        ([b"", b"", b"", b""], "not three frames"),
-        ([b"short", b"", b""], "malformed preamble"),
-        ([PREAMBLE.pack(7, 0) + b"x", b"", b""], "malformed preamble"),
+        ([], "not one or two frames"),
+        ([b"", b"", b""], "not one or two frames"),
+        ([b"short"], "malformed preamble"),
+        ([PREAMBLE.pack(7, 0, 5) + b"four"], "malformed preamble"),
+        ([PREAMBLE.pack(7, 0, 4) + b"four and more", b""], "malformed preamble"),
+        ([PREAMBLE.pack(7, 0, 2**32 - 1), b""], "malformed preamble"),
     ],
 )
 def test_misshapen_frames_are_refused(frames: list[bytes], reason: str) -> None:
@@ -68,9 +78,9 @@ def test_misshapen_frames_are_refused(frames: list[bytes], reason: str) -> None:
 def test_a_header_that_is_no_message_does_not_use_up_its_number() -> None:
     incoming = Incoming(7, wire.decode_at_controller)
     outgoing = Outgoing(7)
-    preamble, header, _ = outgoing.frames(*wire.encode(wire.Pong()))
-    assert incoming.take([preamble, b"\xc1", b""]) is None
-    assert incoming.take([preamble, header, b""]) == (wire.Pong(), b"")
+    [frame] = outgoing.frames(*wire.encode(wire.Pong()))
+    assert incoming.take([PREAMBLE.pack(7, 0, 1) + b"\xc1"]) is None
+    assert incoming.take([frame]) == (wire.Pong(), b"")
     assert incoming.refused == {"malformed header": 1}
 
 

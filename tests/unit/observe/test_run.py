@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,17 @@ def test_samples_keep_every_bit(tmp_path: Path) -> None:
     (row,) = [json.loads(line) for line in (run.samples / "step_00001.jsonl").read_text().splitlines()]
     assert (row["prompt"], row["answer"], row["text"], row["reward"]) == ("37+48=", "85", "85", 1.0)
     assert np.array(row["logprobs"], np.float32).tobytes() == group().samples[0].logprobs.tobytes()
+
+
+def test_any_text_and_any_reward_is_written(tmp_path: Path) -> None:
+    run = RunFolder.open(tmp_path / "r", CONFIG, {})
+    [good] = group().samples
+    texts = ["\ud83d", "null", "é\u2028\x00", "a\nb"]
+    samples = [replace(good, text=text, reward=reward) for text in texts for reward in (float("nan"), -0.1)]
+    run.write_samples(1, [replace(group(), samples=samples)])
+    rows = [json.loads(line) for line in (run.samples / "step_00001.jsonl").read_text("utf-8").split("\n")[:-1]]
+    assert [row["text"] for row in rows] == [sample.text for sample in samples]
+    assert str([row["reward"] for row in rows]) == str([sample.reward for sample in samples])
 
 
 def test_a_line_a_step_is_there_at_once(tmp_path: Path) -> None:

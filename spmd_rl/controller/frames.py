@@ -1,0 +1,25 @@
+"""Whole messages on a ZeroMQ socket. `recv_multipart` asks the socket after each frame whether one follows, which
+takes longer than the frame does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import zmq
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """The frames of the next message, or those that are left of it. Blocks: unless the socket is readable."""
+    frame = socket.recv(copy=False)
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(copy=False)
+        frames.append(frame.bytes)
+    return frames
+
+
+def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
+    """Send the frames as one message, or as the rest of one; they wait for a slow peer in memory."""
+    for frame in frames[:-1]:
+        socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
+    socket.send(frames[-1], zmq.DONTWAIT)
