@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.rollout.engine import Request
-from spmd_rl.rollout.native.pages import PagePool, extend_keys, root_key, tail_key
+from spmd_rl.rollout.native.pages import PagePool, extend_keys
 from spmd_rl.rollout.native.rows import Rows
+from spmd_rl.rollout.native.stems import Stem, Stems
 
 REFILL_SHARE = 16  # prompts go in once one row in so many is free
 
@@ -41,16 +41,6 @@ class Plan:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     copies: Sequence[tuple[int, int]] = ()
-
-
-class Stem(NamedTuple):
-    """The keys of a sequence's full pages, and of what precedes its last token on a page that is not full.
-
-    `tail_key` is b"" where that is shorter than `min_tail` tokens, which each sequence computes for itself.
-    """
-
-    keys: list[bytes]
-    tail_key: bytes
 
 
 @dataclass
@@ -87,15 +77,11 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.eos_ids = eos_ids
         self.apart = apart
-        self.min_tail = min_tail
         self.waiting: deque[Request] = deque()
         self.running: list[int] = []
         self.counters = Counters()
-        self._root = root_key(0)
+        self._stems = Stems(pool, rows.page_size, min_tail=min_tail, enabled=prefix_cache)
         self._keys: dict[int, list[bytes]] = {}
-        self._prompt: tuple[NDArray[np.int32] | None, Stem] = None, Stem([], b"")
-        self._stems: dict[int, bytes] = {}
-        self._under_way: set[bytes] = set()
         self._num_later = 0
 
     def add(self, request: Request) -> None:
@@ -143,14 +129,14 @@ class Scheduler:
     def computed(self, plan: Plan) -> None:
         """The K/V that `plan` asked for are in the cache."""
         self.rows.computed[plan.rows] = plan.starts + plan.lengths
-        self._publish_tails(plan)
+        self._stems.publish(plan.rows, self.rows.computed[plan.rows], self.rows.pages)
 
     def leave(self, row: int) -> Request:
         """Take `row` out of the batch, its pages back to the pool."""
         self.running.remove(row)
         self.pool.release(self.rows.held_pages(row))
         self._keys.pop(row, None)
-        self._under_way.discard(self._stems.pop(row, b""))
+        self._stems.leave(row)
         return self.rows.take(row)
 
     def abort(self, uid: int | None, index: int | None) -> list[Request]:
@@ -173,8 +159,7 @@ class Scheduler:
         """No K/V made so far may be read again; what comes next is of weights `version`."""
         self.retract_all()
         self.pool.flush()
-        self._root = root_key(version)
-        self._prompt = None, Stem([], b"")
+        self._stems.new_version(version)
 
     def _append_pages(self) -> None:
         """Give each running row the page that its newest token needs; where none is left, preempt the newest rows."""
@@ -194,8 +179,8 @@ class Scheduler:
         later: list[Request] = []
         while budget > 0 and self.waiting and self.rows.num_free > len(later):
             request = self.waiting.popleft()
-            stem = self._stem(request)
-            if stem.tail_key in self._under_way:
+            stem = self._stems.of(request)
+            if self._stems.is_under_way(stem):
                 later.append(request)
                 continue
             row = self._place(request, stem, copies)
@@ -232,7 +217,7 @@ class Scheduler:
         # at least one token is computed, for the logits that the next one is drawn from
         pages = self.pool.match(stem.keys[: num_stem // page_size])
         whole = len(pages) == num_stem // page_size
-        tail = self.pool.tail(stem.tail_key) if whole else None
+        tail = self.pool.tail(stem.tail) if whole else None
         held = pages if tail is None else [*pages, tail]
         self.pool.hold(held)
         num_new = num_needed - len(pages)
@@ -247,45 +232,13 @@ class Scheduler:
         stop_ids = request.sampling.stop_ids + (() if request.sampling.ignore_eos else self.eos_ids)
         row = self.rows.put(request, pages + new, computed=num_hit, stop_ids=stop_ids)
         self._keys[row] = stem.keys.copy()
-        if stem.tail_key and tail is None:
-            self._stems[row] = stem.tail_key
-            self._under_way.add(stem.tail_key)
+        if tail is None:
+            self._stems.begin(row, stem, request.num_tokens)
         self.counters.num_admissions += 1
         self.counters.num_lookup_tokens += request.num_tokens
         self.counters.num_hit_tokens += num_hit
         self.counters.num_copied_tails += tail is not None
         return row
-
-    def _stem(self, request: Request) -> Stem:
-        """What other requests with the same tokens share; the samples of one prompt come one after the other."""
-        if not self.prefix_cache:
-            return Stem([], b"")
-        if len(request.tokens):
-            return self._new_stem(np.concatenate([request.prompt, request.tokens]))
-        prompt, stem = self._prompt
-        if prompt is not request.prompt:
-            stem = self._new_stem(request.prompt)
-            self._prompt = request.prompt, stem
-        return stem
-
-    def _new_stem(self, tokens: NDArray[np.int32]) -> Stem:
-        tokens, page_size = tokens.astype(np.int32, copy=False), self.rows.page_size
-        keys: list[bytes] = []
-        extend_keys(keys, self._root, tokens, page_size)
-        full = (len(tokens) - 1) // page_size
-        tail = tokens[full * page_size : -1]
-        return Stem(keys, tail_key(keys[:full], self._root, tail) if len(tail) >= self.min_tail else b"")
-
-    def _publish_tails(self, plan: Plan) -> None:
-        """Let others copy the tails of the prompts whose keys and values this step has completed."""
-        for row in [row for row in plan.rows.tolist() if row in self._stems] if self._stems else ():
-            request = self.rows.requests[row]
-            assert request is not None
-            num_stem = request.num_tokens - 1
-            if self.rows.computed[row] >= num_stem:
-                key = self._stems.pop(row)
-                self._under_way.discard(key)
-                self.pool.publish_tail(int(self.rows.pages[row, num_stem // self.rows.page_size]), key)
 
     def _publish(self, plan: Plan) -> None:
         """Make known the pages that this step fills, as far as their tokens are known."""
@@ -303,7 +256,7 @@ class Scheduler:
         if not self.prefix_cache or begin == end:
             return
         keys = self._keys[row]
-        extend_keys(keys, self._root, self.rows.tokens[row, : end * self.rows.page_size], self.rows.page_size)
+        extend_keys(keys, self._stems.root, self.rows.tokens[row, : end * self.rows.page_size], self.rows.page_size)
         for page in range(begin, end):
             self.pool.publish(int(self.rows.pages[row, page]), keys[page])
         self.rows.published[row] = end
