@@ -24,12 +24,16 @@ class Ends:
     destination: str
 
 
+Contract = dict[str, str | int]
+
+
 @dataclass(frozen=True)
 class EndLayouts:
-    """What one rank holds as source and as destination, where it is either."""
+    """What one rank holds as source and as destination, where it is either, and the numeric contracts it follows."""
 
     source: Layout | None
     destination: Layout | None
+    contracts: dict[str, Contract]
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,10 @@ class Bridge(Role):
     def layouts(self) -> Sharded[list[EndLayouts]]:
         """What this rank holds."""
         rank = self.place.world.rank
-        return [EndLayouts(*(None if held is None else held.layout(rank) for held in (self._src, self._dst)))]
+        source, destination = (None if held is None else held.layout(rank) for held in (self._src, self._dst))
+        ends = {self.cfg.source: self._source, self.cfg.destination: self._destination}
+        follow = {name: role.numeric_contract() for name, role in ends.items() if hasattr(role, "numeric_contract")}
+        return [EndLayouts(source, destination, follow)]
 
     @collective
     def prepare(self, src: list[Layout], dst: list[Layout], nodes: dict[int, int]) -> PlanSummary:

@@ -65,6 +65,7 @@ class Controller:
         self.seed = run.seed
         self._save_every = run.save_every
         self._grace_s = run.grace_s
+        self._exact = run.exact
         self._checkpoints = Checkpoints(run.path / "checkpoints", run.keep_checkpoints, run.keep_best)
         self._parts: dict[str, Part] = {}
         self.observer = observer
@@ -93,9 +94,10 @@ class Controller:
     def link(self, source: Role, destination: Role) -> Link:
         """Connect two roles' weights, so that `push` brings the destination those of the source.
 
-        Blocks: until both ends have agreed on the plan. Raises: PlanError when it cannot work.
+        Blocks: until both ends have agreed on the plan. Raises: PlanError when it cannot work; ContractError when the
+        two could not have the same bits and `run.exact` asks for them.
         """
-        return connect(self, cast(Handle, source), cast(Handle, destination))
+        return connect(self, cast(Handle, source), cast(Handle, destination), self._exact)
 
     @contextmanager
     def phase(self, name: str, awake: Sequence[Role] = ()) -> Iterator[None]:

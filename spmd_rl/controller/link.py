@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spmd_rl.controller.bridge import Bridge, Ends, PlanSummary
+from spmd_rl.controller.bridge import Bridge, Contract, Ends, PlanSummary
 from spmd_rl.controller.handle import Handle
+from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 
 if TYPE_CHECKING:
@@ -45,13 +47,35 @@ class Link:
         return PushStats(copied + received, time.monotonic() - began, route)
 
 
-def connect(ctl: Controller, source: Handle, destination: Handle) -> Link:
-    """Spawn the bridge on the ranks of both roles and have it agree on the plan."""
+def disagreement(contracts: Mapping[str, Contract]) -> str:
+    """How the numeric contracts of named parties differ, as a clause; empty when all are the same."""
+    parties = iter(contracts.items())
+    first, expected = next(parties, ("", {}))
+    for name, contract in parties:
+        keys = [key for key in {**expected, **contract} if expected.get(key) != contract.get(key)]
+        if keys:
+            facts = "; ".join(f"{key} is {expected.get(key)!r} here and {contract.get(key)!r} there" for key in keys)
+            return f"{first} and {name} follow different numeric contracts: {facts}"
+    return ""
+
+
+def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool) -> Link:
+    """Spawn the bridge on the ranks of both roles and have it agree on the plan.
+
+    Raises: ContractError if they must be `exact` and could not have the same bits.
+    """
     ranks = tuple(sorted({*source.placement.ranks, *destination.placement.ranks}))
     union = Placement(f"{source.name}->{destination.name}", ranks, {"dp": len(ranks), "fsdp": 1, "tp": 1})
     ctl.world.build([union])
     bridge = ctl.spawn(Bridge, Ends(source.name, destination.name), on=union)
     ends = bridge.layouts.call()
+    parties = {
+        f"{name} on rank {rank}": contract
+        for rank, end in zip(ranks, ends, strict=True)
+        for name, contract in end.contracts.items()
+    }
+    if exact and (clause := disagreement(parties)):
+        raise ContractError(f"{clause} (run.exact = false lets them)")
     plan = bridge.prepare.call(
         [end.source for end in ends if end.source is not None],
         [end.destination for end in ends if end.destination is not None],

@@ -24,7 +24,7 @@ def contract(device: torch.device, dtype: torch.dtype, head_dim: int | None = No
         "query_tile": QUERY_TILE,
         "vocab_shards": NUM_VOCAB_SHARDS,
         "vocab_chunk": VOCAB_CHUNK,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "dtype": str(dtype),
         "device": device.type,
     }

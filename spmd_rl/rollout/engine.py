@@ -178,6 +178,10 @@ class Engine(Protocol):
         """The engine's own parameters, where a push puts new ones."""
         ...
 
+    def contract(self) -> dict[str, str | int]:
+        """The facts that its bits depend on, besides the weights (kernels/contract.py)."""
+        ...
+
     def stats(self) -> dict[str, int]:
         """Counts since the start."""
         ...

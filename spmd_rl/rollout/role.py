@@ -68,6 +68,10 @@ class Rollout(Role):
     def wake(self) -> None:
         self.engine.wake()
 
+    def numeric_contract(self) -> dict[str, str | int]:
+        """What the engine's bits depend on, besides the weights."""
+        return self.engine.contract()
+
     def weight_sink(self) -> Held:
         """Where pushed weights go: this engine's own parameters."""
         return self.engine.weights()

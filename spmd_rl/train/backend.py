@@ -23,6 +23,10 @@ class Backend(Protocol):
     device: torch.device
     max_positions: int
 
+    def contract(self) -> dict[str, str | int]:
+        """What the forward pass's bits depend on, besides the weights (kernels/contract.py)."""
+        ...
+
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         """Operations of a forward and backward pass over sequences of these lengths, `num_scored` tokens scored."""
         ...

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logprobs
+from spmd_rl.kernels import PackedAttention, contract, head_logprobs, remaking, token_logprobs
 from spmd_rl.model.network import CausalLM
 from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
 from spmd_rl.train.flops import train_flops
@@ -70,6 +70,7 @@ class Fsdp2:
 
     def __init__(self, model: CausalLM, mesh: DeviceMesh, cfg: TrainerConfig, device: torch.device) -> None:
         self.device = device
+        self._dtype = getattr(torch, cfg.dtype)
         self.max_positions = model.spec.max_positions
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
@@ -79,6 +80,10 @@ class Fsdp2:
         self.parameters = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
         self.local = {name: nn.Parameter(one.to_local().detach()) for name, one in self.parameters.items()}
         self.optimizer = _adamw(self.local, cfg)
+
+    def contract(self) -> dict[str, str | int]:
+        """What the forward pass's bits depend on, besides the weights."""
+        return contract(self.device, self._dtype, self.scorer.model.spec.head_dim)
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         return train_flops(self.scorer.model.spec, lengths, num_scored)

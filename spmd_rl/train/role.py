@@ -82,6 +82,10 @@ class Trainer(Role):
         """This rank's share of the master weights, updated in place by every train step."""
         return self.backend.held()
 
+    def numeric_contract(self) -> dict[str, str | int]:
+        """What its forward pass's bits depend on, besides the weights."""
+        return self.backend.contract()
+
     def _check_fits(self, batch: Batch) -> None:
         limit = self.backend.max_positions
         for index, length in zip(batch.index, batch.lengths, strict=True):

@@ -98,3 +98,13 @@ def test_folder_of_another_run(run: Any) -> None:
     ended = run("grpo", "--steps=1", "--trainer.lr=5e-4")
     assert ended.code == 2
     assert "holds a run with another configuration (trainer.lr was" in ended.sentence
+
+
+def test_two_numeric_contracts(run: Any) -> None:
+    """A bfloat16 engine cannot have the bits of a float32 trainer; it may be asked for all the same."""
+    refused = run("grpo", "--steps=1", "--engine.dtype=bfloat16", name="refused")
+    assert refused.code == 1
+    assert "follow different numeric contracts: dtype is 'torch.float32' here" in refused.sentence
+    allowed = run("grpo", "--steps=1", "--engine.dtype=bfloat16", "--run.exact=false", name="allowed")
+    assert allowed.code == 0, allowed.sentence
+    assert allowed.metrics[0]["onpolicy/mismatched_tokens"] > 0
