@@ -81,6 +81,7 @@ class Group:
         return GroupColumns(
             prompts=[group.prompt for group in groups],
             num_samples=[len(group.samples) for group in groups],
+            skipped=[group.skipped for group in groups],
             prompt_uid=[sample.prompt_uid for sample in samples],
             index=[sample.index for sample in samples],
             lengths=lengths,
@@ -104,6 +105,7 @@ class GroupColumns:
 
     prompts: list[Prompt]
     num_samples: list[int]
+    skipped: list[list[str]]
     prompt_uid: list[int]
     index: list[int]
     lengths: list[int]
@@ -122,7 +124,8 @@ class GroupColumns:
             arrays = [_pieces(column, self.lengths) for column in (self.tokens, self.logprobs, self.versions)]
             rest = (self.finish, self.temperature, self.text, self.reward, self.parts)
             samples = list(starmap(Sample, zip(self.prompt_uid, self.index, *arrays, *rest, strict=True)))
-            groups = starmap(Group, zip(self.prompts, _pieces(samples, self.num_samples), strict=True))
+            parted = _pieces(samples, self.num_samples)
+            groups = starmap(Group, zip(self.prompts, parted, self.skipped, strict=True))
             return list(groups)
         except ValueError as error:
             raise ContractError(f"columns of groups that do not fit each other: {error}") from error

@@ -8,9 +8,9 @@ Drawing happens on a thread of its own, so that a step never waits for a plot; m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,8 @@ class CurvePainter:
             self._thread.start()
 
     def _draw(self, rows: Rows) -> None:
-        try:
+        with contextlib.suppress(OSError):  # a full disk: `finish` draws again, and raises
             draw(rows, self._path, self._title)
-        except OSError as error:  # a full disk ends the run where something is lost by it
-            warnings.warn(f"{self._path} cannot be drawn: {error}", stacklevel=2)
 
     def finish(self, rows: Rows) -> None:
         """Blocks: until the last state is drawn, about a second."""

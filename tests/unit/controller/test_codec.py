@@ -62,7 +62,8 @@ def sample(index: int, size: int) -> Sample:
 
 def test_lists_of_groups_cross_as_columns() -> None:
     prompts = [Prompt(uid, np.arange(uid, dtype=np.int32)) for uid in range(3)]
-    groups = [Group(prompts[0], [sample(0, 3), sample(1, 0)]), Group(prompts[1], []), Group(prompts[2], [sample(2, 5)])]
+    groups = [Group(prompts[0], [sample(0, 3), sample(1, 0)]), Group(prompts[1], [], ["slow", "no number"])]
+    groups.append(Group(prompts[2], [sample(2, 5)]))
     packed = pack(groups, Sharded[list[Group]])
     assert len(packed.body) < len(pack(groups).body)
     assert pack(unpack(packed, Sharded[list[Group]])) == pack(groups)
@@ -71,7 +72,8 @@ def test_lists_of_groups_cross_as_columns() -> None:
 
 def test_columns_that_do_not_fit_are_refused() -> None:
     columns = Group.to_columns([Group(Prompt(0, np.zeros(1, np.int32)), [sample(0, 3)])])
-    for wrong in ({"lengths": [4]}, {"lengths": [-1]}, {"num_samples": [2]}, {"num_samples": []}, {"text": []}):
+    empty = ({name: []} for name in ("num_samples", "skipped", "text"))
+    for wrong in ({"lengths": [4]}, {"lengths": [-1]}, {"num_samples": [2]}, *empty):
         with pytest.raises(ContractError, match="do not fit each other"):
             unpack(pack(dataclasses.replace(columns, **wrong)), list[Group])
     with pytest.raises(ContractError, match="Expected `object`, got `array`"):

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from spmd_rl.observe import curves, observer
+from spmd_rl.observe.curves import CurvePainter
 from spmd_rl.observe.live import LiveView
 from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.observe.observer import Observer
@@ -174,3 +175,12 @@ def test_running_mean_leaves_missing_values_out() -> None:
     values = np.array([np.nan, 1.0, 3.0, np.nan, 5.0])
     expected = [np.nan, 1.0, 2.0, 3.0, 5.0]
     np.testing.assert_array_equal(curves.running_mean(values, 2), expected)
+
+
+def test_a_disk_that_takes_no_picture_is_said_at_the_end_not_in_between(tmp_path: Path) -> None:
+    """A thread that fails would fail this test by pytest's warning of it."""
+    painter = CurvePainter(tmp_path / "missing" / "curves.png", "run")
+    rows = [{"step": 1, "reward/mean": 0.5}]
+    painter.request(rows)
+    with pytest.raises(OSError, match="missing"):
+        painter.finish(rows)
