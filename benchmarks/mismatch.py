@@ -94,31 +94,42 @@ def comparisons(folder: Path, case: Case) -> Iterator[tuple[str, Examined]]:
     yield "engine, transformers", examine(Replay(case, engine(folder), ReferencePath(folder, DTYPE, DEVICE), **about))
 
 
-def row(name: str, found: Examined) -> Row:
-    first = found.comparison.first
-    if first is None:
-        return measured(f"{name}: {found.comparison.num_compared_rows:,} rows, differing", 0, "rows", at_most=0)
-    cause = found.causes[first.point]
-    said = "; ".join(" + ".join(match.says for match in side.matches) for side in (cause.left, cause.right))
-    whole = all(sum(match.rows for match in side.matches) == first.num_rows for side in (cause.left, cause.right))
-    right_place = str(first.point) == EXPECTED.get(name, str(first.point)).format(middle=NUM_LAYERS // 2)
-    result = measured(f"{name}: found at {first.point} ({said}), outputs that differ", first.fed.unequal, "outputs")
-    return Row(what=result.what, value=result.value, unit=result.unit, bar="at its place", holds=right_place and whole)
+def rows(name: str, found: Examined) -> Iterator[Row]:
+    """One for each kind of op that introduces a difference, or the one that says that there is none."""
+    if not found.comparison.findings:
+        yield measured(f"{name}: {found.comparison.num_compared_rows:,} rows, differing", 0, "rows", at_most=0)
+    findings = {one.point: one for one in found.comparison.findings}
+    for point, cause in found.causes.items():
+        one, expected = findings[point], EXPECTED.get(name, "").format(middle=NUM_LAYERS // 2)
+        sides = cause.left.matches, cause.right.matches
+        said = "; ".join(" + ".join(f"{match.says} [{match.rows}]" for match in side) or "-" for side in sides)
+        explained = all(sum(match.rows for match in side) == one.num_rows for side in sides)
+        at_its_place = point != next(iter(found.causes)) or str(point) == (expected or str(point))
+        result = measured(f"{name}: {point} ({said})", one.fed.unequal, f"of {one.fed.total:,} outputs")
+        known = point.op != "logprob"  # of which no variants are kept
+        bar = "explained" if known else None
+        yield Row(
+            what=result.what,
+            value=result.value,
+            unit=result.unit,
+            bar=bar,
+            holds=explained and at_its_place if known else None,
+        )
 
 
 def main(words: list[str]) -> int:
     pages = Path(words[words.index("--pages") + 1]) if "--pages" in words else None
-    rows = []
+    lines: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_model(Path(temporary))
         case = sequences(ModelSpec.from_folder(folder).vocab_size)
         for name, found in comparisons(folder, case):
             print(f"{name}: {found.verdict}", flush=True)
-            rows.append(row(name, found))
+            lines += rows(name, found)
             if pages is not None:
                 write(found, pages / name.replace(", ", "-"))
     machine = "h200" if DEVICE.type == "cuda" else "laptop"
-    return finish(__file__, ("torch", "transformers"), rows, save="--save" in words, machine=machine)
+    return finish(__file__, ("torch", "transformers"), lines, save="--save" in words, machine=machine)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ from spmd_rl.kernels.linear_tiles import choose_tile
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.paths import Path
-from spmd_rl.microscope.points import LINEARS, Point
+from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import MARK, Marks
 
 MAX_KERNELS = 6  # of one op that are worth naming
 OUR_MATMUL = "_matmul"
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
+_FUNCTORS = re.compile(r"CUDAFunctor_(\w+)|(\w+)Functor<|(\w+?)_kernel_(?:cuda|impl)")
 _MOVES = re.compile(  # ops that move or make numbers and compute none
     r"aten::(view|reshape|empty\w*|as_strided|select|slice|narrow|t|transpose|permute|unsqueeze|squeeze|flatten|unflatten"
     r"|expand|contiguous|detach|alias|to|copy_|chunk|split|tensor_split|index_select|clone|resolve_\w+|lift_fresh|item|_unsafe_view"
@@ -97,7 +98,7 @@ def between_marks(events: list[dict[str, Any]]) -> Ran:
     )
     on_gpu = {one["args"].get("correlation"): one for one in timed if one["cat"] == "kernel"}
     found: dict[tuple[int, Point], tuple[Kernel, ...]] = {}
-    stretch: list[Kernel] = []
+    stretch: list[str] = []
     for what, one in _marks_and_work(timed, on_gpu):
         if what == "work":
             stretch.append(one)
@@ -105,14 +106,12 @@ def between_marks(events: list[dict[str, Any]]) -> Ran:
         _, forward, layer, op = one.split("|")
         if op and stretch:
             point = Point(int(layer), op)
-            found[int(forward), point] = tuple(_described(kernel, point) for kernel in dict.fromkeys(stretch))[
-                :MAX_KERNELS
-            ]
+            found[int(forward), point] = tuple(dict.fromkeys(map(identify, stretch)))[:MAX_KERNELS]
         stretch = []
     return found
 
 
-def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]) -> Iterator[tuple[str, str]]:
     until = float("-inf")
     for one in timed:
         if one["name"].startswith(f"{MARK}|"):
@@ -120,24 +119,20 @@ def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, 
                 yield "mark", one["name"]
         elif on_gpu:
             if one["cat"] in _LAUNCHES and one["args"].get("correlation") in on_gpu:
-                yield "work", Kernel(on_gpu[one["args"]["correlation"]]["name"])
+                yield "work", on_gpu[one["args"]["correlation"]]["name"]
         elif one["cat"] == "cpu_op" and one["ts"] >= until and not _MOVES.match(one["name"]):
             until = one["ts"] + one.get("dur", 0)
             yield "work", _torch_op(one)
 
 
-def _torch_op(event: dict[str, Any]) -> Kernel:
+def _torch_op(event: dict[str, Any]) -> str:
     shapes = [shape for shape in event["args"].get("Input Dims", []) if shape and not isinstance(shape[0], list)]
-    return Kernel(f"{event['name']} " + " × ".join(str(shape).replace(" ", "") for shape in shapes[:2]))
-
-
-def _described(kernel: Kernel, point: Point) -> Kernel:
-    return identify(kernel.name) if point.op in (*LINEARS, "attention") else kernel
+    return f"{event['name']} " + " × ".join(str(shape).replace(" ", "") for shape in shapes[:2])
 
 
 def identify(name: str) -> Kernel:
     """Read tile, splits and instruction out of a kernel's name, where it tells."""
-    short = Kernel(re.sub(r"<.*|\(.*", "", name).removeprefix("void ").strip()[:96])
+    short = Kernel(_short(name))
     split = re.search(r"split_?k", name, re.IGNORECASE)
     splits = "" if split is None else "K split"
     if name.startswith("nvjet"):
@@ -153,6 +148,18 @@ def identify(name: str) -> Kernel:
             short, name="FlashAttention-4 " + short.name, tile="tile 128x128", splits="one split", instruction="wgmma"
         )
     return replace(short, splits=splits)
+
+
+def _short(name: str) -> str:
+    """A template's name without its arguments, but with what an elementwise kernel does."""
+    name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    if re.fullmatch(r"_\w+", name) and name != OUR_MATMUL:
+        return f"Triton {name}"
+    outer = re.split(r"[<(]", name)[0].strip()
+    done = [
+        part for found in _FUNCTORS.findall(name[len(outer) :]) for part in found if part not in ("", "gpu", "Binary")
+    ]
+    return " ".join([outer, *done[:1]])[:96]
 
 
 def planned(num_rows: int, width: int) -> Kernel:

@@ -109,7 +109,9 @@ def _before_rope(given: Together) -> Tensor:
 def _library_rotated(given: Together) -> Tensor:
     x = _heads(given.x[0], given.spec)
     x = x if given.module is None else _library_norm(x, given)
-    cos, sin = (torch.cat([table, table], -1).to(x.dtype).unsqueeze(1) for table in _tables(given))
+    angles = given.positions.float()[:, None] * inverse_frequencies(given.spec).to(x.device)
+    tables = (table * given.spec.rope.attention_factor for table in (angles.cos(), angles.sin()))  # on the device
+    cos, sin = (torch.cat([table, table], -1).to(x.dtype).unsqueeze(1) for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 

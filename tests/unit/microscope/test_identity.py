@@ -35,6 +35,27 @@ def test_a_kernels_name_is_read(name: str, said: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, x>(int, y)",
+            "at::native::vectorized_elementwise_kernel add",
+        ),
+        (
+            "void at::native::elementwise_kernel<128, 4, at::native::BinaryFunctor<MulFunctor<float> > >(int)",
+            "at::native::elementwise_kernel Mul",
+        ),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<x>(y)", "at::native::CatArrayBatchedCopy"),
+        ("_matmul", "_matmul"),
+        ("aten::linear [16,64] × [64,64]", "aten::linear [16,64] × [64,64]"),
+        ("_SiluMul [48,192] × [48,192]", "_SiluMul [48,192] × [48,192]"),
+    ],
+)
+def test_names_are_cut_to_what_they_say(name: str, short: str) -> None:
+    assert identify(name).name == short
+
+
+@pytest.mark.parametrize(
     ("rows", "width", "instruction"), [(16, 4096, "wgmma"), (64, 1024, "wgmma"), (256, 8192, "wgmma")]
 )
 def test_our_table_names_tile_and_chain(rows: int, width: int, instruction: str) -> None:
@@ -68,7 +89,7 @@ def test_kernels_belong_to_the_mark_after_their_launch_not_their_run() -> None:
     ran = between_marks(events[::-1])
     assert set(ran) == {(0, Point(3, "down_proj")), (0, Point(4, "input_norm"))}
     assert ran[0, Point(3, "down_proj")][0].splits == "K split"
-    assert ran[0, Point(4, "input_norm")] == (Kernel("_forward"),)
+    assert ran[0, Point(4, "input_norm")] == (Kernel("Triton _forward"),)
 
 
 def test_without_a_gpu_the_outermost_ops_count() -> None:
