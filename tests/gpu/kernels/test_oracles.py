@@ -117,7 +117,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 @pytest.mark.parametrize("second", [100 + 512, 101])
 def test_a_second_entry_near_the_top_is_not_lost(second: int) -> None:
-    """The estimate's runner-up, in the same lane or another, closer than its margin, wins once the exact noise is in."""
+    """The runner-up of the estimates, in the same lane or another, wins if the exact noise says so."""
     vocab, num_rows = 4096, 512
     ids = np.arange(num_rows)
     keys = torch.from_numpy(stream_keys(9, ids, ids, ids)).cuda()
