@@ -48,6 +48,10 @@ class _Recorder:
             self.outputs.append(output)
             self.known[output.data_ptr(), output.numel()] = making, part
 
+    def forget(self) -> None:
+        self.outputs.clear()
+        self.known.clear()
+
     def pack(self, tensor: Tensor) -> Tensor | tuple[_Making, int, torch.Size]:
         found = self.known.get((tensor.data_ptr(), tensor.numel())) if tensor.is_contiguous() else None
         if found is None:
@@ -76,9 +80,10 @@ def remakable(outputs: Sequence[Tensor], recipe: Recipe) -> None:
 def remaking() -> Iterator[None]:
     """Within, remakable outputs are not kept for the backward pass. Best around one layer: they live until its end."""
     global _recorder
-    outer, _recorder = _recorder, _Recorder()
+    outer, _recorder = _recorder, (recorder := _Recorder())
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_recorder.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, _unpack):
             yield
     finally:
         _recorder = outer
+        recorder.forget()  # whatever was packed holds on to the hooks, and so to the recorder

@@ -1,9 +1,9 @@
 """Gumbel-max on NVIDIA GPUs in one pass over the logits: noise is made, used and forgotten in registers.
 
 The noise is defined in float64, which is slow to make for a whole vocabulary. So a pass with a float32 estimate, good
-to far better than MARGIN, finds the best entry of a split, which alone gets the exact noise. Should another come near
-it, the split is gone through again with exact noise for all such. A maximum is exact, so neither this nor the split of
-the vocabulary shows in the result.
+to far better than MARGIN, keeps each lane's best entry of a split. The best of all gets the exact noise; should other
+lanes come near it, so do they; should a lane have had a second such entry, the split is gone through again. A maximum
+is exact, so neither this nor the split of the vocabulary shows in the result.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -21,7 +21,7 @@ from spmd_rl.kernels.tile import dense
 
 BLOCK = 512
 NUM_PROGRAMS = 1024
-MARGIN = tl.constexpr(1e-2)
+MARGIN = tl.constexpr(1e-3)
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 
 
@@ -104,13 +104,15 @@ def _best_of_split(
         top = tl.where(better, estimate, top)
     highest = tl.max(top, axis=0)
     near = highest - MARGIN - 1e-5 * tl.abs(highest)
-    chosen = tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0)
-    if tl.sum((top >= near).to(tl.int32), axis=0) > 1 or tl.max(second, axis=0) >= near:
-        highest, chosen = _exact_best(logits, key, scale, is_greedy, vocab, split * split_size, split_size, near, BLOCK)
+    if tl.max(second, axis=0) >= near:
+        top, top_id = _exact_lanes(logits, key, scale, is_greedy, vocab, split * split_size, split_size, near, BLOCK)
+        highest, chosen = _best(top, top_id, vocab)
+    elif tl.sum((top >= near).to(tl.int32), axis=0) > 1:
+        exact = _exact(logits, key, scale, is_greedy, top_id, top >= near)
+        highest, chosen = _best(exact, top_id, vocab)
     else:
-        highest = tl.load(logits + chosen) * scale
-        if not is_greedy:
-            highest += _noise(_bits(key + (chosen + 1).to(tl.uint64) * GAMMA))
+        chosen = tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0)
+        highest = _exact(logits, key, scale, is_greedy, chosen, chosen < vocab)
     at = row * tl.num_programs(1) + split
     tl.store(best + at, highest)
     tl.store(maxima + at, tl.max(maximum, axis=0))
@@ -118,27 +120,37 @@ def _best_of_split(
 
 
 @triton.jit
-def _exact_best(
+def _exact(logits, key, scale, is_greedy, column, mask) -> tl.tensor:
+    exact = tl.load(logits + column, mask=mask, other=float("-inf")) * scale
+    if not is_greedy:
+        exact += _noise(_bits(key + (column + 1).to(tl.uint64) * GAMMA))
+    return exact
+
+
+@triton.jit
+def _best(top, top_id, vocab) -> tuple[tl.tensor, tl.tensor]:
+    highest = tl.max(top, axis=0)
+    return highest, tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0)
+
+
+@triton.jit
+def _exact_lanes(
     logits, key, scale, is_greedy, vocab, begin, size, near, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The best entry of a split with several near the top, and its id."""
+    """Each lane's best entry and its id, of blocks with any near the top."""
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     top_id = tl.full((BLOCK,), 0, tl.int32) + vocab - 1
     for start in range(0, size, BLOCK):
         column = begin + start + tl.arange(0, BLOCK)
-        score = tl.load(logits + column, mask=column < vocab, other=float("-inf")) * scale
-        bits = _bits(key + (column + 1).to(tl.uint64) * GAMMA)
-        estimate = score
+        estimate = tl.load(logits + column, mask=column < vocab, other=float("-inf")) * scale
         if not is_greedy:
-            estimate += _rough_noise(bits)
+            estimate += _rough_noise(_bits(key + (column + 1).to(tl.uint64) * GAMMA))
         if tl.max(estimate, axis=0) >= near:
-            if not is_greedy:
-                score += _noise(bits)
-            better = score > top
+            exact = _exact(logits, key, scale, is_greedy, column, column < vocab)
+            better = exact > top
             top_id = tl.where(better, column, top_id)
-            top = tl.where(better, score, top)
-    highest = tl.max(top, axis=0)
-    return highest, tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0)
+            top = tl.where(better, exact, top)
+    return top, top_id
 
 
 @triton.jit

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from spmd_rl.kernels import add_rms_norm, linear, qk_norm_rope, remake, remaking, rope_table, silu_mul
 
@@ -31,6 +32,18 @@ def _results(context: AbstractContextManager[None]) -> list[Tensor]:
         out = _layer(*leaves)
     out.square().sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize(("context", "dropped"), [(remaking, True), (nullcontext, False)])
+def test_what_is_made_again_is_not_kept(context: type[nullcontext[None]], dropped: bool) -> None:
+    x, weight = torch.randn(TOKENS, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
+    with context():
+        act = silu_mul(linear(x, weight), linear(x, weight))
+        out = linear(act, weight)
+    storage = StorageWeakRef(act.untyped_storage())
+    del act
+    assert storage.expired() == dropped
+    out.sum().backward()
 
 
 class _Counting(remake._Making):
