@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from spmd_rl.types import Group
@@ -21,15 +23,19 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     if not groups:
         return skipped if skipped["reward/skipped_groups"] else {}
     samples = [sample for group in groups for sample in group.samples]
-    rewards = np.concatenate([group.rewards for group in groups])
+    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     lag = version - np.concatenate([sample.versions for sample in samples]).astype(np.int64)
     return skipped | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/solve_none": float(np.mean([(group.rewards <= 0).all() for group in groups])),
-        "reward/solve_all": float(np.mean([(group.rewards >= 1).all() for group in groups])),
+        "reward/solve_none": _share(all(sample.reward <= 0 for sample in group.samples) for group in groups),
+        "reward/solve_all": _share(all(sample.reward >= 1 for sample in group.samples) for group in groups),
         "rollout/response_tokens_mean": float(np.mean([len(sample.tokens) for sample in samples])),
-        "rollout/truncated": float(np.mean([sample.finish == "length" for sample in samples])),
+        "rollout/truncated": _share(sample.finish == "length" for sample in samples),
         "version/lag_mean": float(lag.mean()) if lag.size else 0.0,
         "version/lag_max": float(lag.max()) if lag.size else 0.0,
     }
+
+
+def _share(holds: Iterable[bool]) -> float:
+    return float(np.mean(list(holds)))
