@@ -31,10 +31,15 @@ def verdict(comparison: Comparison, case: Case, names: tuple[str, str], cause: C
     if first is None:
         return _agreement(comparison, names)
     name, position = case.where(first.rows[0])
+    rows = f"{first.introduced_rows} row{_s(first.introduced_rows)}"
+    apart = (
+        f"{_share(first.fed.unequal, first.fed.total, 'output')} of {rows} differ by at most {first.fed.largest:,} ULP"
+    )
+    if not first.fed.unequal:
+        apart = f"{rows} are of another format, equal when rounded to the coarser"
     sentences = [
-        f"{first.point}: {_share(first.fed.unequal, first.fed.total, 'output')} of {first.introduced_rows} "
-        f"row{_s(first.introduced_rows)} differ by at most {first.fed.largest:,} ULP although both sides have the same "
-        f"input: introduced here, first at {name} position {position}."
+        f"{first.point}: {apart} although both sides have the same input: introduced here, first at {name} position "
+        f"{position}."
     ]
     if cause is not None:
         sentences += [_side(names[0], cause.left, first), _side(names[1], cause.right, first)]
