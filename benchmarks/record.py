@@ -84,4 +84,5 @@ def finish(
 
 
 def _short(value: float) -> float:
-    return float(f"{value:.4g}")
+    """Four digits of a measurement, all of a count."""
+    return value if float(value).is_integer() else float(f"{value:.4g}")

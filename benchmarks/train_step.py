@@ -38,6 +38,7 @@ PACKAGES = ("torch", "triton", "flash-attn-4")
 STEP_TOKENS = 65536
 SPEED_BAR, MFU_BAR = 1 / 0.97, 0.45
 WARMUPS = 2
+PARTS = {"forward": "forward", "backward": "backward", "step": "optimizer"}
 
 
 class Timed:
@@ -49,7 +50,7 @@ class Timed:
 
     def __getattr__(self, name: str) -> object:
         found = getattr(self.inner, name)
-        return self._span(name, found) if name in ("forward", "backward", "step") else found
+        return self._span(name, found) if name in PARTS else found
 
     def _span(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
         def timed(*args: object) -> object:
@@ -107,7 +108,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     one.backend = timed = Timed(one.backend)
     one.train_step(given, grpo_loss)
     for part, spent in timed.milliseconds().items():
-        yield measured(f"{what}: {part}", spent, "ms")
+        yield measured(f"{what}: {PARTS[part]}", spent, "ms")
     one.backend = timed.inner
     if name in options.profile:
         profile(one, given, options.profile[name])
