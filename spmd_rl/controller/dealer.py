@@ -152,7 +152,6 @@ class Dealer:
     def _watch(self, now: float) -> None:
         """End this process when those above it are gone."""
         if why := self._vigil.launcher_lost(os.getppid()):
-            print(f"rank {self._hello.rank} {why}", file=sys.stderr)  # nobody is left to read torchrun's error file
             self._die(why)
         if why := self._vigil.given_up(now):
             self._abandon()
@@ -187,6 +186,8 @@ class Dealer:
 
     def _end(self, sentence: str, exit_code: int) -> None:
         """End the process from here: the main thread may be inside a collective that nobody will finish."""
+        if why := self._vigil.launcher_lost(os.getppid()):
+            print(f"rank {self._hello.rank} {why}", file=sys.stderr)  # nobody is left to read torchrun's error file
         self._send()
         self._context.destroy(linger=200)
         end_process(sentence, exit_code)
