@@ -34,6 +34,7 @@ REPO = Path(__file__).parents[2]
 GRACE_S = 10.0  # how long after its deadline a run may take to be gone
 RUN_S = 30.0  # how long a run that is completed may take, from its first step
 DISK_BYTES = 4 << 20
+FILLER = "filler"
 START_S = 60.0  # how long a run may take to its first step, on a busy machine
 
 TIMES = [f"--run.deadline_s={DEADLINE_S:g}", f"--run.lost_after_s={LOST_AFTER_S:g}", "--run.start_s=20"]
@@ -182,6 +183,7 @@ def play(case: Case) -> Outcome:
         seconds = max(0.0, time.time() - struck)
         how, wrong = "completed" if run.completed else "error", fault_of(case, run, seconds, in_time)
         if not run.completed and not wrong and case.resumes:
+            (folder / "runs" / FILLER).unlink(missing_ok=True)  # somebody makes room first
             again = Run(replace(case, frames=None), folder)
             again.end(START_S + RUN_S)
             how, wrong = "resumed", "" if again.completed else f"cannot be resumed: {again.sentence}"
@@ -214,7 +216,7 @@ def mounts(folder: Path) -> bool:
 
 def fill(folder: Path) -> None:
     """Take all the room that is left."""
-    with (folder / "filler").open("wb", buffering=0) as file:
+    with (folder / FILLER).open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(4096))
