@@ -10,14 +10,14 @@ the whole batch decodes, is given as a check.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator
 
-from benchmarks.engines import PACKAGES, Pair, pair, versions
+from benchmarks.beside import beside_sglang
+from benchmarks.engines import Pair
 from benchmarks.peer import Peer
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, measured
 from benchmarks.table import Row
 
 CASES = {"0.6B": ((64, 128), (256, 128)), "8B": ((1, 128), (64, 128), (256, 128), (64, 2048))}  # batch, prompt
@@ -53,20 +53,5 @@ def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
         yield measured(f"{what}: our own clock around step", 1e3 * statistics.median(steps), "ms")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(CASES))
-    parser.add_argument("--sglang", required=True, metavar="SITE")
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
-    rows: list[Row] = []
-    for name in options.models:
-        with pair(name, options.sglang) as engines:
-            found = versions(engines)
-            rows += measure(name, engines, options.repeats)
-    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu(), **found)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(beside_sglang(__file__, __doc__, CASES, REPEATS, measure))

@@ -10,15 +10,15 @@ engines take turns (engines.py says how both run).
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.engines import PACKAGES, Pair, pair, versions
-from benchmarks.record import compared, finish, gpu
+from benchmarks.beside import beside_sglang
+from benchmarks.engines import Pair
+from benchmarks.record import compared
 from benchmarks.table import Row
 
 PROMPTS, SAMPLES, PROMPT_TOKENS = 512, 8, 128
@@ -47,20 +47,5 @@ def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
     yield compared(what, ours, "tokens/s", peer="SGLang", peer_value=theirs, at_least=BARS[name])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(BARS))
-    parser.add_argument("--sglang", required=True, metavar="SITE")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
-    rows: list[Row] = []
-    for name in options.models:
-        with pair(name, options.sglang) as engines:
-            found = versions(engines)
-            rows += measure(name, engines, options.repeats)
-    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu(), **found)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(beside_sglang(__file__, __doc__, BARS, 1, measure))

@@ -2,7 +2,7 @@
 
 from spmd_rl.kernels.activation import silu_mul
 from spmd_rl.kernels.attention import blocked_attention
-from spmd_rl.kernels.contract import contract, contract_digest
+from spmd_rl.kernels.contract import contract
 from spmd_rl.kernels.head import head_logprobs
 from spmd_rl.kernels.kv_write import write_kv
 from spmd_rl.kernels.linear import linear, linear_fp32
@@ -30,7 +30,6 @@ __all__ = [
     "add_rms_norm",
     "blocked_attention",
     "contract",
-    "contract_digest",
     "gumbel_noise",
     "head_logprobs",
     "linear",

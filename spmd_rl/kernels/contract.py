@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import torch
 
 from spmd_rl.kernels.attention import KV_BLOCK, QUERY_TILE
@@ -47,8 +44,3 @@ def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -
         "tf32": int(torch.backends.cuda.matmul.allow_tf32),
         "bf16_reduced": int(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
     }
-
-
-def contract_digest(device: torch.device, dtype: torch.dtype, head_dim: int | None = None) -> str:
-    """Sixteen hex digits of SHA-256 over `contract`."""
-    return hashlib.sha256(json.dumps(contract(device, dtype, head_dim), sort_keys=True).encode()).hexdigest()[:16]

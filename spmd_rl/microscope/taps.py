@@ -6,6 +6,8 @@ hooked and nothing is paid.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -16,7 +18,7 @@ from spmd_rl.microscope.points import Point
 MARK = "microscope"
 
 
-class Tap:
+class Tap(ABC):
     """`take` sees each output once; what it returns is what the forward pass goes on with."""
 
     def begin(self, rows: Tensor, places: Tensor, scored: Tensor) -> None:
@@ -33,8 +35,9 @@ class Tap:
             return self.take(point, x, rows, torch.arange(len(x), device=x.device))
         return self.take(point, x, self._rows, self._places)
 
+    @abstractmethod
     def take(self, point: Point, x: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        raise NotImplementedError
+        """Take note of `rows` of the case, at `places` of x; returns what the forward pass goes on with."""
 
 
 class Hashes(Tap):

@@ -75,7 +75,6 @@ class NativeEngine:
         self._num_generated = 0
         self._steps: Steps | None = None
         self._memory: ElasticMemory | None = None
-        self._awake = False
         self._in_flight: _Launched | None = None
         self.wake()
 
@@ -121,7 +120,6 @@ class NativeEngine:
             self._steps = None
         else:
             self._memory.unmap()
-        self._awake = False
 
     def wake(self) -> None:
         if self._steps is None:
@@ -129,7 +127,10 @@ class NativeEngine:
         elif self._memory is not None and not self._memory.is_mapped:
             self._memory.map()
             self._memory.bytes.zero_()
-        self._awake = True
+
+    @property
+    def _is_awake(self) -> bool:
+        return self._steps is not None and (self._memory is None or self._memory.is_mapped)
 
     def _new_cache(self) -> KvCache:
         spec = self.spec
@@ -164,12 +165,12 @@ class NativeEngine:
             "num_pages": self.cfg.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
             "num_graphs": self._steps.num_graphs if self._steps else 0,
-            "kv_bytes": self._steps.cache.num_bytes if self._steps and self._awake else 0,
+            "kv_bytes": self._steps.cache.num_bytes if self._steps and self._is_awake else 0,
             **asdict(self.scheduler.counters),
         }
 
     def _ready(self) -> tuple[Steps, int]:
-        if self._steps is None or not self._awake:
+        if self._steps is None or not self._is_awake:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
             raise SpmdError("the engine has no weights yet: push a version to it, or set load_weights")

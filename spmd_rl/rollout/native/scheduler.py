@@ -185,7 +185,7 @@ class Scheduler:
                 continue
             row = self._place(request, stem, copies)
             if row is None:
-                later.append(request)
+                self.waiting.appendleft(request)
                 break
             self.running.append(row)
             start, length = int(self.rows.computed[row]), int(self.rows.length[row])

@@ -11,28 +11,7 @@ from hypothesis import strategies as st
 from spmd_rl.controller import wire
 from spmd_rl.controller.wire import WireError, decode_at_controller, decode_at_worker, encode
 from spmd_rl.errors import ContractError
-from spmd_rl.mesh.split import Placement
-
-RAW = msgspec.Raw(msgspec.msgpack.encode({"a": [1, 2.5, "x"]}))
-PLACEMENT = Placement("actor", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
-TO_CONTROLLER = [
-    wire.Hello(3, "host", 77),
-    wire.Result(5, RAW),
-    wire.Failure(5, "KeyError", "'x'", "Traceback", 1),
-    wire.Pong(),
-    wire.Stacks("reward.py:1 in score", "thread", {"replayed": 2}),
-    wire.Signalled("SIGTERM"),
-    wire.Dying("lost its launcher"),
-    wire.Bye(),
-]
-TO_WORKER = [
-    wire.Ping(20.0),
-    wire.StackRequest(),
-    wire.Split(1, [PLACEMENT]),
-    wire.Spawn(2, "actor", "m:Actor", PLACEMENT, "m:Config", RAW),
-    wire.Call(3, "actor", "go", RAW),
-    wire.Stop("why", 2, [wire.Hello(1, "host", 5)]),
-]
+from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER
 
 
 def same(a: wire.Message, b: wire.Message) -> bool:
