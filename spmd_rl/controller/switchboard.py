@@ -277,4 +277,3 @@ class Switchboard:
 
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
         return self._router.until(done, seconds)
-

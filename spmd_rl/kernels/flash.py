@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels.upload import upload
 
 DECODE_TILE = (64, 128)  # fewer idle query rows, and the same key blocks as training: faster, with equal bits
 FLASH_HEAD_DIMS = (32, 64, 96, 128)  # not 80: equal forward, but 4.0.0b19 gives wrong gradients on Hopper
@@ -139,4 +140,4 @@ def flash_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _int32(values: NDArray[np.int64] | list[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32)).to(device)
+    return upload(np.asarray(values, dtype=np.int32), device)

@@ -15,6 +15,7 @@ from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, 
 from spmd_rl.kernels.flash import PagedFlash, flash_takes
 from spmd_rl.kernels.kv_write import write_kv
 from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels.upload import upload
 
 
 class KvCache:
@@ -60,11 +61,10 @@ class KvCache:
         for pages, new in ((keys, k), (values, v)):
             pages.index_copy_(1, slots, new[: len(slots)].transpose(0, 1))
 
-
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Overwrite each page of `targets` with that of `sources`, in all layers."""
         device = self.data.device
-        read, written = (torch.tensor(pages, dtype=torch.int64, device=device) for pages in (sources, targets))
+        read, written = (upload(np.array(pages), device) for pages in (sources, targets))
         for layer in self.data:
             pages = layer if self.flash else layer.unflatten(2, (self.num_pages, self.page_size)).transpose(1, 2)
             pages[:, written] = pages[:, read]
@@ -111,7 +111,7 @@ class PagedAttention:
             kernel = PagedFlash.chunks(page_table, starts, lengths, cache.page_size, device)
         else:
             kernel = _PagedBlocks(cache, page_table, starts, lengths, num_heads)
-        return cls(cache, torch.from_numpy(np.asarray(slots, dtype=np.int64)).to(device), kernel)
+        return cls(cache, upload(slots, device), kernel)
 
     @classmethod
     def decode(cls, cache: KvCache, *, pages: Tensor, num_keys: Tensor, slots: Tensor) -> PagedAttention:

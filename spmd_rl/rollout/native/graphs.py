@@ -8,8 +8,8 @@ the last one. Entries that no row fills are padding: their K/V is written nowher
 from __future__ import annotations
 
 from bisect import bisect_left
-from math import prod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,10 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention, sample_and_score
+from spmd_rl.kernels.upload import upload
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.rows import Rows
+from spmd_rl.rollout.native.staged import Staged
 
-ALIGN_BYTES = 16
+GraphMemory = Any  # torch's handle of a pool
+Outputs = TypeVar("Outputs")
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -29,29 +32,46 @@ def batch_sizes(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
+def record(work: Callable[[], Outputs], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+    """Do `work` once, which compiles what is not compiled yet, then record it; `memory` is shared between graphs that
+    never run at the same time."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory):
+        outputs = work()
+    return graph, outputs
+
+
 class DecodeGraphs:
     """Graphs over one cache. Ranks: any, each on its own."""
 
-    def __init__(self, model: CausalLM, cache: KvCache, rows: Rows) -> None:
+    def __init__(self, model: CausalLM, cache: KvCache, rows: Rows, memory: GraphMemory) -> None:
         self._model = model
         self._cache = cache
         self._rows = rows
         self._sizes = batch_sizes(rows.num_rows)
-        self._newest = torch.zeros(rows.num_rows + 1, dtype=torch.int64, device=cache.data.device)
+        self.device = cache.data.device
+        self._newest = torch.zeros(rows.num_rows + 1, dtype=torch.int64, device=self.device)
+        self._remembered = np.zeros(rows.num_rows, dtype=np.int64)  # the ticket whose newest token is there
         self._recorded: dict[tuple[int, bool], _Recorded] = {}
         self._latest: _Recorded | None = None
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory = memory
 
     @property
     def num_recorded(self) -> int:
         return len(self._recorded)
 
     def launch(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Queue one decoding step of `rows`; their newest tokens must have been drawn here or remembered.
+        """Queue one decoding step of `rows`, whose newest tokens were drawn here, remembered, or are known to the host.
 
         Shape: rows [M]; returns tokens [M] int64 and log-probs [M] fp32, valid until the next launch.
         """
         state = self._rows
+        fresh = rows[self._remembered[rows] != state.ticket[rows]]
+        if len(fresh):
+            newest = state.tokens[fresh, state.length[fresh] - 1].astype(np.int64)
+            self.remember(fresh, upload(newest, self.device))
         filtered = bool(((state.top_k[rows] != 0) | (state.top_p[rows] != 1) | (state.min_p[rows] != 0)).any())
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         if (size, filtered) not in self._recorded:
@@ -65,7 +85,8 @@ class DecodeGraphs:
 
     def remember(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
         """`tokens` [M] are now the newest of `rows` [M]."""
-        self._newest.index_copy_(0, torch.from_numpy(rows).to(tokens.device), tokens)
+        self._newest.index_copy_(0, upload(rows, self.device), tokens)
+        self._remembered[rows] = self._rows.ticket[rows]
 
     def step(self, inputs: dict[str, Tensor], filtered: bool) -> tuple[Tensor, Tensor]:
         """The work of one step, as it is recorded."""
@@ -94,12 +115,7 @@ class DecodeGraphs:
         return tokens, logprobs
 
     def record(self, inputs: dict[str, Tensor], filtered: bool) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]:
-        self.step(inputs, filtered)  # compiles what is not compiled yet
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            outputs = self.step(inputs, filtered)
-        return graph, outputs
+        return record(lambda: self.step(inputs, filtered), self._memory)
 
 
 class _Recorded:
@@ -107,8 +123,7 @@ class _Recorded:
 
     def __init__(self, graphs: DecodeGraphs, size: int, filtered: bool) -> None:
         state = self._state = graphs._rows
-        width = state.pages.shape[1]
-        self._fields: dict[str, tuple[tuple[int, ...], type]] = {
+        fields: dict[str, tuple[tuple[int, ...], type]] = {
             "rows": ((size,), np.int64),
             "positions": ((size,), np.int64),
             "answer_starts": ((size,), np.int64),
@@ -118,14 +133,12 @@ class _Recorded:
             "min_p": ((size,), np.float32),
             "inv_temperature": ((size,), np.float32),
             "greedy": ((size,), np.bool_),
-            "pages": ((size, width), np.int32),
+            "pages": ((size, state.pages.shape[1]), np.int32),
         }
         self._batch: tuple[bytes, ...] = ()
-        num_bytes = sum(_aligned(shape, dtype) for shape, dtype in self._fields.values())
-        self._device_memory = torch.empty(num_bytes, dtype=torch.uint8, device=graphs._newest.device)
+        self._staged = Staged(fields, graphs.device)
         self._upload(np.zeros(0, dtype=np.int64))
-        self._inputs = {name: part.view(shape) for name, part, shape in self._parts(self._device_memory)}
-        self._graph, self._outputs = graphs.record(self._inputs, filtered)
+        self._graph, self._outputs = graphs.record(self._staged.tensors, filtered)
 
     def forget(self) -> None:
         """What was uploaded is out of date."""
@@ -141,9 +154,7 @@ class _Recorded:
         return self._outputs
 
     def _upload(self, rows: NDArray[np.int64]) -> None:
-        staged = torch.empty(len(self._device_memory), dtype=torch.uint8, pin_memory=True)
-        host = {name: part.view(shape).numpy() for name, part, shape in self._parts(staged)}
-        state, count = self._state, len(rows)
+        state = self._state
         columns: dict[str, NDArray[Any]] = {
             "rows": rows,
             "positions": state.length[rows] - 1,
@@ -156,21 +167,4 @@ class _Recorded:
             "greedy": state.greedy[rows],
             "pages": state.pages[rows],
         }
-        padding = {"rows": state.num_rows, "inv_temperature": 1, "top_p": 1}
-        for name, values in columns.items():
-            host[name][:count] = values
-            host[name][count:] = padding.get(name, 0)
-        self._device_memory.copy_(staged, non_blocking=True)
-
-    def _parts(self, memory: Tensor) -> list[tuple[str, Tensor, tuple[int, ...]]]:
-        parts, start = [], 0
-        for name, (shape, dtype) in self._fields.items():
-            size = prod(shape) * np.dtype(dtype).itemsize
-            typed = memory[start : start + size].view(torch.from_numpy(np.empty(0, dtype)).dtype)
-            parts.append((name, typed, shape))
-            start += _aligned(shape, dtype)
-        return parts
-
-
-def _aligned(shape: tuple[int, ...], dtype: type) -> int:
-    return -(-prod(shape) * np.dtype(dtype).itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        self._staged.upload(columns, {"rows": state.num_rows, "inv_temperature": 1, "top_p": 1})

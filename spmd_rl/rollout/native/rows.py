@@ -52,7 +52,6 @@ class Rows:
         self.published = column(np.int64)
         self.limit = column(np.int64)
         self.ticket = column(np.int64)
-        self.has_drawn = column(np.bool_)
         self.uid = column(np.int64)
         self.index = column(np.int64)
         self.base = column(np.int64)
@@ -80,7 +79,6 @@ class Rows:
         self.prompt_length[row] = prompt
         self.length[row] = length
         self.pending[row] = 0
-        self.has_drawn[row] = False
         self.computed[row] = computed
         self.published[row] = computed // self.page_size
         self.ticket[row] = next(self._tickets)
@@ -107,7 +105,6 @@ class Rows:
         """A step that is under way draws one more token for each of `rows`."""
         self.length[rows] += 1
         self.pending[rows] += 1
-        self.has_drawn[rows] = True
 
     def fulfil(
         self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int

@@ -9,14 +9,14 @@ The samples of one prompt compute it once. Full pages are shared from the step o
 the last page the others wait, their rows kept for them, until it can be copied. Each computes the last token.
 
 An engine that replays a recorded decoding step, and launches it before the last one's tokens are known, keeps the two
-kinds `apart`: a step is all prompts or all decoding, and prompts wait until some rows are free.
+kinds `apart`: a step is all prompts or all rows that miss one token, and prompts wait until some rows are free.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,10 +93,9 @@ class Scheduler:
         self._append_pages()
         rows = self._unfinished()
         if self.apart:
-            decoding = self.rows.has_drawn[rows]
-            plan = self._share(rows[~decoding], admit=self._refill_due())
+            plan = self._share(rows[self._missing(rows) > 1], admit=self._refill_due())
             if not len(plan.rows):
-                plan = self._share(rows[decoding], admit=False)
+                plan = replace(self._share(self._unfinished(), admit=False), copies=plan.copies)
         else:
             plan = self._share(rows, admit=True)
         self.counters.num_scheduled_tokens += int(plan.lengths.sum())
@@ -107,14 +106,17 @@ class Scheduler:
         rows = np.array(self.running, dtype=np.int64)
         return rows[self.rows.length[rows] < self.rows.limit[rows]]
 
+    def _missing(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many tokens of each of `rows` have no K/V yet."""
+        return self.rows.length[rows] - self.rows.computed[rows]
+
     def _refill_due(self) -> bool:
         """Whether enough rows are free, or kept for samples of a prompt just computed, to make decoding wait."""
         return self._num_later > 0 or self.rows.num_free * REFILL_SHARE >= self.rows.num_rows
 
     def _share(self, rows: NDArray[np.int64], admit: bool) -> Plan:
         """Spread the token budget over what `rows` miss, then over admissions."""
-        starts = self.rows.computed[rows]
-        missing = self.rows.length[rows] - starts
+        starts, missing = self.rows.computed[rows], self._missing(rows)
         lengths = share_budget(missing, self.max_step_tokens)
         busy = lengths > 0
         plan = Plan(rows[busy], starts[busy], lengths[busy])
@@ -189,6 +191,8 @@ class Scheduler:
                 break
             self.running.append(row)
             start, length = int(self.rows.computed[row]), int(self.rows.length[row])
+            if self.apart and length - start == 1:
+                continue  # it only decodes
             chunk = min(budget, length - start)
             budget -= chunk
             self.counters.num_partial_chunks += chunk < length - start
@@ -199,7 +203,7 @@ class Scheduler:
         self.waiting.extendleft(reversed(later))
         self._num_later = len(later)
         if not rows:
-            return plan
+            return replace(plan, copies=copies)
         return Plan(
             np.concatenate([plan.rows, np.array(rows)]),
             np.concatenate([plan.starts, np.array(starts)]),

@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention, sample_and_score
+from spmd_rl.kernels.upload import upload
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graphs import DecodeGraphs
+from spmd_rl.rollout.native.prompt_graphs import Chunks, PromptGraphs
 from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.scheduler import Plan
 
@@ -39,14 +41,19 @@ class Steps:
 
     def __init__(self, model: CausalLM, cache: KvCache, rows: Rows, device: torch.device, *, graphs: bool) -> None:
         self.cache = cache
-        self.graphs = DecodeGraphs(model, cache, rows) if graphs else None
+        self._decode: DecodeGraphs | None = None
+        self._prompts: PromptGraphs | None = None
+        if graphs:
+            memory = torch.cuda.graph_pool_handle()
+            self._decode = DecodeGraphs(model, cache, rows, memory)
+            self._prompts = PromptGraphs(model, cache, rows.pages.shape[1], memory)
         self._model = model
         self._rows = rows
         self._device = device
 
     @property
     def num_graphs(self) -> int:
-        return self.graphs.num_recorded if self.graphs else 0
+        return self._decode.num_recorded + self._prompts.num_recorded if self._decode and self._prompts else 0
 
     def launch(self, plan: Plan, ready: NDArray[np.bool_]) -> Drawn:
         """Compute the tokens of `plan` and draw one for each of its rows that is `ready`.
@@ -55,30 +62,43 @@ class Steps:
         """
         if plan.copies:
             self.cache.copy_pages(*zip(*plan.copies, strict=True))
-        if self.graphs is not None and self._rows.has_drawn[plan.rows].all():
-            return Drawn(*self.graphs.launch(plan.rows))
-        return self._chunks(plan, ready)
+        if self._decode is not None and ready.all() and (plan.lengths == 1).all():
+            return Drawn(*self._decode.launch(plan.rows))
+        chunks = self._chunks(plan)
+        hidden = self._prompts.hidden(chunks) if self._prompts is not None else None
+        if hidden is None:
+            hidden = self._hidden(chunks)
+        if not ready.any():
+            return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0))
+        last = self._tensor(np.cumsum(plan.lengths)[ready] - 1)
+        return self._draw(plan.rows[ready], self._model.logits(hidden.index_select(0, last)))
 
-    def _chunks(self, plan: Plan, ready: NDArray[np.bool_]) -> Drawn:
-        page_size = self.cache.page_size
-        ends = np.cumsum(plan.lengths)
+    def _chunks(self, plan: Plan) -> Chunks:
         row_of = np.repeat(plan.rows, plan.lengths)
-        positions = np.arange(len(row_of)) + np.repeat(plan.starts + plan.lengths - ends, plan.lengths)
-        page, offset = np.divmod(positions, page_size)
-        attend = PagedAttention.chunks(
-            self.cache,
-            page_table=self._rows.pages[plan.rows, : int(page.max()) + 1],
+        positions = np.arange(len(row_of)) + np.repeat(
+            plan.starts + plan.lengths - np.cumsum(plan.lengths), plan.lengths
+        )
+        page, offset = np.divmod(positions, self.cache.page_size)
+        pages = self._rows.pages
+        return Chunks(
+            tokens=self._rows.tokens[row_of, positions].astype(np.int64),
+            positions=positions,
+            slots=pages[row_of, page] * self.cache.page_size + offset,
             starts=plan.starts,
             lengths=plan.lengths,
-            slots=self._rows.pages[row_of, page] * page_size + offset,
+            pages=pages[plan.rows, : int(page.max()) + 1],
+        )
+
+    def _hidden(self, chunks: Chunks) -> Tensor:
+        attend = PagedAttention.chunks(
+            self.cache,
+            page_table=chunks.pages,
+            starts=chunks.starts,
+            lengths=chunks.lengths,
+            slots=chunks.slots,
             num_heads=self._model.spec.num_heads,
         )
-        tokens = self._tensor(self._rows.tokens[row_of, positions].astype(np.int64))
-        last = self._tensor(ends[ready] - 1) if ready.any() else None
-        out = self._model(tokens, self._tensor(positions), attend, last)
-        if last is None:
-            return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0))
-        return self._draw(plan.rows[ready], out)
+        return self._model(self._tensor(chunks.tokens), self._tensor(chunks.positions), attend)
 
     def _draw(self, rows: NDArray[np.int64], logits: Tensor) -> Drawn:
         state = self._rows
@@ -97,9 +117,9 @@ class Steps:
             top_p=unless(1, state.top_p),
             min_p=unless(0, state.min_p),
         )
-        if self.graphs is not None:
-            self.graphs.remember(rows, tokens)
+        if self._decode is not None:
+            self._decode.remember(rows, tokens)
         return Drawn(tokens, logprobs)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return upload(array, self._device)
