@@ -1,0 +1,187 @@
+"""The contract's ops between the products, beside the same op spelled in torch's own kernels, and the time of a copy.
+
+Rows of a decoding step (64, 256) and of a pack of training (16,384). Each number is the median over replays of a graph
+that runs the op once for each of several inputs, together larger than L2. The share of a copy is the time that what is
+read and written once would take at a copy's bandwidth. torch's spelling: F.rms_norm behind an addition,
+F.rms_norm and rotation head by head, F.silu times up, log_softmax and gather, Gumbel noise and argmax.
+
+    python -m benchmarks.kernels.small_ops [--save]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.kernels.decode_gemm import COPY_BYTES_PER_S, microseconds
+from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
+from benchmarks.table import Row
+from spmd_rl.kernels import (
+    add_rms_norm,
+    qk_norm_rope,
+    rms_norm,
+    rope_table,
+    sample_and_score,
+    silu_mul,
+    token_logprobs,
+    write_kv,
+)
+
+MODELS = ("0.6B", "8B")
+DECODING, TRAINING = (64, 256), 16384
+LOGIT_ROWS = 2048  # of a chunk of the training loss
+COLD_BYTES = 256 << 20
+CALLS = 8
+EPS = 1e-6
+PAGE_SIZE = 128
+
+Op = Callable[..., object]
+
+
+class Case(NamedTuple):
+    """`ours` and `torch` take the tensors of `inputs()`; together they move `num_bytes` at least."""
+
+    what: str
+    ours: Op
+    torch: Op
+    inputs: Callable[[], tuple[Tensor, ...]]
+    num_bytes: int
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def of_model(name: str, rows: int) -> Iterator[Case]:
+    hidden, inner, _, heads, kv_heads, _ = QWEN3[name]
+    weight, head_weight = torch.ones(hidden, device="cuda").bfloat16(), torch.ones(HEAD_DIM, device="cuda").bfloat16()
+    table = [one.cuda() for one in rope_table(1e6 ** -torch.arange(0, 1, 2 / HEAD_DIM), 4096)]
+    positions = torch.randint(4096, (rows,), device="cuda")
+    wide_table = [torch.cat([one, one], dim=1).bfloat16() for one in table]
+
+    def torch_qk(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (one[positions].unsqueeze(1) for one in wide_table)
+        q, k = (F.rms_norm(x, (HEAD_DIM,), head_weight, EPS) for x in (q, k))
+        return rotated(q, cos, sin), rotated(k, cos, sin)
+
+    def torch_add_norm(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        summed = x + residual
+        return F.rms_norm(summed, (hidden,), weight, EPS), summed
+
+    where = f"Qwen3-{name}, {rows} rows"
+    row = 2 * rows
+    yield Case(
+        f"{where}: rms_norm",
+        lambda x: rms_norm(x, weight, EPS),
+        lambda x: F.rms_norm(x, (hidden,), weight, EPS),
+        lambda: (bf16(rows, hidden),),
+        2 * row * hidden,
+    )
+    yield Case(
+        f"{where}: add_rms_norm",
+        lambda x, residual: add_rms_norm(x, residual, weight, EPS),
+        torch_add_norm,
+        lambda: (bf16(rows, hidden), bf16(rows, hidden)),
+        4 * row * hidden,
+    )
+    yield Case(
+        f"{where}: qk_norm_rope",
+        lambda q, k: qk_norm_rope(q, k, head_weight, head_weight, EPS, positions, *table),
+        torch_qk,
+        lambda: (bf16(rows, heads, HEAD_DIM), bf16(rows, kv_heads, HEAD_DIM)),
+        2 * row * (heads + kv_heads) * HEAD_DIM,
+    )
+    yield Case(
+        f"{where}: silu_mul",
+        silu_mul,
+        lambda gate, up: F.silu(gate) * up,
+        lambda: (bf16(rows, inner), bf16(rows, inner)),
+        3 * row * inner,
+    )
+
+
+def of_cache(rows: int, kv_heads: int = 8) -> Iterator[Case]:
+    slots = torch.randperm(rows * 4, device="cuda")[:rows]
+    shape = (4 * rows // PAGE_SIZE, PAGE_SIZE, kv_heads, HEAD_DIM)
+
+    def torch_write(keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
+        keys.view(-1, kv_heads, HEAD_DIM).index_copy_(0, slots, k)
+        values.view(-1, kv_heads, HEAD_DIM).index_copy_(0, slots, v)
+
+    yield Case(
+        f"{rows} rows of 8 heads: write_kv",
+        lambda keys, values, k, v: write_kv(keys, values, slots, k, v),
+        torch_write,
+        lambda: (bf16(*shape), bf16(*shape), bf16(rows, kv_heads, HEAD_DIM), bf16(rows, kv_heads, HEAD_DIM)),
+        4 * 2 * rows * kv_heads * HEAD_DIM,
+    )
+
+
+def of_vocabulary(rows: int) -> Iterator[Case]:
+    one = torch.ones(rows, device="cuda")
+    targets = torch.randint(VOCAB, (rows,), device="cuda")
+
+    def torch_draw(logits: Tensor) -> tuple[Tensor, Tensor]:
+        drawn = (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
+        return drawn, logits.log_softmax(-1).gather(1, drawn.unsqueeze(1))
+
+    def logits() -> tuple[Tensor, ...]:
+        return (torch.randn(rows, VOCAB, device="cuda"),)
+
+    num_bytes = 4 * rows * VOCAB
+    if rows in DECODING:
+        yield Case(
+            f"{rows} rows of {VOCAB} logits: sample_and_score",
+            lambda logits: sample_and_score(logits, one, targets, targets, greedy=None),
+            torch_draw,
+            logits,
+            num_bytes,
+        )
+    else:
+        yield Case(
+            f"{rows} rows of {VOCAB} logits: token_logprobs",
+            lambda logits: token_logprobs(logits, targets, one),
+            lambda logits: logits.log_softmax(-1).gather(1, targets.unsqueeze(1)),
+            logits,
+            num_bytes,
+        )
+
+
+def measure(case: Case) -> Iterator[Row]:
+    inputs = [case.inputs()]
+    size = sum(one.numel() * one.element_size() for one in inputs[0])
+    inputs += [case.inputs() for _ in range(max(CALLS, -(-COLD_BYTES // size)) - 1)]
+
+    def time(op: Op) -> float:
+        return microseconds(lambda given: op(*given), inputs)
+
+    with torch.no_grad():
+        ours = time(case.ours)
+        yield compared(case.what, ours, "us", peer="torch", peer_value=time(case.torch))
+    yield measured(f"{case.what}, share of a copy", 1e6 * case.num_bytes / COPY_BYTES_PER_S / ours, "")
+
+
+def main() -> int:
+    cases = [case for name in MODELS for rows in (*DECODING, TRAINING) for case in of_model(name, rows)]
+    cases += [case for rows in (*DECODING, TRAINING) for case in of_cache(rows)]
+    cases += [case for rows in (*DECODING, LOGIT_ROWS) for case in of_vocabulary(rows)]
+    rows: list[Row] = []
+    for case in cases:
+        rows += measure(case)
+        torch.cuda.empty_cache()
+    return finish(__file__, ("torch", "triton"), rows, save="--save" in sys.argv, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
