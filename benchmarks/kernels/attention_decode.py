@@ -1,8 +1,8 @@
 """Attention decode over pages, one new token a sequence, as a share of the bandwidth of a plain copy.
 
-Keys and values of 8 heads of 128, 32 query heads (Qwen3-4B and 8B), pages of 128 tokens in random order. Each number
-is the median over replays of a graph that runs the kernel once for each of several caches, so that nothing is left in
-L2. Bytes are the keys and values read; the copy counts what it reads and what it writes.
+Keys and values of 8 heads of 128; 16 (Qwen3-0.6B) or 32 (4B and 8B) query heads; pages of 128 tokens in random order.
+Each number is the median over replays of a graph that runs the kernel once for each of several caches, so that nothing
+is left in L2. Bytes are the keys and values read; the copy counts what it reads and what it writes.
 
     python -m benchmarks.kernels.attention_decode [--save]
 """
@@ -22,8 +22,12 @@ from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
 from spmd_rl.kernels.flash import PagedFlash
 
-NUM_HEADS, NUM_KV_HEADS, PAGE_SIZE = 32, 8, 128
-CASES = ((64, 2048, 0.9), (64, 8192, 0.9), (1, 32768, None), (4, 32768, None))  # batch, context, bar
+NUM_KV_HEADS, PAGE_SIZE = 8, 128
+CASES = (  # query heads, batch, context, bar
+    *((32, 64, 2048, 0.9), (32, 64, 8192, 0.9), (32, 1, 32768, None), (32, 4, 32768, None)),
+    *((16, 64, 500, None), (16, 256, 500, None)),
+    *((32, 1, 500, None), (32, 64, 500, None), (32, 256, 500, None), (32, 64, 2300, None)),
+)
 COLD_BYTES = 1 << 30
 CALLS = 40  # in a graph, so that its launch is a small part
 COPY_BYTES = 4 << 30
@@ -43,21 +47,21 @@ def copy_bytes_per_s() -> float:
     return 2 * COPY_BYTES / statistics.median(times[2:])
 
 
-def measure(batch: int, context: int, bar: float | None, copy: float) -> Iterator[Row]:
-    pages = context // PAGE_SIZE
+def measure(heads: int, batch: int, context: int, bar: float | None, copy: float) -> Iterator[Row]:
+    pages = -(-context // PAGE_SIZE)
     num_bytes = 4 * batch * context * NUM_KV_HEADS * HEAD_DIM
     shape = (2, batch * pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
     caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(-(-COLD_BYTES // num_bytes) + 1)]
     table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
     attend = PagedFlash.decode(table, torch.full((batch,), context, dtype=torch.int32, device="cuda"))
-    q = torch.randn(batch, NUM_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
 
     def run(cache: Tensor) -> Tensor:
         return attend(q, cache[0], cache[1])
 
     spent = microseconds(run, caches * -(-CALLS // len(caches)))
     speed = num_bytes / spent * 1e6
-    what = f"batch {batch}, context {context}"
+    what = f"{heads} heads, batch {batch}, context {context}"
     yield measured(f"{what}: time", spent, "us")
     yield measured(f"{what}: read", speed / 1e12, "TB/s")
     yield measured(f"{what}: share of copy bandwidth", speed / copy, "", at_least=bar)

@@ -1,6 +1,6 @@
 """FlashAttention-4 for packed sequences and for pages of a cache.
 
-Both call the same kernel with an explicit causal mask and one split, which makes a query's bits depend on its own
+Both call the same kernel with an explicit mask and one split, which makes a query's bits depend on its own
 history alone (measured on Hopper, docs/numerics.md). Without it, or for head sizes that were not verified, attention
 falls back to torch's scaled-dot-product attention, which promises nothing; `contract` says which one runs.
 """
@@ -12,14 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.kernels.flash_decode import decode_attention
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.kernels.upload import upload
 
-DECODE_TILE = (64, 128)  # fewer idle query rows, and the same key blocks as training: faster, with equal bits
 FLASH_HEAD_DIMS = (32, 64, 96, 128)  # not 80: equal forward, but 4.0.0b19 gives wrong gradients on Hopper
 
 
@@ -72,11 +71,12 @@ class PackedFlash:
 class PagedFlash:
     """Each new token to its sequence's pages up to itself.
 
-    Shape: q [T', H, D] of which the first `num_tokens` rows count; keys and values [num_pages, page_size, K, D];
-    `pages` [B, P], `num_keys` [B] and `bounds` [B + 1] int32 on the device; `longest` new tokens in a sequence at most.
+    Shape: q [T', H, D] of which the first `num_tokens` rows count, the result being unset beyond them; keys and values
+    [num_pages, page_size, K, D]; `pages` [B, P] and `num_keys` [B] int32 on the device; `bounds` [B + 1] int32, where
+    each sequence's new tokens begin and end, or None for one each; `longest` new tokens in a sequence at most.
     """
 
-    def __init__(self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int, longest: int) -> None:
+    def __init__(self, pages: Tensor, num_keys: Tensor, bounds: Tensor | None, num_tokens: int, longest: int) -> None:
         self.pages = pages
         self.num_keys = num_keys
         self.bounds = bounds
@@ -95,10 +95,11 @@ class PagedFlash:
         """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold anything."""
         used = -(-(starts + lengths) // page_size)
         standing_in = np.where(np.arange(page_table.shape[1]) < used[:, None], page_table, page_table[:, :1])
+        bounds = None if lengths.max() == 1 else _int32([0, *np.cumsum(lengths)], device)
         return cls(
             _int32(standing_in, device),
             _int32(starts + lengths, device),
-            _int32([0, *np.cumsum(lengths)], device),
+            bounds,
             int(lengths.sum()),
             int(lengths.max()),
         )
@@ -106,14 +107,22 @@ class PagedFlash:
     @classmethod
     def decode(cls, pages: Tensor, num_keys: Tensor) -> PagedFlash:
         """One new token for every sequence; nothing is read on the host."""
-        batch = len(num_keys)
-        return cls(pages, num_keys, torch.arange(batch + 1, dtype=torch.int32, device=pages.device), batch, 1)
+        return cls(pages, num_keys, None, len(num_keys), 1)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a tile
+        out = q.new_empty(q.shape)
+        new, result = q[: self.num_tokens], out[: self.num_tokens]
+        if self.bounds is None:
+            decode_attention(new, keys, values, self.pages, self.num_keys, result)
+        else:
+            self._chunks(new, keys, values, result)
+        return out
 
-        out = _flash_attn_fwd(
-            q[: self.num_tokens],
+    def _chunks(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a result
+
+        _flash_attn_fwd(
+            q,
             keys,
             values,
             cu_seqlens_q=self.bounds,
@@ -122,10 +131,8 @@ class PagedFlash:
             max_seqlen_q=self.longest,
             causal=True,
             num_splits=1,
-            tile_mn=DECODE_TILE if self.longest == 1 else None,
-        )[0]
-        padding = q.shape[0] - self.num_tokens
-        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
+            out=out,
+        )
 
 
 def flash_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from spmd_rl.kernels.flash import flash_takes
 DEVICE = torch.device("cuda")
 LENGTHS = [1, 16, 127, 128, 129, 700, 255, 256, 257, 1, 383, 1500]
 FINITE_LIMIT = 3.0e38
+FULL_BATCH = 140
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +132,34 @@ def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
         rows, out = paged.step(dict.fromkeys(waiting.tolist(), 1), *data)
         differ += unequal(out, expected[rows])
     assert differ == 0
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_full_batch_decode_equals_packed(heads: Heads, unequal) -> None:
+    """More sequences than SMs, from a graph, beside poison; and one changed key is seen."""
+    lengths = np.random.default_rng(2).integers(1, 900, FULL_BATCH).tolist()
+    data, last = qkv(sum(lengths), heads), torch.from_numpy(np.cumsum(lengths) - 1).to(DEVICE)
+    paged = Paged(lengths, heads, 128, poison=True)
+    paged.step(dict(enumerate(lengths)), *data)
+    table = np.stack([np.pad(pages, (0, 8 - len(pages)), mode="edge") for pages in paged.tables])
+    attend = PagedAttention.decode(
+        paged.cache,
+        pages=torch.from_numpy(table.astype(np.int32)).to(DEVICE),
+        num_keys=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        slots=torch.full((FULL_BATCH,), -1, device=DEVICE),
+    )
+    newest = [x[last] for x in data]
+    attend(0, *newest)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(0, *newest)
+    expected = packed(*data, lengths, heads)[last]
+    graph.replay()
+    assert unequal(out, expected) == 0
+    paged.cache.data[0, 0, paged.tables[3][0], 0] *= 1.05
+    graph.replay()
+    assert unequal(out[:3], expected[:3]) + unequal(out[4:], expected[4:]) == 0
+    assert unequal(out[3], expected[3]) > 0
 
 
 @pytest.mark.parametrize("heads", HEADS)
