@@ -12,7 +12,9 @@ from spmd_rl.kernels.tile import ROW_TILE
 CONTRACT_VERSION = 1
 
 
-def contract(device: torch.device, dtype: torch.dtype, head_dim: int | None = None) -> dict[str, str | int]:
+def contract(
+    device: torch.device, dtype: torch.dtype, head_dim: int | None = None, attention_split: int = 0
+) -> dict[str, str | int]:
     """Every fact that can change a bit of a forward pass on this rank; `head_dim` settles which attention runs."""
     facts: dict[str, str | int] = {
         "version": CONTRACT_VERSION,
@@ -24,6 +26,7 @@ def contract(device: torch.device, dtype: torch.dtype, head_dim: int | None = No
         "torch": str(torch.__version__),
         "dtype": str(dtype),
         "device": device.type,
+        "attention_split": attention_split,
     }
     if device.type == "cpu":
         isa, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.flash_decode import decode_attention
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.kernels.upload import upload
 
+Where = dict[str, Any]  # arguments by which the package finds each sequence's queries and keys
 FLASH_HEAD_DIMS = (32, 64, 96, 128)  # not 80: equal forward, but 4.0.0b19 gives wrong gradients on Hopper
 
 
@@ -38,34 +41,65 @@ def flash_takes(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool
     return exact and device.type == "cuda" and flash_version() is not None
 
 
-class PackedFlash:
-    """Causal attention within sequences laid end to end, differentiable; the padding of a call is one more sequence.
+def check_split(tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises: ConfigError if attention in splits of so many tokens (0: uncut) is asked for where it cannot run."""
+    if tokens and not flash_takes(head_dim, dtype, device):
+        raise ConfigError(
+            f"attention_split = {tokens} needs FlashAttention-4: bfloat16 on a Hopper GPU, and heads of "
+            f"{', '.join(map(str, FLASH_HEAD_DIMS))}; here are {dtype} on {device.type} and heads of {head_dim}"
+        )
 
-    Shape: q [T', H, D], k and v [T', K, D], T' the number of tokens or that padded to the row tile.
-    """
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor | None = None, *, causal: bool, **where: Any
+) -> None:
+    """Attention of each query to its keys, found by `where`, into `out` and, if wanted, `log_sum` [H, T] fp32."""
+    from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a result
+
+    tile = None if causal else (128, 128)  # without a mask the package would take other key blocks for heads of 96
+    _flash_attn_fwd(
+        q.detach(),
+        k.detach(),
+        v.detach(),
+        causal=causal,
+        num_splits=1,
+        tile_mn=tile,
+        out=out,
+        lse=log_sum,
+        **where,
+    )
+
+
+class Laid:
+    """Sequences laid end to end; the padding of a call is one more."""
 
     def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
         ends = np.cumsum(lengths)
         self.num_tokens = int(ends[-1])
         self.longest = int(lengths.max())
-        self.bounds = _int32([0, *ends, padded_rows(self.num_tokens)], device)
+        self.bounds = to_int32([0, *ends, padded_rows(self.num_tokens)], device)
+
+    def where(self, num_rows: int) -> Where:
+        """Shape: `num_rows` is the number of tokens or that padded to the row tile."""
+        padding = num_rows - self.num_tokens
+        bounds, longest = self.bounds if padding else self.bounds[:-1], max(self.longest, padding)
+        return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+class PackedFlash:
+    """Causal attention within sequences laid end to end, differentiable.
+
+    Shape: q [T', H, D], k and v [T', K, D], T' the number of tokens or that padded to the row tile.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
+        self.laid = Laid(lengths, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from flash_attn.cute import flash_attn_varlen_func
 
-        padding = q.shape[0] - self.num_tokens
-        bounds, longest = self.bounds if padding else self.bounds[:-1], max(self.longest, padding)
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_k=longest,
-            causal=True,
-            num_splits=1,
-        )[0]
+        out: Tensor = flash_attn_varlen_func(q, k, v, causal=True, num_splits=1, **self.laid.where(len(q)))[0]
+        return out
 
 
 class PagedFlash:
@@ -93,12 +127,10 @@ class PagedFlash:
         device: torch.device,
     ) -> PagedFlash:
         """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold anything."""
-        used = -(-(starts + lengths) // page_size)
-        standing_in = np.where(np.arange(page_table.shape[1]) < used[:, None], page_table, page_table[:, :1])
-        bounds = None if lengths.max() == 1 else _int32([0, *np.cumsum(lengths)], device)
+        bounds = None if lengths.max() == 1 else to_int32([0, *np.cumsum(lengths)], device)
         return cls(
-            _int32(standing_in, device),
-            _int32(starts + lengths, device),
+            to_int32(pages_in_use(page_table, starts + lengths, page_size), device),
+            to_int32(starts + lengths, device),
             bounds,
             int(lengths.sum()),
             int(lengths.max()),
@@ -115,24 +147,18 @@ class PagedFlash:
         if self.bounds is None:
             decode_attention(new, keys, values, self.pages, self.num_keys, result)
         else:
-            self._chunks(new, keys, values, result)
+            flash_forward(
+                new,
+                keys,
+                values,
+                result,
+                causal=True,
+                cu_seqlens_q=self.bounds,
+                max_seqlen_q=self.longest,
+                seqused_k=self.num_keys,
+                page_table=self.pages,
+            )
         return out
-
-    def _chunks(self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a result
-
-        _flash_attn_fwd(
-            q,
-            keys,
-            values,
-            cu_seqlens_q=self.bounds,
-            seqused_k=self.num_keys,
-            page_table=self.pages,
-            max_seqlen_q=self.longest,
-            causal=True,
-            num_splits=1,
-            out=out,
-        )
 
 
 def flash_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,5 +172,11 @@ def flash_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out[0, 0], log_sum.reshape(-1)
 
 
-def _int32(values: NDArray[np.int64] | list[int], device: torch.device) -> Tensor:
+def pages_in_use(page_table: NDArray[np.int64], ends: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
+    """`page_table` with a sequence's first page for all beyond its end."""
+    used = -(-ends // page_size)
+    return np.where(np.arange(page_table.shape[1]) < used[:, None], page_table, page_table[:, :1])
+
+
+def to_int32(values: NDArray[np.int64] | list[int], device: torch.device) -> Tensor:
     return upload(np.asarray(values, dtype=np.int32), device)

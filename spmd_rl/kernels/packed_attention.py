@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, token_order
 from spmd_rl.kernels.flash import PackedFlash, flash_takes
+from spmd_rl.kernels.flash_splits import PackedSplits
 from spmd_rl.kernels.tile import padded_rows
 
 
@@ -22,7 +23,8 @@ class PackedAttention:
 
     Call it as `attend(layer, q, k, v)`; q [T', H, D], k and v [T', K, D] where T' may be the tokens padded to the row
     tile. Returns [T', H, D]. `prefixes` [N], on the CPU only: the earlier sequence that each one goes on from, whose
-    tokens it sees before its own; -1 for none.
+    tokens it sees before its own; -1 for none. `split`, with FlashAttention only: keys are seen in splits of so many
+    tokens (splits.py); 0 for all at once.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class PackedAttention:
         num_kv_heads: int,
         device: torch.device,
         prefixes: NDArray[np.int32] | None = None,
+        split: int = 0,
     ) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.prefixes = np.full(len(self.lengths), -1) if prefixes is None else prefixes
         self.groups = num_heads // num_kv_heads
         self.device = device
+        self.split = split
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if flash_takes(q.shape[-1], q.dtype, q.device):
@@ -45,7 +49,9 @@ class PackedAttention:
         return self._blocks(q, k, v)
 
     @cached_property
-    def _flash(self) -> PackedFlash:
+    def _flash(self) -> PackedFlash | PackedSplits:
+        if 0 < self.split < self.lengths.max():
+            return PackedSplits(self.lengths, self.split, self.device)
         return PackedFlash(self.lengths, self.device)
 
     @cached_property

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, token_order
-from spmd_rl.kernels.flash import PagedFlash, flash_takes
+from spmd_rl.kernels.flash import PagedFlash, check_split, flash_takes
+from spmd_rl.kernels.flash_splits import DecodeSplits, PagedSplits
 from spmd_rl.kernels.kv_write import write_kv
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.kernels.upload import upload
@@ -23,7 +24,9 @@ class KvCache:
 
     It starts at zero and must stay finite: unused slots of a page are multiplied by exact zeros.
     Shape: each layer's keys and values are [num_pages, page_size, K, D] for FlashAttention, else
-    [K, num_pages * page_size, D]. `allocate` makes its memory: so many bytes, uint8 and zero.
+    [K, num_pages * page_size, D]. `allocate` makes its memory: so many bytes, uint8 and zero. `split`: how many tokens,
+    a multiple of the page, are seen at once (splits.py); 0 for all.
+    Raises: ConfigError where attention in splits cannot run.
     """
 
     def __init__(
@@ -37,7 +40,10 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         allocate: Callable[[int], Tensor] | None = None,
+        split: int = 0,
     ) -> None:
+        check_split(split, head_dim, dtype, device)
+        self.split = split
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_kv_heads = num_kv_heads
@@ -84,7 +90,7 @@ class PagedAttention:
     to end, then padding up to the row tile.
     """
 
-    def __init__(self, cache: KvCache, slots: Tensor, kernel: PagedFlash | _PagedBlocks) -> None:
+    def __init__(self, cache: KvCache, slots: Tensor, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         self.cache = cache
         self.slots = slots
         self.kernel = kernel
@@ -106,8 +112,10 @@ class PagedAttention:
         already in the cache), lengths [B] (new tokens, at least 1), slots [T] (where each new token's key goes).
         """
         device = cache.data.device
-        kernel: PagedFlash | _PagedBlocks
-        if cache.flash:
+        kernel: PagedFlash | PagedSplits | _PagedBlocks
+        if 0 < cache.split < (starts + lengths).max():
+            kernel = PagedSplits(page_table, starts, lengths, cache.page_size, cache.split, device)
+        elif cache.flash:
             kernel = PagedFlash.chunks(page_table, starts, lengths, cache.page_size, device)
         else:
             kernel = _PagedBlocks(cache, page_table, starts, lengths, num_heads)
@@ -117,9 +125,11 @@ class PagedAttention:
     def decode(cls, cache: KvCache, *, pages: Tensor, num_keys: Tensor, slots: Tensor) -> PagedAttention:
         """One new token for each sequence, all state on the GPU, for caches that FlashAttention reads.
 
-        Shape: pages [B, P] and num_keys [B] (the new token's included) int32, slots [B] int64; slots below 0 write
-        nothing.
+        Shape: pages [B, P], P whole splits if the cache has them, and num_keys [B] (the new token's included) int32;
+        slots [B] int64; slots below 0 write nothing.
         """
+        if 0 < cache.split < pages.shape[1] * cache.page_size:
+            return cls(cache, slots, DecodeSplits(pages, num_keys, cache.page_size, cache.split))
         return cls(cache, slots, PagedFlash.decode(pages, num_keys))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import PackedAttention, linear, linear_fp32, pad_rows, rms_norm, rope, rope_table, silu_mul
 from spmd_rl.kernels.flash import flash_range, flash_takes
+from spmd_rl.kernels.merge import merge_ranges
 from spmd_rl.microscope.points import LINEARS
 from spmd_rl.model.rotary import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
@@ -156,8 +157,11 @@ def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Te
         _one_range(q, k.contiguous(), v.contiguous())
         for k, v in zip(keys.tensor_split(ranges), values.tensor_split(ranges), strict=True)
     ]
-    weights = torch.stack([log_sum for _, log_sum in parts]).softmax(0)
-    return (torch.stack([out.float() for out, _ in parts]) * weights.unsqueeze(-1)).sum(0).to(q.dtype)
+    out = torch.empty_like(q)
+    rows = torch.arange(ranges, dtype=torch.int32, device=q.device)
+    results, log_sums = (torch.stack(part) for part in zip(*parts, strict=True))
+    merge_ranges(results, log_sums, rows.unsqueeze(0), out.unsqueeze(0))
+    return out
 
 
 def _one_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,6 +69,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cuda_graphs: bool = True  # where FlashAttention runs: decoding steps are recorded and launched one ahead
     dtype: str = "float32"
+    attention_split: int = 0  # tokens whose keys are seen at once, as in the trainer; 0: all (docs/numerics.md)
     load_weights: bool = True  # false leaves the parameters to the first push
     reward: str = ""  # "module:function", called with (prompt, sample)
     reward_deadline_s: float = 30.0  # for one sample; 0: none but the call's
@@ -78,6 +79,9 @@ class EngineConfig:
         _require(self.kind == "native", "kind", self.kind, '"native"')
         fits = self.page_size == 0 or (self.page_size > 0 and (64 % self.page_size == 0 or self.page_size % 64 == 0))
         _require(fits, "page_size", self.page_size, "0 (automatic), or a divisor or a multiple of 64")
+        unit = math.lcm(GPU_PAGE_SIZE, self.page_size or GPU_PAGE_SIZE)
+        fits = self.attention_split >= 0 and self.attention_split % unit == 0
+        _require(fits, "attention_split", self.attention_split, f"0 (all), or a multiple of {unit}")
         _require(self.num_pages >= 0, "num_pages", self.num_pages, "0 (automatic) or more")
         _require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
         _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")

@@ -30,6 +30,7 @@ class TrainerConfig:
     max_tokens: int = 16384  # tokens of a micro-batch on one rank; a longer sequence goes alone
     logit_rows: int = 2048  # rows of logits that exist at once
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward pass; the master is float32
+    attention_split: int = 0  # tokens whose keys are seen at once, as in the engine; 0: all (docs/numerics.md)
     recompute: Literal["none", "cheap", "all"] = "none"  # in the backward pass, of each layer; cheap: but products
     wrap: Literal["auto", "layer", "model"] = "auto"  # what FSDP gathers at once; auto: the model while it is small
 
@@ -40,6 +41,8 @@ class TrainerConfig:
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
         _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
+        fits = self.attention_split >= 0 and self.attention_split % 128 == 0
+        _require(fits, "attention_split", self.attention_split, "0 (all), or a multiple of 128")
         if self.schedule != "constant":
             _require(
                 self.total_steps > self.warmup_steps,

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels import PackedAttention, contract, head_logprobs, remaking, token_logprobs
+from spmd_rl.kernels.flash import check_split
 from spmd_rl.model.network import CausalLM
 from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
 from spmd_rl.train.flops import train_flops
@@ -30,10 +31,11 @@ from spmd_rl.weights.layout import chunk_box
 class Scorer(nn.Module):
     """The model and its head down to log-probabilities: the root that FSDP wraps, so that it gathers the head too."""
 
-    def __init__(self, model: CausalLM, logit_rows: int, recomputes: bool) -> None:
+    def __init__(self, model: CausalLM, logit_rows: int, recomputes: bool, attention_split: int = 0) -> None:
         super().__init__()
         self.model = model
         self.logit_rows = logit_rows
+        self.attention_split = attention_split
         self.recomputes = recomputes
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -45,6 +47,7 @@ class Scorer(nn.Module):
             num_kv_heads=spec.num_kv_heads,
             device=device,
             prefixes=micro.prefixes,
+            split=self.attention_split,
         )
         hidden = self.model(micro.tokens, micro.positions, attend)
         if micro.num_scored == 0:
@@ -74,7 +77,8 @@ class Fsdp2:
         self.max_positions = model.spec.max_positions
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
-        self.scorer = Scorer(model.to(device), cfg.logit_rows, recomputes=cfg.recompute == "all")
+        check_split(cfg.attention_split, model.spec.head_dim, self._dtype, device)
+        self.scorer = Scorer(model.to(device), cfg.logit_rows, cfg.recompute == "all", cfg.attention_split)
         _recompute(model, cfg.recompute)
         self.units = _shard(self.scorer, mesh, cfg)
         self.parameters = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
@@ -83,7 +87,7 @@ class Fsdp2:
 
     def contract(self) -> dict[str, str | int]:
         """What the forward pass's bits depend on, besides the weights."""
-        return contract(self.device, self._dtype, self.scorer.model.spec.head_dim)
+        return contract(self.device, self._dtype, self.scorer.model.spec.head_dim, self.scorer.attention_split)
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         return train_flops(self.scorer.model.spec, lengths, num_scored)

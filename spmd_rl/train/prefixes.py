@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.kernels.splits import ranges
 from spmd_rl.types import Batch
 
 
@@ -54,7 +55,7 @@ def shared(batch: Batch) -> Pieces:
     place = np.empty(batch.num_tokens, np.int64)
     place[source] = np.arange(len(source))
     follows = np.flatnonzero(is_shared & ~is_leader)
-    offset = _ranges(prompts[follows])
+    offset = ranges(prompts[follows])
     place[np.repeat(starts[follows], prompts[follows]) + offset] = (
         np.repeat(laid[first[follows], 0], prompts[follows]) + offset
     )
@@ -81,8 +82,3 @@ def _first_with(
         prompt = batch.tokens[starts[number] : starts[number] + prompts[number]]
         first[number] = seen.setdefault(prompt.tobytes(), number)
     return first, np.bincount(first)[first] > 1
-
-
-def _ranges(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 .. size - 1 of each size, end to end."""
-    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -143,6 +143,7 @@ class NativeEngine:
             dtype=getattr(torch, self.cfg.dtype),
             device=self.device,
             allocate=self._elastic if self.device.type == "cuda" else None,
+            split=self.cfg.attention_split,
         )
 
     def _elastic(self, num_bytes: int) -> Tensor:
@@ -154,7 +155,7 @@ class NativeEngine:
         return Held.whole(dict(self.model.named_parameters()))
 
     def contract(self) -> dict[str, str | int]:
-        return contract(self.device, getattr(torch, self.cfg.dtype), self.spec.head_dim)
+        return contract(self.device, getattr(torch, self.cfg.dtype), self.spec.head_dim, self.cfg.attention_split)
 
     def stats(self) -> dict[str, int]:
         return {

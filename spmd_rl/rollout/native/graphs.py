@@ -54,7 +54,7 @@ class DecodeGraphs:
         self.device = cache.data.device
         self._newest = torch.zeros(rows.num_rows + 1, dtype=torch.int64, device=self.device)
         self._remembered = np.zeros(rows.num_rows, dtype=np.int64)  # the ticket whose newest token is there
-        self._recorded: dict[tuple[int, bool], _Recorded] = {}
+        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._latest: _Recorded | None = None
         self._memory = memory
 
@@ -73,15 +73,22 @@ class DecodeGraphs:
             newest = state.tokens[fresh, state.length[fresh] - 1].astype(np.int64)
             self.remember(fresh, upload(newest, self.device))
         filtered = bool(((state.top_k[rows] != 0) | (state.top_p[rows] != 1) | (state.min_p[rows] != 0)).any())
-        size = self._sizes[bisect_left(self._sizes, len(rows))]
-        if (size, filtered) not in self._recorded:
-            self._recorded[size, filtered] = _Recorded(self, size, filtered)
-        recorded = self._recorded[size, filtered]
+        key = self._sizes[bisect_left(self._sizes, len(rows))], self._width(int(state.num_pages[rows].max())), filtered
+        if key not in self._recorded:
+            self._recorded[key] = _Recorded(self, *key)
+        recorded = self._recorded[key]
         if recorded is not self._latest:
             recorded.forget()  # its rows have moved on in other graphs
             self._latest = recorded
         tokens, logprobs = recorded.replay(rows)
         return tokens[: len(rows)], logprobs[: len(rows)]
+
+    def _width(self, num_pages: int) -> int:
+        """Columns of the page table: all, but with splits no more than the next power of two of those in use."""
+        most, split = self._rows.pages.shape[1], self._cache.split // self._cache.page_size
+        if split == 0:
+            return most
+        return min(1 << (-(-num_pages // split) - 1).bit_length(), -(-most // split)) * split
 
     def remember(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
         """`tokens` [M] are now the newest of `rows` [M]."""
@@ -121,8 +128,9 @@ class DecodeGraphs:
 class _Recorded:
     """One graph with the memory it reads its batch from."""
 
-    def __init__(self, graphs: DecodeGraphs, size: int, filtered: bool) -> None:
-        state = self._state = graphs._rows
+    def __init__(self, graphs: DecodeGraphs, size: int, width: int, filtered: bool) -> None:
+        self._state = graphs._rows
+        self._width = width
         fields: dict[str, tuple[tuple[int, ...], type]] = {
             "rows": ((size,), np.int64),
             "positions": ((size,), np.int64),
@@ -133,7 +141,7 @@ class _Recorded:
             "min_p": ((size,), np.float32),
             "inv_temperature": ((size,), np.float32),
             "greedy": ((size,), np.bool_),
-            "pages": ((size, state.pages.shape[1]), np.int32),
+            "pages": ((size, width), np.int32),
         }
         self._batch: tuple[bytes, ...] = ()
         self._staged = Staged(fields, graphs.device)
@@ -155,6 +163,7 @@ class _Recorded:
 
     def _upload(self, rows: NDArray[np.int64]) -> None:
         state = self._state
+        pages = state.pages[rows, : self._width]
         columns: dict[str, NDArray[Any]] = {
             "rows": rows,
             "positions": state.length[rows] - 1,
@@ -165,6 +174,6 @@ class _Recorded:
             "min_p": state.min_p[rows],
             "inv_temperature": state.inv_temperature[rows],
             "greedy": state.greedy[rows],
-            "pages": state.pages[rows],
+            "pages": np.pad(pages, ((0, 0), (0, self._width - pages.shape[1]))),
         }
         self._staged.upload(columns, {"rows": state.num_rows, "inv_temperature": 1, "top_p": 1})

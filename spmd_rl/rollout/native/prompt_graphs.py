@@ -56,8 +56,10 @@ class PromptGraphs:
     def hidden(self, chunks: Chunks) -> Tensor | None:
         """Queue the tokens and return their hidden states [T', C], T' >= T, or None where no graph has the room.
 
-        They are valid until the next launch of any graph.
+        They are valid until the next launch of any graph. Where a sequence has several splits, no graph has the room.
         """
+        if 0 < self._cache.split < (chunks.starts + chunks.lengths).max():
+            return None
         num_tokens = max(len(chunks.tokens), len(chunks.lengths) * TOKENS_PER_SEQUENCE)
         size = next((size for size in SIZES if num_tokens <= size), None)
         if size is None:

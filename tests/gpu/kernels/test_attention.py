@@ -1,4 +1,7 @@
-"""Packed training attention against paged decoding and chunked prefill on a GPU, bit for bit; both against float64."""
+"""Packed training attention against paged decoding and chunked prefill on a GPU, bit for bit; both against float64.
+
+All keys at once, and in splits of a fixed size.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ DEVICE = torch.device("cuda")
 LENGTHS = [1, 16, 127, 128, 129, 700, 255, 256, 257, 1, 383, 1500]
 FINITE_LIMIT = 3.0e38
 FULL_BATCH = 140
+SPLIT, SPLIT_LENGTHS = 256, [1, 255, 256, 257, 300, 511, 512, 513, 700, 1500, 64]
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +50,18 @@ def qkv(total: int, heads: Heads, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
     return rows(heads.query), rows(heads.key), rows(heads.key)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
-    attend = PackedAttention(np.array(lengths), num_heads=heads.query, num_kv_heads=heads.key, device=DEVICE)
-    return attend(0, q, k, v)
+SPLIT_HEADS = [HEADS[0], HEADS[2], HEADS[5]]
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, split: int = 0) -> Tensor:
+    sizes = {"num_heads": heads.query, "num_kv_heads": heads.key}
+    return PackedAttention(np.array(lengths), **sizes, device=DEVICE, split=split)(0, q, k, v)
 
 
 class Paged:
     """Feeds sequences to a paged cache in steps that a test chooses, pages placed at random."""
 
-    def __init__(self, lengths: list[int], heads: Heads, page_size: int, poison: bool = False) -> None:
+    def __init__(self, lengths: list[int], heads: Heads, page_size: int, poison: bool = False, split: int = 0) -> None:
         self.lengths, self.heads, self.page_size = lengths, heads, page_size
         counts = [-(-n // page_size) for n in lengths]
         order = np.random.default_rng(1).permutation(sum(counts) + 5)
@@ -67,6 +74,7 @@ class Paged:
             head_dim=heads.dim,
             dtype=torch.bfloat16,
             device=DEVICE,
+            split=split,
         )
         if poison:
             self.cache.data.fill_(FINITE_LIMIT)
@@ -98,10 +106,20 @@ class Paged:
 
 
 def run_paged(
-    qkv: tuple[Tensor, Tensor, Tensor], lengths: list[int], heads: Heads, page_size: int, sizes: list[int], poison: bool
+    qkv: tuple[Tensor, Tensor, Tensor],
+    lengths: list[int],
+    heads: Heads,
+    page_size: int,
+    sizes: list[int],
+    poison: bool,
+    split: int = 0,
 ) -> Tensor:
     """All sequences to their end, in chunks of random size and random company."""
-    paged, rng, out = Paged(lengths, heads, page_size, poison), np.random.default_rng(0), torch.empty_like(qkv[0])
+    paged, rng, out = (
+        Paged(lengths, heads, page_size, poison, split),
+        np.random.default_rng(0),
+        torch.empty_like(qkv[0]),
+    )
     while len(waiting := np.flatnonzero(paged.done < lengths)):
         some = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)]
         chosen = {int(n): int(min(lengths[n] - paged.done[n], rng.choice(sizes))) for n in some}
@@ -192,6 +210,71 @@ def test_against_float64(heads: Heads) -> None:
     for actual, wanted in pairs:
         assert (actual.cpu().double() - wanted).norm() / wanted.norm() < 1e-2
     assert all(torch.count_nonzero(x.grad[sum(lengths) :]) == 0 for x in leaves)
+
+
+@pytest.mark.parametrize(("heads", "page_size"), [(SPLIT_HEADS[0], 64), *((heads, 128) for heads in SPLIT_HEADS)])
+def test_split_chunks_equal_packed(heads: Heads, page_size: int, unequal) -> None:
+    data = qkv(sum(SPLIT_LENGTHS), heads)
+    chunks = run_paged(data, SPLIT_LENGTHS, heads, page_size, [1, 2, 100, 256, 300, 600], True, SPLIT)
+    assert unequal(chunks, packed(*data, SPLIT_LENGTHS, heads, SPLIT)) == 0
+
+
+@pytest.mark.parametrize("lengths", [SPLIT_LENGTHS, [1500]], ids=["many", "one"])
+@pytest.mark.parametrize("heads", SPLIT_HEADS)
+def test_split_decode_equals_packed(heads: Heads, lengths: list[int], unequal) -> None:
+    """From one graph, before and after the borders of splits, beside poison and with more splits than any needs."""
+    data = qkv(sum(lengths), heads)
+    paged = Paged(lengths, heads, 128, poison=True, split=SPLIT)
+    paged.step(dict(enumerate(lengths)), *data)
+    table = np.stack([np.pad(pages, (0, 16 - len(pages)), mode="edge") for pages in paged.tables])
+    pages = torch.from_numpy(table.astype(np.int32)).to(DEVICE)
+    num_keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    newest = [torch.zeros(len(lengths), *x.shape[1:], dtype=x.dtype, device=DEVICE) for x in data]
+    nowhere = torch.full((len(lengths),), -1, device=DEVICE)
+
+    def decode() -> Tensor:
+        return PagedAttention.decode(paged.cache, pages=pages, num_keys=num_keys, slots=nowhere)(0, *newest)
+
+    decode()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode()
+    expected, ends = packed(*data, lengths, heads, SPLIT), np.cumsum(lengths)
+    for back in (0, 1, 2, 5, 260):
+        at = torch.from_numpy(ends - 1 - np.minimum(back, np.array(lengths) - 1)).to(DEVICE)
+        num_keys.copy_(torch.tensor(np.maximum(np.array(lengths) - back, 1)))
+        newest[0].copy_(data[0][at])
+        graph.replay()
+        assert unequal(out, expected[at]) == 0
+
+
+@pytest.mark.parametrize("heads", SPLIT_HEADS)
+def test_splits_leave_short_sequences_alone(heads: Heads, unequal) -> None:
+    """And change long ones, another size otherwise: the controls."""
+    data = qkv(sum(SPLIT_LENGTHS), heads)
+    cut, whole, other = (packed(*data, SPLIT_LENGTHS, heads, split) for split in (SPLIT, 0, 2 * SPLIT))
+    position = torch.cat([torch.arange(n) for n in SPLIT_LENGTHS])
+    assert unequal(cut[position < SPLIT], whole[position < SPLIT]) == 0
+    assert unequal(other[position < 2 * SPLIT], whole[position < 2 * SPLIT]) == 0
+    assert unequal(cut[position >= SPLIT], whole[position >= SPLIT]) > 0
+    assert unequal(cut[position >= 2 * SPLIT], other[position >= 2 * SPLIT]) > 0
+    assert (cut - whole).float().norm() / whole.float().norm() < 4e-3
+
+
+@pytest.mark.parametrize("heads", SPLIT_HEADS)
+@pytest.mark.parametrize("padding", [0, 8])
+def test_gradients_in_splits(heads: Heads, padding: int) -> None:
+    lengths = [700, 40, 260]
+    grads = []
+    for split in (SPLIT, 0):
+        leaves = [x.requires_grad_() for x in qkv(sum(lengths) + padding, heads)]
+        out = packed(*leaves, lengths, heads, split)
+        push = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+        push[sum(lengths) :] = 0
+        out.backward(push)
+        grads.append([x.grad.double() for x in leaves])
+    for cut, whole in zip(*grads, strict=True):
+        assert (cut - whole).norm() / whole.norm() < 1e-2
 
 
 def test_control_stale_key_fails(unequal) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
@@ -101,6 +102,26 @@ def test_graphs_give_the_samples_of_single_steps(model: CausalLM, alone: Samples
     assert unequal(finish(engine, workload()), alone) == 0
     assert {sample.finish for sample in alone.values()} == {"stop", "length"}
     assert engine.stats()["num_graphs"] > 2
+
+
+def test_attention_in_splits(model: CausalLM, alone: Samples) -> None:
+    """The same samples from graphs and step by step, the trainer's log-probs, and not the samples without splits."""
+    split, requests = 128, workload()
+    samples = finish(new_engine(model, attention_split=split), requests)
+    assert (
+        unequal(samples, finish(new_engine(model, attention_split=split, cuda_graphs=False, max_batch=2), requests))
+        == 0
+    )
+    assert unequal(samples, alone) > 0
+    for request in requests:
+        sample = samples[request.uid, request.index]
+        tokens = torch.from_numpy(np.concatenate([request.prompt, sample.tokens])).long().to(DEVICE)
+        attend = PackedAttention(np.array([len(tokens)]), num_heads=8, num_kv_heads=4, device=DEVICE, split=split)
+        scored = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)
+        logits = model(tokens, torch.arange(len(tokens), device=DEVICE), attend, scored)
+        inverse = torch.full((len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE)
+        logprobs, _ = token_logprobs(logits, tokens[scored + 1], inverse)
+        assert logprobs.cpu().numpy().tobytes() == sample.logprobs.tobytes()
 
 
 def test_preemption_changes_nothing(model: CausalLM, alone: Samples) -> None:
