@@ -32,6 +32,15 @@ def batch_sizes(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [largest]
 
 
+def table_width(num_pages: int, max_pages: int, split_pages: int) -> int:
+    """Columns of a graph's page table: all; with splits, those of as many splits as `num_pages` takes, rounded up to a
+    power of two and no more than `max_pages` takes."""
+    if split_pages == 0:
+        return max_pages
+    splits, most = -(-num_pages // split_pages), -(-max_pages // split_pages)
+    return min(1 << (splits - 1).bit_length(), most) * split_pages
+
+
 def record(work: Callable[[], Outputs], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Outputs]:
     """Do `work` once, which compiles what is not compiled yet, then record it; `memory` is shared between graphs that
     never run at the same time."""
@@ -73,7 +82,9 @@ class DecodeGraphs:
             newest = state.tokens[fresh, state.length[fresh] - 1].astype(np.int64)
             self.remember(fresh, upload(newest, self.device))
         filtered = bool(((state.top_k[rows] != 0) | (state.top_p[rows] != 1) | (state.min_p[rows] != 0)).any())
-        key = self._sizes[bisect_left(self._sizes, len(rows))], self._width(int(state.num_pages[rows].max())), filtered
+        size = self._sizes[bisect_left(self._sizes, len(rows))]
+        split_pages = self._cache.split // self._cache.page_size
+        key = size, table_width(int(state.num_pages[rows].max()), state.pages.shape[1], split_pages), filtered
         if key not in self._recorded:
             self._recorded[key] = _Recorded(self, *key)
         recorded = self._recorded[key]
@@ -82,13 +93,6 @@ class DecodeGraphs:
             self._latest = recorded
         tokens, logprobs = recorded.replay(rows)
         return tokens[: len(rows)], logprobs[: len(rows)]
-
-    def _width(self, num_pages: int) -> int:
-        """Columns of the page table: all, but with splits no more than the next power of two of those in use."""
-        most, split = self._rows.pages.shape[1], self._cache.split // self._cache.page_size
-        if split == 0:
-            return most
-        return min(1 << (-(-num_pages // split) - 1).bit_length(), -(-most // split)) * split
 
     def remember(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
         """`tokens` [M] are now the newest of `rows` [M]."""
