@@ -1,8 +1,8 @@
 """Decode matrix products of Qwen3 against cuBLAS's best, split-K allowed: microseconds, weights cold in L2.
 
 Ours keeps one ascending chain over K (docs/numerics.md). Each number is the median over replays of a graph that runs
-the product once for each of many copies of the weight. The floor is the time to read the weight once, or to do the
-arithmetic at the speed of a large product, whichever is longer.
+the product once for each of many copies of the weight; ours overlap at their ends, as in the engine. The floor is the
+time to read the weight once, or to do the arithmetic at the speed of a large product, whichever is longer.
 
     python -m benchmarks.kernels.decode_gemm [--save]
 """

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.overlap_triton import overlapping, wait
+
 BLOCK = 1024
 
 
@@ -17,7 +19,7 @@ def silu_mul_forward(gate: Tensor, up: Tensor) -> Tensor:
     out = gate.new_empty(gate.shape)
     num_rows, columns = gate.shape
     _forward[(num_rows, triton.cdiv(columns, BLOCK))](
-        gate, up, out, gate.stride(0), up.stride(0), columns, BLOCK, enable_fp_fusion=False
+        gate, up, out, gate.stride(0), up.stride(0), columns, BLOCK, enable_fp_fusion=False, **overlapping()
     )
     return out
 
@@ -40,10 +42,15 @@ def _rows(x: Tensor) -> Tensor:
 @triton.jit
 def _forward(gate, up, out, gate_stride, up_stride, columns, BLOCK: tl.constexpr) -> None:
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait()
     g = tl.load(gate + row * gate_stride + column, mask=column < columns, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=column < columns, other=0.0).to(tl.float32)
-    result = (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty)
-    tl.store(out + row * columns + column, result, mask=column < columns)
+    tl.store(out + row * columns + column, silu_times(g, u).to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def silu_times(gate, up) -> tl.tensor:
+    return gate / (1.0 + tl.exp(-gate)) * up
 
 
 @triton.jit

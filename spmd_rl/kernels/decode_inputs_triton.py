@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.overlap_triton import overlapping, wait
+
 BLOCK = 128
 
 
@@ -36,7 +38,7 @@ def decode_inputs(
     num_keys = torch.empty(batch, dtype=torch.int32, device=rows.device)
     _inputs[(triton.cdiv(batch, BLOCK),)](
         newest, rows, positions, answer_starts, pages, tokens, at, within, slots, num_keys,
-        batch, len(newest) - 1, pages.shape[1], page_size, BLOCK,
+        batch, len(newest) - 1, pages.shape[1], page_size, BLOCK, **overlapping(),
     )  # fmt: skip
     return DecodeInputs(tokens, at, within, slots, num_keys)
 
@@ -48,6 +50,7 @@ def _inputs(
 ) -> None:  # fmt: skip
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < batch
+    wait()
     row = tl.load(rows + entry, mask=inside, other=0)
     position = tl.load(positions + entry, mask=inside, other=0)
     page = tl.load(pages + entry.to(tl.int64) * width + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)

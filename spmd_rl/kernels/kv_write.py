@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
+
+
+class KvPlace(NamedTuple):
+    """Where new keys and values of a layer go. Shape: as `write_kv` takes them."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
 
 
 def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:

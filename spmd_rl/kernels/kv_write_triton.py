@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.overlap_triton import overlapping, wait
 from spmd_rl.kernels.tile import dense_heads
 
 
@@ -15,13 +16,15 @@ def write_rows(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor
     k, v = dense_heads(k), dense_heads(v)
     width = k.shape[1] * k.shape[2]
     _write[(len(slots),)](
-        keys, values, slots, k, v, k.stride(0), v.stride(0), width, triton.next_power_of_2(width), num_warps=4
-    )
+        keys, values, slots, k, v, k.stride(0), v.stride(0), width, triton.next_power_of_2(width), num_warps=4,
+        **overlapping(),
+    )  # fmt: skip
 
 
 @triton.jit
 def _write(keys, values, slots, k, v, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait()
     slot = tl.load(slots + token).to(tl.int64)
     inside = (column < WIDTH) & (slot >= 0)
     key = tl.load(k + token * k_stride + column, mask=inside)

@@ -18,7 +18,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if x.device.type == "cpu":
         return F.linear(pad_rows(x), weight, bias)[: x.shape[0]]
-    if _is_exact(x):
+    if is_exact(x):
         return _Linear.apply(x, weight, bias, x.dtype)
     return F.linear(x, weight, bias)
 
@@ -30,12 +30,13 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """
     if x.dtype == torch.float32:
         return linear(x, weight)
-    if _is_exact(x):
+    if is_exact(x):
         return _Linear.apply(x, weight, None, torch.float32)
     return linear(x.float(), weight.float())
 
 
-def _is_exact(x: Tensor) -> bool:
+def is_exact(x: Tensor) -> bool:
+    """Whether products of x keep the contract's chain on its GPU."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 

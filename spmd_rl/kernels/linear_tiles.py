@@ -45,15 +45,16 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
         (ANY, Tile(32, 128, 128, 4, 4, swap=True)),
     ),
     64: (
-        (2048, Tile(64, 16, 256, 4, 4)),
-        (4608, Tile(32, 64, 128, 4, 8, swap=True)),
+        (2048, Tile(64, 16, 256, 4, 5)),
+        (3072, Tile(32, 64, 128, 4, 8, swap=True)),
+        (4608, Tile(32, 64, 256, 4, 4, swap=True)),
         (8192, Tile(64, 64, 128, 4, 6)),
         (16384, Tile(64, 128, 128, 4, 4)),
         (32768, Tile(64, 256, 64, 8, 4, swap=True)),
         (ANY, Tile(64, 128, 128, 4, 4)),
     ),
     128: (
-        (2048, Tile(64, 32, 128, 4, 6)),
+        (2048, Tile(32, 64, 256, 4, 4, swap=True)),
         (4608, Tile(64, 64, 128, 4, 6)),
         (8192, Tile(128, 64, 64, 4, 8)),
         (16384, Tile(128, 128, 64, 4, 5)),
@@ -61,6 +62,7 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
         (ANY, Tile(128, 128, 64, 4, 5, swap=True)),
     ),
     256: (
+        (1024, Tile(32, 64, 256, 4, 4, swap=True)),
         (2048, Tile(64, 64, 128, 4, 6)),
         (4608, Tile(64, 128, 128, 4, 4)),
         (8192, Tile(128, 128, 64, 4, 5)),
@@ -69,9 +71,21 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
         (ANY, Tile(128, 256, 64, 8, 4)),
     ),
 }
-BUCKETS = tuple(TILES)
+# The same for both halves of a gated product, where one kernel for them is the faster; `n` counts rows of one half.
+GATED_TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
+    16: ((4096, Tile(16, 64, 128, 4, 6, swap=True)), (ANY, Tile(16, 64, 128, 4, 3, swap=True))),
+    32: ((4096, Tile(32, 64, 128, 4, 5, swap=True)), (ANY, Tile(32, 64, 128, 4, 3, swap=True))),
+    64: ((4096, Tile(64, 32, 128, 4, 6)), (ANY, Tile(64, 64, 64, 4, 4, swap=True))),
+    128: ((4096, Tile(64, 64, 128, 4, 4, swap=True)),),
+}
 
 
 def choose_tile(m: int, n: int) -> Tile:
-    row = TILES[BUCKETS[min(bisect_left(BUCKETS, m), len(BUCKETS) - 1)]]
+    buckets = tuple(TILES)
+    row = TILES[buckets[min(bisect_left(buckets, m), len(buckets) - 1)]]
     return next(tile for width, tile in row if n <= width)
+
+
+def choose_gated_tile(m: int, n: int) -> Tile | None:
+    row = next((row for rows, row in GATED_TILES.items() if m <= rows), ())
+    return next((tile for width, tile in row if n <= width), None)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.overlap_triton import overlapping, wait
+
 SUM_WARPS = 4
 GRADIENT_BLOCK = 4096
 
@@ -25,7 +27,7 @@ def logprob_forward(
     """
     num_rows, vocab = logits.shape
     shard = triton.cdiv(vocab, num_shards)
-    shape = {"SHARD": shard, "CHUNK": chunk, "num_warps": SUM_WARPS, "enable_fp_fusion": False}
+    shape = {"SHARD": shard, "CHUNK": chunk, "num_warps": SUM_WARPS, "enable_fp_fusion": False} | overlapping()
     grid = (num_rows, num_shards)
     if maxima is None:
         maxima = logits.new_empty(num_rows, num_shards)
@@ -37,7 +39,7 @@ def logprob_forward(
     logprob, entropy, norms = logits.new_empty(num_rows), logits.new_empty(num_rows), logits.new_empty(2, num_rows)
     _combine[(num_rows,)](
         logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, norms[0], norms[1],
-        vocab, splits, NUM_SHARDS=num_shards, BLOCK=block, num_warps=1, enable_fp_fusion=False,
+        vocab, splits, NUM_SHARDS=num_shards, BLOCK=block, num_warps=1, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
     return logprob, entropy, norms
 
@@ -55,6 +57,7 @@ def logprob_backward(
 @triton.jit
 def _shard_maxima(logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr) -> None:
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wait()
     scale = tl.load(inv_temperature + row)
     best = tl.full((CHUNK,), float("-inf"), tl.float32)
     for start in range(0, SHARD, CHUNK):
@@ -77,6 +80,7 @@ def _shard_sums(
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wait()
     scale = tl.load(inv_temperature + row)
     maximum = _maximum(maxima, row, splits, BLOCK)
     total, first_moment = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
@@ -98,6 +102,7 @@ def _combine(
     NUM_SHARDS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    wait()
     maximum = _maximum(maxima, row, splits, BLOCK)
     total = tl.load(sums + row * NUM_SHARDS)
     first_moment = tl.load(weighted + row * NUM_SHARDS)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.overlap_triton import overlapping, wait
 from spmd_rl.kernels.tile import dense
 
 TILE_ELEMENTS = 1024
@@ -42,7 +43,7 @@ def _launch_forward(
     rows, block = norm_tile(x.shape[-1])
     _forward[(triton.cdiv(len(rstd), rows),)](
         x, residual, dense(weight), out, summed, rstd, len(rstd), eps,
-        x.shape[-1], rows, block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        x.shape[-1], rows, block, num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
 
 
@@ -79,6 +80,7 @@ def _forward(
     column = tl.arange(0, BLOCK)
     inside = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     at = row[:, None] * SIZE + column[None, :]
+    wait()
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
         rounded = (tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + wide).to(x.dtype.element_ty)

@@ -14,7 +14,7 @@ from torch import Tensor
 from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, token_order
 from spmd_rl.kernels.flash import PagedFlash, check_split, flash_takes
 from spmd_rl.kernels.flash_splits import DecodeSplits, PagedSplits
-from spmd_rl.kernels.kv_write import write_kv
+from spmd_rl.kernels.kv_write import KvPlace, write_kv
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.kernels.upload import upload
 
@@ -134,6 +134,14 @@ class PagedAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write(layer, self.slots, k, v)
+        return self.read(layer, q)
+
+    def place(self, layer: int) -> KvPlace | None:
+        """Where whoever calls `read` instead has written the keys and values, for caches that FlashAttention reads."""
+        return KvPlace(*self.cache.layers[layer], self.slots) if self.cache.flash else None
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """Attention to what is in the cache."""
         return self.kernel(q, *self.cache.layers[layer])
 
 

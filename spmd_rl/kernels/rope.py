@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.kv_write import KvPlace, write_kv
 from spmd_rl.kernels.norm import rms_norm
 from spmd_rl.kernels.remake import remakable
 
@@ -53,6 +54,31 @@ def qk_norm_rope(
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
     return rope(q, cos, sin), rope(k, cos, sin)
+
+
+def qk_norm_rope_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    place: KvPlace,
+) -> Tensor:
+    """`qk_norm_rope`, then `write_kv` of what became of k, and of v; without gradients. On NVIDIA GPUs one kernel.
+
+    Shape: as there; returns the queries.
+    """
+    if q.is_cuda:
+        from spmd_rl.kernels.rope_triton import qk_norm_rope_into_pages
+
+        return qk_norm_rope_into_pages(q, k, v, q_weight, k_weight, eps, positions, cos, sin, place)
+    q, k = qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos, sin)
+    write_kv(*place, k, v)
+    return q
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

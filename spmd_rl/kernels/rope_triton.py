@@ -1,7 +1,8 @@
 """Norm of every query and key head and rotary positions on NVIDIA GPUs, in one kernel each way.
 
 A program of the forward pass takes heads of one token, as many at a time as the norm's tile has rows, and sums each
-along the norm's tree. The half that a column is turned with is read a second time, from the nearest cache.
+along the norm's tree. The half that a column is turned with is read a second time, from the nearest cache. Keys may go
+straight to their pages, and the values with them.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -12,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.kv_write import KvPlace
 from spmd_rl.kernels.norm_triton import NUM_WARPS, norm_tile
+from spmd_rl.kernels.overlap_triton import overlapping, wait
 from spmd_rl.kernels.tile import dense, dense_heads
 
 MANY_TOKENS = 1024  # from here on tokens alone fill the processor
@@ -30,16 +33,55 @@ def qk_norm_rope_forward(
     sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Shape: as `rope.qk_norm_rope`."""
-    q, k, q_weight, k_weight = dense_heads(q), dense_heads(k), _dense(q_weight), _dense(k_weight)
+    q, k = dense_heads(q), dense_heads(k)
+    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    _launch_forward(q, k, None, q_weight, k_weight, eps, positions, cos, sin, q_out, k_out, None, None)
+    return q_out, k_out
+
+
+def qk_norm_rope_into_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    place: KvPlace,
+) -> Tensor:
+    """Shape: as `rope.qk_norm_rope_into`."""
+    q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
+    out = q.new_empty(q.shape)
+    keys, values, slots = place
+    _launch_forward(q, k, v, q_weight, k_weight, eps, positions, cos, sin, out, keys, values, slots)
+    return out
+
+
+def _launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_out: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    slots: Tensor | None,
+) -> None:
     (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
     heads, block = norm_tile(dim)
-    sharing = triton.cdiv(max(q_heads, k_heads), heads) if num_tokens < MANY_TOKENS else 1
-    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    _forward[(num_tokens, sharing)](
-        q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, q.stride(0), k.stride(0), eps,
-        q_heads, k_heads, dim, heads, block, num_warps=NUM_WARPS, enable_fp_fusion=False,
+    groups = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads) * (1 if v is None else 2)
+    _forward[(num_tokens, groups if num_tokens < MANY_TOKENS else 1)](
+        q, k, v, _dense(q_weight), _dense(k_weight), positions, cos, sin, q_out, keys, values, slots,
+        q.stride(0), k.stride(0), 0 if v is None else v.stride(0), eps, 0 if slots is None else len(slots), groups,
+        q_heads, k_heads, dim, heads, block, num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
-    return q_out, k_out
 
 
 def qk_norm_rope_backward(
@@ -77,41 +119,54 @@ def _dense(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else dense(weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _forward(
-    q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, q_stride, k_stride, eps,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, q_weight, k_weight, positions, cos, sin, q_out, keys, values, slots, q_stride, k_stride, v_stride, eps,
+    num_slots, groups, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Programs share a token's groups of heads: first those of queries, then of keys, then of values."""
     token = tl.program_id(0).to(tl.int64)
+    wait()
+    slot = token
+    if slots is not None:
+        slot = tl.load(slots + token, mask=token < num_slots, other=-1).to(tl.int64)
     c, s = _angles(positions, cos, sin, token, 1, DIM, BLOCK)
-    _turn(q, q_out, q_weight, token, q_stride, c, s, eps, Q_HEADS, DIM, HEADS, BLOCK)
-    _turn(k, k_out, k_weight, token, k_stride, c, s, eps, K_HEADS, DIM, HEADS, BLOCK)
+    for group in range(tl.program_id(1), groups, tl.num_programs(1)):
+        key_group = group - tl.cdiv(Q_HEADS, HEADS)
+        value_group = key_group - tl.cdiv(K_HEADS, HEADS)
+        if key_group < 0:
+            _turn(q + token * q_stride, q_out, q_weight, token, group, c, s, eps, Q_HEADS, DIM, HEADS, BLOCK)
+        elif value_group < 0:
+            _turn(k + token * k_stride, keys, k_weight, slot, key_group, c, s, eps, K_HEADS, DIM, HEADS, BLOCK)
+        elif values is not None:
+            column = value_group * HEADS * DIM + tl.arange(0, HEADS * BLOCK)
+            inside = (column < tl.minimum(value_group * HEADS + HEADS, K_HEADS) * DIM) & (slot >= 0)
+            copied = tl.load(v + token * v_stride + column, mask=inside)
+            tl.store(values + slot * K_HEADS * DIM + column, copied, mask=inside)
 
 
 @triton.jit
 def _turn(
-    x, out, weight, token, stride, c, s, eps,
+    x, out, weight, row, group, c, s, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Every so many groups of heads, as programs share a token."""
+    """A group of a token's heads, to a row of `out`, or nowhere if that is negative."""
     column = tl.arange(0, BLOCK)
     partner = (column + DIM // 2) % DIM
+    head = group * HEADS + tl.arange(0, HEADS)
+    inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
+    own = tl.load(x + head[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + head[:, None] * DIM + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     if weight is not None:
         own_scale = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
         other_scale = tl.load(weight + partner, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
-    for first in range(tl.program_id(1) * HEADS, NUM_HEADS, tl.num_programs(1) * HEADS):
-        head = first + tl.arange(0, HEADS)
-        inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
-        at = x + token * stride + head[:, None] * DIM
-        own = tl.load(at + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
-        if weight is not None:
-            inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
-            own = _rounded(_rounded(own * inverse, x) * own_scale, x)
-            other = _rounded(_rounded(other * inverse, x) * other_scale, x)
-        turned = own * c[None, :] + other * s[None, :]
-        to = out + (token * NUM_HEADS + head)[:, None] * DIM + column[None, :]
-        tl.store(to, turned.to(out.dtype.element_ty), mask=inside)
+        inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
+        own = _rounded(_rounded(own * inverse, x) * own_scale, x)
+        other = _rounded(_rounded(other * inverse, x) * other_scale, x)
+    turned = own * c[None, :] + other * s[None, :]
+    to = out + (row * NUM_HEADS + head)[:, None] * DIM + column[None, :]
+    tl.store(to, turned.to(out.dtype.element_ty), mask=inside & (row >= 0))
 
 
 @triton.jit

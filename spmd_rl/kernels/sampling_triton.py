@@ -17,6 +17,7 @@ from triton.language.extra import libdevice
 
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.logprob_triton import logprob_forward
+from spmd_rl.kernels.overlap_triton import overlapping, wait
 from spmd_rl.kernels.tile import dense
 
 BLOCK = 512
@@ -50,21 +51,25 @@ def _draw(
 ) -> tuple[Tensor, Tensor]:
     """The token of each row, and the greatest scores * inv_temperature of each of its splits."""
     num_rows, vocab = scores.shape
-    splits = min(max(NUM_PROGRAMS // num_rows, 8), triton.cdiv(vocab, BLOCK))
+    split_size = triton.cdiv(vocab, max(NUM_PROGRAMS // num_rows, 8) * BLOCK) * BLOCK
+    splits = triton.cdiv(vocab, split_size)
     best, maxima = scores.new_empty(2, num_rows, splits)
     token = torch.empty(num_rows, splits, dtype=torch.int32, device=scores.device)
     _best_of_split[(num_rows, splits)](
         scores, inv_temperature, keys, positions, greedy, best, maxima, token, vocab,
-        triton.cdiv(vocab, splits * BLOCK) * BLOCK, BLOCK, num_warps=4, enable_fp_fusion=False,
+        split_size, BLOCK, num_warps=4, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
     drawn = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
-    _best_of_row[(num_rows,)](best, token, drawn, vocab, splits, triton.next_power_of_2(splits), num_warps=1)
+    _best_of_row[(num_rows,)](
+        best, token, drawn, vocab, splits, triton.next_power_of_2(splits), num_warps=1, **overlapping()
+    )
     return drawn, maxima
 
 
 @triton.jit(do_not_specialize=["vocab", "splits"])
 def _best_of_row(best, token, drawn, vocab, splits, BLOCK: tl.constexpr) -> None:
     row, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait()
     top = tl.load(best + row * splits + split, mask=split < splits, other=float("-inf"))
     ids = tl.load(token + row * splits + split, mask=split < splits, other=vocab - 1)
     tl.store(drawn + row, tl.min(tl.where(top == tl.max(top, axis=0), ids, vocab - 1), axis=0).to(tl.int64))
@@ -75,6 +80,7 @@ def _best_of_split(
     scores, inv_temperature, keys, positions, greedy, best, maxima, token, vocab, split_size, BLOCK: tl.constexpr
 ) -> None:
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wait()
     key = tl.load(keys + row).to(tl.uint64)
     if positions is not None:
         key = _mix(key + (tl.load(positions + row) + 1).to(tl.uint64) * GAMMA)
@@ -104,7 +110,7 @@ def _best_of_split(
         top = tl.where(better, estimate, top)
     highest = tl.max(top, axis=0)
     near = highest - MARGIN - 1e-5 * tl.abs(highest)
-    if tl.max(second, axis=0) >= near:
+    if (tl.max(second, axis=0) >= near) & (highest > float("-inf")):
         top, top_id = _exact_lanes(logits, key, scale, is_greedy, vocab, split * split_size, split_size, near, BLOCK)
         highest, chosen = _best(top, top_id, vocab)
     elif tl.sum((top >= near).to(tl.int32), axis=0) > 1:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spmd_rl.kernels import linear
+from spmd_rl.kernels import linear, silu_mul, silu_mul_linear
 
 
 class Joined(NamedTuple):
@@ -28,6 +28,13 @@ def project(x: Tensor, joined: Joined | None, *projections: nn.Linear) -> Sequen
     if joined is None or torch.is_grad_enabled():
         return [one(x) for one in projections]
     return linear(x, joined.weight, joined.bias).split(joined.widths, dim=-1)
+
+
+def project_gated(x: Tensor, joined: Joined | None, gate: nn.Linear, up: nn.Linear) -> Tensor:
+    """`silu_mul` of the two projections; one kernel where they are joined, without bias, and no gradient is wanted."""
+    if joined is None or joined.bias is not None or torch.is_grad_enabled():
+        return silu_mul(*project(x, joined, gate, up))
+    return silu_mul_linear(x, joined.weight)
 
 
 def lay_out(projections: Sequence[nn.Linear]) -> None:

@@ -17,16 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.kernels import (
+    PagedAttention,
     add_rms_norm,
     linear,
     linear_fp32,
     pad_rows,
     qk_norm_rope,
+    qk_norm_rope_into,
     rms_norm,
     rope_table,
-    silu_mul,
 )
-from spmd_rl.model.joined import Joined, join, lay_out, project
+from spmd_rl.model.joined import Joined, join, lay_out, project, project_gated
 from spmd_rl.model.rotary import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
@@ -82,6 +83,9 @@ class Attention(nn.Module):
         projected = project(x, self.joined, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
         q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
+        if isinstance(attend, PagedAttention) and not torch.is_grad_enabled() and (place := attend.place(self.layer)):
+            q = qk_norm_rope_into(q, k, v, q_weight, k_weight, self.eps, *rotary, place)
+            return self.o_proj(attend.read(self.layer, q).flatten(1))
         q, k = qk_norm_rope(q, k, q_weight, k_weight, self.eps, *rotary)
         return self.o_proj(attend(self.layer, q, k, v).flatten(1))
 
@@ -95,7 +99,7 @@ class Mlp(nn.Module):
         self.joined: Joined | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(*project(x, self.joined, self.gate_proj, self.up_proj)))
+        return self.down_proj(project_gated(x, self.joined, self.gate_proj, self.up_proj))
 
 
 class Block(nn.Module):

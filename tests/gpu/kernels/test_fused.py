@@ -8,15 +8,18 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels import (
+    KvPlace,
     add_rms_norm,
     head_logprobs,
     linear,
     linear_fp32,
     position_keys,
     qk_norm_rope,
+    qk_norm_rope_into,
     remaking,
     rms_norm,
     rope,
@@ -24,6 +27,7 @@ from spmd_rl.kernels import (
     sample_and_score,
     sample_tokens,
     silu_mul,
+    silu_mul_linear,
     stream_bases,
     stream_keys,
     token_logprobs,
@@ -176,6 +180,66 @@ def test_keys_and_values_go_to_their_slots(heads: tuple[int, int, int], rows, un
     write_kv(*cache, slots, k, v)
     assert unequal(cache, expected) == 0
     assert int(cache.isnan().any(-1).any(-1).sum()) == 2 * (128 - 34)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("num_tokens", [40, 1500])
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_go_to_their_pages(heads: tuple[int, int, int], num_tokens: int, normed: bool, rows, unequal) -> None:
+    """The two ops in one, with tokens that have no slot and, at the end, tokens beyond all slots."""
+    joint = Joint(rows, num_tokens, heads)
+    q, k, v = joint.parts(joint.x)
+    slots = torch.randperm(2000, device="cuda")[: num_tokens - 3]
+    slots[[0, 7, -1]] = -1
+    caches = torch.full((2, 2, 125, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda")
+    rest = *(joint.weights if normed else (None, None)), EPS, joint.positions, joint.cos, joint.sin
+    turned, keys = qk_norm_rope(q, k, *rest)
+    write_kv(*caches[0], slots, keys, v)
+    assert unequal(qk_norm_rope_into(q, k, v, *rest, KvPlace(*caches[1], slots)), turned) == 0
+    assert unequal(caches[1], caches[0]) == 0
+    assert int(caches[1].isnan().all(-1).all(-1).sum()) == 2 * (2000 - num_tokens + 6)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256])
+@pytest.mark.parametrize(("half", "k"), [(3072, 1024), (9728, 2560), (12288, 4096), (100, 72), (1536, 520)])
+def test_gated_product(half: int, k: int, num_rows: int, rows, unequal) -> None:
+    weight, x = rows("normal", 2 * half, k), rows("normal", num_rows, k)
+    with torch.no_grad():
+        gated = silu_mul_linear(x, weight)
+    assert unequal(gated, silu_mul(linear(x, weight[:half]), linear(x, weight[half:]))) == 0
+    accumulators = linear_fp32(x, weight)
+    unrounded = F.silu(accumulators[:, :half]) * accumulators[:, half:]
+    assert unequal(unrounded.bfloat16(), gated) > 0.01 * gated.numel()
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 256])
+def test_kernels_that_overlap_wait_for_each_other(num_rows: int, rows, unequal) -> None:
+    """A chain of products and small kernels, alone, and as a graph, against the same with a pause after each."""
+    weights = [rows("normal", 2 * 1024, 512) / 16, rows("normal", 512, 1024) / 8]
+    scale, x = rows("normal", 1, 512)[0], rows("normal", num_rows, 512)
+
+    def chain(pause: Callable[[], None]) -> Tensor:
+        normed, summed = x, x
+        for _ in range(40):
+            for op in (
+                lambda normed, summed: (silu_mul_linear(normed, weights[0]), summed),
+                lambda normed, summed: (linear(normed, weights[1]), summed),
+                lambda normed, summed: add_rms_norm(normed, summed, scale, EPS),
+            ):
+                normed, summed = op(normed, summed)
+                pause()
+        return normed
+
+    with torch.no_grad():
+        expected = chain(torch.cuda.synchronize)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain(lambda: None)
+        for _ in range(20):
+            assert unequal(chain(lambda: None), expected) == 0
+            captured.zero_()
+            graph.replay()
+            assert unequal(captured, expected) == 0
 
 
 def test_keys_of_positions_are_those_of_the_host() -> None:

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels import (
+    KvPlace,
     add_rms_norm,
     linear,
     qk_norm_rope,
+    qk_norm_rope_into,
     rms_norm,
     rope,
     rope_table,
@@ -174,6 +176,16 @@ def test_keys_and_values_go_to_their_slots() -> None:
     flat = cache.flatten(1, 3)
     assert torch.equal(flat[:, [3, 40, 16]], joint[[0, 2, 3], 1:].transpose(0, 1))
     assert flat.count_nonzero() == 2 * 3 * 8
+
+
+def test_turned_keys_go_to_their_slots() -> None:
+    q, k, v = data("normal", 5, 3 * 6).view(5, 3, 6).split(1, 1)
+    rest = weight(1, 6)[0], weight(2, 6)[1], 1e-6, torch.arange(5), *TABLE
+    place = KvPlace(*torch.zeros(2, 4, 16, 1, 6), torch.tensor([3, -1, 40, 16]))
+    turned, keys = qk_norm_rope(q, k, *rest)
+    assert torch.equal(qk_norm_rope_into(q, k, v, *rest, place), turned)
+    assert torch.equal(place.keys.flatten(0, 1)[[3, 40, 16]], keys[[0, 2, 3]])
+    assert torch.equal(place.values.flatten(0, 1)[[3, 40, 16]], v[[0, 2, 3]])
 
 
 @pytest.mark.parametrize(

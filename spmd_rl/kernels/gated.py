@@ -1,0 +1,26 @@
+"""The first half of a gated MLP: two projections of one input, SiLU of the one times the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.activation import silu_mul
+from spmd_rl.kernels.linear import is_exact, linear
+from spmd_rl.kernels.linear_tiles import choose_gated_tile
+
+
+def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`silu_mul` of the halves of x @ weight.T; one kernel, with those bits, where few rows make it the faster.
+
+    Shape: x [T, K], weight [2 F, K], the gate's rows first; returns [T, F].
+    """
+    num_rows, half = x.shape[0], len(weight) // 2
+    tile = None if torch.is_grad_enabled() or not is_exact(x) else choose_gated_tile(num_rows, half)
+    if tile is None:
+        return silu_mul(*linear(x, weight).chunk(2, dim=-1))
+    from spmd_rl.kernels.linear_triton import matmul_into
+
+    out = x.new_empty(num_rows, half)
+    matmul_into(out, x, weight, None, tile, gated=True)
+    return out

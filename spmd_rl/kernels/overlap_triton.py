@@ -1,0 +1,32 @@
+"""Kernels that begin while the one before them still runs (programmatic dependent launch, NVIDIA Hopper and newer).
+
+Such a kernel is launched with `overlapping()` and calls `wait()` in every program: before it reads what an earlier
+kernel may have written, and before it writes anything. By then the next kernel may begin in turn. A kernel ends only
+after it has waited, so whoever has waited for the last one has waited for all before it. Other kernels on the stream
+neither see nor break any of this; nor do GPUs that lack it.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators
+from __future__ import annotations
+
+from functools import cache
+
+import triton
+import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+from triton.runtime import driver
+
+
+@cache
+def overlapping() -> dict[str, bool]:
+    """Options for the launch of a kernel that calls `wait`."""
+    target = driver.active.get_current_target()
+    return {"launch_pdl": True} if target.backend == "cuda" and target.arch >= 90 else {}
+
+
+@triton.jit
+def wait() -> None:
+    """Let the next kernel begin, and go on once all earlier ones have ended and their results can be read."""
+    if cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
