@@ -23,6 +23,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.train.backend import Backend
 from spmd_rl.train.config import TrainerConfig, learning_rate
+from spmd_rl.train.determinism import deterministic
 from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_needed, split
 from spmd_rl.train.tally import Tally
@@ -57,9 +58,10 @@ class Learner:
         """
         start = time.perf_counter()
         parts = [self._micro_batches(part) for part in _minibatches(batch, self.cfg.minibatches)]
-        olds = [[self._lp(micro) if len(parts) > 1 else None for micro in micros] for micros in parts]
         scale = len(parts) / batch.denominator
-        steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
+        with deterministic(self.cfg.deterministic):
+            olds = [[self._lp(micro) if len(parts) > 1 else None for micro in micros] for micros in parts]
+            steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
         self.progress.version += 1
         return _metrics(steps, batch.denominator) | self._speed(batch, time.perf_counter() - start)
 

@@ -109,7 +109,7 @@ def test_deadline_saves_all_stacks(chaos: Chaos, tmp_path: Path) -> None:
     assert "chaos.py:" in last
     assert " in hang, in actor.hang after 0.5 s" in last
     records = [json.loads((tmp_path / f"runs/run/stacks/rank_{i}.collectives.json").read_text()) for i in range(2)]
-    entered = [len(record.get("entries", [])) for record in records]
+    entered = [len(record["gloo"].get("entries", [])) for record in records]
     assert entered[0] == entered[1] + 1, "rank 0 is in a collective that rank 1 never entered"
     stacks = [(tmp_path / f"runs/run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
     assert "barrier" in stacks[0]
