@@ -60,17 +60,19 @@ def settings(folder: Path) -> list[str]:
     ]
 
 
-def read(name: str, folder: Path) -> dict[str, list[dict[str, int]]]:
-    """The last readings by moment, rank by rank."""
+def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
+    """Readings and their moments, rank by rank."""
     num_ranks, more = SPLITS[name]
     command = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run", RECIPE]
     words = [f"--{word}" for word in [*settings(folder), *more, f"run.name={name}"]]
     subprocess.run([*command, f"--nproc={num_ranks}", *words], check=True)
-    return dict(json.loads((folder / name / FILE).read_text()))
+    found: list[tuple[str, list[dict[str, int]]]] = json.loads((folder / name / FILE).read_text())
+    print(json.dumps(found), flush=True)
+    return found
 
 
 def measure(name: str, folder: Path) -> Iterator[Row]:
-    readings = read(name, folder)
+    readings = dict(read(name, folder))  # of each phase, the last
     num_ranks, more = SPLITS[name]
     plan = resolve(load(Config, None, [*settings(folder), *more]), num_ranks)
 
@@ -89,7 +91,6 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
             found = (one["outside_bytes"] + one["peak_bytes"]) / 2**30
             what = f"{name}, rank {rank}, {phase}: ledger"
             yield compared(what, predicted, "GiB", peer="measured", peer_value=found, at_most=WITHIN)
-    print(json.dumps(readings), flush=True)
 
 
 def main() -> int:

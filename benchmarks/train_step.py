@@ -54,10 +54,10 @@ class Timed:
         return self._span(name, found) if name in PARTS else found
 
     def _span(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
-        def timed(*args: object) -> object:
+        def timed(*args: object, **named: object) -> object:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            result = call(*args)
+            result = call(*args, **named)
             end.record()
             self.spans.append((name, begin, end))
             return result

@@ -33,8 +33,9 @@ class Actor(rl.Role):
         import torch
         import torch.distributed as dist
 
-        dist.all_reduce(torch.ones(1 << 20, device=self.place.device), group=self.place.group)
-        torch.cuda.synchronize()
+        numbers = torch.ones(1 << 20, device=self.place.device)
+        dist.all_reduce(numbers, group=self.place.group)
+        numbers[0].item()  # waits
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
