@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(90)]
 
 Chaos = Callable[..., subprocess.Popen[str]]
@@ -111,6 +113,8 @@ def test_deadline_saves_all_stacks(chaos: Chaos, tmp_path: Path) -> None:
     records = [json.loads((tmp_path / f"runs/run/stacks/rank_{i}.collectives.json").read_text()) for i in range(2)]
     entered = [len(record["gloo"].get("entries", [])) for record in records]
     assert entered[0] == entered[1] + 1, "rank 0 is in a collective that rank 1 never entered"
+    (last,) = records[0]["gloo"]["entries"][-1:]
+    assert last["timeout_ms"] == COLLECTIVE_TIMEOUT.total_seconds() * 1000, "the call has a deadline, not its parts"
     stacks = [(tmp_path / f"runs/run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
     assert "barrier" in stacks[0]
     assert "threading.Event().wait()" in stacks[1]
