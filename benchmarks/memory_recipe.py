@@ -26,7 +26,7 @@ class Reading:
 
 
 class Gauge(rl.Role):
-    """Reads the memory of its rank's GPU, and makes its group's collectives connect."""
+    """Reads the memory of its rank's GPU."""
 
     @rl.collective
     def read(self) -> rl.Sharded[list[Reading]]:
@@ -38,34 +38,6 @@ class Gauge(rl.Role):
         torch.cuda.reset_peak_memory_stats()
         return [Reading(total - free, outside, peak)]
 
-    @rl.collective
-    def rings(self) -> None:
-        """What FSDP does to its group."""
-        import torch
-        import torch.distributed as dist
-
-        group = self.place.mesh.get_group("fsdp")
-        one = torch.ones(1 << 20, device=self.place.device)
-        many = one.new_empty(one.numel() * self.place.size)
-        dist.all_gather_into_tensor(many, one, group=group)
-        dist.reduce_scatter_tensor(one, many, group=group)
-        dist.all_to_all_single(torch.empty_like(many), many, group=group)
-        torch.cuda.synchronize()
-
-    @rl.collective
-    def peers(self) -> None:
-        """What a push does to its group."""
-        import torch
-        import torch.distributed as dist
-
-        ours, theirs = (torch.ones(1 << 20, device=self.place.device) for _ in range(2))
-        others = [rank for rank in self.place.placement.ranks if rank != self.place.world.rank]
-        moves = [dist.P2POp(dist.isend, ours, rank, self.place.group) for rank in others]
-        moves += [dist.P2POp(dist.irecv, theirs, rank, self.place.group) for rank in others]
-        for work in dist.batch_isend_irecv(moves) if moves else []:
-            work.wait()
-        torch.cuda.synchronize()
-
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     readings: list[tuple[str, list[dict[str, int]]]] = []
@@ -75,10 +47,6 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         readings.append((when, [asdict(one) for one in gauge.read.call()]))
 
     read("joined")
-    gauge.rings.call()
-    read("rings")
-    gauge.peers.call()
-    read("peers")
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
     rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
