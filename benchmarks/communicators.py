@@ -63,8 +63,8 @@ def main() -> int:
     steps.take("a context", lambda: None)
     steps.take("a product by cuBLAS", lambda: one[:256].view(16, 16).bfloat16() @ one[:256].view(16, 16).bfloat16())
     steps.take("join: NCCL and the world's communicator", lambda: join(world, open_store(world)))
-    made = steps.take("two communicators of one rank, one for each", lambda: [dist.new_group([rank]) for rank in everybody])
-    assert made
+    alone = steps.take("two communicators of one rank, one for each", lambda: [dist.new_group([r]) for r in everybody])
+    assert alone
     first = steps.take("a second communicator", lambda: dist.new_group(everybody))
     second = steps.take("a third one", lambda: dist.new_group(everybody))
     for name, group in (("second", first), ("third", second)):

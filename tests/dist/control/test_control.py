@@ -120,6 +120,20 @@ def test_deadline_saves_all_stacks(chaos: Chaos, tmp_path: Path) -> None:
     assert "threading.Event().wait()" in stacks[1]
 
 
+def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Chaos, tmp_path: Path) -> None:
+    """Also when the call's deadline passes while the stacks for it are being gathered."""
+    process = chaos("hang", "--run.lost_after_s=4", "--run.deadline_s=3")
+    os.kill(report(process)["ranks"][1], signal.SIGSTOP)
+    code, _, last = outcome(process)
+    assert code == 1
+    assert "rank 1 (host " in last
+    assert "in actor.hang (phase rollout) after " in last
+    stacks = tmp_path / "runs/run/stacks"
+    assert "barrier" in (stacks / "rank_0.txt").read_text()
+    assert json.loads((stacks / "rank_0.collectives.json").read_text())["gloo"]["entries"]
+    assert "no answer" in (stacks / "rank_1.txt").read_text()
+
+
 @pytest.mark.parametrize(
     ("victim", "sentence"),
     [
