@@ -36,7 +36,7 @@ def company() -> Iterator[None]:
     stream.synchronize()
 
 
-def gradients(heads: int, kv_heads: int, dim: int) -> list[Tensor]:
+def gradients(heads: int, kv_heads: int, dim: int, split: int = 0) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     total = int(LENGTHS.sum())
 
@@ -44,18 +44,17 @@ def gradients(heads: int, kv_heads: int, dim: int) -> list[Tensor]:
         return torch.randn(total, count, dim, device=DEVICE, generator=generator).bfloat16().requires_grad_()
 
     q, k, v = rows(heads), rows(kv_heads), rows(kv_heads)
-    out = PackedAttention(LENGTHS, num_heads=heads, num_kv_heads=kv_heads, device=DEVICE)(0, q, k, v)
+    out = PackedAttention(LENGTHS, num_heads=heads, num_kv_heads=kv_heads, device=DEVICE, split=split)(0, q, k, v)
     slope = torch.randn(out.shape, device=DEVICE, generator=generator).bfloat16()
     with company():
         return list(torch.autograd.grad(out, (q, k, v), slope))
 
 
-def num_different(heads: int, kv_heads: int, dim: int) -> int:
+def num_different(*shape: int) -> int:
     """Repetitions in which any gradient differs from the first one's."""
-    first = gradients(heads, kv_heads, dim)
+    first = gradients(*shape)
     return sum(
-        any(not torch.equal(a, b) for a, b in zip(first, gradients(heads, kv_heads, dim), strict=True))
-        for _ in range(REPEATS)
+        any(not torch.equal(a, b) for a, b in zip(first, gradients(*shape), strict=True)) for _ in range(REPEATS)
     )
 
 
@@ -68,6 +67,11 @@ def test_attention_gives_the_same_gradients_again(heads: int, kv_heads: int, dim
         ordered = gradients(heads, kv_heads, dim)
     for ours, free in zip(ordered, gradients(heads, kv_heads, dim), strict=True):
         torch.testing.assert_close(ours, free, rtol=2e-2, atol=2e-2)
+
+
+def test_attention_in_splits_does_too() -> None:
+    with deterministic():
+        assert num_different(16, 8, 128, 512) == 0
 
 
 def test_control_without_the_setting_gradients_differ() -> None:
