@@ -3,10 +3,12 @@
 contract  as shipped
 free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
 torch     the same, and torch's own operations for norms, rotary positions and log-probs, none of them fused
+repeats   as shipped, and the backward pass too gives the same bits again (trainer.deterministic)
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
@@ -19,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from spmd_rl.kernels import linear_fp32, linear_plan
 from spmd_rl.model import network
 from spmd_rl.train import fsdp2
+from spmd_rl.train.determinism import WORKSPACE, WORKSPACES, deterministic
+
+os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # the size that torch takes on Hopper anyhow
 
 
 @contextmanager
@@ -85,4 +90,5 @@ PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "contract": nullcontext,
     "free": lambda: swapped(*FREE),
     "torch": lambda: swapped(*TORCH),
+    "repeats": deterministic,
 }

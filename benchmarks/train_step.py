@@ -1,10 +1,11 @@
 """Training step of Qwen3's shapes on one GPU, 16k-token packs: our contract path beside the same trainer free of it.
 
-Three ways of computing the same step take turns, repetition by repetition:
+Four ways of computing the same step take turns, repetition by repetition:
 
     contract  as shipped: every row's bits are its own
     free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
     torch     the same, and torch's own operations for norms, rotary positions and log-probs, none of them fused
+    repeats   as shipped, and the backward pass too gives the same bits again (trainer.deterministic)
 
 A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, optimizer included; medians of
 the host's clock around it, the GPU drained before and after. MFU counts 6 operations for every weight and token that
@@ -53,10 +54,10 @@ class Timed:
         return self._span(name, found) if name in PARTS else found
 
     def _span(self, name: str, call: Callable[..., object]) -> Callable[..., object]:
-        def timed(*args: object) -> object:
+        def timed(*args: object, **named: object) -> object:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            result = call(*args)
+            result = call(*args, **named)
             end.record()
             self.spans.append((name, begin, end))
             return result

@@ -118,7 +118,7 @@ class Controller:
         """Name what checkpoints hold, and load the newest into it; returns the step to go on with, 0 in a fresh run.
 
         A part is a role with endpoints `save(folder)` and `load(folder)`, an object with methods of these names, or one
-        with `state()` and `restore(state)`.
+        with `state()` and `restore(state)`. A role's endpoint `caveats()` says what keeps it from going on exactly.
         Blocks: until every role has loaded. Raises: ConfigError when the checkpoint is of another recipe.
         """
         self._parts = parts
@@ -182,6 +182,9 @@ class Controller:
         ]
         if record.seed != self.seed:
             changes.append(f"seed from {record.seed} to {self.seed}")
+        for part in self._parts.values():
+            if isinstance(part, Handle) and "caveats" in part.endpoints:
+                changes += part.caveats.call()
         return f": not bit for bit as it would have gone on ({', '.join(changes)})" if changes else ""
 
     def _rouse(self, awake: list[Handle]) -> None:

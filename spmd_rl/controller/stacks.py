@@ -21,6 +21,7 @@ from types import FrameType
 from spmd_rl.errors import ConfigError
 
 POINTER = "controller.json"
+RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # those that this torch was built with
 ANSWER_S = 10.0  # for a live controller to gather all stacks and send them
 _LIBRARIES = ("<frozen", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")))
 _OURS = str(Path(__file__).parents[1])
@@ -52,14 +53,12 @@ def _is_library(file: str) -> bool:
 
 
 def flight_record() -> bytes:
-    """torch's record of this process's collectives as JSON; empty when it has none."""
+    """torch's records of this process's collectives, by backend, as JSON; empty when it has none."""
     if (c10d := sys.modules.get("torch._C._distributed_c10d")) is None:
         return b""
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        if dump := getattr(c10d, name, None):
-            record: bytes = dump()
-            return record
-    return b""
+    dumps = {backend: getattr(c10d, name, None) for backend, name in RECORDERS.items()}
+    records = [b'"%s":%s' % (backend.encode(), dump()) for backend, dump in dumps.items() if dump is not None]
+    return b"{%s}" % b",".join(records)
 
 
 class StackServer:

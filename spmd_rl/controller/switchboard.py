@@ -273,7 +273,7 @@ class Switchboard:
         asked = self.roster.staying
         self._snapshots.forget()
         self._router.post(asked, StackRequest())
-        self._until(lambda: self._snapshots.has_all(asked), STACKS_S)
+        self._until(lambda: self._snapshots.has_all({*asked} & {*self.roster.staying}), STACKS_S)
 
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
         return self._router.until(done, seconds)

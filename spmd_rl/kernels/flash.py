@@ -98,7 +98,9 @@ class PackedFlash:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from flash_attn.cute import flash_attn_varlen_func
 
-        out: Tensor = flash_attn_varlen_func(q, k, v, causal=True, num_splits=1, **self.laid.where(len(q)))[0]
+        repeats = torch.are_deterministic_algorithms_enabled()  # in the backward pass
+        where = self.laid.where(len(q))
+        out: Tensor = flash_attn_varlen_func(q, k, v, causal=True, num_splits=1, deterministic=repeats, **where)[0]
         return out
 
 

@@ -78,7 +78,9 @@ class _PackedSplitAttention(torch.autograd.Function):
         from flash_attn.cute.interface import _flash_attn_bwd
 
         q, k, v, out, log_sum = ctx.saved_tensors
-        return *_flash_attn_bwd(q, k, v, out, grads[0].contiguous(), log_sum, causal=True, **ctx.whole), None
+        repeats = torch.are_deterministic_algorithms_enabled()
+        given = q, k, v, out, grads[0].contiguous(), log_sum
+        return *_flash_attn_bwd(*given, causal=True, deterministic=repeats, **ctx.whole), None
 
 
 class PagedSplits:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement
-from spmd_rl.mesh.world import World
+from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT, World
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,8 @@ class Place:
         """
         import torch.distributed as dist
 
-        return dist.new_group(list(self.placement.ranks), backend="gloo", use_local_synchronization=True)
+        ranks = list(self.placement.ranks)
+        return dist.new_group(ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True)
 
     def barrier(self) -> None:
         """Ranks: all of the role. Blocks: until each has called."""
@@ -116,13 +117,18 @@ class Seats:
         import torch
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.distributed_c10d import _set_pg_timeout
 
         for placement in placements:
             if _key(placement) not in self._built:
                 shape = tuple(placement.axes[axis] for axis in MESH_AXES)
                 ranks = torch.tensor(placement.ranks).reshape(shape)
                 mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=MESH_AXES)
-                self._built[_key(placement)] = (mesh, dist.new_group(list(placement.ranks)))
+                group = dist.new_group(list(placement.ranks), timeout=COLLECTIVE_TIMEOUT)
+                if self.world.rank in placement.ranks:
+                    for axis in MESH_AXES:
+                        _set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(axis))
+                self._built[_key(placement)] = (mesh, group)
 
     def place(self, placement: Placement) -> Place:
         """This process's seat in `placement`, whose mesh `build` has made.

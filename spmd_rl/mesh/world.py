@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 JOIN_TIMEOUT = timedelta(minutes=5)
+COLLECTIVE_TIMEOUT = timedelta(days=7)  # the call that a collective is part of ends it: torch would end whoever waits
+FLIGHT_ENTRIES = "TORCH_FR_BUFFER_SIZE"
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,11 @@ def open_store(world: World) -> Store:
 def join(world: World, store: Store) -> None:
     """Initialise torch.distributed: gloo for host tensors, and NCCL beside it on GPUs.
 
+    torch records the last collectives of either, which controller/stacks.py saves when one of them hangs.
     Ranks: all.
-    Blocks: until every rank came; raises after `JOIN_TIMEOUT`.
+    Blocks: until every rank came; the deadline of the run's first call ends it.
     """
+    os.environ.setdefault(FLIGHT_ENTRIES, "2000")
     import torch
     import torch.distributed as dist
 
@@ -101,6 +105,6 @@ def join(world: World, store: Store) -> None:
         store=store,
         rank=world.rank,
         world_size=world.size,
-        timeout=JOIN_TIMEOUT,
+        timeout=COLLECTIVE_TIMEOUT,
         device_id=device_id,
     )

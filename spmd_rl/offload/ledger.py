@@ -18,6 +18,17 @@ Phase = Literal["sync", "rollout", "train"]
 PHASES: tuple[Phase, ...] = ("sync", "rollout", "train")
 
 FP32_BYTES = 4
+MIB = 1 << 20
+
+# What a GPU holds besides tensors, on an H200 with CUDA 13.0 and NCCL 2.28.9 (benchmarks/communicators.py).
+CONTEXT_BYTES = 720 * MIB  # a context, the kernels that a run loads, and recorded decoding steps
+NCCL_BYTES = 170 * MIB
+NCCL_KERNEL_BYTES = 250 * MIB  # loaded when the first communicator connects
+COMMUNICATOR_BYTES = 196 * MIB  # each, used or not, on every rank of the world
+# A channel of a connection between GPUs of a host, in pages of 2 MiB: to receive 4 MiB (protocol Simple), 0.5 (LL) and
+# 4.7 (LL128) of buffers, and a page to send. A ring receives from one rank; sends and receives connect to each peer.
+CHANNEL_BYTES = (10 + 2) * MIB
+RING_CHANNELS, PEER_CHANNELS = 24, 32
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,8 @@ class Ledger:
         for phase in PHASES:
             needed = self.resident_bytes(phase)
             if needed > capacity_bytes:
-                terms = " + ".join(f"{e.tag} {gib(e.num_bytes)}" for e in self.entries if phase in e.phases)
+                counted = [entry for entry in self.entries if phase in entry.phases and entry.num_bytes]
+                terms = " + ".join(f"{entry.tag} {gib(entry.num_bytes)}" for entry in counted)
                 raise PlanError(f"phase {phase} needs {terms} = {gib(needed)}, and there are {gib(capacity_bytes)}")
 
     def __add__(self, other: Ledger) -> Ledger:
@@ -75,9 +87,33 @@ def trainer_ledger(
     )
 
 
-def engine_ledger(num_parameters: int, weight_bytes: int, kv_bytes: int) -> Ledger:
-    """One whole replica of the weights and its pages of keys and values."""
-    return Ledger((Entry("weights", num_parameters * weight_bytes), Entry("kv", kv_bytes, ("rollout",))))
+def engine_ledger(
+    num_parameters: int, weight_bytes: int, kv_bytes: int, *, sleeps: bool = True, step: int = 0
+) -> Ledger:
+    """One whole replica of the weights, its pages of keys and values, which an engine beside a trainer gives back while
+    it `sleeps`, and what a `step` computes."""
+    awake: tuple[Phase, ...] = ("sync", "rollout") if sleeps else PHASES
+    return Ledger(
+        (
+            Entry("weights", num_parameters * weight_bytes),
+            Entry("kv", kv_bytes, awake),
+            Entry("step", step, ("rollout",)),
+        )
+    )
+
+
+def device_ledger(num_communicators: int, num_rings: int, num_peers: int) -> Ledger:
+    """What CUDA and NCCL take of one GPU: all communicators, those that connect a ring, and how many peers there are to
+    send to or receive from, over all of them."""
+    kernels = NCCL_KERNEL_BYTES if num_rings or num_peers else 0
+    channels = num_rings * RING_CHANNELS + num_peers * PEER_CHANNELS
+    nccl = NCCL_BYTES + kernels + num_communicators * COMMUNICATOR_BYTES + channels * CHANNEL_BYTES
+    return Ledger((Entry("context", CONTEXT_BYTES), Entry("communicators", nccl)))
+
+
+def buckets_ledger(bucket_bytes: int) -> Ledger:
+    """What a push packs at once, to send and as received."""
+    return Ledger((Entry("buckets", bucket_bytes, ("sync",)),))
 
 
 def activation_bytes(

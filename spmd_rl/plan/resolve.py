@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -18,15 +19,17 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import (
     Ledger,
     activation_bytes,
+    buckets_ledger,
+    device_ledger,
     engine_ledger,
     kv_token_bytes,
     total,
     trainer_ledger,
 )
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import plan
+from spmd_rl.weights.plan import BUCKET_BYTES, plan
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,22 @@ def resolve(cfg: Any, world_size: int) -> Resolved:
     placements = plan_split(split, world_size)
     model = getattr(cfg, "model", "")
     spec = ModelSpec.from_folder(model) if model else None
+    moved = _route_bytes(placements, spec, cfg)
     ledgers = {rank: Ledger(()) for rank in range(world_size)}
     if spec is not None:
-        ledgers = {rank: total(_rank_ledgers(rank, placements, spec, cfg)) for rank in range(world_size)}
-    return Resolved(world_size, placements, spec, _route_bytes(placements, spec, cfg), ledgers)
+        ledgers = {rank: total(_rank_ledgers(rank, placements, spec, cfg, moved)) for rank in range(world_size)}
+    return Resolved(world_size, placements, spec, moved, ledgers)
 
 
-def _rank_ledgers(rank: int, placements: Placements, spec: ModelSpec, cfg: Any) -> Iterable[Ledger]:
-    """One ledger for each role that this rank serves."""
+def _rank_ledgers(
+    rank: int, placements: Placements, spec: ModelSpec, cfg: Any, moved: Counter[tuple[int, int]]
+) -> Iterable[Ledger]:
+    """One ledger for each role that this rank serves, one for pushes, and one for the GPU itself.
+
+    What computes in bfloat16 does so on GPUs.
+    """
     train, infer = placements.get("train"), placements.get("infer")
+    on_gpu = "bfloat16" in (cfg.trainer.dtype, cfg.engine.dtype)
     if train is not None and rank in train.ranks:
         compute_bytes = ITEM_BYTES[cfg.trainer.dtype]
         yield trainer_ledger(
@@ -103,7 +113,44 @@ def _rank_ledgers(rank: int, placements: Placements, spec: ModelSpec, cfg: Any) 
         element_bytes = ITEM_BYTES[cfg.engine.dtype]
         token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes)
         weight_bytes = 0 if _aliased(rank, train, cfg) else element_bytes
-        yield engine_ledger(spec.num_parameters, weight_bytes, _kv_tokens(infer, spec, cfg) * token_bytes)
+        yield engine_ledger(
+            spec.num_parameters,
+            weight_bytes,
+            _kv_tokens(infer, spec, cfg) * token_bytes,
+            sleeps=train is not None and rank in train.ranks,
+            step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
+        )
+    routes = {pair: size for pair, size in moved.items() if rank in pair and pair != (rank, rank)}
+    yield buckets_ledger(sum(min(size, BUCKET_BYTES) for size in routes.values()))
+    if on_gpu:
+        axes = train.axes if train is not None and rank in train.ranks else {}
+        summed_by_peers = cfg.trainer.deterministic * (axes.get("fsdp", 1) - 1)
+        num_peers = len({*chain(*routes)} - {rank}) + summed_by_peers
+        yield device_ledger(_num_communicators(placements, moved), sum(size > 1 for size in axes.values()), num_peers)
+
+
+def _num_communicators(placements: Placements, moved: Counter[tuple[int, int]]) -> int:
+    """The world's, and three of each placement: of its axes dp and fsdp, and of all its ranks. A link is placed too."""
+    seats = {(place.ranks, *place.axes.values()) for place in placements.values()}
+    if moved:
+        union = tuple(sorted({rank for place in placements.values() for rank in place.ranks}))
+        seats.add((union, len(union), 1, 1))
+    return 1 + 3 * len(seats)
+
+
+def _step_bytes(cfg: EngineConfig, spec: ModelSpec) -> int:
+    """One layer of as many tokens as a step takes, and twice the logits of a full batch."""
+    return activation_bytes(
+        num_tokens=cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS),
+        num_layers=1,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+        logit_bytes=cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"],
+        slope_bytes=0,
+        element_bytes=ITEM_BYTES[cfg.dtype],
+        recompute="none",
+    )
 
 
 def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:

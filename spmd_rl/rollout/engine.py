@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
+GPU_STEP_TOKENS = 8192  # decoding and chunks of prompts together
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from spmd_rl.controller.link import disagreement
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.hf import save_folder
@@ -85,22 +86,25 @@ class Saver:
         """The shards of every rank, then on one of them the progress and the name that makes the whole visible."""
         save_shards(state, checkpoint_id=_part(target), process_group=self._group)
         if self._place.rank == 0:
-            (_part(target) / PROGRESS_FILE).write_text(json.dumps(asdict(progress)) + "\n")
+            facts = {"progress": asdict(progress), "contract": self._backend.contract()}
+            (_part(target) / PROGRESS_FILE).write_text(json.dumps(facts) + "\n")
             _replace(target, _part(target))
 
 
-def load(folder: str, backend: Backend, place: Place) -> Progress:
+def load(folder: str, backend: Backend, place: Place) -> tuple[Progress, str]:
     """Fill the backend from a checkpoint, whatever number of ranks wrote it.
 
+    The second result says how the numeric contract that it was written under differs from this one; mostly empty.
     Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`.
     """
     path = Path(folder) / PROGRESS_FILE
     if not path.is_file():
         raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {PROGRESS_FILE}")
-    progress = Progress(**json.loads(path.read_text()))
+    facts = json.loads(path.read_text())
+    progress = Progress(**facts["progress"])
     load_shards(backend.state(), checkpoint_id=folder, process_group=place.group)
     backend.loaded(progress.optimizer_steps)
-    return progress
+    return progress, disagreement({"the trainer": backend.contract(), "the checkpoint": facts["contract"]})
 
 
 def export_hf(folder: str, like: str, backend: Backend, place: Place, dtype: str) -> None:

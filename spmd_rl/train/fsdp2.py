@@ -22,6 +22,7 @@ from spmd_rl.kernels import PackedAttention, contract, head_logprobs, remaking, 
 from spmd_rl.kernels.flash import check_split
 from spmd_rl.model.network import CausalLM
 from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
+from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.held import Held, HeldTensor
@@ -74,6 +75,8 @@ class Fsdp2:
     def __init__(self, model: CausalLM, mesh: DeviceMesh, cfg: TrainerConfig, device: torch.device) -> None:
         self.device = device
         self._dtype = getattr(torch, cfg.dtype)
+        if cfg.deterministic:
+            require_deterministic(device, self._dtype, model.spec.head_dim, mesh.size(0))
         self.max_positions = model.spec.max_positions
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
@@ -198,6 +201,8 @@ def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPMod
         )
         cast(FSDPModule, unit).set_gradient_divide_factor(1.0)
         cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)
+        if cfg.deterministic:
+            cast(FSDPModule, unit).set_custom_reduce_scatter(cast(Any, SumInRankOrder()))
     return [cast(FSDPModule, unit) for unit in units]
 
 

@@ -23,6 +23,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.train.backend import Backend
 from spmd_rl.train.config import TrainerConfig, learning_rate
+from spmd_rl.train.determinism import deterministic
 from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_needed, split
 from spmd_rl.train.tally import Tally
@@ -57,20 +58,24 @@ class Learner:
         """
         start = time.perf_counter()
         parts = [self._micro_batches(part) for part in _minibatches(batch, self.cfg.minibatches)]
-        olds = [[self._lp(micro) if len(parts) > 1 else None for micro in micros] for micros in parts]
         scale = len(parts) / batch.denominator
-        steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
+        with deterministic(self.cfg.deterministic):
+            olds = [[self._lp(micro) if len(parts) > 1 else None for micro in micros] for micros in parts]
+            steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
         self.progress.version += 1
         return _metrics(steps, batch.denominator) | self._speed(batch, time.perf_counter() - start)
 
     def _speed(self, batch: Batch, seconds: float) -> dict[str, float]:
-        """Tokens per second and, on devices whose peak is known, its share that the model's arithmetic took.
+        """Tokens per second; of GPUs, the memory in use and, where its peak is known, the share of arithmetic.
 
         Ranks: all of the role.
         """
         flops = self.backend.flops(batch.lengths, int(batch.mask.sum()))
         total_s, num_tokens, flops = self.place.all_reduce_sum(np.array([seconds, batch.num_tokens, flops]))
         speed = {"perf/train_tokens_per_s": float(num_tokens / (total_s / self.place.size))}
+        if self.backend.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.backend.device)  # torch keeps what the step took at its peak
+            speed["memory/gpu_peak_gib"] = self.place.all_reduce_max(total - free) / 2**30
         peak = peak_flops(self.backend.device, self.cfg.dtype)
         return speed | ({"perf/mfu": float(flops / (total_s * peak))} if peak else {})
 

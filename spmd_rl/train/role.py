@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.batch import Scores
 from spmd_rl.algo.losses import Loss
-from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.place import Place
 from spmd_rl.train.config import TrainerConfig
@@ -31,6 +31,7 @@ class Trainer(Role):
         self.learner = build(cfg, place)
         self.backend = self.learner.backend
         self.saver = Saver(self.backend, place)
+        self._other_contract = ""
 
     @collective
     def train_step(self, batch: Sharded[Batch], loss: Loss, lr: float | None = None) -> dict[str, float]:
@@ -64,8 +65,15 @@ class Trainer(Role):
         """Resume from a checkpoint, written by any number of ranks; returns its version."""
         from spmd_rl.train import checkpoint
 
-        self.learner.progress = checkpoint.load(folder, self.backend, self.place)
+        self.learner.progress, self._other_contract = checkpoint.load(folder, self.backend, self.place)
         return self.learner.progress.version
+
+    @local
+    def caveats(self) -> list[str]:
+        """Why it does not go on, bit for bit, from what it has loaded."""
+        by_chance = self.place.world.device == "cuda" and not self.cfg.deterministic
+        order = "gradients are summed in any order without trainer.deterministic = true" if by_chance else ""
+        return [clause for clause in (self._other_contract, order) if clause]
 
     @collective
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from spmd_rl.weights.held import Held
 from spmd_rl.weights.layout import Box
-from spmd_rl.weights.plan import Move, Plan
+from spmd_rl.weights.plan import BUCKET_BYTES, Move, Plan
 
-BUCKET_BYTES = 256 << 20
 ALIGN_BYTES = 16
 
 

@@ -17,6 +17,7 @@ from spmd_rl.errors import PlanError
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece
 
 SCHEMA = 1
+BUCKET_BYTES = 256 << 20  # what is packed for one peer at once
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,12 @@ def test_wrapping_layers_and_recomputing_them_changes_nothing(report: Report) ->
             assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-7), name
 
 
+def test_sums_in_rank_order_are_those_of_two_ranks(sharded: Report) -> None:
+    """Of two gradients there is one sum, whoever adds them."""
+    for ours, theirs in zip(sharded["deterministic"], sharded["steps"], strict=True):
+        assert {name: ours[name] for name in SAME} == {name: theirs[name] for name in SAME}
+
+
 def test_ranks_without_a_sequence_take_part(alone: Report, report: Report) -> None:
     for name in SAME:
         assert report["few"][name] == pytest.approx(alone["few"][name], rel=1e-3, abs=1e-5), name

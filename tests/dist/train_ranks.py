@@ -70,6 +70,8 @@ def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
     few = make_batch(9).take([0, 1]).shard(place.data_size)[place.data_rank]
     report["few"] = trainer.train_step(few, grpo_loss)
     report["layers"] = train(Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), place))
+    if dp == 1:
+        report["deterministic"] = train(Trainer(replace(cfg, deterministic=True), place))
     trainer.export_hf(str(out.with_suffix(".hf")))
     report["exported"] = weights(trainer)
     if resume:

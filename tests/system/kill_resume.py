@@ -48,8 +48,8 @@ MODES = {
 }
 END_S = 120.0
 LOOK_S = 0.002  # between two looks at the run's folder
-# what a clock measured, or depends on it
-TIMES = ("time/", "perf/", "rollout/tokens_per_s", "unix_s")
+# what a clock or another process has a part in
+TIMES = ("time/", "perf/", "rollout/tokens_per_s", "memory/", "unix_s")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ class Run:
     def _live(self, moment: Moment | None, fault: Fault = lambda launcher, mark: None) -> int:
         mark = uuid.uuid4().hex
         base = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
-        paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd), processes.MARK: mark}
+        search = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd), processes.MARK: mark}
         with (self.cwd / f"{self.name}.log").open("w+") as log:
             process = subprocess.Popen(
                 [*self.command, *self.words, f"--run.name={self.name}"],

@@ -9,11 +9,10 @@ import torch
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import kv_token_bytes
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE, EngineConfig
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 
 CPU_POOL_BYTES = 1 << 30
 PAGE_SIZE = 16
-GPU_STEP_TOKENS = 8192
 CPU_STEP_TOKENS = 2048
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(90)]
 
 Chaos = Callable[..., subprocess.Popen[str]]
@@ -109,11 +111,27 @@ def test_deadline_saves_all_stacks(chaos: Chaos, tmp_path: Path) -> None:
     assert "chaos.py:" in last
     assert " in hang, in actor.hang after 0.5 s" in last
     records = [json.loads((tmp_path / f"runs/run/stacks/rank_{i}.collectives.json").read_text()) for i in range(2)]
-    entered = [len(record.get("entries", [])) for record in records]
+    entered = [len(record["gloo"].get("entries", [])) for record in records]
     assert entered[0] == entered[1] + 1, "rank 0 is in a collective that rank 1 never entered"
+    (last,) = records[0]["gloo"]["entries"][-1:]
+    assert last["timeout_ms"] == COLLECTIVE_TIMEOUT.total_seconds() * 1000, "the call has a deadline, not its parts"
     stacks = [(tmp_path / f"runs/run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
     assert "barrier" in stacks[0]
     assert "threading.Event().wait()" in stacks[1]
+
+
+def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Chaos, tmp_path: Path) -> None:
+    """Also when the call's deadline passes while the stacks for it are being gathered."""
+    process = chaos("hang", "--run.lost_after_s=4", "--run.deadline_s=3")
+    os.kill(report(process)["ranks"][1], signal.SIGSTOP)
+    code, _, last = outcome(process)
+    assert code == 1
+    assert "rank 1 (host " in last
+    assert "in actor.hang (phase rollout) after " in last
+    stacks = tmp_path / "runs/run/stacks"
+    assert "barrier" in (stacks / "rank_0.txt").read_text()
+    assert json.loads((stacks / "rank_0.collectives.json").read_text())["gloo"]["entries"]
+    assert "no answer" in (stacks / "rank_1.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from pathlib import Path
 from signal import SIGTERM
 
@@ -10,7 +12,8 @@ import pytest
 
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.secret import derive
-from spmd_rl.controller.switchboard import Switchboard
+from spmd_rl.controller.switchboard import STACKS_S, Switchboard
+from spmd_rl.controller.wire import Bye, Hello, Stacks
 from spmd_rl.errors import DeadlineError, LostRankError
 
 
@@ -37,6 +40,26 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
         with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] did not report within 0.1 s"):
             waiting.wait_for_all()
         waiting.stop(DeadlineError("they did not come"))
+
+
+def test_stacks_are_not_waited_for_from_those_who_have_gone(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        asking = board(tmp_path, ours)
+        for rank in range(2):
+            asking.on_message(rank, Hello(rank, "host", 2**22 + rank), b"")
+        texts: list[str] = []
+        thread = threading.Thread(target=lambda: texts.append(asking.stacks()))
+        began = time.monotonic()
+        thread.start()
+        asking.on_message(1, Bye(), b"")
+        while thread.is_alive():
+            asking.on_message(0, Stacks("here", "a stack of rank 0", {}), b"")
+            thread.join(0.05)
+        assert time.monotonic() - began < STACKS_S
+        assert "a stack of rank 0" in texts[0]
+        asking.on_message(0, Bye(), b"")
+        asking.stop(None)
 
 
 def test_a_signal_ends_the_run_with_its_code_once_the_grace_is_over(tmp_path: Path) -> None:

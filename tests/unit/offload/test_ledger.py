@@ -28,8 +28,10 @@ def test_kv_of_qwen3_8b() -> None:
 def test_refusal_shows_the_sum() -> None:
     ledger = total([trainer_ledger(1 << 30, 1, 4), engine_ledger(1 << 30, 2, 6 << 30)])
     ledger.require(ledger.peak_bytes())
+    assert ledger.resident_bytes("sync") == ledger.resident_bytes("rollout"), "a push finds the pages there"
+    assert ledger.resident_bytes("train") == 18 << 30, "and gradients take their place"
     with pytest.raises(
-        PlanError, match=r"phase rollout needs master 4\.00 GiB .* kv 6\.00 GiB = 20\.00 GiB.*19\.00 GiB"
+        PlanError, match=r"phase sync needs master 4\.00 GiB .* kv 6\.00 GiB = 20\.00 GiB.*19\.00 GiB"
     ):
         ledger.require(19 << 30)
 

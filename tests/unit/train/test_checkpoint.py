@@ -37,6 +37,21 @@ def test_a_resumed_run_goes_on_bit_for_bit(new_trainer, tmp_path: Path) -> None:
     assert _same_weights(whole, resumed)
 
 
+def test_another_numeric_contract_is_a_caveat(new_trainer, tmp_path: Path) -> None:
+    trainer = new_trainer()
+    trainer.save(str(tmp_path / "step_0"))
+    trainer.saved()
+    trainer.load(str(tmp_path / "step_0"))
+    assert trainer.caveats() == []
+    facts = tmp_path / "step_0" / checkpoint.PROGRESS_FILE
+    facts.write_text(facts.read_text().replace(torch.__version__, "0.1"))
+    trainer.load(str(tmp_path / "step_0"))
+    assert trainer.caveats() == [
+        "the trainer and the checkpoint follow different numeric contracts: "
+        f"torch is '{torch.__version__}' here and '0.1' there"
+    ]
+
+
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_a_lost_moment_shows(new_trainer, tmp_path: Path, moment: str) -> None:
     """What the optimizer remembers is part of what makes a resume exact."""

@@ -1,0 +1,105 @@
+"""The ledger of `spmd-rl plan` beside what GPUs say, phase by phase.
+
+GRPO in the shape of Qwen3-0.6B with a gauge after every phase (memory_recipe.py). Measured is what torch's allocator
+does not know of (contexts, communicators, graphs, key-value pages) and the most that the allocator had given out
+within the phase; the ledger is that of the same command line, made without a GPU.
+
+    python -m benchmarks.memory one [colocated split] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.grpo_proof import TOKENIZER, write_prompts
+from benchmarks.memory_recipe import FILE
+from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.shapes import write_config
+from benchmarks.table import Row
+from spmd_rl.config import load
+from spmd_rl.offload.ledger import PHASES
+from spmd_rl.plan.resolve import resolve
+from spmd_rl.recipes.grpo import Config
+
+PACKAGES = ("torch", "triton", "flash-attn-4")
+RECIPE = "benchmarks.memory_recipe"
+SPLITS = {
+    "one": (1, []),
+    "colocated": (2, []),
+    "split": (2, ["split.train.ranks=1", "split.infer.ranks=1"]),
+}
+CONTEXT = "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); print(total - free)"
+ENOUGH = 0.95  # of what is measured, the least that the ledger must have told
+
+
+def settings(folder: Path) -> list[str]:
+    return [
+        f"model={folder / '0.6B'}",
+        f"data={folder / 'prompts.jsonl'}",
+        "reward=benchmarks.proof_recipe:even",
+        f"run.folder={folder}",
+        "steps=2",
+        "prompts_per_step=32",
+        "sampling.num_samples=8",
+        "sampling.max_tokens=384",
+        "engine.dtype=bfloat16",
+        "engine.max_batch=256",
+        "engine.page_size=128",
+        "engine.num_pages=2048",
+        "engine.load_weights=false",
+        "trainer.init=random",
+        "trainer.dtype=bfloat16",
+        "trainer.max_tokens=16384",
+    ]
+
+
+def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
+    """Readings and their moments, rank by rank."""
+    num_ranks, more = SPLITS[name]
+    command = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run", RECIPE]
+    words = [f"--{word}" for word in [*settings(folder), *more, f"run.name={name}"]]
+    subprocess.run([*command, f"--nproc={num_ranks}", *words], check=True)
+    found: list[tuple[str, list[dict[str, int]]]] = json.loads((folder / name / FILE).read_text())
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def measure(name: str, folder: Path) -> Iterator[Row]:
+    readings = dict(read(name, folder))  # of each phase, the last
+    num_ranks, more = SPLITS[name]
+    plan = resolve(load(Config, None, [*settings(folder), *more]), num_ranks)
+
+    for rank in range(num_ranks):
+        for phase in PHASES:
+            predicted = plan.ledgers[rank].resident_bytes(phase) / 2**30
+            one = readings[phase][rank]
+            found = (one["outside_bytes"] + one["peak_bytes"]) / 2**30
+            what = f"{name}, rank {rank}, {phase}: ledger"
+            yield compared(what, predicted, "GiB", peer="measured", peer_value=found, at_least=ENOUGH)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("splits", nargs="+", choices=SPLITS)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    context: Any = int(subprocess.check_output([sys.executable, "-c", CONTEXT], text=True))
+    rows: list[Row] = [measured("a context", context / 2**20, "MiB")]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_config("0.6B", folder / "0.6B", TOKENIZER)
+        write_prompts(folder / "prompts.jsonl", 64)
+        for split in options.splits:
+            rows += measure(split, folder)
+    return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""`trainer.deterministic`: what it pins, what it refuses, and that it leaves torch as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spmd_rl.algo.losses import LossInput, grpo_loss
+from spmd_rl.errors import ConfigError
+from spmd_rl.train import determinism
+from spmd_rl.train.determinism import WORKSPACE, deterministic, require_deterministic
+from tests.dist.train_case import make_batch
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def scattering_loss(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Writes to places that could be the same: torch has no order for that."""
+    torch.zeros(8).put_(out.sequence % 8, out.lp.detach())
+    return -out.lp, {}
+
+
+def test_a_loss_without_an_order_is_refused_by_name(new_trainer) -> None:
+    with pytest.raises(RuntimeError, match="put_ .*does not have a deterministic implementation"):
+        new_trainer(deterministic=True).train_step(make_batch(), scattering_loss)
+    assert not torch.are_deterministic_algorithms_enabled()
+    new_trainer().train_step(make_batch(), scattering_loss)
+
+
+def test_the_same_step_on_the_cpu(new_trainer) -> None:
+    """There the order is fixed anyhow: the setting changes no bit."""
+    trainers = [new_trainer(deterministic=chosen) for chosen in (False, True)]
+    for trainer in trainers:
+        trainer.train_step(make_batch(), grpo_loss)
+    held = [trainer.weight_source() for trainer in trainers]
+    assert all(torch.equal(one.local, held[1][name].local) for name, one in held[0].items())
+
+
+def test_torch_is_left_as_it_was() -> None:
+    with deterministic(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with deterministic(False):
+            assert torch.are_deterministic_algorithms_enabled(), "somebody else chose it"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_deterministic(CPU, torch.float32, 10, 1)
+    with pytest.raises(ConfigError, match="gradients of 2 replicas"):
+        require_deterministic(CPU, torch.float32, 10, 2)
+    with pytest.raises(ConfigError, match="not float32 and 64"):
+        require_deterministic(CUDA, torch.float32, 64, 1)
+    monkeypatch.setattr(determinism, "flash_takes", lambda *given: True)
+    monkeypatch.setenv(WORKSPACE, ":0:0")
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0, but it needs :4096:8 or :16:8"):
+        require_deterministic(CUDA, torch.bfloat16, 64, 1)
+    monkeypatch.delenv(WORKSPACE)
+    require_deterministic(CUDA, torch.bfloat16, 64, 1)
