@@ -21,12 +21,14 @@ import torch
 from benchmarks.record import finish, measured
 from benchmarks.table import Row
 from spmd_rl.microscope.case import Case, Replayed
+from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.faults import plant
-from spmd_rl.microscope.paths import EnginePath, ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.paths import ReferencePath, TrainerPath, load_model
 from spmd_rl.microscope.report import Examined, Replay, examine, write
 from spmd_rl.model.hf import init_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import EngineConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -39,6 +41,7 @@ EXPECTED = {
     "norm-order": "layer {middle} post_norm",
     "rope-bf16": "layer 0 q",
     "auto-splits": "layer 0 attention",
+    "library-logprob": "logprob",
 }
 NUM_LAYERS = 6
 
@@ -79,7 +82,7 @@ def sequences(vocab: int) -> Case:
 
 
 def engine(folder: Path) -> EnginePath:
-    return EnginePath(load_model(folder, DTYPE, DEVICE), page_size=128, max_step_tokens=512)
+    return EnginePath(load_model(folder, DTYPE, DEVICE), EngineConfig(max_batch=64, max_step_tokens=512))
 
 
 def comparisons(folder: Path, case: Case) -> Iterator[tuple[str, Examined]]:
@@ -106,15 +109,8 @@ def rows(name: str, found: Examined) -> Iterator[Row]:
         explained = all(sum(match.rows for match in side) == one.num_rows for side in sides)
         at_its_place = point != next(iter(found.causes)) or str(point) == (expected or str(point))
         result = measured(f"{name}: {point} ({said})", one.fed.unequal, f"of {one.fed.total:,} outputs")
-        known = point.op != "logprob"  # of which no variants are kept
-        bar = "explained" if known else None
-        yield Row(
-            what=result.what,
-            value=result.value,
-            unit=result.unit,
-            bar=bar,
-            holds=explained and at_its_place if known else None,
-        )
+        holds = explained and at_its_place
+        yield Row(what=result.what, value=result.value, unit=result.unit, bar="explained", holds=holds)
 
 
 def main(words: list[str]) -> int:

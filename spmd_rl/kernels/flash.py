@@ -163,17 +163,6 @@ class PagedFlash:
         return out
 
 
-def flash_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One query over some of its keys, with the log-sum that merging several such ranges needs; not differentiable.
-
-    Shape: q [H, D], k and v [S, K, D]; returns [H, D] and [H] fp32.
-    """
-    from flash_attn.cute import flash_attn_func
-
-    out, log_sum = flash_attn_func(q[None, None], k[None], v[None], causal=False, num_splits=1, return_lse=True)[:2]
-    return out[0, 0], log_sum.reshape(-1)
-
-
 def pages_in_use(page_table: NDArray[np.int64], ends: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
     """`page_table` with a sequence's first page for all beyond its end."""
     used = -(-ends // page_size)

@@ -23,6 +23,19 @@ def row_hashes(x: Tensor) -> Tensor:
     return torch.cat([_hash(part, keys) for part in x.split(step)]) if len(x) else keys.new_zeros(0)
 
 
+def write_row_hashes(x: Tensor, rows: Tensor, table: Tensor) -> None:
+    """The hash of each row i of `x` into entry `rows[i]` of `table`; on NVIDIA GPUs a single launch.
+
+    Shape: x [M, C] fp32 or bf16, rows [M] int64, table [N] int64.
+    """
+    if x.is_cuda:
+        from spmd_rl.kernels.row_hash_triton import write_row_hashes as on_gpu
+
+        on_gpu(x, rows, table)
+    else:
+        table.index_copy_(0, rows, row_hashes(x))
+
+
 def wide_bits(x: Tensor) -> Tensor:
     """The bits of `x` as float32, int32."""
     x = x.contiguous()

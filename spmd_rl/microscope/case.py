@@ -5,21 +5,32 @@ Shape letters: S sequences, N tokens of all of them end to end, M response token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.rollout.engine import SamplingConfig
+
 
 @dataclass(frozen=True)
 class Replayed:
-    """One sequence; `response` is what an engine would decode token by token."""
+    """One sequence; `response` is what an engine would decode token by token, drawn as sample `drawn_as` (uid, index).
+
+    Of `sampling`, what ends a sample does not count.
+    """
 
     name: str
     prompt: NDArray[np.int64]
     response: NDArray[np.int64]
-    temperature: float = 1.0
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    drawn_as: tuple[int, int] | None = None
+
+    @property
+    def temperature(self) -> float:
+        """Of the log-probs."""
+        return self.sampling.scored_temperature
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -44,6 +55,32 @@ class Case:
     def positions(self) -> NDArray[np.int64]:
         """Of every row in its sequence. Shape: [N]."""
         return np.arange(self.num_rows) - np.repeat(self.offsets, self.lengths)
+
+    @cached_property
+    def tokens(self) -> NDArray[np.int64]:
+        """Of every row. Shape: [N]."""
+        return np.concatenate([one.tokens for one in self.sequences])
+
+    @cached_property
+    def targets(self) -> NDArray[np.int64]:
+        """The token after every row's; a sequence's last row has one without a meaning. Shape: [N]."""
+        return np.append(self.tokens[1:], 0)
+
+    @cached_property
+    def temperatures(self) -> NDArray[np.float32]:
+        """Of every row's log-prob. Shape: [N]."""
+        return np.repeat(np.array([one.temperature for one in self.sequences], np.float32), self.lengths)
+
+    @cached_property
+    def histories(self) -> NDArray[np.int64]:
+        """A number for every row, the same for rows with the same tokens up to themselves. Shape: [N]."""
+        known: dict[tuple[int, int], int] = {}
+        numbers = np.empty(self.num_rows, np.int64)
+        before = -1
+        for row, (position, token) in enumerate(zip(self.positions.tolist(), self.tokens.tolist(), strict=True)):
+            before = known.setdefault((before if position else -1, token), len(known))
+            numbers[row] = before
+        return numbers
 
     @property
     def num_rows(self) -> int:

@@ -11,11 +11,16 @@ import torch
 from spmd_rl.errors import ConfigError
 from spmd_rl.microscope import inputs
 from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.faults import FAULTS, plant
-from spmd_rl.microscope.paths import EnginePath, Path, ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.paths import Path, ReferencePath, TrainerPath, load_model
 from spmd_rl.microscope.report import Replay, examine, write
+from spmd_rl.rollout.engine import EngineConfig
 
 PATHS = ("engine", "trainer", "transformers")
+SPLIT = "attention_split"
+ENGINE_KEYS = ("page_size", "num_pages", "max_batch", "max_step_tokens", "prefix_cache", "cuda_graphs", SPLIT)
+TRAINER_KEYS = ("max_tokens", "logit_rows", SPLIT)
 AGREE, PART = 0, 1
 
 
@@ -66,9 +71,8 @@ def _path(name: str, model: Folder, dtype: torch.dtype, device: torch.device, se
     engine, trainer = settings.get("engine", {}), settings.get("trainer", {})
     network = load_model(model, dtype, device)
     if name == "engine":
-        chosen = {key: engine[key] for key in ("page_size", "max_step_tokens") if key in engine}
-        return EnginePath(network, **chosen)
-    return TrainerPath(network, **{key: trainer[key] for key in ("max_tokens", "logit_rows") if key in trainer})
+        return EnginePath(network, EngineConfig(**{key: engine[key] for key in ENGINE_KEYS if key in engine}))
+    return TrainerPath(network, **{key: trainer[key] for key in TRAINER_KEYS if key in trainer})
 
 
 def _parser() -> _Parser:

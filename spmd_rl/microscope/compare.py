@@ -61,13 +61,17 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`findings` in the order of the forward pass; empty where all hashes agree. `fed` names the path that was fed."""
+    """`findings` in the order of the forward pass; empty where all hashes agree. `fed` names the path that was fed.
+
+    `troubles` are sentences about what went wrong besides arithmetic.
+    """
 
     points: tuple[Point, ...]
     num_compared_rows: int
     findings: tuple[Finding, ...]
     fed: str
     evidence: Evidence | None = None
+    troubles: tuple[str, ...] = ()
 
     @property
     def first(self) -> Finding | None:
@@ -75,38 +79,45 @@ class Comparison:
 
 
 def compare(left: Path, right: Path, case: Case) -> Comparison:
-    """Hash both; where hashes differ, run both again with their values, and one on the other's inputs."""
+    """Hash both; where hashes differ, run both again with their values, and one on the other's inputs.
+
+    Fed is a side whose rows are all its own, if one is: what stands for several rows can take the values of one only.
+    """
     ours, theirs = Hashes(case.num_rows), Hashes(case.num_rows)
     left.run(case, ours)
     right.run(case, theirs)
     rows = unequal_rows(ours, theirs)
     points = tuple(sorted(rows, key=lambda point: point.place))
+    troubles = (*left.troubles, *right.troubles)
     compared = sum(int(_both_seen(ours, theirs, point).sum()) for point in points)
-    fed = left if left.rows_are_distinct else right
+    fed = right if right.rows_are_distinct and not left.rows_are_distinct else left
     if not any(len(unequal) for unequal in rows.values()):
-        return Comparison(points, compared, (), fed.name)
+        return Comparison(points, compared, (), fed.name, troubles=troubles)
     values = Values(case.num_rows), Values(case.num_rows)
-    left.run(case, values[0])
-    right.run(case, values[1])
+    for path, kept in zip((left, right), values, strict=True):
+        path.run(case, kept)
+        kept.settle()
     other = values[1] if fed is left else values[0]
     transplant = Transplant(other)
     fed.run(case, transplant)
+    transplant.settle()
     evidence = Evidence(transplant, other)
     findings = tuple(_finding(point, *values, evidence) for point in points)
-    return Comparison(points, compared, findings, fed.name, evidence)
+    return Comparison(points, compared, findings, fed.name, evidence, troubles)
 
 
 def unequal_rows(left: Hashes, right: Hashes) -> Mapping[Point, Tensor]:
     """Rows whose hashes differ, at each point that both sides have. Shape: each [rows]."""
     shared = [point for point in left.table if point in right.table]
     return {
-        point: (_both_seen(left, right, point) & (left.table[point] != right.table[point])).nonzero()[:, 0].cpu()
+        point: (_both_seen(left, right, point) & (left.table[point] != right.table[point])[:-1]).nonzero()[:, 0].cpu()
         for point in shared
     }
 
 
 def _both_seen(left: Hashes | Values, right: Hashes | Values, point: Point) -> Tensor:
-    return left.seen[point] & right.seen[point]
+    """Shape: [rows] of the case."""
+    return (left.seen(point) & right.seen(point))[: left.num_rows]
 
 
 def _finding(point: Point, left: Values, right: Values, evidence: Evidence) -> Finding:

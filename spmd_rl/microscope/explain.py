@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels import linear_fp32
 from spmd_rl.kernels.row_hash import wide_bits
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.compare import Evidence
@@ -34,9 +35,10 @@ INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
     "act": ("gate_proj", "up_proj"),
     "down_proj": ("act",),
     "logits": ("final_norm",),
+    "logprob": ("logits",),
 }
 
-
+LOGIT_ROWS = 1024
 _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
 
 
@@ -50,23 +52,27 @@ class Match:
 
 @dataclass(frozen=True)
 class Trial:
-    """Tries variants on the recorded inputs. `model` has the weights, under Hugging Face's module names."""
+    """Tries variants on the recorded inputs. `model` has the weights, under Hugging Face's module names.
+
+    `split`: of the keys, where a side has one.
+    """
 
     evidence: Evidence
     case: Case
     model: Any
     spec: ModelSpec
+    split: int = 0
 
-    def matches(self, point: Point, values: Values, pass_of: Sequence[int]) -> list[Match]:
+    def matches(self, point: Point, values: Values, step_of: Sequence[int]) -> list[Match]:
         """The variant that gives all rows of `values`; if none does, those that give some, each the rows left over.
 
-        Only rows that both sides have. `pass_of` is the number of the pass that computed each row.
+        Only rows that both sides have. `step_of` is the number of the step that computed each row.
         """
         inputs = self._inputs(point) or self._stream(point)
-        shared = left = self.evidence.fed.seen[point] & self.evidence.other.seen[point]
+        shared = left = self.evidence.fed.seen(point) & self.evidence.other.seen(point)
         total, partly = int(shared.sum()), []
         for says, compute in variants(point.op) if inputs else ():
-            given = self._given((says, compute), point, inputs, values, pass_of, left)
+            given = self._given((says, compute), point, inputs, values, step_of, left)
             if int((given & shared).sum()) == total:
                 return [Match(says, total)]
             if rows := int((given & left).sum()):
@@ -75,9 +81,22 @@ class Trial:
         return partly
 
     def _inputs(self, point: Point) -> list[Tensor]:
-        table = self.evidence.other.table
+        """What the other side gave; where it has no such point, what the side that was fed made itself."""
+        table = {**self.evidence.fed.table, **self.evidence.other.table}
         points = [Point(point.layer, op) for op in INPUTS.get(point.op, ())]
-        return [table[one] for one in points] if all(one in table for one in points) else []
+        if all(one in table for one in points):
+            return [table[one] for one in points]
+        hidden = Point(point.layer, "final_norm")
+        return [self._logits(table[hidden])] if point.op == "logprob" and hidden in table else []
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """As the contract has them, where neither side shows its own; of the rows that predict a token."""
+        weight = _module(self.model, Point(0, "logits")).weight
+        logits = torch.zeros(len(hidden), len(weight))
+        rows = torch.from_numpy(np.concatenate([s + self.case.scored(n) for n, s in enumerate(self.case.offsets)]))
+        for part in rows.split(LOGIT_ROWS):
+            logits[part] = linear_fp32(hidden[part].to(weight.device), weight).cpu()
+        return logits
 
     def _stream(self, point: Point) -> list[Tensor]:
         """For a norm of the residual stream: the stream, added up as far as `point`."""
@@ -91,25 +110,30 @@ class Trial:
         return [stream]
 
     def _given(
-        self, variant: Variant, point: Point, inputs: list[Tensor], values: Values, pass_of: Sequence[int], left: Tensor
+        self, variant: Variant, point: Point, inputs: list[Tensor], values: Values, step_of: Sequence[int], left: Tensor
     ) -> Tensor:
         """Which rows have the variant's bits. Shape: [rows] bool."""
         given, device = torch.zeros_like(left), next(self.model.parameters()).device
-        for rows in self._together(point, values.seen[point], pass_of):
+        seen = values.known[point] if point.op == "attention" else values.seen(point)
+        for rows in self._together(point, seen, step_of):
+            at = rows.numpy()
             together = Together(
                 x=tuple(one[rows].to(device) for one in inputs),
                 module=_module(self.model, point),
                 spec=self.spec,
-                positions=torch.from_numpy(self.case.positions[rows.numpy()]).to(device),
+                positions=torch.from_numpy(self.case.positions[at]).to(device),
+                targets=torch.from_numpy(self.case.targets[at]).to(device),
+                temperatures=torch.from_numpy(self.case.temperatures[at]).to(device),
                 wanted=left[rows],
+                split=self.split,
             )
             out = variant[1](together).flatten(1).cpu()
             given[rows] = (wide_bits(out) == wide_bits(values.table[point][rows])).all(1)
         return given
 
-    def _together(self, point: Point, seen: Tensor, pass_of: Sequence[int]) -> Iterator[Tensor]:
-        """Rows of one pass; for attention, of one sequence."""
-        numbers = torch.tensor(pass_of)
+    def _together(self, point: Point, seen: Tensor, step_of: Sequence[int]) -> Iterator[Tensor]:
+        """Rows of one step; for attention, of one sequence from its start."""
+        numbers = torch.tensor(step_of)
         if point.op == "attention":
             numbers = torch.from_numpy(np.repeat(np.arange(len(self.case.sequences)), self.case.lengths))
         for number in numbers[seen].unique().tolist():
@@ -117,6 +141,8 @@ class Trial:
 
 
 def _module(model: Any, point: Point) -> Any:
+    if point.op == "logprob":
+        return None
     if point.op == "logits":
         return model.lm_head if model.lm_head is not None else model.model.embed_tokens
     if point.op == "final_norm":

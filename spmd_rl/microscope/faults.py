@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels import linear_fp32
-from spmd_rl.microscope.paths import EnginePath, Step
-from spmd_rl.microscope.variants import merged_attention
+from spmd_rl.kernels import PagedAttention, linear_fp32, sample_and_score
+from spmd_rl.kernels.flash import PagedFlash
+from spmd_rl.kernels.flash_ranges import flash_ranges
+from spmd_rl.microscope.engine_path import EnginePath, Replaying
+from spmd_rl.microscope.variants import merge, merged_attention
 from spmd_rl.model.network import Attend
 
 NUM_PROCESSORS = 132  # of an H200: how many pieces of work an automatic split wants
@@ -79,31 +81,70 @@ def auto_splits(path: EnginePath) -> None:
     path.wrap = AutoSplits
 
 
+def library_logprob(path: EnginePath) -> None:
+    """The engine scores what it draws with the library's log-softmax."""
+
+    def score(logits: Tensor, tokens: Tensor, inv_temperature: Tensor) -> Tensor:
+        return (logits * inv_temperature[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+    def draw(logits: Tensor, inv_temperature: Tensor, *rest: Any, **filters: Any) -> tuple[Tensor, Tensor]:
+        tokens = sample_and_score(logits, inv_temperature, *rest, **filters)[0]
+        return tokens, score(logits, tokens, inv_temperature)
+
+    path.draw, path.score = draw, score
+
+
 class AutoSplits:
     """Attention whose decode rows are merged from several ranges of keys, their number chosen from the batch."""
 
-    def __init__(self, step: Step, attend: Attend) -> None:
-        self.step = step
+    def __init__(self, replaying: Replaying, attend: Attend) -> None:
+        assert isinstance(attend, PagedAttention)
         self.attend = attend
-        self.busy = NUM_PROCESSORS // (len(step.lengths) * step.cache.num_kv_heads)
+        self.plan, self.pages = replaying.plan, replaying.engine.rows.pages
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = self.attend(layer, q, k, v).clone()
-        step, first = self.step, np.cumsum(self.step.lengths) - self.step.lengths
-        for i in np.flatnonzero(step.lengths == 1).tolist():
-            num_keys, row = int(step.starts[i]) + 1, int(first[i])
-            splits = min(self.busy, num_keys // SPLIT_BLOCK)
+        out = self.attend(layer, q, k, v)
+        kernel = self.attend.kernel
+        if not isinstance(kernel, PagedFlash):
+            return self._row_by_row(layer, q, out.clone())
+        return self._at_once(layer, q, out, kernel) if kernel.longest == 1 else out
+
+    def _busy(self, batch: int) -> int:
+        return NUM_PROCESSORS // (batch * self.attend.cache.num_kv_heads)
+
+    def _at_once(self, layer: int, q: Tensor, out: Tensor, kernel: PagedFlash) -> Tensor:
+        """All on the device, so that it can be recorded."""
+        pages, num_keys = kernel.pages, kernel.num_keys.long()
+        batch = len(num_keys)
+        keys, values = (one[pages.long()].flatten(1, 2) for one in self.attend.cache.layers[layer])
+        splits = (num_keys // SPLIT_BLOCK).clamp(1, max(self._busy(batch), 1))
+        size, longer = num_keys // splits, num_keys % splits
+        parts, log_sums = [], []
+        for part in range(max(self._busy(batch), 1)):
+            start, length = part * size + longer.clamp(max=part), size + (part < longer)
+            columns = (start[:, None] + torch.arange(keys.shape[1], device=q.device)).clamp(max=keys.shape[1] - 1)
+            k, v = (torch.take_along_dim(one, columns[..., None, None], 1) for one in (keys, values))
+            mine, log_sum = flash_ranges(q[:batch], k, v, length)
+            parts.append(mine)
+            log_sums.append(log_sum.masked_fill((part >= splits)[:, None], -torch.inf))
+        merged = torch.where((splits > 1)[:, None, None], merge(parts, log_sums), out[:batch])
+        return torch.cat([merged, out[batch:]])
+
+    def _row_by_row(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
+        first = np.cumsum(self.plan.lengths) - self.plan.lengths
+        for i in np.flatnonzero(self.plan.lengths == 1).tolist():
+            num_keys, row = int(self.plan.starts[i]) + 1, int(first[i])
+            splits = min(self._busy(len(first)), num_keys // SPLIT_BLOCK)
             if splits > 1:
-                keys, values = (self._read(cached, i, num_keys) for cached in step.cache.layers[layer])
+                keys, values = (self._read(cached, i, num_keys) for cached in self.attend.cache.layers[layer])
                 out[row] = merged_attention(q[row], keys, values, splits)
         return out
 
     def _read(self, cached: Tensor, i: int, num_keys: int) -> Tensor:
-        """The keys or values of the step's sequence `i`, [num_keys, K, D]."""
-        page, offset = np.divmod(np.arange(num_keys), self.step.cache.page_size)
-        slots = torch.from_numpy(self.step.pages[i, page] * self.step.cache.page_size + offset).to(cached.device)
-        rows = cached.flatten(0, 1) if self.step.cache.flash else cached.transpose(0, 1)
-        return rows.index_select(0, slots)
+        """The keys or values of the plan's sequence `i`, [num_keys, K, D]."""
+        page, offset = np.divmod(np.arange(num_keys), self.attend.cache.page_size)
+        slots = torch.from_numpy(self.pages[self.plan.rows[i], page] * self.attend.cache.page_size + offset)
+        return cached.transpose(0, 1).index_select(0, slots)
 
 
 FAULTS: dict[str, Callable[[EnginePath], None]] = {
@@ -112,4 +153,5 @@ FAULTS: dict[str, Callable[[EnginePath], None]] = {
     "norm-order": norm_order,
     "rope-bf16": rope_bf16,
     "auto-splits": auto_splits,
+    "library-logprob": library_logprob,
 }

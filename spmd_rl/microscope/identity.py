@@ -26,6 +26,9 @@ MAX_KERNELS = 6  # of one op that are worth naming
 OUR_MATMUL = "_matmul"
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _FUNCTORS = re.compile(r"CUDAFunctor_(\w+)|(\w+)Functor<|(\w+?)_kernel_(?:cuda|impl)")
+_COPIES = re.compile(
+    r"FillFunctor|direct_copy_kernel|gather_kernel|index_(elementwise|copy|select)|CatArrayBatchedCopy"
+)
 _MOVES = re.compile(  # ops that move or make numbers and compute none
     r"aten::(view|reshape|empty\w*|as_strided|select|slice|narrow|t|transpose|permute|unsqueeze|squeeze|flatten|unflatten"
     r"|expand|contiguous|detach|alias|to|copy_|chunk|split|tensor_split|index_select|clone|resolve_\w+|lift_fresh|item|_unsafe_view"
@@ -53,11 +56,14 @@ Ran = Mapping[tuple[int, Point], tuple[Kernel, ...]]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one path by forward pass and point; which pass computed each row, and rows and logits of each."""
+    """The kernels of one path by forward pass and point; which pass computed each row, in which step; and each pass's
+    number of rows, and of logits. A pass that was recorded stands for many steps."""
 
     ran: Ran
     forward_of: tuple[int, ...]
-    sizes: tuple[tuple[int, int], ...]
+    step_of: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_logits: Mapping[int, int]
 
     def at(self, point: Point, row: int, width: int) -> tuple[Kernel, ...]:
         """Those of `point`, whose rows are `width` wide, in the pass of `row`.
@@ -65,8 +71,8 @@ class Kernels:
         Where several points end together, the first of them has the kernels of all.
         """
         forward = self.forward_of[row]
-        rows, scored = self.sizes[forward]
-        ours = planned(scored if point.op == "logits" else padded_rows(rows), width)
+        rows = self.sizes[forward]
+        ours = planned(self.num_logits.get(forward, 0) if point.op == "logits" else padded_rows(rows), width)
         return tuple(ours if kernel.name == OUR_MATMUL else kernel for kernel in self._measured(point, forward))
 
     def _measured(self, point: Point, forward: int) -> tuple[Kernel, ...]:
@@ -88,7 +94,8 @@ def kernels_of(path: Path, case: Case) -> Kernels:
         file = File(folder) / "trace.json"
         p.export_chrome_trace(str(file))
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    return Kernels(between_marks(events), tuple(marks.forward_of.tolist()), tuple(marks.sizes))
+    forward_of, step_of = (tuple(numbers[:-1].tolist()) for numbers in (marks.forward_of, marks.step_of))
+    return Kernels(between_marks(events), forward_of, step_of, tuple(marks.sizes), marks.num_logits)
 
 
 def between_marks(events: list[dict[str, Any]]) -> Ran:
@@ -106,7 +113,8 @@ def between_marks(events: list[dict[str, Any]]) -> Ran:
         _, forward, layer, op = one.split("|")
         if op and stretch:
             point = Point(int(layer), op)
-            found[int(forward), point] = tuple(dict.fromkeys(map(identify, stretch)))[:MAX_KERNELS]
+            stretch = [name for name in stretch if not _COPIES.search(name)] or stretch
+            found.setdefault((int(forward), point), tuple(dict.fromkeys(map(identify, stretch)))[:MAX_KERNELS])
         stretch = []
     return found
 
@@ -118,7 +126,8 @@ def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, 
             if one["cat"] == "user_annotation":
                 yield "mark", one["name"]
         elif on_gpu:
-            if one["cat"] in _LAUNCHES and one["args"].get("correlation") in on_gpu:
+            launches = one["cat"] in _LAUNCHES and "GraphLaunch" not in one["name"]  # a replay is of what was marked
+            if launches and one["args"].get("correlation") in on_gpu:
                 yield "work", on_gpu[one["args"]["correlation"]]["name"]
         elif one["cat"] == "cpu_op" and one["ts"] >= until and not _MOVES.match(one["name"]):
             until = one["ts"] + one.get("dur", 0)
@@ -144,15 +153,13 @@ def identify(name: str) -> Kernel:
     if "splitkv" in name.lower():
         return replace(short, splits="keys split")
     if "flash" in name.lower() and "cute" in name.lower():
-        return replace(
-            short, name="FlashAttention-4 " + short.name, tile="tile 128x128", splits="one split", instruction="wgmma"
-        )
+        return Kernel("FlashAttention-4", "keys in blocks of 128", "one split", "wgmma")
     return replace(short, splits=splits)
 
 
 def _short(name: str) -> str:
     """A template's name without its arguments, but with what an elementwise kernel does."""
-    name = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    name = name.replace("(anonymous namespace)::", "").removeprefix("void ").removeprefix("at::native::")
     if re.fullmatch(r"_\w+", name) and name != OUR_MATMUL:
         return f"Triton {name}"
     outer = re.split(r"[<(]", name)[0].strip()

@@ -15,6 +15,7 @@ from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.model.hf import has_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
+from spmd_rl.rollout.engine import SamplingConfig
 
 DEFAULT_SAMPLES = 8
 
@@ -43,12 +44,20 @@ def samples_of_run(run: Path, model: Path, settings: dict[str, Any], wanted: Seq
         raise ConfigError(f"{run} has no samples to replay: give --prompts")
     spec, tokenizer = ModelSpec.from_folder(model), load_tokenizer(model)
     special = not settings.get("prompts", {}).get("chat_template", False)
-    temperature = float(settings.get("sampling", {}).get("temperature", 1.0))
+    drawn = {key: settings.get("sampling", {}).get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
+    drawn["seed"] = settings.get("run", {}).get("seed")
+    sampling = SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
     rows = _wanted(files, wanted) if wanted else list(_rows(files[0]).items())[:DEFAULT_SAMPLES]
     texts = [str(row["prompt"]) for _, row in rows]
     prompts = tokenizer(texts, add_special_tokens=special)["input_ids"]
     sequences = [
-        Replayed(name, np.array(prompt, np.int64), np.array(row["tokens"], np.int64), temperature)
+        Replayed(
+            name,
+            np.array(prompt, np.int64),
+            np.array(row["tokens"], np.int64),
+            sampling,
+            (int(row["prompt_uid"]), int(row["index"])),
+        )
         for (name, row), prompt in zip(rows, prompts, strict=True)
     ]
     return checked(sequences, spec)

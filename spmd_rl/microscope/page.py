@@ -47,16 +47,18 @@ def _style() -> str:
 def _head(data: dict[str, Any], title: str) -> str:
     planted = f"<p class='sub'>planted: {html.escape(data['planted'])}</p>" if data["planted"] else ""
     kind = "card verdict" if data["agree"] else "card verdict parted"
-    return f"<h1>{html.escape(title)}</h1>{planted}<p class='{kind}'>{html.escape(data['verdict'])}</p>"
+    sentences = "".join(f"<p>{html.escape(one)}</p>" for one in data["verdict"].splitlines())
+    return f"<h1>{html.escape(title)}</h1>{planted}<div class='{kind}'>{sentences}</div>"
 
 
 def _parts(data: dict[str, Any]) -> list[str]:
     legend = "".join(map(pictures.key, ("equal", "inherited", "introduced")))
-    note = f"{legend} introduced: {html.escape(data['fed'])}'s op, fed with the other side's input, still differs"
+    note = f"{legend} introduced: an op of {html.escape(data['fed'])} given the other side's input still differs"
     parts = [_section("The network", note, _figure("every op of every layer", pictures.network_map(data["findings"])))]
     first = data["first"]
     if first is not None:
-        strips = _figure("rows that differ", pictures.strips(first["positions"], data["sequences"]))
+        strips = pictures.strips(first["positions"], data["sequences"])
+        strips = _figure("rows that differ (wide: prompt, narrow: response; grey: equal, or not computed)", strips)
         on_input = _figure("on the same input, by ULP", pictures.distances(first["on_same_input"]))
         along = _figure("as the paths ran, by ULP", pictures.distances(first["plain"]))
         parts.append(_section("Where they part", _name(first), strips + f'<div class="two">{on_input}{along}</div>'))
@@ -84,7 +86,7 @@ def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
         counts = one["on_same_input"]["counts"]
         cause = causes[one["layer"], one["op"]]
         cells = [
-            f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; {places} in all</small>",
+            f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; in {places} place{'s' * (places > 1)}</small>",
             f"{sum(counts[1:]):,} of {sum(counts):,}, at most {one['on_same_input']['largest_ulp']:,} ULP",
             *(_side(cause[side]) for side in ("left", "right")),
         ]
@@ -102,6 +104,7 @@ def _side(side: dict[str, list[str]]) -> str:
 def _facts(data: dict[str, Any]) -> str:
     facts = {
         "sequences": f"{len(data['sequences'])}, {data['compared_rows']:,} rows compared at {data['points']} points",
+        **{f"the {name} went through": _counts(facts) for name, facts in data["facts"].items() if facts},
         "model": data["model"],
         **data["versions"],
     }
@@ -109,6 +112,10 @@ def _facts(data: dict[str, Any]) -> str:
         f"<tr><th>{html.escape(k)}</th><td class='mono'>{html.escape(v)}</td></tr>" for k, v in facts.items()
     )
     return _section("What was replayed", "", f'<div class="card scroll"><table><tbody>{rows}</tbody></table></div>')
+
+
+def _counts(facts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in facts.items() if count)
 
 
 def _name(one: dict[str, Any]) -> str:

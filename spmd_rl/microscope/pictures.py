@@ -9,8 +9,8 @@ from typing import Any
 from spmd_rl.microscope.points import OPS
 from spmd_rl.microscope.ulp import Histogram
 
-CELL, LABEL, TOP = 18, 92, 22
-MAX_STRIPS, STRIP = 24, 720
+CELL, LABEL, TOP, BAR = 18, 92, 22, 40
+MAX_STRIPS, STRIP, MAX_TICKS = 24, 720, 20
 
 
 def key(status: str) -> str:
@@ -38,20 +38,20 @@ def network_map(findings: Sequence[dict[str, Any]]) -> str:
 
 
 def distances(one: dict[str, Any]) -> str:
-    """Counts of elements by distance, on a square-root scale; equal ones are only counted."""
+    """Counts of elements by distance, on a square-root scale; a bar is for its number of ULP and up to the next's."""
     counts = one["counts"][1:]
     if not any(counts):
         return "<p>all elements are equal</p>"
-    width, height, top = max(260, 44 * len(counts)), 130, max(counts)
+    height, top = 130, max(counts)
     bars = []
     for bucket, count in enumerate(counts, 1):
-        x, tall = 44 * (bucket - 1), height * (count / top) ** 0.5
-        label = Histogram.label(bucket)
-        bars.append(_cell(x + 6, height + 18 - tall, 32, tall, "introduced", f"{label} ULP: {count:,} elements"))
-        bars.append(_text(x + 22, height + 12 - tall, f"{count:,}", "middle"))
-        bars.append(_text(x + 22, height + 34, label if len(label) < 7 else f"2^{bucket - 1}…", "middle"))
+        x, tall = BAR * (bucket - 1), height * (count / top) ** 0.5
+        said = f"{Histogram.label(bucket)} ULP: {count:,} elements"
+        bars.append(_cell(x + 4, height + 18 - tall, BAR - 8, tall, "introduced", said))
+        bars.append(_text(x + BAR / 2, height + 12 - tall, _brief(count), "middle"))
+        bars.append(_text(x + BAR / 2, height + 34, _power(bucket - 1), "middle"))
     equal = f"{one['counts'][0]:,} elements equal, {sum(counts):,} apart, at most {one['largest_ulp']:,} ULP"
-    return _svg(width, height + 40, bars) + f"<p>{equal}</p>"
+    return _svg(max(260, BAR * len(counts)), height + 40, bars) + f"<p>{equal}</p>"
 
 
 def strips(positions: dict[str, list[int]], sequences: Sequence[dict[str, Any]]) -> str:
@@ -85,11 +85,26 @@ def growth(findings: Sequence[dict[str, Any]]) -> str:
         + _text(LABEL - 8, y + 4, label, "end")
         for y, label in ((10, "100 %"), (60, "50 %"), (110, "0 %"))
     ]
-    return _svg(LABEL + STRIP + 10, 118, [*parts, f'<polyline class="line" points="{at}"/>'])
+    layers = sorted({one["layer"] for one in findings})
+    named = layers[:: -(-len(layers) // MAX_TICKS)]
+    for x, (one, before) in enumerate(zip(findings, [None, *findings], strict=False)):
+        if one["layer"] in named and (before is None or one["layer"] != before["layer"]):
+            parts.append(_text(LABEL + step * x, 126, _layer_name(one["layer"], layers), "start"))
+    return _svg(LABEL + STRIP + 40, 132, [*parts, f'<polyline class="line" points="{at}"/>'])
 
 
 def _layer_name(layer: int, layers: Sequence[int]) -> str:
     return {layers[0]: "in", layers[-1]: "out"}.get(layer, str(layer))
+
+
+def _brief(count: int) -> str:
+    return f"{count:,}" if count < 10_000 else f"{count / 1e3:.3g}k" if count < 1_000_000 else f"{count / 1e6:.3g}M"
+
+
+def _power(exponent: int) -> str:
+    """2 ** exponent."""
+    size, unit = divmod(exponent, 10)
+    return f"{1 << unit}{'kMG'[size - 1] if size else ''}"
 
 
 def _cell(x: float, y: float, width: float, height: float, status: str, said: str) -> str:

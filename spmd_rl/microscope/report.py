@@ -69,6 +69,7 @@ class Examined:
                 {"name": one.name, "prompt_tokens": len(one.prompt), "response_tokens": len(one.response)}
                 for one in replay.case.sequences
             ],
+            "facts": {replay.left.name: replay.left.facts, replay.right.name: replay.right.facts},
             "points": len(comparison.points),
             "compared_rows": comparison.num_compared_rows,
             "first": None if first is None else _point(first, replay.case),
@@ -90,7 +91,10 @@ def examine(replay: Replay) -> Examined:
     causes = _causes(replay, comparison, list(first_of_kind.values())) if first_of_kind else {}
     first = comparison.first
     cause = causes.get(first.point) if first else None
-    return Examined(replay, comparison, causes, verdict(comparison, replay.case, replay.names, cause))
+    said = verdict(comparison, replay.case, replay.names, cause)
+    if replay.planted and not comparison.findings:
+        said += f"\nThe planted fault, {replay.planted}, changes nothing here."
+    return Examined(replay, comparison, causes, said)
 
 
 def write(examined: Examined, folder: Folder) -> Folder:
@@ -115,11 +119,12 @@ def _causes(replay: Replay, comparison: Comparison, findings: Sequence[Finding])
     kernels = kernels_of(replay.left, replay.case), kernels_of(replay.right, replay.case)
     outputs = (evidence.fed, evidence.other)
     outputs = outputs if comparison.fed == replay.left.name else outputs[::-1]
-    trial = Trial(evidence, replay.case, replay.right.model, ModelSpec.from_folder(replay.model))
+    spec = ModelSpec.from_folder(replay.model)
+    trial = Trial(evidence, replay.case, replay.right.model, spec, max(replay.left.split, replay.right.split))
     return {
         one.point: Cause(
             *(
-                Side(ran.at(one.point, one.rows[0], one.width), tuple(trial.matches(one.point, values, ran.forward_of)))
+                Side(ran.at(one.point, one.rows[0], one.width), tuple(trial.matches(one.point, values, ran.step_of)))
                 for ran, values in zip(kernels, outputs, strict=True)
             )
         )

@@ -15,9 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels import PackedAttention, linear, linear_fp32, pad_rows, rms_norm, rope, rope_table, silu_mul
-from spmd_rl.kernels.flash import flash_range, flash_takes
-from spmd_rl.kernels.merge import merge_ranges
+from spmd_rl.kernels import (
+    PackedAttention,
+    linear,
+    linear_fp32,
+    pad_rows,
+    rms_norm,
+    rope,
+    rope_table,
+    silu_mul,
+    token_logprobs,
+)
+from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.kernels.flash_ranges import flash_ranges
 from spmd_rl.microscope.points import LINEARS
 from spmd_rl.model.rotary import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
@@ -27,16 +37,20 @@ MAX_RANGES = 8
 
 @dataclass(frozen=True)
 class Together:
-    """Rows of one pass, or for attention of one sequence from its start.
+    """Rows of one step, or for attention of one sequence from its start.
 
-    Shape: `x` the op's inputs [R, ...] each; `positions` [R]; `wanted` [R], the rows that matter.
+    Shape: `x` the op's inputs [R, ...] each; all else [R]: `positions`, each row's next token and its temperature, and
+    which rows matter. `split`: of the keys, or 0.
     """
 
     x: tuple[Tensor, ...]
     module: Any
     spec: ModelSpec
     positions: Tensor
+    targets: Tensor
+    temperatures: Tensor
     wanted: Tensor
+    split: int = 0
 
 
 Variant = tuple[str, Callable[[Together], Tensor]]
@@ -127,10 +141,10 @@ def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
     return x.unflatten(1, (-1, spec.head_dim))
 
 
-def _attended(given: Together) -> Tensor:
+def _attended(given: Together, split: int = 0) -> Tensor:
     spec, (q, k, v) = given.spec, (_heads(x, given.spec) for x in given.x)
-    lengths = np.array([len(q)], np.int32)
-    attend = PackedAttention(lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=q.device)
+    lengths, heads = np.array([len(q)], np.int32), (spec.num_heads, spec.num_kv_heads)
+    attend = PackedAttention(lengths, num_heads=heads[0], num_kv_heads=heads[1], device=q.device, split=split)
     q, k, v = pad_rows(q), pad_rows(k), pad_rows(v)
     return attend(0, q, k, v)[: len(given.positions)]
 
@@ -157,23 +171,77 @@ def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Te
         _one_range(q, k.contiguous(), v.contiguous())
         for k, v in zip(keys.tensor_split(ranges), values.tensor_split(ranges), strict=True)
     ]
-    out = torch.empty_like(q)
-    rows = torch.arange(ranges, dtype=torch.int32, device=q.device)
-    results, log_sums = (torch.stack(part) for part in zip(*parts, strict=True))
-    merge_ranges(results, log_sums, rows.unsqueeze(0), out.unsqueeze(0))
-    return out
+    return merge(*(list(column) for column in zip(*parts, strict=True)))
+
+
+def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
+    """What several ranges of keys gave, weighted by their sums. Shape: each [..., H, D] and [..., H] fp32."""
+    weights = torch.stack(log_sums).softmax(0).unsqueeze(-1)
+    return (torch.stack([out.float() for out in outs]) * weights).sum(0).to(outs[0].dtype)
 
 
 def _one_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output [H, D] and log-sum [H] fp32 over one range of keys."""
     if flash_takes(q.shape[-1], q.dtype, q.device):
-        return flash_range(q, k, v)
+        out, log_sum = flash_ranges(q[None], k[None], v[None], torch.full((1,), len(k), device=q.device))
+        return out[0], log_sum[0]
     groups = q.shape[0] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1).transpose(0, 1).float() for x in (k, v))
     scores = (k @ q.float().unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
     return (scores.softmax(-1).unsqueeze(1) @ v).squeeze(1), scores.logsumexp(-1)
 
 
+def _scored(given: Together) -> Tensor:
+    return token_logprobs(given.x[0].float(), given.targets, _inverse(given))[0].unsqueeze(1)
+
+
+def _library_scored(given: Together) -> Tensor:
+    return _chosen((given.x[0].float() * _inverse(given)[:, None]).log_softmax(-1), given)
+
+
+def _scored_by_division(given: Together) -> Tensor:
+    return _chosen((given.x[0].float() / given.temperatures[:, None]).log_softmax(-1), given)
+
+
+def _scored_by_log_sum(given: Together) -> Tensor:
+    z = given.x[0].float() * _inverse(given)[:, None]
+    return _chosen(z, given) - z.logsumexp(-1, keepdim=True)
+
+
+def _scored_by_log_of_softmax(given: Together) -> Tensor:
+    return _chosen((given.x[0].float() * _inverse(given)[:, None]).softmax(-1), given).log()
+
+
+def _scored_of_rounded(given: Together) -> Tensor:
+    return _chosen((given.x[0].bfloat16().float() * _inverse(given)[:, None]).log_softmax(-1), given)
+
+
+def _scored_in_the_activations_format(given: Together) -> Tensor:
+    return _chosen((given.x[0].bfloat16() * _inverse(given)[:, None].bfloat16()).log_softmax(-1), given)
+
+
+def _scored_untempered(given: Together) -> Tensor:
+    return _chosen(given.x[0].float().log_softmax(-1), given)
+
+
+def _inverse(given: Together) -> Tensor:
+    return 1 / given.temperatures  # rounded to float32, as engine and trainer do it
+
+
+def _chosen(x: Tensor, given: Together) -> Tensor:
+    return x.gather(1, given.targets[:, None])
+
+
+_LOGPROB: list[Variant] = [
+    ("exponentials summed by shards of the vocabulary, the contract's", _scored),
+    ("the library's log-softmax, then one entry", _library_scored),
+    ("the library's log-softmax of logits divided by the temperature", _scored_by_division),
+    ("logit less the library's log-sum of exponentials", _scored_by_log_sum),
+    ("the logarithm of the library's softmax", _scored_by_log_of_softmax),
+    ("the library's log-softmax of logits rounded to bfloat16", _scored_of_rounded),
+    ("the library's log-softmax in bfloat16", _scored_in_the_activations_format),
+    ("the log-prob at temperature 1", _scored_untempered),
+]
 _NORM: list[Variant] = [
     ("the contract's norm", _normed),
     ("torch's own mean, scaled by the weight after rounding", _library_normed),
@@ -186,6 +254,7 @@ _ROPE: list[Variant] = [
 ]
 _ATTENTION: list[Variant] = [
     ("one softmax over keys in ascending blocks, the contract's", _attended),
+    ("softmaxes of splits of one size, merged in order, the contract's", lambda given: _attended(given, given.split)),
     ("the library's scaled-dot-product attention", _library_attended),
     *((f"softmaxes of {n} ranges of keys, merged", partial(_merged, n)) for n in range(2, MAX_RANGES + 1)),
 ]
@@ -201,4 +270,5 @@ _OTHERS = {
     "k": _ROPE,
     "attention": _ATTENTION,
     "act": _ACT,
+    "logprob": _LOGPROB,
 }

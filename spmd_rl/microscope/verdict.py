@@ -10,6 +10,8 @@ from spmd_rl.microscope.explain import Match
 from spmd_rl.microscope.identity import Kernel
 from spmd_rl.microscope.points import OPS
 
+MAX_KERNELS = 4  # in a sentence
+
 
 @dataclass(frozen=True)
 class Side:
@@ -26,15 +28,18 @@ class Cause:
 
 
 def verdict(comparison: Comparison, case: Case, names: tuple[str, str], cause: Cause | None = None) -> str:
-    """One or a few sentences: where the paths part, by how much, on what kernels, and what comes of it."""
+    """One or a few sentences, each a line: where the paths part, by how much, on what kernels, and what comes of it."""
+    return "\n".join(filter(None, [*comparison.troubles, *_arithmetic(comparison, case, names, cause)]))
+
+
+def _arithmetic(comparison: Comparison, case: Case, names: tuple[str, str], cause: Cause | None) -> list[str]:
     first = comparison.first
     if first is None:
-        return _agreement(comparison, names)
+        return [_agreement(comparison, names)]
     name, position = case.where(first.rows[0])
-    rows = f"{first.introduced_rows} row{_s(first.introduced_rows)}"
-    apart = (
-        f"{_share(first.fed.unequal, first.fed.total, 'output')} of {rows} differ by at most {first.fed.largest:,} ULP"
-    )
+    rows = f"{first.introduced_rows:,} of {first.num_rows:,} rows"
+    outputs = f"{first.fed.unequal:,} of {first.fed.total:,} outputs"
+    apart = f"{outputs}, in {rows}, differ by at most {first.fed.largest:,} ULP"
     if not first.fed.unequal:
         apart = f"{rows} are of another format, equal when rounded to the coarser"
     sentences = [
@@ -43,8 +48,7 @@ def verdict(comparison: Comparison, case: Case, names: tuple[str, str], cause: C
     ]
     if cause is not None:
         sentences += [_side(names[0], cause.left, first), _side(names[1], cause.right, first)]
-    sentences.append(_elsewhere(comparison, first))
-    return " ".join(filter(None, [*sentences, _outcome(comparison)]))
+    return [*sentences, _elsewhere(comparison, first), _outcome(comparison)]
 
 
 def _agreement(comparison: Comparison, names: tuple[str, str]) -> str:
@@ -87,16 +91,13 @@ def _outcome(comparison: Comparison) -> str:
 
 
 def _side(name: str, side: Side, finding: Finding) -> str:
-    ran = f"{name} ran {'; '.join(map(str, side.kernels[:3]))}" if side.kernels else name
+    name = name if name == "transformers" else f"The {name}"
+    ran = f"{name} ran {'; '.join(map(str, side.kernels[:MAX_KERNELS]))}" if side.kernels else name
     arithmetic = ", ".join(
         f"{match.says}{'' if match.rows == finding.num_rows else f' in {match.rows} of {finding.num_rows} rows'}"
         for match in side.matches[:3]
     )
     return f"{ran}: {arithmetic}." if arithmetic else f"{ran}." if side.kernels else ""
-
-
-def _share(part: int, whole: int, what: str) -> str:
-    return f"{part:,} of {whole:,} {what}s"
 
 
 def _s(count: int, singular: str = "") -> str:

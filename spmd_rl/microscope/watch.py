@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from spmd_rl.kernels import PagedAttention
 from spmd_rl.microscope.points import BEFORE, Point
 from spmd_rl.model.network import Attend, CausalLM
 
@@ -48,11 +49,36 @@ def watch(model: CausalLM, see: See) -> Iterator[None]:
 
 
 def _watched(attend: Attend, see: See) -> Attend:
+    if isinstance(attend, PagedAttention):
+        return _WatchedPages(attend, see)
+
     def call(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = see(Point(layer, "q"), q), see(Point(layer, "k"), k), see(Point(layer, "v"), v)
         return see(Point(layer, "attention"), attend(layer, q, k, v))
 
     return call
+
+
+class _WatchedPages(PagedAttention):
+    """Attention to a cache, watched; also where keys and values went into it before, with the kernel that made them."""
+
+    def __init__(self, attend: PagedAttention, see: See) -> None:
+        super().__init__(attend.cache, attend.slots, attend.kernel)
+        self._attend, self._see = attend, see
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        see = self._see
+        q, k, v = see(Point(layer, "q"), q), see(Point(layer, "k"), k), see(Point(layer, "v"), v)
+        return see(Point(layer, "attention"), self._attend(layer, q, k, v))
+
+    def read(self, layer: int, q: Tensor) -> Tensor:
+        """For caches that FlashAttention reads, whose pages lie one after the other."""
+        q = self._see(Point(layer, "q"), q)
+        cached = [x.flatten(0, 1).index_select(0, self.slots.clamp(min=0)) for x in self.cache.layers[layer]]
+        k, v = (self._see(Point(layer, op), x) for op, x in zip("kv", cached, strict=True))
+        if k is not cached[0] or v is not cached[1]:
+            self.cache.write(layer, self.slots, k, v)
+        return self._see(Point(layer, "attention"), self.kernel(q, *self.cache.layers[layer]))
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
-from spmd_rl.kernels import KvCache, contract
+from spmd_rl.kernels import KvCache, contract, sample_and_score
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.rollout.engine import EngineConfig, Progress, Request
+from spmd_rl.rollout.native.graphs import Draw
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.scheduler import Scheduler
@@ -38,7 +39,7 @@ class _Launched:
 
 
 class NativeEngine:
-    """See `rollout.engine.Engine`. `decode` turns tokens into text; only stop strings need it.
+    """See `rollout.engine.Engine`. `decode` turns tokens into text; only stop strings need it. `draw` chooses tokens.
 
     Where decoding is recorded in graphs, a step is launched before the tokens of the last one are looked at: `step`
     returns one step late, and a sequence that ends by a token computes one more, which is dropped.
@@ -51,6 +52,7 @@ class NativeEngine:
         device: torch.device,
         *,
         decode: Callable[[tuple[int, ...]], str] | None = None,
+        draw: Draw = sample_and_score,
     ) -> None:
         self.model = model
         self.spec = spec = model.spec
@@ -69,6 +71,7 @@ class NativeEngine:
         )
         if self._ahead:
             model.lay_out_projections()
+        self._draw = draw
         self._decode = lru_cache(maxsize=1 << 16)(decode) if decode else None
         self._live: dict[tuple[int, int], StopStrings | None] = {}
         self._num_steps = 0
@@ -123,7 +126,8 @@ class NativeEngine:
 
     def wake(self) -> None:
         if self._steps is None:
-            self._steps = Steps(self.model, self._new_cache(), self.rows, self.device, graphs=self._ahead)
+            cache = self._new_cache()
+            self._steps = Steps(self.model, cache, self.rows, self.device, graphs=self._ahead, draw=self._draw)
         elif self._memory is not None and not self._memory.is_mapped:
             self._memory.map()
             self._memory.bytes.zero_()

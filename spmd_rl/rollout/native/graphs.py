@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels import KvCache, PagedAttention, sample_and_score
+from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.upload import upload
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.rows import Rows
@@ -24,6 +24,7 @@ from spmd_rl.rollout.native.staged import Staged
 
 GraphMemory = Any  # torch's handle of a pool
 Outputs = TypeVar("Outputs")
+Draw = Callable[..., tuple[Tensor, Tensor]]  # takes what `sample_and_score` takes
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -55,8 +56,9 @@ def record(work: Callable[[], Outputs], memory: GraphMemory) -> tuple[torch.cuda
 class DecodeGraphs:
     """Graphs over one cache. Ranks: any, each on its own."""
 
-    def __init__(self, model: CausalLM, cache: KvCache, rows: Rows, memory: GraphMemory) -> None:
+    def __init__(self, model: CausalLM, cache: KvCache, rows: Rows, memory: GraphMemory, draw: Draw) -> None:
         self._model = model
+        self._draw = draw
         self._cache = cache
         self._rows = rows
         self._sizes = batch_sizes(rows.num_rows)
@@ -114,7 +116,7 @@ class DecodeGraphs:
         attend = PagedAttention.decode(self._cache, pages=inputs["pages"], num_keys=now.num_keys, slots=now.slots)
         hidden = self._model(now.tokens, now.positions, attend)
         filters = {name: inputs[name] for name in ("top_k", "top_p", "min_p")} if filtered else {}
-        tokens, logprobs = sample_and_score(
+        tokens, logprobs = self._draw(
             self._model.logits(hidden),
             inputs["inv_temperature"],
             inputs["bases"],

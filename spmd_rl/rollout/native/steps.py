@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels import KvCache, PagedAttention, sample_and_score
+from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.upload import upload
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.native.graphs import DecodeGraphs
+from spmd_rl.rollout.native.graphs import DecodeGraphs, Draw
 from spmd_rl.rollout.native.prompt_graphs import Chunks, PromptGraphs
 from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.scheduler import Plan
@@ -39,14 +39,17 @@ class Drawn:
 class Steps:
     """The device's side of an engine, from the time the cache is there to the time it goes."""
 
-    def __init__(self, model: CausalLM, cache: KvCache, rows: Rows, device: torch.device, *, graphs: bool) -> None:
+    def __init__(
+        self, model: CausalLM, cache: KvCache, rows: Rows, device: torch.device, *, graphs: bool, draw: Draw
+    ) -> None:
         self.cache = cache
         self._decode: DecodeGraphs | None = None
         self._prompts: PromptGraphs | None = None
         if graphs:
             memory = torch.cuda.graph_pool_handle()
-            self._decode = DecodeGraphs(model, cache, rows, memory)
+            self._decode = DecodeGraphs(model, cache, rows, memory, draw)
             self._prompts = PromptGraphs(model, cache, rows.pages.shape[1], memory)
+        self._sample = draw
         self._model = model
         self._rows = rows
         self._device = device
@@ -107,7 +110,7 @@ class Steps:
             values = column[rows]
             return self._tensor(values) if (values != off).any() else None
 
-        tokens, logprobs = sample_and_score(
+        tokens, logprobs = self._sample(
             logits,
             self._tensor(state.inv_temperature[rows]),
             self._tensor(state.base[rows]),

@@ -1,8 +1,8 @@
-"""The microscope in bfloat16: planted faults found, hashes the same on both devices and in a captured graph."""
+"""The microscope in bfloat16: faults planted in the engine found through its graphs, hashes as those of eager steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,18 +10,21 @@ import pytest
 import torch
 
 from benchmarks import mismatch
-from spmd_rl.kernels import PagedAttention
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.kernels.row_hash import row_hashes
-from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.microscope.compare import compare
+from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.faults import plant
 from spmd_rl.microscope.identity import kernels_of
-from spmd_rl.microscope.paths import EnginePath, TrainerPath, load_model
+from spmd_rl.microscope.paths import TrainerPath, load_model
 from spmd_rl.microscope.points import Point
+from spmd_rl.microscope.report import Replay, examine
 from spmd_rl.microscope.taps import Hashes
-from spmd_rl.microscope.watch import watch
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.types import Sample
 
 DEVICE = torch.device("cuda")
 MIDDLE = mismatch.NUM_LAYERS // 2
@@ -58,8 +61,10 @@ def test_hashes_are_those_of_the_cpu(dtype: torch.dtype, columns: int) -> None:
 
 
 def test_engine_and_trainer_agree_in_every_op(folder: Path, case: Case, trainer: TrainerPath) -> None:
-    comparison = compare(mismatch.engine(folder), trainer, case)
+    path = mismatch.engine(folder)
+    comparison = compare(path, trainer, case)
     assert comparison.findings == ()
+    assert path.facts["recorded graphs"] >= 4
     assert {point.op for point in comparison.points} >= {"q", "k", "v", "attention", "act", "down_proj", "logprob"}
 
 
@@ -73,6 +78,20 @@ def test_a_planted_fault_is_found_where_it_is(folder: Path, case: Case, trainer:
     introduced = {one.point.op for one in comparison.findings if one.status == "introduced"}
     assert introduced == ({"q", "k"} if fault == "rope-bf16" else {comparison.first.point.op})
     assert all(one.status == "equal" for one in comparison.findings if one.point.place < comparison.first.point.place)
+    assert path.facts["recorded graphs"] >= 4
+
+
+def test_a_log_prob_is_explained_on_both_sides(folder: Path, case: Case, trainer: TrainerPath) -> None:
+    path = mismatch.engine(folder)
+    plant("library-logprob", path)
+    found = examine(Replay(case, path, trainer, str(folder), "torch.bfloat16", "cuda"))
+    (cause,) = found.causes.values()
+    scored = sum(len(one.response) for one in case.sequences)
+    for side, says in ((cause.left, "the library's log-softmax"), (cause.right, "the contract's")):
+        assert [match.rows for match in side.matches] == [scored]
+        assert says in side.matches[0].says
+    assert any("softmax" in kernel.name.lower() for kernel in cause.left.kernels)
+    assert any(kernel.name == "Triton _combine" for kernel in cause.right.kernels)
 
 
 def test_the_libraries_kernel_is_named(folder: Path, case: Case) -> None:
@@ -87,39 +106,56 @@ def test_the_libraries_kernel_is_named(folder: Path, case: Case) -> None:
     assert any(kernel.name.startswith("FlashAttention-4") for kernel in kernels.at(attention, row, 2048))
 
 
-def recorded(path: EnginePath, forward: Callable[[], None], taps: Hashes) -> torch.cuda.CUDAGraph:
-    with watch(path.model, taps.see):
-        forward()  # makes the tables, and compiles
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            forward()
-    return graph
+def test_hashes_from_recorded_graphs_are_those_of_eager_steps(folder: Path, case: Case) -> None:
+    path, tables = mismatch.engine(folder), {}
+    for graphs in (True, False):
+        path.cfg = replace(path.cfg, cuda_graphs=graphs)
+        hashes = Hashes(case.num_rows)
+        path.run(case, hashes)
+        assert (path.facts["recorded graphs"] >= 4) == graphs
+        tables[graphs] = hashes.table
+    # an engine without graphs does not join its projections, and shows them as well
+    assert len(tables[True]) == 1 + 9 * mismatch.NUM_LAYERS + 3
+    for point, hashes in tables[True].items():
+        seen = (hashes != 0) & (tables[False][point] != 0)
+        scored = sum(len(one.response) for one in case.sequences)
+        assert seen[:-1].sum() == scored if point.op in ("logits", "logprob") else seen[:-1].sum() > 900
+        assert torch.equal(hashes[seen], tables[False][point][seen]), str(point)
 
 
-@torch.inference_mode()
-def test_hashes_in_a_captured_graph_are_those_of_the_eager_pass(folder: Path) -> None:
+def test_splits_on_one_side_are_named_and_on_both_agree(folder: Path, case: Case, trainer: TrainerPath) -> None:
+    path = EnginePath(load_model(folder, torch.bfloat16, DEVICE), EngineConfig(max_batch=64, attention_split=128))
+    alike = TrainerPath(trainer.model, attention_split=128)
+    assert compare(path, alike, case).findings == ()
+    found = examine(Replay(case, path, trainer, str(folder), "torch.bfloat16", "cuda"))
+    point, cause = next(iter(found.causes.items()))
+    assert point == Point(0, "attention")
+    assert cause.left.matches[-1].says.startswith("softmaxes of splits of one size")
+    assert sum(match.rows for match in cause.left.matches) == cause.right.matches[0].rows
+
+
+def test_a_small_cache_preempts_and_changes_no_bit(folder: Path, trainer: TrainerPath) -> None:
+    path, rng = mismatch.engine(folder), np.random.default_rng(0)
+    path.cfg = replace(path.cfg, num_pages=20)
+    prompt = rng.integers(2, 30000, 150)
+    case = Case(tuple(Replayed(f"0:{n}", prompt, rng.integers(2, 30000, 260)) for n in range(8)))
+    assert compare(path, trainer, case).findings == ()
+    assert path.facts["preemptions"] > 0
+    assert path.facts["copied pages"] >= 7
+    assert path.troubles == []
+
+
+def test_draws_of_the_replay_are_those_of_the_engine(folder: Path) -> None:
+    """With the weights that drew the samples, a replay draws every token as recorded."""
     path = mismatch.engine(folder)
-    rows = torch.arange(16, device=DEVICE)
-    tokens, positions = torch.arange(100, 116, device=DEVICE), torch.zeros(16, dtype=torch.int64, device=DEVICE)
-    slots = torch.arange(16, device=DEVICE) * path.page_size
-    pages = torch.arange(16, dtype=torch.int32, device=DEVICE)[:, None]
-    cache = path._cache(16)
-    taps = [Hashes(16), Hashes(16)]
-
-    def forward(tap: Hashes) -> None:
-        tap.begin(rows, rows, rows)
-        attend = PagedAttention.decode(cache, pages=pages, num_keys=(positions + 1).int(), slots=slots)
-        path.model(tokens, positions, attend, rows)
-
-    graph = recorded(path, lambda: forward(taps[0]), taps[0])
-    for shift in (7, 1000):
-        tokens.copy_(torch.arange(16, device=DEVICE) + shift)
-        graph.replay()
-        with watch(path.model, taps[1].see):
-            forward(taps[1])
-        assert taps[0].table.keys() == taps[1].table.keys()
-        assert len(taps[0].table) == 1 + 9 * mismatch.NUM_LAYERS + 2  # joined projections are seen at q, k, v and act
-        for point, hashes in taps[0].table.items():
-            assert torch.equal(hashes, taps[1].table[point]), str(point)
-            assert np.unique(hashes.cpu()).size == 16
+    engine = NativeEngine(path.model, path.cfg, DEVICE)
+    engine.new_version(0)
+    prompt, sampling = np.arange(2, 90, dtype=np.int32), SamplingConfig(max_tokens=40, seed=5, ignore_eos=True)
+    for index in range(6):
+        engine.submit(Request(3, index, prompt, sampling))
+    samples: list[Sample] = []
+    while engine.has_work:
+        samples += engine.step().finished
+    drawn = [Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index)) for one in samples]
+    path.run(Case(tuple(drawn)), Hashes(6 * 128))
+    assert path.facts["tokens drawn as recorded"] == 6 * 40

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.paths import EnginePath, ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.engine_path import EnginePath
+from spmd_rl.microscope.paths import ReferencePath, TrainerPath, load_model
 from spmd_rl.model.hf import init_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import EngineConfig
 
 CPU = torch.device("cpu")
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "arithmetic" / "model"
@@ -51,7 +53,8 @@ def case() -> Case:
 
 @pytest.fixture(scope="session")
 def engine(folder: Path) -> Callable[[], EnginePath]:
-    return lambda: EnginePath(load_model(folder, torch.float32, CPU), page_size=4, max_step_tokens=40)
+    cfg = EngineConfig(page_size=4, max_batch=8, max_step_tokens=40)
+    return lambda: EnginePath(load_model(folder, torch.float32, CPU), cfg)
 
 
 @pytest.fixture(scope="session")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.microscope.compare import compare
+from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.explain import Trial
 from spmd_rl.microscope.faults import plant
-from spmd_rl.microscope.paths import EnginePath
 from spmd_rl.microscope.points import OPS, Point
 from spmd_rl.microscope.taps import Hashes, Marks, Tap, Values
 from spmd_rl.microscope.variants import merged_attention
@@ -28,14 +30,44 @@ def kinds(comparison) -> Counter[str]:
 
 
 def test_engine_and_trainer_agree_in_every_op(engine, trainer, case) -> None:
-    comparison = compare(engine(), trainer, case)
+    path = engine()
+    comparison = compare(path, trainer, case)
     assert comparison.findings == ()
     assert comparison.first is None
     assert {point.op for point in comparison.points} == set(OPS)
     assert len(comparison.points) == 1 + 3 * 14 + 3
-    every = sum(len(one.tokens) - 1 for one in case.sequences) * (1 + 3 * 14 + 1)
+    hits = path.facts["tokens from the prefix cache"]
+    assert hits == 32
+    every = (sum(len(one.tokens) - 1 for one in case.sequences) - hits) * (1 + 3 * 14 + 1)
     assert comparison.num_compared_rows == every + 2 * sum(len(one.response) for one in case.sequences)
     assert "agree in every bit" in verdict(comparison, case, ("engine", "trainer"))
+
+
+def test_whatever_the_engine_goes_through_changes_no_bit(engine, trainer) -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(2, 100, 39)
+    case = Case(tuple(Replayed(f"0:{n}", prompt, rng.integers(2, 100, 40)) for n in range(6)))
+    path = engine()
+    path.cfg = replace(path.cfg, num_pages=50)
+    comparison = compare(path, trainer, case)
+    assert comparison.findings == ()
+    assert comparison.troubles == ()
+    for what in ("preemptions", "tokens from the prefix cache", "cut prompts"):
+        assert path.facts[what] > 0, what
+
+
+def test_a_cache_that_gives_somebody_elses_keys_is_called_that(engine, trainer, case, monkeypatch) -> None:
+    def careless(keys: list[bytes], root: bytes, tokens: np.ndarray, page_size: int) -> None:
+        keys.extend(bytes([page]) for page in range(len(keys), len(tokens) // page_size))
+
+    for module in ("stems", "scheduler"):
+        monkeypatch.setattr(f"spmd_rl.rollout.native.{module}.extend_keys", careless)
+    rng = np.random.default_rng(1)
+    case = Case(tuple(Replayed(f"{n}:0", rng.integers(2, 100, 9), rng.integers(2, 100, 5)) for n in range(2)))
+    comparison = compare(engine(), trainer, case)
+    said = verdict(comparison, case, ("engine", "trainer")).splitlines()
+    assert said[0] == "At position 0, 1:0 reads position 0 of 0:0 in the cache: not its own history."
+    assert said[1].startswith("layer 0 attention: ")
 
 
 FOUND = {
@@ -43,6 +75,7 @@ FOUND = {
     "norm-order": (Point(MIDDLE, "post_norm"), {"post_norm": 1}),
     "rope-bf16": (Point(0, "q"), {"q": 3, "k": 3}),
     "auto-splits": (Point(0, "attention"), {"attention": 3}),
+    "library-logprob": (Point(3, "logprob"), {"logprob": 1}),
 }
 
 
@@ -58,7 +91,7 @@ def test_a_planted_fault_is_found_where_it_is_and_only_there(engine, trainer, ca
     for one in comparison.findings:
         if one.point.place < point.place:
             assert one.status == "equal", str(one.point)
-        if one.point.op == "logprob":
+        if one.point.op == "logprob" and fault != "library-logprob":
             assert one.status == "inherited"
     assert comparison.first.fed.unequal
     sentence = verdict(comparison, case, ("engine", "trainer"))
@@ -116,21 +149,25 @@ class Meddling(Tap):
     def __init__(self, inner: Tap, point: Point, row: int) -> None:
         self.inner, self.point, self.row = inner, point, row
 
-    def take(self, point: Point, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        hit = places[rows == self.row]
+    def take(self, point: Point, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        hit = (rows == self.row).nonzero()[:, 0]
         if point == self.point and len(hit):
             x = x.clone()
             x[hit[0]] += 1
         return self.inner.take(point, x, rows, places)
 
+    def share(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        self.inner.share(rows, sources)
+
 
 class Wrong:
     """An engine whose op at `point` is wrong in one row."""
 
-    name, rows_are_distinct = "wrong", True
+    name, rows_are_distinct = "wrong", False
 
     def __init__(self, engine: EnginePath, point: Point, row: int) -> None:
         self.engine, self.point, self.row = engine, point, row
+        self.facts, self.troubles = {}, []
 
     def run(self, case: Case, tap: Tap) -> None:
         self.engine.run(case, Meddling(tap, self.point, self.row))
@@ -164,7 +201,7 @@ def trial_of(path, other, case, folder) -> tuple:
     for side, values in ((path, comparison.evidence.fed), (other, comparison.evidence.other)):
         marks = Marks(case.num_rows)
         side.run(case, marks)
-        sides.append((values, marks.forward_of.tolist()))
+        sides.append((values, marks.step_of[:-1].tolist()))
     return comparison.first, [
         [match.says for match in trial.matches(comparison.first.point, values, pass_of)] for values, pass_of in sides
     ]
@@ -174,6 +211,7 @@ ARITHMETIC = {
     "split-k": "K summed in 2 parts",
     "norm-order": "scaled by the weight before rounding",
     "rope-bf16": "tables rounded to bfloat16",
+    "library-logprob": "the library's log-softmax, then one entry",
 }
 
 

@@ -43,7 +43,7 @@ def test_the_first_that_introduces_leads_and_the_rest_is_counted() -> None:
         finding(Point(2, "o_proj"), APART),
         finding(Point(3, "logprob"), APART),
     )
-    assert sentence.startswith("layer 1 down_proj: 3 of 40 outputs of 2 rows differ by at most 3 ULP")
+    assert sentence.startswith("layer 1 down_proj: 3 of 40 outputs, in 2 of 10 rows, differ by at most 3 ULP")
     assert "first at 7:1 position 1." in sentence
     assert "Introduced as well: attention (causal attention) in 1 place." in sentence
     assert "2 later points only inherit it." in sentence
@@ -56,14 +56,14 @@ def test_both_sides_are_named_with_kernel_and_arithmetic() -> None:
         Side((split,), (Match("K summed in 2 parts", 8), Match("one chain", 2))), Side((), (Match("one chain", 10),))
     )
     sentence = said(finding(Point(1, "down_proj"), APART, APART, rows=(6,)), cause=cause)
-    assert "engine ran nvjet (tile 64x8, K split, wgmma): K summed in 2 parts in 8 of 10 rows" in sentence
-    assert "trainer: one chain." in sentence
+    assert "The engine ran nvjet (tile 64x8, K split, wgmma): K summed in 2 parts in 8 of 10 rows" in sentence
+    assert "The trainer: one chain." in sentence
 
 
 def test_another_format_is_not_called_a_distance() -> None:
     same = Histogram((40,), 0)
     one = Finding(Point(3, "logits"), 10, 10, 10, tuple(range(10)), same, same, 0.01)
-    assert said(one).startswith("logits: 10 rows are of another format, equal when rounded to the coarser")
+    assert said(one).startswith("logits: 10 of 10 rows are of another format, equal when rounded to the coarser")
 
 
 def test_a_difference_that_nothing_introduces_is_not_explained_away() -> None:
