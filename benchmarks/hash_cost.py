@@ -1,0 +1,100 @@
+"""What it costs to look: the engine's decoding step with a hash of every row after every op, recorded in its graphs.
+
+An engine of Qwen3-0.6B's shapes (random weights) generates, and the same engine replays under a tap, in turns. A
+step's time is the median of those that decode all sequences, clocked on the host from one to the next: steps are
+launched ahead of the GPU, so in steady decoding that is what a step takes. What a replay adds besides hashing, the
+scoring of the samples' tokens, is in it. An engine that nobody watches holds none of this.
+
+    python -m benchmarks.hash_cost [--save]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.shapes import write_folder
+from benchmarks.table import Row
+from spmd_rl.microscope.case import Case, Replayed
+from spmd_rl.microscope.engine_path import EnginePath, Replaying, requests, sized
+from spmd_rl.microscope.paths import load_model
+from spmd_rl.microscope.taps import Hashes
+from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.native.engine import NativeEngine
+
+BATCHES, PROMPT, ANSWER, TURNS = (1, 64, 256), 128, 128, 3
+WARM = 24  # steps that record graphs, or follow on those that do
+DEVICE = torch.device("cuda")
+
+
+def sequences(batch: int, vocab: int) -> Case:
+    rng = np.random.default_rng(0)
+    answers = (rng.integers(0, vocab, PROMPT + ANSWER).astype(np.int64) for _ in range(batch))
+    return Case(tuple(Replayed(f"{n}:0", one[:PROMPT], one[PROMPT:]) for n, one in enumerate(answers)))
+
+
+def step_s(engine: NativeEngine, case: Case) -> float:
+    """Seconds of a step that decodes all sequences."""
+    for request in requests(case):
+        engine.submit(request)
+    times, began = [], time.perf_counter()
+    while engine.has_work:
+        progress, ended = engine.step(), time.perf_counter()
+        if len(progress.tokens) == len(case.sequences):
+            times.append(ended - began)
+        began = ended
+    return statistics.median(times[WARM:])
+
+
+def plain_s(path: EnginePath, case: Case) -> float:
+    engine = NativeEngine(path.model, sized(path, case), DEVICE)
+    engine.new_version(0)
+    return step_s(engine, case)
+
+
+@torch.inference_mode()
+def hashed_s(path: EnginePath, case: Case) -> tuple[float, int]:
+    """And how many points are hashed."""
+    hashes = Hashes(case.num_rows)
+    replaying = Replaying(path, case, hashes)
+    with replaying.watched():
+        return step_s(replaying.engine, case), len(hashes.table)
+
+
+def measure(path: EnginePath, batch: int) -> Iterator[Row]:
+    case = sequences(batch, path.model.spec.vocab_size)
+    plain, hashed = [], []
+    for _ in range(TURNS):
+        plain.append(plain_s(path, case) * 1e3)
+        seconds, num_points = hashed_s(path, case)
+        hashed.append(seconds * 1e3)
+    ours, peer = statistics.median(hashed), statistics.median(plain)
+    name = f"Qwen3-0.6B, batch {batch}: decoding step of a replay"
+    yield compared(f"{name}, every row hashed at {num_points} points", ours, "ms", peer="the engine", peer_value=peer)
+    yield measured(f"{name}, more for each point", (ours - peer) / num_points * 1e3, "us")
+
+
+def main() -> int:
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_folder("0.6B", folder)
+        model = load_model(folder, torch.bfloat16, DEVICE)
+    path = EnginePath(model, EngineConfig(max_batch=max(BATCHES), max_step_tokens=8192))
+    for batch in BATCHES:
+        rows += measure(path, batch)
+        print(*rows[-2:], sep="\n", flush=True)
+    packages = ("torch", "triton", "flash-attn-4")
+    return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
