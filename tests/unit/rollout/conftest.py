@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.kernels import PackedAttention, token_logprobs
+from spmd_rl.kernels import PackedAttention, sample_and_score, token_logprobs
 from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.graphs import Draw
 from spmd_rl.types import Sample
 
 CPU = torch.device("cpu")
@@ -63,9 +64,14 @@ def model(new_model: Callable[..., CausalLM]) -> CausalLM:
 def new_engine() -> Callable[..., NativeEngine]:
     """An engine whose weights are version 0; keywords are EngineConfig's."""
 
-    def build(model: CausalLM, decode: Callable[[tuple[int, ...]], str] | None = None, **cfg: object) -> NativeEngine:
+    def build(
+        model: CausalLM,
+        decode: Callable[[tuple[int, ...]], str] | None = None,
+        draw: Draw = sample_and_score,
+        **cfg: object,
+    ) -> NativeEngine:
         cfg.setdefault("max_step_tokens", max(64, int(cfg.get("max_batch", 16))))
-        engine = NativeEngine(model, EngineConfig(**{"max_batch": 16, **cfg}), CPU, decode=decode)
+        engine = NativeEngine(model, EngineConfig(**{"max_batch": 16, **cfg}), CPU, decode=decode, draw=draw)
         engine.new_version(0)
         return engine
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import spmd_rl.kernels.attention as attention
 import spmd_rl.kernels.paged_attention as paged_attention
+from spmd_rl.kernels import sample_and_score
 from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.native import steps
 
 FEATURES = ("num_preemptions", "num_retractions", "num_aborts", "num_partial_chunks", "num_hit_tokens", "num_evictions")
 
@@ -192,14 +192,11 @@ def test_control_stale_cache_after_a_weight_change_is_seen(new_model, new_engine
         model.load_state_dict(kept)
 
 
-def test_control_shifted_random_stream_is_seen(model, new_engine, finish, alone, monkeypatch):
-    draw = steps.sample_and_score
-
+def test_control_shifted_random_stream_is_seen(model, new_engine, finish, alone):
     def shifted(logits, inv_temperature, bases, positions, **filters):
-        return draw(logits, inv_temperature, bases, positions + 1, **filters)
+        return sample_and_score(logits, inv_temperature, bases, positions + 1, **filters)
 
-    monkeypatch.setattr(steps, "sample_and_score", shifted)
-    assert unequal(finish(new_engine(model), workload()), alone) > 0
+    assert unequal(finish(new_engine(model, draw=shifted), workload()), alone) > 0
 
 
 def test_control_another_block_order_is_seen(model, new_engine, finish, alone, mismatched_tokens, monkeypatch):
