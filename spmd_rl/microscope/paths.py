@@ -86,7 +86,9 @@ class TrainerPath:
         pieces = prefixes.shared(batch) if self.device.type == "cpu" else prefixes.whole(batch)
         rows = np.concatenate([case.offsets[n] + np.arange(case.lengths[n]) for n in batch.index])
         scored = torch.from_numpy(rows[np.flatnonzero(batch.mask) - 1]).to(self.device)
-        tap.begin(torch.from_numpy(rows).to(self.device), torch.from_numpy(pieces.place).to(self.device), scored)
+        laid = pieces.place >= 0
+        given, places = (torch.from_numpy(array[laid]).to(self.device) for array in (rows, pieces.place))
+        tap.begin(given, places, scored)
         logprobs, _ = self.scorer(lay_out(batch, self.device))
         tap.see(Point(self.model.spec.num_layers, "logprob"), logprobs)
 

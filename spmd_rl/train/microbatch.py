@@ -64,8 +64,11 @@ class MicroBatch:
 
 
 def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
-    """The micro-batch of these sequences; of none, one token and an empty mask. The CPU's attention shares prompts."""
-    if not batch.num_sequences:
+    """The micro-batch of these sequences; where there is nothing to score, one token and an empty mask.
+
+    Prompts are shared on the CPU, whose attention can read them.
+    """
+    if not batch.mask.any():
         return _empty(device)
     pieces = prefixes.shared(batch) if device.type == "cpu" else prefixes.whole(batch)
     sequence = np.repeat(np.arange(batch.num_sequences), batch.lengths)

@@ -28,6 +28,7 @@ def group(prompts: list[list[int]], answers: list[list[int]], copies: int) -> Ba
     return pack_sft(pairs)
 
 
+MASKS = (0, 0, 1, 0, 1, 0), (0, 0, 0, 0, 0, 0), (0, 0, 0, 1, 0, 0)
 TOKENS = st.lists(st.integers(2, 4), min_size=1, max_size=4)
 
 
@@ -38,7 +39,9 @@ def test_every_token_has_its_own_history(pairs: list[tuple[list[int], list[int]]
     assert len(pieces.source) == pieces.lengths.sum() <= batch.num_tokens
     laid, firsts = batch.tokens[pieces.source], np.cumsum(pieces.lengths) - pieces.lengths
     starts = np.cumsum(batch.lengths) - batch.lengths
-    for token, place in enumerate(pieces.place):
+    assert (pieces.place[np.flatnonzero(batch.mask) - 1] >= 0).all()
+    for token in np.flatnonzero(pieces.place >= 0):
+        place = pieces.place[token]
         piece = np.searchsorted(firsts, place, side="right") - 1
         parent = pieces.prefixes[piece]
         before = laid[firsts[parent] : firsts[parent] + pieces.lengths[parent]] if parent >= 0 else laid[:0]
@@ -51,15 +54,24 @@ def test_every_token_has_its_own_history(pairs: list[tuple[list[int], list[int]]
 def test_a_shared_prompt_is_there_once() -> None:
     batch = group([[5, 6, 7], [8]], [[9], [9]], copies=4)
     pieces = prefixes.shared(batch)
-    assert pieces.lengths.tolist() == [3, 1, 2, 3, 4, 1, 1, 2, 3, 4]
-    assert pieces.prefixes.tolist() == [-1, 0, 0, 0, 0, -1, 5, 5, 5, 5]
+    assert pieces.lengths.tolist() == [3, 1, 2, 3, 1, 1, 2, 3]
+    assert pieces.prefixes.tolist() == [-1, 0, 0, 0, -1, 4, 4, 4]
 
 
-def test_what_nobody_shares_stays_whole() -> None:
+def test_what_nobody_shares_stays_in_one_piece() -> None:
     batch = group([[5, 6], [5, 7]], [[9], [9]], copies=1)
     pieces = prefixes.shared(batch)
-    assert pieces.lengths.tolist() == [3, 3]
-    np.testing.assert_array_equal(pieces.source, np.arange(6))
+    assert pieces.lengths.tolist() == [2, 2]
+    assert pieces.source.tolist() == [0, 1, 3, 4]
+
+
+def test_what_predicts_nothing_is_left_out() -> None:
+    """Behind the last token of the mask, that token itself, and a sequence without any."""
+    pairs: list[Pair] = [(np.arange(6, dtype=np.int32), np.array(mask, np.bool_)) for mask in MASKS]
+    pieces = prefixes.shared(pack_sft(pairs))
+    assert pieces.lengths.tolist() == [4, 3]
+    assert pieces.source.tolist() == [0, 1, 2, 3, 12, 13, 14]
+    assert pieces.place.tolist() == [0, 1, 2, 3, -1, -1, *[-1] * 6, 4, 5, 6, -1, -1, -1]
 
 
 def test_bits_and_gradients_are_those_of_whole_sequences(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
