@@ -33,7 +33,7 @@ class Config:
     data: str
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
-    engine: rl.EngineConfig = field(default_factory=lambda: rl.EngineConfig(page_size=1, max_batch=PROMPTS * GROUP))
+    engine: rl.EngineConfig = field(default_factory=lambda: rl.EngineConfig(max_batch=PROMPTS * GROUP))
     trainer: rl.TrainerConfig = field(
         default_factory=lambda: rl.TrainerConfig(lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, clip_norm=CLIP_NORM)
     )

@@ -72,8 +72,9 @@ class KvCache:
         device = self.data.device
         read, written = (upload(np.array(pages), device) for pages in (sources, targets))
         for layer in self.data:
-            pages = layer if self.flash else layer.unflatten(2, (self.num_pages, self.page_size)).transpose(1, 2)
-            pages[:, written] = pages[:, read]
+            # [2, pages, page_size, K, D], or with keys, values and heads in one: [2 * K, pages, page_size * D]
+            pages = layer if self.flash else layer.view(2 * self.num_kv_heads, self.num_pages, -1)
+            pages.index_copy_(1, written, pages.index_select(1, read))
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

@@ -5,11 +5,13 @@ of which `computed` have K/V, and the step works off the difference. Rows that m
 is left of the token budget goes to the others in the order of admission, then to admissions. When pages run out, the
 newest row is preempted: it goes to the front of the queue with its tokens and later computes their K/V again.
 
-The samples of one prompt compute it once. Full pages are shared from the step on that fills them; for a long tail on
-the last page the others wait, their rows kept for them, until it can be copied. Each computes the last token.
+The samples of one prompt compute it once. Those that are admitted in the step that computes it to the end fork from it:
+they share its full pages, get a copy of the last one after the step, and draw from the same logits. Others share full
+pages; for a long tail on the last one they wait, rows kept for them, until it can be copied, and compute one token.
 
 An engine that replays a recorded decoding step, and launches it before the last one's tokens are known, keeps the two
-kinds `apart`: a step is all prompts or all rows that miss one token, and prompts wait until some rows are free.
+kinds `apart`: a step is all prompts or all rows that miss one token, and prompts wait until some rows are free. Nobody
+forks there: the recorded step computes a last token for less.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ REFILL_SHARE = 16  # prompts go in once one row in so many is free
 class Plan:
     """One step: row `rows[b]` computes its tokens `starts[b] : starts[b] + lengths[b]`.
 
-    Before that, page `copies[c][0]` is copied over page `copies[c][1]`.
+    A row of length 0 forks: the row before it has the same tokens, and computes the last one for both.
+    Page `copies[c][0]` is copied over page `copies[c][1]` before the step, and so are `forks` after it.
     Shape: rows, starts and lengths [B].
     """
 
@@ -41,6 +44,7 @@ class Plan:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     copies: Sequence[tuple[int, int]] = ()
+    forks: Sequence[tuple[int, int]] = ()
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Counters:
     num_lookup_tokens: int = 0
     num_hit_tokens: int = 0
     num_copied_tails: int = 0
+    num_forks: int = 0
     num_scheduled_tokens: int = 0
 
 
@@ -77,6 +82,7 @@ class Scheduler:
         self.prefix_cache = prefix_cache
         self.eos_ids = eos_ids
         self.apart = apart
+        self._forks = prefix_cache and not apart
         self.waiting: deque[Request] = deque()
         self.running: list[int] = []
         self.counters = Counters()
@@ -178,14 +184,19 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> Plan:
         rows, starts, lengths = [], [], []
         copies: list[tuple[int, int]] = []
+        forks: list[tuple[int, int]] = []
         later: list[Request] = []
-        while budget > 0 and self.waiting and self.rows.num_free > len(later):
+        leader: int | None = None  # the newest row with tokens to compute, if this step computes all of them
+        while self.waiting and self.rows.num_free > len(later):
             request = self.waiting.popleft()
             stem = self._stems.of(request)
-            if self._stems.is_under_way(stem):
+            if leader is not None and self._may_fork(request, leader):
+                row = self._fork(request, stem, leader, forks)
+            elif budget > 0 and self._stems.is_under_way(stem):
                 later.append(request)
                 continue
-            row = self._place(request, stem, copies)
+            else:
+                row = self._place(request, stem, copies) if budget > 0 else None
             if row is None:
                 self.waiting.appendleft(request)
                 break
@@ -195,7 +206,9 @@ class Scheduler:
                 continue  # it only decodes
             chunk = min(budget, length - start)
             budget -= chunk
-            self.counters.num_partial_chunks += chunk < length - start
+            if chunk:
+                leader = row if start + chunk == length else None
+                self.counters.num_partial_chunks += leader is None
             self._publish_pages(row, (start + chunk) // self.rows.page_size)
             rows.append(row)
             starts.append(start)
@@ -209,7 +222,28 @@ class Scheduler:
             np.concatenate([plan.starts, np.array(starts)]),
             np.concatenate([plan.lengths, np.array(lengths)]),
             copies,
+            forks,
         )
+
+    def _may_fork(self, request: Request, leader: int) -> bool:
+        """Whether `request` is another sample of the prompt of row `leader`, both without an answer so far."""
+        first = self.rows.requests[leader]
+        assert first is not None
+        same = first.prompt is request.prompt
+        return self._forks and same and not len(first.tokens) and not len(request.tokens)
+
+    def _fork(self, request: Request, stem: Stem, leader: int, forks: list[tuple[int, int]]) -> int | None:
+        """A row with all tokens of row `leader`, or None while the pool has too few pages."""
+        full, rest = divmod(request.num_tokens, self.rows.page_size)
+        if self.pool.num_available < (rest > 0) + len(self.running):
+            return None
+        pages = self.rows.held_pages(leader)
+        last = pages[full:]
+        self.pool.hold(pages[:full])
+        own = [self.pool.allocate() for _ in last]
+        forks += zip(last, own, strict=True)
+        self.counters.num_forks += 1
+        return self._put(request, stem, pages[:full] + own, computed=request.num_tokens)
 
     def _place(self, request: Request, stem: Stem, copies: list[tuple[int, int]]) -> int | None:
         """A row with all pages of `request`'s tokens, or None while the pool has too few.
@@ -233,15 +267,19 @@ class Scheduler:
         if tail is not None:
             copies.append((tail, new[0]))
             self.pool.release([tail])
-        stop_ids = request.sampling.stop_ids + (() if request.sampling.ignore_eos else self.eos_ids)
-        row = self.rows.put(request, pages + new, computed=num_hit, stop_ids=stop_ids)
-        self._keys[row] = stem.keys.copy()
+        row = self._put(request, stem, pages + new, computed=num_hit)
         if tail is None:
             self._stems.begin(row, stem, request.num_tokens)
+        self.counters.num_copied_tails += tail is not None
+        return row
+
+    def _put(self, request: Request, stem: Stem, pages: list[int], computed: int) -> int:
+        stop_ids = request.sampling.stop_ids + (() if request.sampling.ignore_eos else self.eos_ids)
+        row = self.rows.put(request, pages, computed=computed, stop_ids=stop_ids)
+        self._keys[row] = stem.keys.copy()
         self.counters.num_admissions += 1
         self.counters.num_lookup_tokens += request.num_tokens
-        self.counters.num_hit_tokens += num_hit
-        self.counters.num_copied_tails += tail is not None
+        self.counters.num_hit_tokens += computed
         return row
 
     def _publish(self, plan: Plan) -> None:

@@ -71,9 +71,11 @@ class Steps:
         hidden = self._prompts.hidden(chunks) if self._prompts is not None else None
         if hidden is None:
             hidden = self._hidden(chunks)
+        if plan.forks:
+            self.cache.copy_pages(*zip(*plan.forks, strict=True))
         if not ready.any():
             return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0))
-        last = self._tensor(np.cumsum(plan.lengths)[ready] - 1)
+        last = self._tensor(np.cumsum(plan.lengths)[ready] - 1)  # of a fork, that of the row before it
         return self._draw(plan.rows[ready], self._model.logits(hidden.index_select(0, last)))
 
     def _chunks(self, plan: Plan) -> Chunks:
@@ -82,14 +84,14 @@ class Steps:
             plan.starts + plan.lengths - np.cumsum(plan.lengths), plan.lengths
         )
         page, offset = np.divmod(positions, self.cache.page_size)
-        pages = self._rows.pages
+        pages, busy = self._rows.pages, plan.lengths > 0
         return Chunks(
             tokens=self._rows.tokens[row_of, positions].astype(np.int64),
             positions=positions,
             slots=pages[row_of, page] * self.cache.page_size + offset,
-            starts=plan.starts,
-            lengths=plan.lengths,
-            pages=pages[plan.rows, : int(page.max()) + 1],
+            starts=plan.starts[busy],
+            lengths=plan.lengths[busy],
+            pages=pages[plan.rows[busy], : int(page.max()) + 1],
         )
 
     def _hidden(self, chunks: Chunks) -> Tensor:

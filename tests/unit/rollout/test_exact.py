@@ -15,15 +15,24 @@ import spmd_rl.kernels.attention as attention
 import spmd_rl.kernels.paged_attention as paged_attention
 from spmd_rl.kernels import sample_and_score
 from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.scheduler import Scheduler
 
-FEATURES = ("num_preemptions", "num_retractions", "num_aborts", "num_partial_chunks", "num_hit_tokens", "num_evictions")
+FEATURES = (
+    "num_preemptions",
+    "num_retractions",
+    "num_aborts",
+    "num_partial_chunks",
+    "num_hit_tokens",
+    "num_evictions",
+    "num_forks",
+)
 
 
 def workload(seed: int = 5) -> list[Request]:
     """Short and long prompts, some sharing a prefix, several samples each, a filter here and there."""
     rng = np.random.default_rng(7)
-    stem = rng.integers(2, 37, 70)
-    prompts = [stem[:3], stem[:17], stem[:66], np.concatenate([stem[:40], rng.integers(2, 37, 30)]), stem[1:33]]
+    stem = rng.integers(2, 37, 70, np.int32)
+    prompts = [stem[:3], stem[:17], stem[:66], np.concatenate([stem[:40], rng.integers(2, 37, 30, np.int32)]), stem[1:33]]
     shapes = [
         SamplingConfig(max_tokens=14, seed=seed, ignore_eos=True),
         SamplingConfig(max_tokens=22, seed=seed, temperature=0.7),
@@ -32,7 +41,7 @@ def workload(seed: int = 5) -> list[Request]:
         SamplingConfig(max_tokens=8, seed=seed, temperature=0.0),
     ]
     return [
-        Request(uid, index, prompt.astype(np.int32), sampling)
+        Request(uid, index, prompt, sampling)
         for uid, (prompt, sampling) in enumerate(zip(prompts, shapes, strict=True))
         for index in range(2)
     ]
@@ -146,12 +155,13 @@ def test_decoded_logprobs_are_the_training_forwards(
         assert stats[feature], f"{feature} was not exercised: {stats}"
 
 
-def test_a_copied_tail_changes_no_bit(model, new_engine, finish, alone, monkeypatch):
-    engine = new_engine(model, page_size=64)
+@pytest.mark.parametrize(("max_step_tokens", "feature"), [(64, "num_forks"), (16, "num_copied_tails")])
+def test_a_copied_page_changes_no_bit(model, new_engine, finish, alone, monkeypatch, max_step_tokens, feature):
+    engine = new_engine(model, page_size=64, max_step_tokens=max_step_tokens)
     assert unequal(finish(engine, workload()), alone) == 0
-    assert engine.stats()["num_copied_tails"] == 2  # of 17 and 32 tokens; other prompts leave little on the last page
+    assert engine.stats()[feature] > 0
     monkeypatch.setattr(paged_attention.KvCache, "copy_pages", lambda self, sources, targets: None)
-    assert unequal(finish(new_engine(model, page_size=64), workload()), alone) > 0
+    assert unequal(finish(new_engine(model, page_size=64, max_step_tokens=max_step_tokens), workload()), alone) > 0
 
 
 def test_samples_of_one_prompt_differ_and_seeds_matter(model, new_engine, finish, alone):
@@ -190,6 +200,11 @@ def test_control_stale_cache_after_a_weight_change_is_seen(new_model, new_engine
         again = finish(engine, requests)
         assert (mismatched_tokens(model, requests, again) == 0) is expected
         model.load_state_dict(kept)
+
+
+def test_control_a_fork_from_another_prompt_is_seen(model, new_engine, finish, alone, monkeypatch):
+    monkeypatch.setattr(Scheduler, "_may_fork", lambda self, request, leader: len(request.prompt) == 17)
+    assert unequal(finish(new_engine(model), workload()), alone) > 0
 
 
 def test_control_shifted_random_stream_is_seen(model, new_engine, finish, alone):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ FEATURES = (
     "num_partial_chunks",
     "num_hit_tokens",
     "num_copied_tails",
+    "num_forks",
     "num_evictions",
     "num_late",
 )
@@ -51,9 +54,14 @@ class FakeRunner:
         self.done: dict[int, list[int]] = {}
 
     def submit(self, uid: int, prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS) -> None:
+        self.submit_all([uid], prompt, max_tokens, stop_after)
+
+    def submit_all(self, uids: list[int], prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS) -> None:
+        """Samples of one prompt; each has a uid of its own here, which the tokens drawn for it depend on."""
         tokens = np.array(prompt, dtype=np.int32)
-        self.stops[uid] = stop_after
-        self.scheduler.add(Request(uid, 0, tokens, SamplingConfig(max_tokens=max_tokens)))
+        for uid in uids:
+            self.stops[uid] = stop_after
+            self.scheduler.add(Request(uid, 0, tokens, SamplingConfig(max_tokens=max_tokens)))
 
     def step(self) -> Plan:
         plan = self.scheduler.schedule()
@@ -62,12 +70,7 @@ class FakeRunner:
         if self.ahead:
             missing = self.rows.length[plan.rows] - self.rows.computed[plan.rows]
             assert (missing == 1).all() or (missing > 1).all(), "prompts and decoding share a step"
-        for source, target in plan.copies:
-            for offset in range(self.rows.page_size):
-                slot = target * self.rows.page_size + offset
-                self.slots.pop(slot, None)
-                if source * self.rows.page_size + offset in self.slots:
-                    self.slots[slot] = self.slots[source * self.rows.page_size + offset]
+        self.copy(plan.copies)
         work = list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
         written: set[int] = set()
         for row, start, length in work:
@@ -76,6 +79,9 @@ class FakeRunner:
                 assert slot not in written, "two rows write one slot in one step"
                 written.add(slot)
                 self.slots[slot] = self.history(row, position)
+        self.copy(plan.forks)
+        for (leader, *_), (row, _, length) in pairwise(work):
+            assert length or self.sequence(row) == self.sequence(leader), "a row draws from another's logits"
         for row, start, length in work:
             for position in range(start + length):
                 assert self.slots[self.slot(row, position)] == self.history(row, position), "a row reads another's K/V"
@@ -90,6 +96,15 @@ class FakeRunner:
         while len(self.in_flight) > self.ahead:
             self.collect(*self.in_flight.pop(0))
         return plan
+
+    def copy(self, pages: Sequence[tuple[int, int]]) -> None:
+        before, size = dict(self.slots), self.rows.page_size
+        assert len({target for _, target in pages}) == len(pages)
+        for source, target in pages:
+            for offset in range(size):
+                self.slots.pop(target * size + offset, None)
+                if source * size + offset in before:
+                    self.slots[target * size + offset] = before[source * size + offset]
 
     def collect(self, rows: np.ndarray, tickets: np.ndarray, tokens: np.ndarray) -> None:
         stayed = self.rows.ticket[rows] == tickets
@@ -137,6 +152,7 @@ def test_any_load_finishes_with_every_page_back():
     @settings(max_examples=150, deadline=None)
     @given(
         requests=st.lists(st.tuples(prompts, st.integers(1, 19), st.integers(1, 19)), min_size=1, max_size=10),
+        num_samples=st.integers(1, 3),
         max_batch=st.integers(1, 6),
         page_size=st.sampled_from([1, 2, 4, 8]),
         spare_pages=st.integers(0, 10),
@@ -146,7 +162,7 @@ def test_any_load_finishes_with_every_page_back():
         min_tail=st.sampled_from([1, 3, 16]),
         moves=st.lists(st.sampled_from(["step", "retract", "abort"]), max_size=12),
     )
-    def check(requests, max_batch, page_size, spare_pages, spare_tokens, prefix_cache, ahead, min_tail, moves):
+    def check(requests, num_samples, max_batch, page_size, spare_pages, spare_tokens, prefix_cache, ahead, min_tail, moves):
         runner = FakeRunner(
             max_batch=max_batch,
             page_size=page_size,
@@ -156,8 +172,9 @@ def test_any_load_finishes_with_every_page_back():
             ahead=ahead,
             min_tail=min_tail,
         )
-        for uid, (prompt, max_tokens, stop_after) in enumerate(requests):
-            runner.submit(uid, prompt, max_tokens, stop_after)
+        for number, (prompt, max_tokens, stop_after) in enumerate(requests):
+            uids = list(range(number * num_samples, (number + 1) * num_samples))
+            runner.submit_all(uids, prompt, max_tokens, stop_after)
         for move in moves:
             if move == "step":
                 runner.step()
@@ -169,7 +186,8 @@ def test_any_load_finishes_with_every_page_back():
             runner.check_pages()
         runner.run()
         assert runner.pool.num_available == runner.pool.num_pages
-        for uid, (prompt, max_tokens, stop_after) in enumerate(requests):
+        for uid in range(len(requests) * num_samples):
+            prompt, max_tokens, stop_after = requests[uid // num_samples]
             assert runner.done[uid] == [uid + len(prompt) + i for i in range(min(max_tokens, stop_after))]
         seen.update(vars(runner.scheduler.counters))
         seen["num_evictions"] += runner.pool.num_evictions
@@ -225,6 +243,27 @@ def test_samples_of_one_prompt_copy_its_tail_and_compute_one_token():
     assert len(second.copies) == 3
     runner.run()
     assert runner.done[3] == [3 + 11 + i for i in range(3)]
+
+
+def test_samples_of_one_prompt_fork_from_the_row_that_computes_it():
+    runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64)
+    runner.submit_all([0, 1, 2], list(range(7)), max_tokens=3)
+    runner.submit_all([3, 4], list(range(8)), max_tokens=3)
+    plan = runner.step()
+    assert plan.starts.tolist() == [0, 7, 7, 4, 8]
+    assert plan.lengths.tolist() == [7, 0, 0, 4, 0]
+    assert len(plan.forks) == 2, "a full last page is shared, not copied"
+    assert runner.rows.pages[plan.rows[3], :2].tolist() == runner.rows.pages[plan.rows[4], :2].tolist()
+    runner.run()
+    assert runner.done[2] == [2 + 7 + i for i in range(3)]
+
+
+def test_nobody_forks_from_a_prompt_that_is_not_computed_to_its_end():
+    runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=8)
+    runner.submit_all([0, 1], list(range(10)), max_tokens=1)
+    assert [runner.step().lengths.tolist() for _ in range(2)] == [[8], [2, 2]]
+    runner.run()
+    assert not runner.scheduler.counters.num_forks
 
 
 def test_a_tail_is_not_copied_from_a_page_that_was_given_back():
