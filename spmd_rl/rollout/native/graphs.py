@@ -174,7 +174,7 @@ class _Recorded:
             "rows": rows,
             "positions": state.length[rows] - 1,
             "answer_starts": state.prompt_length[rows],
-            "bases": state.base[rows],
+            "bases": state.bases(rows),
             "top_k": state.top_k[rows],
             "top_p": state.top_p[rows],
             "min_p": state.min_p[rows],

@@ -54,7 +54,7 @@ class Rows:
         self.ticket = column(np.int64)
         self.uid = column(np.int64)
         self.index = column(np.int64)
-        self.base = column(np.int64)
+        self.seed = column(np.int64)
         self.inv_temperature = column(np.float32)
         self.greedy = column(np.bool_)
         self.top_k = column(np.int64)
@@ -89,7 +89,7 @@ class Rows:
 
     def _put_sampling(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
         sampling = request.sampling
-        self.base[row] = stream_bases(sampling.seed, self.uid[row : row + 1], self.index[row : row + 1])[0]
+        self.seed[row] = sampling.seed
         self.inv_temperature[row] = np.float32(1) / np.float32(sampling.scored_temperature)
         self.greedy[row] = sampling.temperature == 0
         self.top_k[row] = sampling.top_k
@@ -119,6 +119,10 @@ class Rows:
     def known(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many tokens of each of `rows` are known."""
         return self.length[rows] - self.pending[rows]
+
+    def bases(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What the keys of the tokens of `rows` are made from."""
+        return stream_bases(self.seed[rows], self.uid[rows], self.index[rows])
 
     def append_page(self, row: int, page: int) -> None:
         self.pages[row, self.num_pages[row]] = page

@@ -115,7 +115,7 @@ class Steps:
         tokens, logprobs = self._sample(
             logits,
             self._tensor(state.inv_temperature[rows]),
-            self._tensor(state.base[rows]),
+            self._tensor(state.bases(rows)),
             self._tensor(state.length[rows] - state.prompt_length[rows]),
             greedy=unless(False, state.greedy),
             top_k=unless(0, state.top_k),
