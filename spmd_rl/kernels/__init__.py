@@ -21,7 +21,7 @@ from spmd_rl.kernels.sampling import (
     stream_bases,
     stream_keys,
 )
-from spmd_rl.kernels.tile import ROW_TILE, pad_rows, padded_rows
+from spmd_rl.kernels.tile import ROW_TILE, cut_rows, pad_rows, padded_rows
 
 __all__ = [
     "ROW_TILE",
@@ -32,6 +32,7 @@ __all__ = [
     "add_rms_norm",
     "blocked_attention",
     "contract",
+    "cut_rows",
     "gumbel_noise",
     "head_logprobs",
     "linear",

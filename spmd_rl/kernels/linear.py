@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels.tile import pad_rows
+from spmd_rl.kernels.tile import cut_rows, pad_rows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -17,7 +17,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Shape: x [T, K], weight [N, K], bias [N]; returns [T, N].
     """
     if x.device.type == "cpu":
-        return F.linear(pad_rows(x), weight, bias)[: x.shape[0]]
+        return cut_rows(F.linear(pad_rows(x), weight, bias), x.shape[0])
     if is_exact(x):
         return _Linear.apply(x, weight, bias, x.dtype)
     return F.linear(x, weight, bias)

@@ -25,6 +25,11 @@ def pad_rows(x: Tensor) -> Tensor:
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
+def cut_rows(x: Tensor, num_rows: int) -> Tensor:
+    """The first rows of `x`; `x` itself if that is all, because the gradient of even a whole slice is a copy."""
+    return x if x.shape[0] == num_rows else x[:num_rows]
+
+
 def dense(x: Tensor) -> Tensor:
     """`x` contiguous and 16-byte aligned: GPU compilers choose a kernel's layout, and so its sums, by alignment."""
     x = x.contiguous()

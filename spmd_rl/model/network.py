@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spmd_rl.kernels import (
     PagedAttention,
     add_rms_norm,
+    cut_rows,
     linear,
     linear_fp32,
     pad_rows,
@@ -153,7 +154,7 @@ class CausalLM(nn.Module):
         Shape: tokens and positions [T] int64, rows [M] int64; returns [T, C], or [M, V] fp32.
         """
         rotary = Rotary(pad_rows(positions), *self.rope_tables(positions.device))
-        hidden = self.model(pad_rows(tokens), rotary, attend)[: tokens.shape[0]]
+        hidden = cut_rows(self.model(pad_rows(tokens), rotary, attend), tokens.shape[0])
         return hidden if rows is None else self.logits(hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
