@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels.remake import remakable
@@ -25,23 +24,24 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
         if gate.is_cuda:
             from spmd_rl.kernels.activation_triton import silu_mul_forward
 
+            ctx.save_for_backward(gate, up)
             return silu_mul_forward(gate, up)
         wide = gate.float()
         denominator = wide.neg().exp_().add_(1.0)
-        return torch.div(wide, denominator, out=denominator).mul_(up).to(gate.dtype)
+        ctx.save_for_backward(gate, up, denominator)
+        return (wide / denominator).mul_(up).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        if gate.is_cuda:
+        if grads[0].is_cuda:
             from spmd_rl.kernels.activation_triton import silu_mul_backward
 
-            return silu_mul_backward(grads[0], gate, up)
-        wide, grad = gate.float(), grads[0].float()
-        grad_gate = torch.ops.aten.silu_backward(grad * up.float(), wide)
-        grad_up = F.silu(wide).mul_(grad)
-        return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
+            return silu_mul_backward(grads[0], *ctx.saved_tensors)
+        gate, up, denominator = ctx.saved_tensors
+        sigmoid, grad = denominator.reciprocal(), grads[0].float()
+        silu = sigmoid * gate
+        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
+        return slope.mul_(grad).mul_(up).to(gate.dtype), silu.mul_(grad).to(up.dtype)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -78,7 +79,7 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         q, k, v, visible, out, log_norm = ctx.saved_tensors
         grad, width = grads[0], _width(visible)
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grad_q, sums = torch.empty_like(q), []
         grad_q[:, :, ctx.num_rows :] = 0
         keys, values = k[:, :, :width], v[:, :, :width]
         for rows in _row_slices(q, k):
@@ -86,12 +87,15 @@ class _BlockedAttention(torch.autograd.Function):
             weights = _scores(q[:, :, live], keys, visible[:, live], ctx.scale)
             weights.sub_(log_norm[:, :, live].unsqueeze(-1)).exp_()
             grad_rows = grad[:, :, live]
-            grad_v[:, :, :width] += weights.transpose(2, 3) @ grad_rows
+            grad_v = weights.transpose(2, 3) @ grad_rows
             grad_scores = grad_rows @ values.transpose(2, 3)
             grad_scores -= (grad_rows * out[:, :, live]).sum(-1, keepdim=True)
             grad_scores *= weights.mul_(ctx.scale)
             grad_q[:, :, live] = grad_scores @ keys
-            grad_k[:, :, :width] += grad_scores.transpose(2, 3) @ q[:, :, live]
+            sums.append((grad_scores.transpose(2, 3) @ q[:, :, live], grad_v))
+        grad_k, grad_v = (reduce(Tensor.add_, parts) for parts in zip(*sums, strict=True))
+        if width < k.shape[2]:
+            grad_k, grad_v = (F.pad(one, (0, 0, 0, k.shape[2] - width)) for one in (grad_k, grad_v))
         return grad_q, grad_k, grad_v, None, None, None
 
 

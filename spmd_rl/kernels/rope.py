@@ -82,15 +82,12 @@ def qk_norm_rope_into(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    if direction < 0:
-        sin = -sin
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    turned_first, turned_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=turned_first).sub_(second * sin)
-    torch.mul(second, cos, out=turned_second).add_(first * sin)
-    return out.to(x.dtype)
+    # Over the whole width, because loops over a half of each head are short.
+    halves = (-sin, sin) if direction > 0 else (sin, -sin)
+    along, across = (torch.cat(parts, dim=-1).unsqueeze(1) for parts in ((cos, cos), halves))
+    wide = x.float()
+    swapped = wide.roll(x.shape[-1] // 2, dims=-1)
+    return (wide * along).add_(swapped.mul_(across)).to(x.dtype)
 
 
 class _Rope(torch.autograd.Function):
