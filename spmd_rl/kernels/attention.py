@@ -2,8 +2,8 @@
 
 On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`, serves training
 (packed_attention.py) and decoding (paged_attention.py): the exact maximum over the visible keys, then exp(s - m), then
-sums of weights and of weighted values over blocks of 64 keys counted from the start of the sequence, in ascending
-order. A key beyond a query's sight adds an exact zero, so padding and neighbours change nothing, and keys that no
+sums of weighted values over blocks of 64 keys, and of weights over tiles of 16, counted from the start of the sequence,
+in ascending order. A key beyond a query's sight adds an exact zero, so padding and neighbours change nothing, and keys that no
 query of a call sees are left out. Queries are laid in rows of a fixed tile height, several query heads of one
 key-value head together.
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from spmd_rl.kernels.tile import padded_rows
 
 KV_BLOCK = 64
+KEY_TILE = 16
 QUERY_TILE = 8
 MAX_SCORES = 1 << 24
 
@@ -56,13 +57,14 @@ def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Forward in the contract's order; backward recomputes the weights with plain matrix products."""
+    """Forward in the contract's order; backward recomputes the weights with plain matrix products, unless they take no
+    more room than the queries."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, num_rows: int) -> Tensor:
         out = torch.empty_like(q)
         log_norm = q.new_empty(q.shape[:3])
-        width = _width(visible)
+        width, kept = _width(visible), None
         for rows in _row_slices(q, k):
             live = slice(rows.start, min(rows.stop, num_rows))
             scores = _scores(q[:, :, rows], k[:, :, :width], visible[:, live], scale)
@@ -70,27 +72,31 @@ class _BlockedAttention(torch.autograd.Function):
             weights = scores.sub_(maximum).exp_()
             values, norm = _ascending_sums(weights, v[:, :, :width], rows.stop - rows.start)
             out[:, :, live] = values.div_(norm)
+            if ctx.needs_input_grad[0] and live.stop - live.start == num_rows and weights.numel() <= q.numel():
+                kept = weights / norm
             log_norm[:, :, live] = (norm.log_() + maximum).squeeze(-1)
-        ctx.save_for_backward(q, k, v, visible, out, log_norm)
+        ctx.save_for_backward(q, k, v, visible, out, log_norm, kept)
         ctx.scale, ctx.num_rows = scale, num_rows
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v, visible, out, log_norm = ctx.saved_tensors
+        q, k, v, visible, out, log_norm, kept = ctx.saved_tensors
         grad, width = grads[0], _width(visible)
         grad_q, sums = torch.empty_like(q), []
         grad_q[:, :, ctx.num_rows :] = 0
         keys, values = k[:, :, :width], v[:, :, :width]
         for rows in _row_slices(q, k):
             live = slice(rows.start, min(rows.stop, ctx.num_rows))
-            weights = _scores(q[:, :, live], keys, visible[:, live], ctx.scale)
-            weights.sub_(log_norm[:, :, live].unsqueeze(-1)).exp_()
+            weights = kept
+            if weights is None:
+                weights = _scores(q[:, :, live], keys, visible[:, live], ctx.scale)
+                weights.sub_(log_norm[:, :, live].unsqueeze(-1)).exp_()
             grad_rows = grad[:, :, live]
             grad_v = weights.transpose(2, 3) @ grad_rows
             grad_scores = grad_rows @ values.transpose(2, 3)
             grad_scores -= (grad_rows * out[:, :, live]).sum(-1, keepdim=True)
-            grad_scores *= weights.mul_(ctx.scale)
+            grad_scores *= weights * ctx.scale
             grad_q[:, :, live] = grad_scores @ keys
             sums.append((grad_scores.transpose(2, 3) @ q[:, :, live], grad_v))
         grad_k, grad_v = (reduce(Tensor.add_, parts) for parts in zip(*sums, strict=True))
@@ -105,21 +111,19 @@ def _width(visible: Tensor) -> int:
 
 
 def _ascending_sums(weights: Tensor, v: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """Sum of weighted values [K, B, r, D] and of weights [K, B, r, 1], one block of keys after the other.
+    """Sum of weighted values [K, B, r, D] and of weights [K, B, r, 1], one block or tile of keys after the other.
 
-    The products are taken at the given height of rows, r or more, and sums of weights over whole blocks.
+    The products are taken at the given height of rows, r or more.
     """
     num_groups, batch, rows, keys = weights.shape
     flat, values = weights.view(-1, rows, keys), v.reshape(-1, keys, v.shape[-1])
     tall = F.pad(flat, (0, 0, 0, height - rows)) if height > rows else flat
-    whole = F.pad(flat, (0, -keys % KV_BLOCK)) if keys % KV_BLOCK else flat
-    norm = whole[:, :, :KV_BLOCK].sum(-1, keepdim=True)
+    norm = weights.unflatten(-1, (-1, KEY_TILE)).sum(-1).cumsum(-1)[..., -1:]
     total = torch.bmm(tall[:, :, :KV_BLOCK], values[:, :KV_BLOCK])
     for start in range(KV_BLOCK, keys, KV_BLOCK):
         block = slice(start, start + KV_BLOCK)
-        norm += whole[:, :, block].sum(-1, keepdim=True)
         total += torch.bmm(tall[:, :, block], values[:, block])
-    return total.view(num_groups, batch, height, -1)[:, :, :rows], norm.view(num_groups, batch, rows, 1)
+    return total.view(num_groups, batch, height, -1)[:, :, :rows], norm
 
 
 def _row_slices(q: Tensor, k: Tensor) -> list[slice]:

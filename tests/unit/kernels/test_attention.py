@@ -225,8 +225,9 @@ def test_control_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _mismatches(monkeypatch, "MAX_SCORES", 1 << 20) == 0
 
 
-def test_control_other_block_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _mismatches(monkeypatch, "KV_BLOCK", 32) > 0
+@pytest.mark.parametrize(("name", "value"), [("KV_BLOCK", 32), ("KEY_TILE", 8)])
+def test_control_other_sums_fail(monkeypatch: pytest.MonkeyPatch, name: str, value: int) -> None:
+    assert _mismatches(monkeypatch, name, value) > 0
 
 
 def test_control_descending_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
