@@ -3,8 +3,8 @@
 On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`, serves training
 (packed_attention.py) and decoding (paged_attention.py): the exact maximum over the visible keys, then exp(s - m), then
 sums of weighted values over blocks of 64 keys, and of weights over tiles of 16, counted from the start of the sequence,
-in ascending order. A key beyond a query's sight adds an exact zero, so padding and neighbours change nothing, and keys that no
-query of a call sees are left out. Queries are laid in rows of a fixed tile height, several query heads of one
+in ascending order. A key beyond a query's sight adds an exact zero, so padding and neighbours change nothing, and keys
+that no query of a call sees are left out. Queries are laid in rows of a fixed tile height, several query heads of one
 key-value head together.
 
 Where neither applies, the same interface runs torch's scaled-dot-product attention.

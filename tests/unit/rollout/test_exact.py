@@ -32,7 +32,8 @@ def workload(seed: int = 5) -> list[Request]:
     """Short and long prompts, some sharing a prefix, several samples each, a filter here and there."""
     rng = np.random.default_rng(7)
     stem = rng.integers(2, 37, 70, np.int32)
-    prompts = [stem[:3], stem[:17], stem[:66], np.concatenate([stem[:40], rng.integers(2, 37, 30, np.int32)]), stem[1:33]]
+    other = np.concatenate([stem[:40], rng.integers(2, 37, 30, np.int32)])
+    prompts = [stem[:3], stem[:17], stem[:66], other, stem[1:33]]
     shapes = [
         SamplingConfig(max_tokens=14, seed=seed, ignore_eos=True),
         SamplingConfig(max_tokens=22, seed=seed, temperature=0.7),

@@ -162,15 +162,13 @@ def test_any_load_finishes_with_every_page_back():
         min_tail=st.sampled_from([1, 3, 16]),
         moves=st.lists(st.sampled_from(["step", "retract", "abort"]), max_size=12),
     )
-    def check(requests, num_samples, max_batch, page_size, spare_pages, spare_tokens, prefix_cache, ahead, min_tail, moves):
+    def check(requests, num_samples, max_batch, page_size, spare_pages, spare_tokens, moves, **options):
         runner = FakeRunner(
             max_batch=max_batch,
             page_size=page_size,
             num_pages=-(-MAX_TOKENS // page_size) + spare_pages,
             max_step_tokens=max_batch + spare_tokens,
-            prefix_cache=prefix_cache,
-            ahead=ahead,
-            min_tail=min_tail,
+            **options,
         )
         for number, (prompt, max_tokens, stop_after) in enumerate(requests):
             uids = list(range(number * num_samples, (number + 1) * num_samples))
@@ -191,7 +189,7 @@ def test_any_load_finishes_with_every_page_back():
             assert runner.done[uid] == [uid + len(prompt) + i for i in range(min(max_tokens, stop_after))]
         seen.update(vars(runner.scheduler.counters))
         seen["num_evictions"] += runner.pool.num_evictions
-        seen["num_late"] += ahead and len(runner.drawn) > 0
+        seen["num_late"] += runner.ahead and len(runner.drawn) > 0
 
     check()
     assert all(seen[feature] for feature in FEATURES), f"a feature was not exercised: {seen}"
