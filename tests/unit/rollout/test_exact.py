@@ -85,6 +85,14 @@ TIGHT = Schedule(
     cfg={"max_batch": 10, "page_size": 2, "max_step_tokens": 19, "num_pages": 41, "prefix_cache": True},
 )
 
+TOGETHER = Schedule(
+    order=list(range(10)),
+    arrivals=[10],
+    aborts={3: 1, 4: 2},
+    retracts={6},
+    cfg={"max_batch": 10, "page_size": 4, "max_step_tokens": 500, "num_pages": 0, "prefix_cache": True},
+)
+
 
 @st.composite
 def schedules(draw) -> Schedule:
@@ -132,6 +140,7 @@ def test_any_schedule_gives_the_same_bits(model, new_engine, alone):
     @settings(max_examples=12, deadline=None)
     @given(schedule=schedules())
     @example(schedule=TIGHT)
+    @example(schedule=TOGETHER)
     def check(schedule):
         engine = new_engine(model, **schedule.cfg)
         assert unequal(play(engine, schedule), alone) == 0
