@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.differentiable import call
 from spmd_rl.kernels.remake import remakable
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Shape: gate and up [T, F], perhaps halves of one tensor; returns [T, F], contiguous."""
-    out = _SiluMul.apply(gate, up)
+    out = call(_SiluMul, gate, up)
     remakable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
     return out
 

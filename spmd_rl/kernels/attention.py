@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.kernels.differentiable import call
 from spmd_rl.kernels.tile import padded_rows
 
 KV_BLOCK = 64
@@ -40,7 +41,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: f
     Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D], visible [B, R] int64: how many keys
     (from the first) each row sees, at least 1. Rows from `num_rows` on are padding. Returns [K, B, R, D], unset there.
     """
-    return _BlockedAttention.apply(q, k, v, visible, scale, num_rows)
+    return call(_BlockedAttention, q, k, v, visible, scale, num_rows)
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:

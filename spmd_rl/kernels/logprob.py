@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_rl.kernels.differentiable import call
 from spmd_rl.kernels.tile import dense
 
 NUM_VOCAB_SHARDS = 8
@@ -26,7 +27,7 @@ def token_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> 
 
     Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32; returns two tensors [M] fp32.
     """
-    return _TokenLogprobs.apply(logits, targets, inv_temperature)
+    return call(_TokenLogprobs, logits, targets, inv_temperature)
 
 
 def _sum_exp(terms: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.differentiable import call
 from spmd_rl.kernels.remake import remakable
 
 
@@ -16,7 +17,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Shape: x [..., C], weight [C].
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
     """
-    normed = _RmsNorm.apply(x, weight, eps)
+    normed = call(_RmsNorm, x, weight, eps)
     remakable([normed], lambda: [_RmsNorm.apply(x.detach(), weight, eps)])
     return normed
 

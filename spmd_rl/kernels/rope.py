@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.differentiable import call
 from spmd_rl.kernels.kv_write import KvPlace, write_kv
 from spmd_rl.kernels.norm import rms_norm
 from spmd_rl.kernels.remake import remakable
@@ -27,7 +28,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Shape: x [T, H, D], cos and sin [T, D/2] (the table's rows for each token).
     Source: Su et al., RoFormer (2021), in the half-split layout of Hugging Face models.
     """
-    return _Rope.apply(x, cos, sin)
+    return call(_Rope, x, cos, sin)
 
 
 def qk_norm_rope(
