@@ -139,12 +139,11 @@ class RowLayout:
     """Where the flat tokens of a call go in [B, L] query positions, and back.
 
     `gather` [B * L] is the token at each query position (0 where padded), `scatter` [T'] the query position of each
-    token, T' = T padded to the row tile; `visible` [B, L] how many keys a position sees. Positions from `num_used` on
-    are padding in every sequence.
+    token, T' = T padded to the row tile; `visible` [B, L * G] how many keys a row sees. Rows from `num_used` on are
+    padding in every sequence.
     """
 
     batch: int
-    positions: int
     num_used: int
     gather: Tensor
     scatter: Tensor
@@ -171,27 +170,32 @@ class RowLayout:
         def tensor(array: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-        return RowLayout(
-            batch, positions, int(lengths.max()), tensor(gather.reshape(-1)), tensor(scatter), tensor(visible)
-        )
+        num_used, seen = int(lengths.max()) * queries_per_key, visible.repeat(queries_per_key, axis=1)
+        return RowLayout(batch, num_used, tensor(gather.reshape(-1)), tensor(scatter), tensor(seen))
 
     def rows(self, q: Tensor, num_kv_heads: int) -> Tensor:
         """q [T, H, D] -> [K, B, L * G, D]."""
-        heads, dim = q.shape[1:]
-        groups = heads // num_kv_heads
-        laid = q.index_select(0, self.gather).view(self.batch, self.positions, num_kv_heads, groups, dim)
-        return laid.permute(2, 0, 1, 3, 4).reshape(num_kv_heads, self.batch, self.positions * groups, dim)
+        laid = lay_rows(q.reshape(len(q), num_kv_heads, -1), self.gather)
+        return laid.view(num_kv_heads, self.batch, -1, q.shape[-1])
 
     def tokens(self, out: Tensor) -> Tensor:
         """[K, B, L * G, D] -> [T', H, D]."""
-        num_kv_heads, _, rows, dim = out.shape
-        groups = rows // self.positions
-        laid = out.view(num_kv_heads, self.batch, self.positions, groups, dim).permute(1, 2, 0, 3, 4)
-        return laid.reshape(-1, num_kv_heads * groups, dim).index_select(0, self.scatter)
+        num_kv_heads, size = len(out), len(self.gather)
+        heads = _of_each_head(self.scatter, num_kv_heads, size).t().reshape(-1)
+        return out.view(num_kv_heads * size, -1).index_select(0, heads).view(len(self.scatter), -1, out.shape[-1])
 
-    def row_visible(self, groups: int) -> Tensor:
-        """[B, L] -> [B, L * G]."""
-        return self.visible.repeat_interleave(groups, dim=1) if groups > 1 else self.visible
+
+def lay_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """x [T, K, D] -> [K, R, D], the rows of each head; what is copied, and added in the gradient, is contiguous."""
+    num_tokens, num_heads, dim = x.shape
+    heads = x.transpose(0, 1).reshape(num_heads * num_tokens, dim)
+    laid = heads.index_select(0, _of_each_head(rows, num_heads, num_tokens).view(-1))
+    return laid.view(num_heads, len(rows), dim)
+
+
+def _of_each_head(rows: Tensor, num_heads: int, num_rows: int) -> Tensor:
+    """[R] -> [K, R]: where `rows` lie in [K * num_rows]."""
+    return rows + torch.arange(0, num_heads * num_rows, num_rows, device=rows.device).unsqueeze(1)
 
 
 def token_order(lengths: NDArray[np.int64], parts: NDArray[np.int64], device: torch.device) -> Tensor:
@@ -213,11 +217,10 @@ def _padded(indices: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
     """The op for the device at hand. Shape: as `blocked_attention`."""
-    visible = layout.row_visible(q.shape[2] // layout.positions)
     scale = q.shape[-1] ** -0.5
     if q.device.type == "cpu":
-        return blocked_attention(q, k, v, visible, scale, layout.num_used * (q.shape[2] // layout.positions))
-    return sdpa(q, k, v, visible, scale)
+        return blocked_attention(q, k, v, layout.visible, scale, layout.num_used)
+    return sdpa(q, k, v, layout.visible, scale)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:

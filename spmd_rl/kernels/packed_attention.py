@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, token_order
+from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, lay_rows, token_order
 from spmd_rl.kernels.flash import PackedFlash, flash_takes
 from spmd_rl.kernels.flash_splits import PackedSplits
 from spmd_rl.kernels.tile import padded_rows
@@ -108,5 +108,4 @@ class _PackedPart:
 
     def _laid(self, x: Tensor) -> Tensor:
         """[T', K, D] -> [K, B, S, D]."""
-        laid = x.index_select(0, self.keys).view(self.layout.batch, self.num_keys, x.shape[1], -1)
-        return laid.permute(2, 0, 1, 3).contiguous()
+        return lay_rows(x, self.keys).view(x.shape[1], self.layout.batch, self.num_keys, -1)
