@@ -27,8 +27,8 @@ from spmd_rl.model.network import Attend, CausalLM
 from spmd_rl.rollout.engine import EngineConfig, Request
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.graphs import Draw
+from spmd_rl.rollout.native.plan import Plan
 from spmd_rl.rollout.native.prompt_graphs import SIZES
-from spmd_rl.rollout.native.scheduler import Plan
 from spmd_rl.rollout.native.sizes import settle
 
 VERSION = 0

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.microscope.case import Case
-from spmd_rl.rollout.native.scheduler import Plan
+from spmd_rl.rollout.native.plan import Plan
 
 NOTHING = -1
 

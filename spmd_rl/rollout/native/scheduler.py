@@ -17,49 +17,18 @@ forks there: the recorded step computes a last token for less.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.pages import PagePool, extend_keys
+from spmd_rl.rollout.native.plan import Counters, Plan, share_budget
 from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.stems import Stem, Stems
 
 REFILL_SHARE = 16  # prompts go in once one row in so many is free
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One step: row `rows[b]` computes its tokens `starts[b] : starts[b] + lengths[b]`.
-
-    A row of length 0 forks: the row before it has the same tokens, and computes the last one for both.
-    Page `copies[c][0]` is copied over page `copies[c][1]` before the step, and so are `forks` after it.
-    Shape: rows, starts and lengths [B].
-    """
-
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    copies: Sequence[tuple[int, int]] = ()
-    forks: Sequence[tuple[int, int]] = ()
-
-
-@dataclass
-class Counters:
-    num_submitted: int = 0
-    num_admissions: int = 0
-    num_preemptions: int = 0
-    num_retractions: int = 0
-    num_aborts: int = 0
-    num_partial_chunks: int = 0
-    num_lookup_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_copied_tails: int = 0
-    num_forks: int = 0
-    num_scheduled_tokens: int = 0
 
 
 class Scheduler:
@@ -302,15 +271,3 @@ class Scheduler:
         for page in range(begin, end):
             self.pool.publish(int(self.rows.pages[row, page]), keys[page])
         self.rows.published[row] = end
-
-
-def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """How many of each row's `missing` tokens fit: rows that miss one first, then the others in order.
-
-    Shape: `missing` [B], at least 1 each, with at most `budget` rows that miss one; returns [B].
-    """
-    decoding = missing == 1
-    rest = np.where(decoding, 0, missing)
-    left = budget - int(decoding.sum())
-    chunks = np.clip(left - (np.cumsum(rest) - rest), 0, rest)
-    return np.where(decoding, 1, chunks)

@@ -13,9 +13,9 @@ from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.upload import upload
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graphs import DecodeGraphs, Draw
+from spmd_rl.rollout.native.plan import Plan
 from spmd_rl.rollout.native.prompt_graphs import Chunks, PromptGraphs
 from spmd_rl.rollout.native.rows import Rows
-from spmd_rl.rollout.native.scheduler import Plan
 
 
 class Drawn:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.plan import Plan, share_budget
 from spmd_rl.rollout.native.rows import Rows
-from spmd_rl.rollout.native.scheduler import Plan, Scheduler, share_budget
+from spmd_rl.rollout.native.scheduler import Scheduler
 
 MAX_TOKENS = 40
 FEATURES = (
