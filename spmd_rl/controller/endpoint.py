@@ -19,6 +19,7 @@ from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, ove
 import msgspec
 import numpy as np
 
+from spmd_rl.controller.codec import Codec
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.mesh.place import Place
@@ -92,7 +93,7 @@ def endpoints(role: type[Role]) -> dict[str, Endpoint[Any, Any]]:
 
 
 class Signature:
-    """An endpoint's parameters and result as the wire sees them."""
+    """An endpoint's parameters and result as the wire sees them; `arguments` decodes to a struct of them by name."""
 
     def __init__(self, endpoint: Endpoint[Any, Any]) -> None:
         self.where = endpoint.function.__qualname__
@@ -110,10 +111,9 @@ class Signature:
         self.gathers = "return" in self.sharded
         if endpoint.local and self.sharded:
             raise ConfigError(f"{self.where} is @local: one rank serves it, so nothing of it can be Sharded")
-        self.result = hints["return"]
-        self.arguments = msgspec.defstruct(
-            endpoint.name, [(p.name, hints[p.name]) for p in parameters], forbid_unknown_fields=True
-        )
+        self.result = Codec(hints["return"], functions=False)
+        fields = [(parameter.name, hints[parameter.name]) for parameter in parameters]
+        self.arguments = Codec(msgspec.defstruct(endpoint.name, fields, forbid_unknown_fields=True))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, defaults included. Raises: TypeError as the method itself would."""
