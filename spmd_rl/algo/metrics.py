@@ -30,7 +30,7 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "reward/solve_none": _share(all(sample.reward <= 0 for sample in group.samples) for group in groups),
         "reward/solve_all": _share(all(sample.reward >= 1 for sample in group.samples) for group in groups),
-        "rollout/response_tokens_mean": float(np.mean([len(sample.tokens) for sample in samples])),
+        "rollout/response_tokens_mean": sum(len(sample.tokens) for sample in samples) / len(samples),
         "rollout/truncated": _share(sample.finish == "length" for sample in samples),
         "version/lag_mean": float(lag.mean()) if lag.size else 0.0,
         "version/lag_max": float(lag.max()) if lag.size else 0.0,
@@ -38,4 +38,5 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
 
 
 def _share(holds: Iterable[bool]) -> float:
-    return float(np.mean(list(holds)))
+    counted = [bool(held) for held in holds]
+    return sum(counted) / len(counted)
