@@ -65,7 +65,7 @@ class Codec:
         self._columns = _columns(annotation)
         self._decode = msgspec.msgpack.Decoder(
             self._columns.type if self._columns else annotation,
-            dec_hook=_custom if functions else _custom_data,
+            dec_hook=functools.partial(_custom, functions),
             ext_hook=_array_in,
         ).decode
 
@@ -192,8 +192,8 @@ def _function_out(function: Callable[..., Any]) -> _FunctionRef:
     return _FunctionRef(name_of(function), {})
 
 
-def _custom(annotation: Any, value: Any) -> Any:
-    """Decode what msgspec does not know: array and function annotations."""
+def _custom(functions: bool, annotation: Any, value: Any) -> Any:
+    """Decode what msgspec does not know: array annotations and, where the sender may choose an import, functions."""
     kind = _kind(annotation)
     if kind.scalars is not None:
         if not isinstance(value, np.ndarray):
@@ -201,18 +201,13 @@ def _custom(annotation: Any, value: Any) -> Any:
         if kind.scalars and not issubclass(value.dtype.type, kind.scalars):
             raise msgspec.ValidationError(f"Expected an array of {kind.scalars[0].__name__}, got {value.dtype}")
         return value
+    if kind.is_function and not functions:
+        raise msgspec.ValidationError("a worker cannot return a function")
     if callable(value) or not kind.is_function:
         raise msgspec.ValidationError(f"values annotated {annotation} cannot cross between processes")
     reference = msgspec.convert(value, _FunctionRef)
     function = resolve(reference.function)
     return functools.partial(function, **reference.kwargs) if reference.kwargs else function
-
-
-def _custom_data(annotation: Any, value: Any) -> Any:
-    """The same where the sender must not choose what is imported here."""
-    if _kind(annotation).is_function:
-        raise msgspec.ValidationError("a worker cannot return a function")
-    return _custom(annotation, value)
 
 
 class _Kind(NamedTuple):

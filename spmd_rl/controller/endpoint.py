@@ -29,6 +29,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _SHARDED = "spmd_rl.sharded"
+_SLICED = (list, tuple, np.ndarray)
 
 Sharded = Annotated[T, _SHARDED]
 
@@ -125,8 +126,11 @@ class Signature:
 
     def scatter(self, arguments: dict[str, Any], num_shards: int) -> list[dict[str, Any]]:
         """Each shard's arguments."""
-        split = {name: shard(arguments[name], num_shards) for name in arguments if name in self.sharded}
-        return [arguments | {name: parts[i] for name, parts in split.items()} for i in range(num_shards)]
+        shards = [dict(arguments) for _ in range(num_shards)]
+        for name in arguments.keys() & self.sharded.keys():
+            for own, part in zip(shards, shard(arguments[name], num_shards), strict=True):
+                own[name] = part
+        return shards
 
     def gather(self, parts: list[Any]) -> Any:
         """One result from the shards' results."""
@@ -141,9 +145,9 @@ class Signature:
 
 def shard(value: Any, num_shards: int) -> list[Any]:
     """Cut a list, tuple or array into contiguous, nearly equal parts; a class may bring its own `.shard(n)`."""
-    if isinstance(value, list | tuple | np.ndarray):
+    if isinstance(value, _SLICED):
         size, larger = divmod(len(value), num_shards)
-        cuts = [i * size + min(i, larger) for i in range(num_shards + 1)]
+        cuts = [i * size + (i if i < larger else larger) for i in range(num_shards + 1)]
         return [value[start:end] for start, end in itertools.pairwise(cuts)]
     if hasattr(value, "shard"):
         return list(value.shard(num_shards))
