@@ -48,17 +48,17 @@ class Turns:
         while not done():
             if (left := end - time.monotonic()) <= 0:
                 return False
-            if self._lock.acquire(blocking=False) or self._take(min(left, TICK_S)):
+            if self._lock.acquire(False) or self._take(min(left, TICK_S)):
                 try:
                     while not done() and (left := end - time.monotonic()) > 0:
-                        handle(min(left, TICK_S))
+                        handle(left if left < TICK_S else TICK_S)
                 finally:
                     self._leave()
         return True
 
     def now_or_next(self, act: Callable[[], None]) -> None:
         """Run `act` now if nobody has the turn, else wake who has: `handle` does it before and after it waits."""
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             self._waker.wake()
             return
         try:
