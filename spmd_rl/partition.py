@@ -20,12 +20,25 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
-    if num_parts == 1:
-        return [list(range(len(weights)))]
-    # The solutions whose heaviest and lightest part differ most are merged first, so that they level out.
-    heap: list[tuple[int, int, Parts]] = []
+    alike: dict[int, list[int]] = {}
     for item, weight in enumerate(weights):
-        single: Parts = [(int(weight), [item])]
+        alike.setdefault(int(weight), []).append(item)
+    # Differencing would cancel equal weights against each other, one by one: they are dealt out, and it gets the rest.
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    rest: list[tuple[int, int]] = []
+    for weight, items in alike.items():
+        num_dealt = len(items) - len(items) % num_parts
+        for first, part in enumerate(parts):
+            part += items[first:num_dealt:num_parts]
+        rest += [(item, weight) for item in items[num_dealt:]]
+    return [sorted(part + more) for part, more in zip(parts, _differenced(sorted(rest), num_parts), strict=True)]
+
+
+def _differenced(items: list[tuple[int, int]], num_parts: int) -> list[list[int]]:
+    """Differencing of (item, weight) pairs: the solutions whose parts differ most are merged first."""
+    heap: list[tuple[int, int, Parts]] = []
+    for item, weight in items:
+        single: Parts = [(weight, [item])]
         heap.append((-_spread(single, num_parts), item, single))
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -33,7 +46,7 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
         _, first_b, b = heapq.heappop(heap)
         merged = _merge(a, b, num_parts)
         heapq.heappush(heap, (-_spread(merged, num_parts), min(first_a, first_b), merged))
-    parts = [sorted(items) for _, items in heap[0][2]] if heap else []
+    parts = [together for _, together in heap[0][2]] if heap else []
     return parts + [[] for _ in range(num_parts - len(parts))]
 
 

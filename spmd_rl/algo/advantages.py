@@ -26,7 +26,7 @@ def group_advantage(groups: list[Group], *, use_std: bool = True) -> list[NDArra
     centred = [_centred(group) for group in groups]
     if not use_std:
         return centred
-    return [values / (np.std(values, ddof=1) + EPSILON) if len(values) else values for values in centred]
+    return [values / (_spread(values) + EPSILON) if len(values) else values for values in centred]
 
 
 def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
@@ -43,15 +43,14 @@ def _spread(centred: NDArray[np.float64]) -> float:
 
 
 def _centred(group: Group) -> NDArray[np.float64]:
-    rewards = group.rewards
-    if group.skipped and not len(rewards):
-        return rewards
-    if len(rewards) < 2:
+    values = [float(sample.reward) for sample in group.samples]  # plain: a group is too small for numpy to pay
+    if group.skipped and not values:
+        return np.zeros(0)
+    if len(values) < 2:
         raise ConfigError(
-            f"prompt {group.prompt.uid} has {len(rewards)} sample: a group advantage compares the samples of one "
+            f"prompt {group.prompt.uid} has {len(values)} sample: a group advantage compares the samples of one "
             "prompt, so it needs at least 2 (raise sampling.num_samples)"
         )
-    values = rewards.tolist()  # plain floats: numpy takes longer to start than a group takes to compute
     if not all(map(math.isfinite, values)):
         bad = next(index for index, value in enumerate(values) if not math.isfinite(value))
         raise DataError(
@@ -59,5 +58,6 @@ def _centred(group: Group) -> NDArray[np.float64]:
         )
     # Equal rewards must give exactly zero, which subtracting a rounded mean does not promise.
     if values.count(values[0]) == len(values):
-        return np.zeros_like(rewards)
-    return rewards - math.fsum(values) / len(values)
+        return np.zeros(len(values))
+    mean = math.fsum(values) / len(values)
+    return np.array([value - mean for value in values])

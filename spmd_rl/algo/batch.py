@@ -42,10 +42,11 @@ def pack(
     samples = [sample for group in groups for sample in group.samples]
     if not samples and (reasons := [reason for group in groups for reason in group.skipped]):
         raise DataError("no sample of this step could be graded", reasons[0])
-    if bare := [prompt.uid for prompt in prompts if len(prompt.tokens) == 0]:
-        raise ConfigError(f"prompt {bare[0]} has no tokens: the first response token has nothing to be predicted from")
     pieces = [part for prompt, sample in zip(prompts, samples, strict=True) for part in (prompt.tokens, sample.tokens)]
     sizes = np.array([len(part) for part in pieces], dtype=np.int32).reshape(-1, 2)
+    if not sizes[:, 0].all():
+        bare = prompts[int(sizes[:, 0].argmin())].uid
+        raise ConfigError(f"prompt {bare} has no tokens: the first response token has nothing to be predicted from")
     mask = np.repeat(np.tile([False, True], len(samples)), sizes.reshape(-1))
     roll, versions = np.zeros(len(mask), np.float32), np.full(len(mask), NO_VERSION, np.int32)
     roll[mask] = _joined([sample.logprobs for sample in samples], np.float32)
@@ -58,7 +59,8 @@ def pack(
         versions=versions,
         temperature=np.array([sample.temperature for sample in samples], dtype=np.float32),
     )
-    return _lay_out(rows, [float(value) for values in advantages for value in values], aggregation, max_response_tokens)
+    spread = [value for values in advantages for value in values.tolist()]
+    return _lay_out(rows, spread, aggregation, max_response_tokens)
 
 
 def pack_sft(
@@ -117,7 +119,7 @@ class _Rows:
 
 
 def _joined(pieces: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
-    return np.concatenate(pieces).astype(dtype) if pieces else np.zeros(0, dtype)
+    return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.zeros(0, dtype)
 
 
 def _lay_out(rows: _Rows, advantages: list[float], aggregation: Aggregation, max_response_tokens: int | None) -> Batch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from itertools import accumulate
 
 import numpy as np
 
@@ -24,18 +24,15 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
         return skipped if skipped["reward/skipped_groups"] else {}
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
+    firsts = [0, *accumulate(len(group.samples) for group in groups[:-1])]  # of each group
     lag = version - np.concatenate([sample.versions for sample in samples]).astype(np.int64)
     return skipped | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/solve_none": _share(all(sample.reward <= 0 for sample in group.samples) for group in groups),
-        "reward/solve_all": _share(all(sample.reward >= 1 for sample in group.samples) for group in groups),
-        "rollout/response_tokens_mean": float(np.mean([len(sample.tokens) for sample in samples])),
-        "rollout/truncated": _share(sample.finish == "length" for sample in samples),
+        "reward/solve_none": float(np.logical_and.reduceat(rewards <= 0, firsts).mean()),
+        "reward/solve_all": float(np.logical_and.reduceat(rewards >= 1, firsts).mean()),
+        "rollout/response_tokens_mean": sum(len(sample.tokens) for sample in samples) / len(samples),
+        "rollout/truncated": sum(sample.finish == "length" for sample in samples) / len(samples),
         "version/lag_mean": float(lag.mean()) if lag.size else 0.0,
         "version/lag_max": float(lag.max()) if lag.size else 0.0,
     }
-
-
-def _share(holds: Iterable[bool]) -> float:
-    return float(np.mean(list(holds)))

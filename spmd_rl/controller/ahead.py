@@ -8,7 +8,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import msgspec
 
-from spmd_rl.controller.codec import Packed, pack, unpack
+from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.endpoint import Bound, Signature
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError
@@ -47,7 +47,7 @@ class Ahead(Generic[P, R]):
 
     def save(self, folder: str) -> None:
         """Write the value of every call. Blocks: until all are finished."""
-        values = [pack(call.wait(), self._returns) for call in self._calls]
+        values = [self._returns.pack(call.wait()) for call in self._calls]
         Path(folder).mkdir(parents=True)
         (Path(folder) / VALUES_FILE).write_bytes(msgspec.msgpack.encode(values))
 
@@ -59,7 +59,7 @@ class Ahead(Generic[P, R]):
         path = Path(folder) / VALUES_FILE
         try:
             values = msgspec.msgpack.decode(path.read_bytes(), type=list[Packed])
-            self._calls = deque(_finished(unpack(value, self._returns)) for value in values)
+            self._calls = deque(_finished(self._returns.unpack(value)) for value in values)
         except (OSError, msgspec.MsgspecError, ContractError) as error:
             raise ConfigError(f"{path} does not hold what this recipe would have saved: {error}") from error
 

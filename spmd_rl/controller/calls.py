@@ -63,16 +63,15 @@ class Calls:
             return record
 
     def answer(self, number: int, rank: int, answer: Packed | Failure) -> bool:
-        """File an answer; False when nobody asked this rank for it."""
-        with self._lock:
-            record = self._open.get(number)
-            if record is None or rank not in record.waiting:
-                return False
-            record.waiting.remove(rank)
-            record.answers[rank] = answer
-            if record.failure is None and isinstance(answer, Failure):
-                record.failure = rank, answer
-            return True
+        """File an answer, in a turn of the socket; False when nobody asked this rank for it."""
+        record = self._open.get(number)
+        if record is None or rank not in record.waiting:
+            return False
+        record.answers[rank] = answer
+        if record.failure is None and isinstance(answer, Failure):
+            record.failure = rank, answer
+        record.waiting.remove(rank)
+        return True
 
     def fail(self, cause: SpmdError) -> None:
         """End every wait, now and later, with `cause`; the first cause stands."""

@@ -46,8 +46,8 @@ class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 _NAMES: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
 _NATIVE = {name: dtype for dtype, name in _NAMES.items()}
-_reference_encoder = msgspec.msgpack.Encoder()
-_reference_decoder = msgspec.msgpack.Decoder(_ArrayRef)
+_encode_reference = msgspec.msgpack.Encoder().encode
+_decode_reference = msgspec.msgpack.Decoder(_ArrayRef).decode
 _open = threading.local()  # `payload`: of the value that this thread is decoding
 
 
@@ -58,50 +58,65 @@ class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs: dict[str, Any]
 
 
-def pack(value: Any, annotation: Any = None) -> Packed:
-    """Encode any value that is made of plain data, dataclasses, arrays and importable functions.
+class Codec:
+    """How the values of one annotation cross; without `functions` nothing is imported to decode one."""
 
-    `annotation` is what it will be decoded as; only a list of a class with columns needs it.
-    Raises: ContractError naming what cannot cross.
-    """
+    def __init__(self, annotation: Any, *, functions: bool = True) -> None:
+        self._columns = _columns(annotation)
+        self._decode = msgspec.msgpack.Decoder(
+            self._columns.type if self._columns else annotation,
+            dec_hook=functools.partial(_custom, functions),
+            ext_hook=_array_in,
+        ).decode
+
+    def pack(self, value: Any) -> Packed:
+        """Encode a value that is made of plain data, dataclasses, arrays and importable functions.
+
+        Raises: ContractError naming what cannot cross.
+        """
+        columns = self._columns
+        if columns and isinstance(value, list) and all(isinstance(item, columns.of) for item in value):
+            value = columns.of.to_columns(value)
+        return pack(value)
+
+    def unpack(self, packed: Packed) -> Any:
+        """Decode a value.
+
+        Raises: ContractError saying where the value does not fit the annotation.
+        """
+        _open.payload = packed.payload
+        try:
+            value = self._decode(packed.body)
+            return value.rows() if self._columns else value
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            raise ContractError(str(error)) from error
+
+
+def pack(value: Any) -> Packed:
+    """Encode a value as `Codec.pack` does, without columns."""
     chunks: list[bytes] = []
     size = 0
 
     def hook(item: Any) -> Any:
         nonlocal size
-        if isinstance(item, np.ndarray):
-            reference, raw = _array_out(item, size)
-            chunks.append(raw)
-            size += len(raw)
-            return reference
-        if isinstance(item, np.generic):
-            return item.item()
-        if callable(item):
-            return _function_out(item)
-        raise ContractError(f"a {type(item).__qualname__} cannot cross between processes: pass plain data or arrays")
+        if not isinstance(item, np.ndarray):
+            return _scalar_or_function(item)
+        dtype = _NAMES.get(item.dtype)
+        if dtype is None:
+            raise ContractError(f"an array of dtype {item.dtype} cannot cross between processes")
+        reference = _encode_reference((dtype, item.shape, size))
+        raw = item.tobytes()
+        if padding := -len(raw) % ALIGN_BYTES:
+            raw += bytes(padding)
+        chunks.append(raw)
+        size += len(raw)
+        return msgspec.msgpack.Ext(_ARRAY, reference)
 
-    columns = _columns(annotation)
-    if columns and isinstance(value, list) and all(isinstance(item, columns.of) for item in value):
-        value = columns.of.to_columns(value)
     try:
         body = msgspec.msgpack.encode(value, enc_hook=hook)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise ContractError(f"a value cannot cross between processes: {error}") from error
-    return Packed(body, b"".join(chunks))
-
-
-def unpack(packed: Packed, annotation: Any, *, functions: bool = True) -> Any:
-    """Decode a value as `annotation`; without `functions` nothing is imported for it.
-
-    Raises: ContractError saying where the value does not fit it.
-    """
-    _open.payload, columns = packed.payload, _columns(annotation)
-    try:
-        if columns:
-            return _decoder(columns.type, functions).decode(packed.body).rows()
-        return _decoder(annotation, functions).decode(packed.body)
-    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise ContractError(str(error)) from error
+    return Packed(body, chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
 
 def name_of(item: Callable[..., Any] | type) -> str:
@@ -130,16 +145,6 @@ def resolve(name: str) -> Any:
     return found
 
 
-def _array_out(array: NDArray[Any], offset: int) -> tuple[msgspec.msgpack.Ext, bytes]:
-    name = _NAMES.get(array.dtype)
-    if name is None:
-        raise ContractError(f"an array of dtype {array.dtype} cannot cross between processes")
-    raw = array.tobytes()
-    reference = _reference_encoder.encode(_ArrayRef(name, list(array.shape), offset))
-    padding = -len(raw) % ALIGN_BYTES
-    return msgspec.msgpack.Ext(_ARRAY, reference), raw + bytes(padding) if padding else raw
-
-
 class _Columns(NamedTuple):
     """The class `of` travels as `type` where there is a list of it: `of.to_columns(list)` and `type.rows()`."""
 
@@ -147,7 +152,6 @@ class _Columns(NamedTuple):
     type: Any
 
 
-@functools.cache
 def _columns(annotation: Any) -> _Columns | None:
     if typing.get_origin(annotation) is Annotated:
         annotation = annotation.__origin__
@@ -155,22 +159,27 @@ def _columns(annotation: Any) -> _Columns | None:
     return _Columns(of, typing.get_type_hints(of.to_columns)["return"]) if hasattr(of, "to_columns") else None
 
 
-@functools.cache
-def _decoder(annotation: Any, functions: bool) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(annotation, dec_hook=_custom if functions else _custom_data, ext_hook=_array_in)
-
-
 def _array_in(code: int, data: memoryview) -> NDArray[Any]:
     if code != _ARRAY:
         raise msgspec.ValidationError(f"unknown extension {code}")
-    reference = _reference_decoder.decode(data)
-    payload, dtype, count = _open.payload, _NATIVE[reference.dtype], math.prod(reference.shape)
-    if reference.offset + count * dtype.itemsize > len(payload):
-        raise msgspec.ValidationError(f"an array of shape {reference.shape} outside its payload")
+    reference = _decode_reference(data)
+    shape, dtype = reference.shape, _NATIVE[reference.dtype]
+    count = shape[0] if len(shape) == 1 else math.prod(shape)
     if not count:
-        return np.empty(reference.shape, dtype)
-    flat = np.frombuffer(payload, dtype, count, reference.offset)
-    return (flat if len(reference.shape) == 1 else flat.reshape(reference.shape)).copy()
+        return np.empty(shape, dtype)
+    try:
+        flat = np.frombuffer(_open.payload, dtype, count, reference.offset)
+    except ValueError as error:
+        raise msgspec.ValidationError(f"an array of shape {shape} outside its payload") from error
+    return (flat if len(shape) == 1 else flat.reshape(shape)).copy()
+
+
+def _scalar_or_function(item: Any) -> Any:
+    if isinstance(item, np.generic):
+        return item.item()
+    if callable(item):
+        return _function_out(item)
+    raise ContractError(f"a {type(item).__qualname__} cannot cross between processes: pass plain data or arrays")
 
 
 def _function_out(function: Callable[..., Any]) -> _FunctionRef:
@@ -183,31 +192,22 @@ def _function_out(function: Callable[..., Any]) -> _FunctionRef:
     return _FunctionRef(name_of(function), {})
 
 
-def _custom(annotation: Any, value: Any) -> Any:
-    """Decode what msgspec does not know: array and function annotations."""
+def _custom(functions: bool, annotation: Any, value: Any) -> Any:
+    """Decode what msgspec does not know: array annotations and, where the sender may choose an import, functions."""
     kind = _kind(annotation)
     if kind.scalars is not None:
-        return _checked(value, kind.scalars)
+        if not isinstance(value, np.ndarray):
+            raise msgspec.ValidationError(f"Expected `array`, got `{type(value).__name__}`")
+        if kind.scalars and not issubclass(value.dtype.type, kind.scalars):
+            raise msgspec.ValidationError(f"Expected an array of {kind.scalars[0].__name__}, got {value.dtype}")
+        return value
+    if kind.is_function and not functions:
+        raise msgspec.ValidationError("a worker cannot return a function")
     if callable(value) or not kind.is_function:
         raise msgspec.ValidationError(f"values annotated {annotation} cannot cross between processes")
     reference = msgspec.convert(value, _FunctionRef)
     function = resolve(reference.function)
     return functools.partial(function, **reference.kwargs) if reference.kwargs else function
-
-
-def _custom_data(annotation: Any, value: Any) -> Any:
-    """The same where the sender must not choose what is imported here."""
-    if _kind(annotation).is_function:
-        raise msgspec.ValidationError("a worker cannot return a function")
-    return _custom(annotation, value)
-
-
-def _checked(value: Any, scalars: tuple[type[np.generic], ...]) -> Any:
-    if not isinstance(value, np.ndarray):
-        raise msgspec.ValidationError(f"Expected `array`, got `{type(value).__name__}`")
-    if scalars and not issubclass(value.dtype.type, scalars):
-        raise msgspec.ValidationError(f"Expected an array of {scalars[0].__name__}, got {value.dtype}")
-    return value
 
 
 class _Kind(NamedTuple):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -24,6 +25,7 @@ from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
     MAX_PAYLOAD_BYTES,
     Bye,
+    Call,
     Command,
     Dying,
     Hello,
@@ -31,6 +33,8 @@ from spmd_rl.controller.wire import (
     Ping,
     Pong,
     Signalled,
+    Spawn,
+    Split,
     StackRequest,
     Stacks,
     Stop,
@@ -50,13 +54,14 @@ class Dealer:
 
     The thread that waits for commands handles whatever arrives; while it runs one, a thread of this object stands in
     (turns.py), which leaves further commands in `inbox`.
-    `abandon` is called when the controller has been given up, before the process ends.
+    `abandon` is called when the controller has been given up, before the process ends; `on_tick` a few times a second.
     """
 
     def __init__(
         self, endpoint: str, keys: Keys, generation: int, hello: Hello, abandon: Callable[[], None] = lambda: None
     ) -> None:
         self.inbox: deque[tuple[Command | Stop, bytes]] = deque()
+        self.on_tick: Callable[[], None] = lambda: None
         self._hello = hello
         self._endpoint = endpoint
         self._abandon = abandon
@@ -90,15 +95,19 @@ class Dealer:
 
     def post(self, message: Message, payload: bytes = b"") -> None:
         """Send a message to the controller, in order with all others."""
-        self._outbox.append(encode(message, payload))
+        self.queue(message, payload)
         self._turns.now_or_next(self._send)
+
+    def queue(self, message: Message, payload: bytes = b"") -> None:
+        """Have the next turn at the socket send a message: `next`, if that follows at once."""
+        self._outbox.append(encode(message, payload))
 
     def next(self) -> tuple[Command | Stop, bytes]:
         """The next command, and its payload.
 
         Blocks: on the controller; this process ends if it is lost.
         """
-        while not self._turns.until(self._has_command, LONG_S):
+        while not self._turns.until(self.inbox.__len__, LONG_S, self._listen):
             pass
         return self.inbox.popleft()
 
@@ -119,17 +128,27 @@ class Dealer:
         if taken := self._incoming.take(frames):
             self._act(*taken)
 
-    def _has_command(self) -> bool:
-        return bool(self.inbox)
+    def _listen(self, seconds: float) -> None:
+        """Wait for the controller alone, which takes half of what polling does, and for all else when it is time to."""
+        if time.monotonic() >= self._next_watch:
+            self._handle(0.0)
+            return
+        if self._outbox:
+            self._send()
+        with suppress(zmq.Again):  # nothing came within a tick
+            self._receive()
 
     def _handle(self, seconds: float) -> None:
-        self._send()
+        if self._outbox:
+            self._send()
         for source, _ in self._poller.poll(int(seconds * 1000)):
             self._handlers[source]()
         if (now := time.monotonic()) >= self._next_watch:
             self._next_watch = now + TICK_S
             self._watch(now)
-        self._send()
+            self.on_tick()
+        if self._outbox:
+            self._send()
 
     def _woken(self) -> None:
         for number in self._waker.drain():
@@ -163,6 +182,8 @@ class Dealer:
 
     def _act(self, message: ToWorker, payload: bytes) -> None:
         match message:
+            case Call() | Spawn() | Split():
+                self.inbox.append((message, payload))
             case Ping(lost_after_s):
                 self._vigil.pinged(lost_after_s, time.monotonic())
                 self.post(Pong())
@@ -173,7 +194,7 @@ class Dealer:
                 self.post(Bye())
                 end_siblings(lost)
                 self._end(sentence, exit_code)
-            case _:
+            case Stop():
                 self.inbox.append((message, payload))
 
     def _post_stacks(self) -> None:
@@ -200,5 +221,6 @@ def _client_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, rank: in
     dealer.curve_publickey = keys.client.public
     dealer.curve_secretkey = keys.client.private
     dealer.maxmsgsize = MAX_PAYLOAD_BYTES
+    dealer.rcvtimeo = int(TICK_S * 1000)
     dealer.sndhwm = 0  # what is sent is bounded by what was asked; what is received, by ZeroMQ's default of 1000
     return dealer

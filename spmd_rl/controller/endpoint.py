@@ -19,6 +19,7 @@ from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, ove
 import msgspec
 import numpy as np
 
+from spmd_rl.controller.codec import Codec
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.mesh.place import Place
@@ -28,6 +29,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _SHARDED = "spmd_rl.sharded"
+_SLICED = (list, tuple, np.ndarray)
 
 Sharded = Annotated[T, _SHARDED]
 
@@ -92,7 +94,7 @@ def endpoints(role: type[Role]) -> dict[str, Endpoint[Any, Any]]:
 
 
 class Signature:
-    """An endpoint's parameters and result as the wire sees them."""
+    """An endpoint's parameters and result as the wire sees them; `arguments` decodes to a struct of them by name."""
 
     def __init__(self, endpoint: Endpoint[Any, Any]) -> None:
         self.where = endpoint.function.__qualname__
@@ -110,10 +112,9 @@ class Signature:
         self.gathers = "return" in self.sharded
         if endpoint.local and self.sharded:
             raise ConfigError(f"{self.where} is @local: one rank serves it, so nothing of it can be Sharded")
-        self.result = hints["return"]
-        self.arguments = msgspec.defstruct(
-            endpoint.name, [(p.name, hints[p.name]) for p in parameters], forbid_unknown_fields=True
-        )
+        self.result = Codec(hints["return"], functions=False)
+        fields = [(parameter.name, hints[parameter.name]) for parameter in parameters]
+        self.arguments = Codec(msgspec.defstruct(endpoint.name, fields, forbid_unknown_fields=True))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, defaults included. Raises: TypeError as the method itself would."""
@@ -125,8 +126,11 @@ class Signature:
 
     def scatter(self, arguments: dict[str, Any], num_shards: int) -> list[dict[str, Any]]:
         """Each shard's arguments."""
-        split = {name: shard(arguments[name], num_shards) for name in arguments if name in self.sharded}
-        return [arguments | {name: parts[i] for name, parts in split.items()} for i in range(num_shards)]
+        shards = [dict(arguments) for _ in range(num_shards)]
+        for name in arguments.keys() & self.sharded.keys():
+            for own, part in zip(shards, shard(arguments[name], num_shards), strict=True):
+                own[name] = part
+        return shards
 
     def gather(self, parts: list[Any]) -> Any:
         """One result from the shards' results."""
@@ -141,9 +145,9 @@ class Signature:
 
 def shard(value: Any, num_shards: int) -> list[Any]:
     """Cut a list, tuple or array into contiguous, nearly equal parts; a class may bring its own `.shard(n)`."""
-    if isinstance(value, list | tuple | np.ndarray):
+    if isinstance(value, _SLICED):
         size, larger = divmod(len(value), num_shards)
-        cuts = [i * size + min(i, larger) for i in range(num_shards + 1)]
+        cuts = [i * size + (i if i < larger else larger) for i in range(num_shards + 1)]
         return [value[start:end] for start, end in itertools.pairwise(cuts)]
     if hasattr(value, "shard"):
         return list(value.shard(num_shards))

@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from spmd_rl.controller import wire
-from spmd_rl.controller.wire import Refusal, WireError
+from spmd_rl.controller.wire import MALFORMED, Refusal
 
 M = TypeVar("M")
 
 PREAMBLE = struct.Struct(">QQI")
+PREAMBLE_BYTES = PREAMBLE.size
+_read_preamble, _write_preamble = PREAMBLE.unpack_from, PREAMBLE.pack
 OWN_FRAME_BYTES = 1 << 16  # payloads from this size on are not copied into the first frame
 
 
@@ -31,9 +33,11 @@ class Outgoing:
 
     def frames(self, header: bytes, payload: bytes) -> list[bytes]:
         """The frames of the next message."""
-        first = PREAMBLE.pack(self._generation, self._next, len(header)) + header
+        preamble = _write_preamble(self._generation, self._next, len(header))
         self._next += 1
-        return [first + payload] if len(payload) < OWN_FRAME_BYTES else [first, payload]
+        if len(payload) < OWN_FRAME_BYTES:
+            return [preamble + header + payload]
+        return [preamble + header, payload]
 
 
 class Incoming(Generic[M]):
@@ -47,30 +51,29 @@ class Incoming(Generic[M]):
 
     def take(self, frames: Sequence[bytes]) -> tuple[M, bytes] | None:
         """The message in these frames and its payload; None, counted, when they hold none or not the next."""
+        if not 0 < len(frames) <= 2:
+            return self._refused(Refusal.FRAMES)
+        first = frames[0]
+        if len(first) < PREAMBLE_BYTES:
+            return self._refused(Refusal.PREAMBLE)
+        generation, number, header_bytes = _read_preamble(first)
+        if generation != self._generation:
+            return self._refused(Refusal.GENERATION)
+        if number != self._next:
+            return self._refused(Refusal.REPLAYED if number < self._next else Refusal.EARLY)
+        end = PREAMBLE_BYTES + header_bytes
+        if end > len(first) or (len(frames) == 2 and end < len(first)):
+            return self._refused(Refusal.PREAMBLE)
+        payload = frames[1] if len(frames) == 2 else first[end:]
+        if header_bytes > wire.MAX_HEADER_BYTES or len(payload) > wire.MAX_PAYLOAD_BYTES:
+            return self._refused(Refusal.OVERSIZE)
         try:
-            header, payload = self._opened(frames)
-            message = self._decode(header)
-        except WireError as error:
-            self.refused[error.refusal] += 1
-            return None
+            message = self._decode(first[PREAMBLE_BYTES:end])
+        except MALFORMED:
+            return self._refused(Refusal.HEADER)
         self._next += 1
         return message, payload
 
-    def _opened(self, frames: Sequence[bytes]) -> tuple[bytes, bytes]:
-        if not 0 < len(frames) <= 2:
-            raise WireError(Refusal.FRAMES)
-        first = frames[0]
-        if len(first) < PREAMBLE.size:
-            raise WireError(Refusal.PREAMBLE)
-        generation, number, header_bytes = PREAMBLE.unpack_from(first)
-        if generation != self._generation:
-            raise WireError(Refusal.GENERATION)
-        if number != self._next:
-            raise WireError(Refusal.REPLAYED if number < self._next else Refusal.EARLY)
-        end = PREAMBLE.size + header_bytes
-        if end > len(first) or (len(frames) == 2 and end < len(first)):
-            raise WireError(Refusal.PREAMBLE)
-        payload = frames[1] if len(frames) == 2 else first[end:]
-        if header_bytes > wire.MAX_HEADER_BYTES or len(payload) > wire.MAX_PAYLOAD_BYTES:
-            raise WireError(Refusal.OVERSIZE)
-        return first[PREAMBLE.size : end], payload
+    def _refused(self, reason: Refusal) -> tuple[M, bytes] | None:
+        self.refused[reason] += 1
+        return None

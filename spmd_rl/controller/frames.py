@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import zmq
 
+_LATER = zmq.DONTWAIT | zmq.SNDMORE
+_send = zmq.backend.Socket.send  # that of zmq.Socket looks for options of draft sockets first
+
 
 def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
     """The frames of the next message, or those that are left of it. Blocks: unless the socket is readable."""
@@ -21,5 +24,5 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
 def send(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
     """Send the frames as one message, or as the rest of one; they wait for a slow peer in memory."""
     for frame in frames[:-1]:
-        socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
-    socket.send(frames[-1], zmq.DONTWAIT)
+        _send(socket, frame, _LATER)
+    _send(socket, frames[-1], zmq.DONTWAIT)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from spmd_rl.controller.codec import Packed, pack, unpack
+from spmd_rl.controller.codec import Packed, pack
 from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.pending import Pending
 from spmd_rl.controller.switchboard import Switchboard
@@ -77,17 +77,13 @@ class RemoteEndpoint(Bound[..., Any]):
     def _finish(self, ranks: tuple[int, ...], answers: list[Packed]) -> Any:
         by_rank = dict(zip(ranks, answers, strict=True))
         if not self._signature.gathers:
-            return self._unpack(by_rank)
-        shards = [{rank: by_rank[rank] for rank in ranks} for ranks in self._handle.shards]
-        return self._signature.gather([self._unpack(shard) for shard in shards])
+            return self._value(by_rank, ranks)
+        return self._signature.gather([self._value(by_rank, shard) for shard in self._handle.shards])
 
-    def _unpack(self, answers: dict[int, Packed]) -> Any:
-        return unpack(_agreed(self._what, answers), self._signature.result, functions=False)
-
-
-def _agreed(what: str, answers: dict[int, Packed]) -> Packed:
-    """The one answer of ranks that must agree. Raises: ContractError naming those that do not."""
-    (first, expected), *others = answers.items()
-    if odd := [rank for rank, answer in others if answer != expected]:
-        raise ContractError(f"{what}: the result of ranks {odd} differs from rank {first}'s; mark it Sharded or agree")
-    return expected
+    def _value(self, by_rank: dict[int, Packed], ranks: tuple[int, ...]) -> Any:
+        """The one answer of ranks that must agree. Raises: ContractError naming those that do not."""
+        expected = by_rank[ranks[0]]
+        if len(ranks) > 1 and (odd := [rank for rank in ranks if by_rank[rank] != expected]):
+            differs = f"the result of ranks {odd} differs from rank {ranks[0]}'s"
+            raise ContractError(f"{self._what}: {differs}; mark it Sharded or agree")
+        return self._signature.result.unpack(expected)

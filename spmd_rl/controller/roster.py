@@ -40,10 +40,9 @@ class Roster:
 
     def heard(self, rank: int, now: float) -> bool:
         """Note a sign of life; False when the rank never said Hello."""
-        if rank not in self.seats:
-            return False
-        self.seats[rank].heard = now
-        return True
+        if seat := self.seats.get(rank):
+            seat.heard = now
+        return seat is not None
 
     def signalled(self, rank: int, name: str, now: float) -> None:
         """Note that its launcher is ending a worker."""

@@ -115,10 +115,11 @@ class Router:
         """Send many messages, in one go."""
         for ranks, message, payload in letters:
             header, payload = encode(message, payload)
-            self._outbox.extend([(rank, header, payload) for rank in ranks])
+            for rank in ranks:
+                self._outbox.append((rank, header, payload))
         self._turns.now_or_next(self._send)
 
-    def until(self, done: Callable[[], bool], seconds: float) -> bool:
+    def until(self, done: Callable[[], object], seconds: float) -> bool:
         """Handle what arrives until `done()`; False when it was not within `seconds`.
 
         Blocks: for `seconds` at most.
@@ -144,13 +145,15 @@ class Router:
             self._incoming[rank].refused[Refusal.UNASKED] += 1
 
     def _handle(self, seconds: float) -> None:
-        self._send()
+        if self._outbox:
+            self._send()
         for source, _ in self._poller.poll(int(seconds * 1000)):
             self._handlers[source]()
         if (now := time.monotonic()) >= self._next_tick:
             self._next_tick = now + TICK_S
             self._listener.on_tick(now)
-        self._send()
+        if self._outbox:
+            self._send()
 
     def _woken(self) -> None:
         for number in self._waker.drain():

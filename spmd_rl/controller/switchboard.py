@@ -149,14 +149,16 @@ class Switchboard:
     def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
         """Take a worker's message; False when it was not asked for."""
         now = time.monotonic()
+        if isinstance(message, Result):
+            return self.roster.heard(rank, now) and self.calls.answer(
+                message.call, rank, Packed(bytes(message.value), payload)
+            )
         with self._lock:
             if isinstance(message, Hello):
                 return message.rank == rank and self._seat(message, now)
             if not self.roster.heard(rank, now):
                 return False
             match message:
-                case Result(call, value):
-                    return self.calls.answer(call, rank, Packed(bytes(value), payload))
                 case Failure(call):
                     return self.calls.answer(call, rank, message)
                 case Stacks():

@@ -36,25 +36,29 @@ class Turns:
         """Let the stand-in begin, at once."""
         self._stand_in.start()
 
-    def until(self, done: Callable[[], bool], seconds: float) -> bool:
+    def until(
+        self, done: Callable[[], object], seconds: float, handle: Callable[[float], None] | None = None
+    ) -> bool:
         """Handle what arrives until `done()`; False when it was not within `seconds`. Any thread may wait.
 
+        `handle` may be another one, for whom nobody has to wake.
         Blocks: for `seconds` at most.
         """
-        end = time.monotonic() + seconds
+        handle, end = handle or self._handle, time.monotonic() + seconds
         while not done():
             if (left := end - time.monotonic()) <= 0:
                 return False
-            if self._take(min(left, TICK_S)):
+            if self._lock.acquire(False) or self._take(min(left, TICK_S)):
                 try:
-                    self._handle_until(done, end)
+                    while not done() and (left := end - time.monotonic()) > 0:
+                        handle(left if left < TICK_S else TICK_S)
                 finally:
                     self._leave()
         return True
 
     def now_or_next(self, act: Callable[[], None]) -> None:
         """Run `act` now if nobody has the turn, else wake who has: `handle` does it before and after it waits."""
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             self._waker.wake()
             return
         try:
@@ -68,13 +72,7 @@ class Turns:
         self._waker.wake()
         self._stand_in.join()
 
-    def _handle_until(self, done: Callable[[], bool], end: float) -> None:
-        while not done() and (left := end - time.monotonic()) > 0:
-            self._handle(min(left, TICK_S))
-
     def _take(self, seconds: float) -> bool:
-        if self._lock.acquire(blocking=False):
-            return True
         self._wanted = True
         self._waker.wake()
         return self._lock.acquire(timeout=seconds)

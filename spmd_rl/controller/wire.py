@@ -1,14 +1,13 @@
 """The closed set of messages between controller and worker, and their headers.
 
 A message is a msgpack header and one raw payload (the bytes of all its arrays, see codec.py); envelope.py numbers
-them. Whatever is not exactly one of these types, or exceeds the limits, is a `WireError`: the socket threads drop
-and count it. docs/wire.md is the table of all this.
+them. Whatever is not exactly one of these types, or exceeds the limits, is dropped and counted there, by its
+`Refusal`. docs/wire.md is the table of all this.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TypeVar
 
 import msgspec
 
@@ -31,14 +30,6 @@ class Refusal(StrEnum):
     HEADER = "malformed header"
     STRANGER = "unknown identity"
     UNASKED = "unasked"
-
-
-class WireError(Exception):
-    """Frames that are no message of this conversation."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal)
-        self.refusal = refusal
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -160,11 +151,11 @@ Reply = Result | Failure
 ToController = Hello | Result | Failure | Pong | Stacks | Signalled | Dying | Bye
 ToWorker = Ping | StackRequest | Split | Spawn | Call | Stop
 
-M = TypeVar("M")
-
 _encoder = msgspec.msgpack.Encoder()
-_to_controller = msgspec.msgpack.Decoder(ToController)
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
+
+decode_at_controller = msgspec.msgpack.Decoder(ToController).decode
+decode_at_worker = msgspec.msgpack.Decoder(ToWorker).decode
+MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises
 
 
 def encode(message: Message, payload: bytes = b"") -> tuple[bytes, bytes]:
@@ -180,19 +171,3 @@ def encode(message: Message, payload: bytes = b"") -> tuple[bytes, bytes]:
         )
     return header, payload
 
-
-def decode_at_controller(header: bytes) -> ToController:
-    """A worker's message. Raises: WireError."""
-    return _decode(_to_controller, header)
-
-
-def decode_at_worker(header: bytes) -> ToWorker:
-    """A controller's message. Raises: WireError."""
-    return _decode(_to_worker, header)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[M], header: bytes) -> M:
-    try:
-        return decoder.decode(header)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise WireError(Refusal.HEADER) from error

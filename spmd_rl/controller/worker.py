@@ -6,28 +6,38 @@ import os
 import signal
 import socket
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address
-from spmd_rl.controller.codec import Packed, pack, resolve, unpack
+from spmd_rl.controller.codec import Codec, Packed, pack, resolve
 from spmd_rl.controller.dealer import Dealer
-from spmd_rl.controller.endpoint import Bound, Signature, endpoints
+from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.supervisor import ControllerProcess
 from spmd_rl.controller.wire import Bye, Call, Command, Failure, Hello, Result, Spawn, Split, Stop
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.place import Seats
 from spmd_rl.mesh.world import World, join, open_store
-from spmd_rl.observe.trace import Trace
+from spmd_rl.observe.trace import Trace, now_ns
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ENDPOINT_KEY = "spmd_rl/endpoint"
-FLUSH_S = 0.1  # between two writings of the spans
+
+
+class _Served(NamedTuple):
+    """One endpoint of a role that lives here."""
+
+    what: str
+    run: Callable[..., Any]
+    arguments: Codec
+    result: Codec
 
 
 class Worker:
@@ -37,55 +47,60 @@ class Worker:
         self._seats = seats
         self._trace = Trace()
         self._roles = seats.neighbours
-        self._known: dict[tuple[str, str], tuple[Bound[..., Any], Signature]] = {}
+        self._known: dict[tuple[str, str], _Served] = {}
 
     def serve(self, dealer: Dealer) -> None:
         """Run commands until told to stop.
 
         Blocks: between commands, on the controller; the process ends if it is lost.
         """
+        dealer.on_tick = lambda: self._trace.flush()
         while True:
             command, payload = dealer.next()
             if isinstance(command, Stop):
                 self._trace.close()
                 return
-            reply, out = self.answer(command, payload)
-            dealer.post(reply, out)
-            self._trace.flush(every_s=FLUSH_S)
+            dealer.queue(*self.answer(command, payload))
 
     def answer(self, command: Command, payload: bytes) -> tuple[Result | Failure, bytes]:
         """Run one command; whatever it raises becomes the reply."""
         try:
-            value = self._run(command, payload)
+            value = self._call(command, payload) if isinstance(command, Call) else self._build(command, payload)
         except Exception as error:  # noqa: BLE001  user code may raise anything: the controller decides what it ends
             return failure_of(command.call, error), b""
         return Result(command.call, msgspec.Raw(value.body)), value.payload
 
-    def _run(self, command: Command, payload: bytes) -> Packed:
-        match command:
-            case Split(_, placements, traces):
-                if traces and not self._trace.on:
-                    rank = self._seats.world.rank
-                    self._trace = Trace(Path(traces), f"rank {rank}", rank=rank)
-                self._seats.build(placements)
-            case Spawn(_, name, role, placement, cfg_type, cfg):
-                config = unpack(Packed(bytes(cfg), payload), resolve(cfg_type))
-                self._roles[name] = resolve(role)(config, self._seats.place(placement))
-            case Call(call, name, endpoint, args, phase):
-                with self._trace.span(f"{name}.{endpoint}", role=name, phase=phase, call=call):
-                    return self._call(name, endpoint, Packed(bytes(args), payload))
-        return pack(None)
-
-    def _call(self, name: str, endpoint: str, packed: Packed) -> Packed:
-        if (name, endpoint) not in self._known:
-            role = self._roles[name]
-            self._known[name, endpoint] = getattr(role, endpoint), Signature(endpoints(type(role))[endpoint])
-        method, signature = self._known[name, endpoint]
+    def _call(self, call: Call, payload: bytes) -> Packed:
+        served = self._known.get((call.name, call.endpoint)) or self._learn(call.name, call.endpoint)
+        began_ns = now_ns()
         try:
-            arguments = unpack(packed, signature.arguments)
-        except ContractError as error:
-            raise ContractError(f"{name}.{endpoint}: {error}") from error
-        return pack(method(**msgspec.structs.asdict(arguments)), signature.result)
+            try:
+                arguments = served.arguments.unpack(Packed(bytes(call.args), payload))
+            except ContractError as error:
+                raise ContractError(f"{served.what}: {error}") from error
+            return served.result.pack(served.run(**msgspec.structs.asdict(arguments)))
+        finally:
+            if self._trace.on:
+                self._trace.add(served.what, began_ns, now_ns(), role=call.name, phase=call.phase, call=call.call)
+
+    def _learn(self, name: str, endpoint: str) -> _Served:
+        role = self._roles[name]
+        known = endpoints(type(role))[endpoint]
+        signature = Signature(known)
+        served = _Served(f"{name}.{endpoint}", MethodType(known.function, role), signature.arguments, signature.result)
+        self._known[name, endpoint] = served
+        return served
+
+    def _build(self, command: Split | Spawn, payload: bytes) -> Packed:
+        if isinstance(command, Spawn):
+            config = Codec(resolve(command.cfg_type)).unpack(Packed(bytes(command.cfg), payload))
+            self._roles[command.name] = resolve(command.role)(config, self._seats.place(command.placement))
+        else:
+            if command.traces and not self._trace.on:
+                rank = self._seats.world.rank
+                self._trace = Trace(Path(command.traces), f"rank {rank}", rank=rank)
+            self._seats.build(command.placements)
+        return pack(None)
 
 
 def failure_of(call: int, error: Exception) -> Failure:

@@ -52,8 +52,14 @@ class Prompts:
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
         records = read_records(cfg.path)
         encoded = encode_prompts(records, cfg, tokenizer)
+        hidden = {cfg.prompt_key, cfg.answer_key}
         kept = [
-            _Entry(record, text, tokens, record.text(cfg.answer_key) if cfg.answer_key else "")
+            _Entry(
+                tokens,
+                text,
+                record.text(cfg.answer_key) if cfg.answer_key else "",
+                {key: value for key, value in record.row.items() if key not in hidden},
+            )
             for record, (text, tokens) in zip(records, encoded, strict=True)
             if not cfg.max_prompt_tokens or len(tokens) <= cfg.max_prompt_tokens
         ]
@@ -61,8 +67,7 @@ class Prompts:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
         self.num_dropped = len(records) - len(kept)
         self._entries = kept
-        self._hidden = {cfg.prompt_key, cfg.answer_key}
-        self._source = Path(kept[0].record.where.rpartition(":")[0]).stem
+        self._source = Path(records[0].where.rpartition(":")[0]).stem
         self._order = Order(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def __len__(self) -> int:
@@ -85,8 +90,7 @@ class Prompts:
     def _draw(self) -> Prompt:
         uid = self._order.drawn
         entry = self._entries[self._order.next()]
-        meta = {key: value for key, value in entry.record.row.items() if key not in self._hidden}
-        return Prompt(uid, entry.tokens, entry.text, entry.answer, self._source, meta)
+        return Prompt(uid, entry.tokens, entry.text, entry.answer, self._source, dict(entry.meta))
 
     def _digest(self) -> str:
         digest = hashlib.sha256()
@@ -97,10 +101,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class _Entry:
-    record: Record
-    text: str
     tokens: NDArray[np.int32]
+    text: str
     answer: str
+    meta: dict[str, Any]
 
 
 def encode_prompts(

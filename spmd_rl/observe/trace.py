@@ -63,6 +63,7 @@ class Trace:
         self._began_ns = now_ns()
         self._flushed_ns = 0
         self._path = None if folder is None else folder / f"{process.replace(' ', '_')}.jsonl"
+        self.on = folder is not None
         self._file: BinaryIO | None = None
         self._header = {
             "process": process,
@@ -71,10 +72,6 @@ class Trace:
             "pid": os.getpid(),
             "began_unix_ns": self._began_ns + unix_offset_ns(),
         }
-
-    @property
-    def on(self) -> bool:
-        return self._path is not None
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """Time what runs inside, on the lane of the thread that runs it."""
@@ -119,7 +116,7 @@ class Trace:
         return file
 
     def _end(self) -> None:
-        self._path = None
+        self._path, self.on = None, False
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -9,7 +9,7 @@ import msgspec
 
 from spmd_rl.controller import wire
 from spmd_rl.controller.envelope import PREAMBLE
-from spmd_rl.controller.wire import Message, WireError
+from spmd_rl.controller.wire import MALFORMED, Message
 from spmd_rl.mesh.split import Placement
 
 RAW = msgspec.Raw(msgspec.msgpack.encode({"value": [1, 2.5, "x", None, True]}))
@@ -105,6 +105,6 @@ class Fuzzer:
     def _taken(self, header: bytes) -> bool:
         try:
             self._decode(header)
-        except WireError:
+        except MALFORMED:
             return False
         return True

@@ -11,7 +11,7 @@ from signal import Signals
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.controller.codec import Packed, pack, unpack
+from spmd_rl.controller.codec import Codec, Packed, pack
 from spmd_rl.controller.dealer import Dealer
 from spmd_rl.controller.envelope import Outgoing
 from spmd_rl.controller.router import Router
@@ -91,14 +91,14 @@ def test_mutated_values_are_refused_or_are_arrays() -> None:
     """What a call carries is decoded by its endpoint's annotation, and by nothing else."""
     good = pack({"a": np.arange(12.0).reshape(3, 4), "b": np.zeros(0, np.int32)})
     rng = np.random.default_rng(3)
-    refused = 0
+    codec, refused = Codec(dict[str, NDArray[np.generic]]), 0
     for _ in range(10_000):
         body = bytearray(good.body)
         for _ in range(rng.integers(1, 4)):
             body[rng.integers(len(body))] = rng.integers(256)
         payload = good.payload[: rng.choice([len(good.payload), rng.integers(len(good.payload))])]
         try:
-            value = unpack(Packed(bytes(body), payload), dict[str, NDArray[np.generic]])
+            value = codec.unpack(Packed(bytes(body), payload))
         except ContractError:
             refused += 1
             continue

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from spmd_rl.controller.codec import _DTYPES, Packed, name_of, pack, resolve, unpack
+from spmd_rl.controller.codec import _DTYPES, Codec, Packed, name_of, pack, resolve
 from spmd_rl.controller.endpoint import Sharded
 from spmd_rl.errors import ContractError
 from spmd_rl.types import Group, Prompt, Sample
@@ -22,6 +22,10 @@ from spmd_rl.types import Group, Prompt, Sample
 arrays = st.sampled_from(_DTYPES).flatmap(
     lambda name: hnp.arrays(np.dtype(name), hnp.array_shapes(min_dims=0, min_side=0))
 )
+
+
+def unpack(packed: Packed, annotation: Any, *, functions: bool = True) -> Any:
+    return Codec(annotation, functions=functions).unpack(packed)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def test_the_nouns_cross() -> None:
     sample = Sample(
         1, 0, np.array([5], np.int32), np.array([-0.5], np.float32), np.zeros(1, np.int32), "stop", parts={"a": 1.0}
     )
-    back = unpack(pack([Group(prompt, [sample])], list[Group]), list[Group])
+    back = unpack(Codec(list[Group]).pack([Group(prompt, [sample])]), list[Group])
     assert back[0].samples[0].logprobs.dtype == np.float32
     assert back[0].prompt.meta == {"level": 2}
 
@@ -64,10 +68,10 @@ def test_lists_of_groups_cross_as_columns() -> None:
     prompts = [Prompt(uid, np.arange(uid, dtype=np.int32)) for uid in range(3)]
     groups = [Group(prompts[0], [sample(0, 3), sample(1, 0)]), Group(prompts[1], [], ["slow", "no number"])]
     groups.append(Group(prompts[2], [sample(2, 5)]))
-    packed = pack(groups, Sharded[list[Group]])
+    packed = Codec(Sharded[list[Group]]).pack(groups)
     assert len(packed.body) < len(pack(groups).body)
     assert pack(unpack(packed, Sharded[list[Group]])) == pack(groups)
-    assert unpack(pack([], list[Group]), list[Group]) == []
+    assert unpack(Codec(list[Group]).pack([]), list[Group]) == []
 
 
 def test_columns_that_do_not_fit_are_refused() -> None:
@@ -77,10 +81,10 @@ def test_columns_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ContractError, match="do not fit each other"):
             unpack(pack(dataclasses.replace(columns, **wrong)), list[Group])
     with pytest.raises(ContractError, match="Expected `object`, got `array`"):
-        unpack(pack(["no group"], list[Group]), list[Group])
+        unpack(Codec(list[Group]).pack(["no group"]), list[Group])
     lacking = dataclasses.replace(sample(0, 3), logprobs=np.zeros(2, np.float32))
     with pytest.raises(ContractError, match="prompt 7, sample 0: a token without its log-prob"):
-        pack([Group(Prompt(0, np.zeros(1, np.int32)), [lacking])], list[Group])
+        Codec(list[Group]).pack([Group(Prompt(0, np.zeros(1, np.int32)), [lacking])])
 
 
 def test_strided_arrays_and_numpy_scalars_cross() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.controller import wire
-from spmd_rl.controller.wire import WireError, decode_at_controller, decode_at_worker, encode
+from spmd_rl.controller.wire import MALFORMED, decode_at_controller, decode_at_worker, encode
 from spmd_rl.errors import ContractError
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER
 
@@ -32,7 +32,7 @@ def test_round_trip_to_a_worker(message: wire.Message) -> None:
 
 @pytest.mark.parametrize("message", TO_WORKER)
 def test_the_controller_takes_no_workers_orders(message: wire.Message) -> None:
-    with pytest.raises(WireError, match="malformed"):
+    with pytest.raises(msgspec.ValidationError):
         decode_at_controller(encode(message)[0])
 
 
@@ -43,7 +43,7 @@ def test_the_table_of_the_page_is_the_set_of_messages() -> None:
 
 
 def test_unknown_fields_are_refused() -> None:
-    with pytest.raises(WireError, match="malformed"):
+    with pytest.raises(msgspec.ValidationError):
         decode_at_controller(msgspec.msgpack.encode({"type": "Pong", "extra": 1}))
 
 
@@ -63,7 +63,7 @@ def test_mutated_headers_never_crash(message: wire.Message, data: st.DataObject)
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
     try:
         decoded = decode_at_controller(bytes(header))
-    except WireError:
+    except MALFORMED:
         return
     assert isinstance(decoded, wire.Message)
 
@@ -71,5 +71,5 @@ def test_mutated_headers_never_crash(message: wire.Message, data: st.DataObject)
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_never_crashes(header: bytes) -> None:
-    with pytest.raises(WireError):
+    with pytest.raises(MALFORMED):
         decode_at_worker(header)

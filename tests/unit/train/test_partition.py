@@ -38,6 +38,13 @@ def test_equal_weights_give_equal_counts() -> None:
     assert sorted(len(part) for part in balanced([3] * 12, 4)) == [3, 3, 3, 3]
 
 
+@given(st.lists(st.integers(1, 500), max_size=12), st.integers(1, 5))
+def test_every_part_gets_as_many_of_each_weight(weights: list[int], num_parts: int) -> None:
+    repeated = weights * num_parts
+    parts = [sorted(repeated[item] for item in part) for part in balanced(repeated, num_parts)]
+    assert parts == [sorted(weights)] * num_parts
+
+
 def test_no_parts_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         balanced([1, 2], 0)
