@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks.grpo_proof import TOKENIZER, write_prompts
 from benchmarks.memory_recipe import FILE
@@ -90,7 +89,7 @@ def main() -> int:
     parser.add_argument("splits", nargs="+", choices=SPLITS)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    context: Any = int(subprocess.check_output([sys.executable, "-c", CONTEXT], text=True))
+    context = int(subprocess.check_output([sys.executable, "-c", CONTEXT], text=True))
     rows: list[Row] = [measured("a context", context / 2**20, "MiB")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.record import finish, measured
+from benchmarks.record import finish, gpu, measured
 from benchmarks.table import Row
 from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.microscope.engine_path import EnginePath
@@ -124,8 +124,10 @@ def main(words: list[str]) -> int:
             lines += rows(name, found)
             if pages is not None:
                 write(found, pages / name.replace(", ", "-"))
-    machine = "h200" if DEVICE.type == "cuda" else "laptop"
-    return finish(__file__, ("torch", "transformers"), lines, save="--save" in words, machine=machine)
+    packages, save = ("torch", "transformers"), "--save" in words
+    if DEVICE.type == "cpu":
+        return finish(__file__, packages, lines, save=save)
+    return finish(__file__, (*packages, "triton", "flash-attn-4"), lines, save=save, machine="h200", **gpu())
 
 
 if __name__ == "__main__":

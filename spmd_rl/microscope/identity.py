@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from spmd_rl.kernels.linear_tiles import choose_tile
+from spmd_rl.kernels.linear_tiles import Tile, choose_gated_tile, choose_tile
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.paths import Path
@@ -71,8 +71,10 @@ class Kernels:
         Where several points end together, the first of them has the kernels of all.
         """
         forward = self.forward_of[row]
-        rows = self.sizes[forward]
-        ours = planned(self.num_logits.get(forward, 0) if point.op == "logits" else padded_rows(rows), width)
+        rows = self.num_logits.get(forward, 0) if point.op == "logits" else padded_rows(self.sizes[forward])
+        # A product without a point of its own before it makes gate and up together, perhaps with what follows them.
+        tile = (choose_gated_tile(rows, width) or choose_tile(rows, 2 * width)) if point.op == "act" else None
+        ours = planned(tile or choose_tile(rows, width))
         return tuple(ours if kernel.name == OUR_MATMUL else kernel for kernel in self._measured(point, forward))
 
     def _measured(self, point: Point, forward: int) -> tuple[Kernel, ...]:
@@ -152,7 +154,7 @@ def identify(name: str) -> Kernel:
         return replace(short, tile=f"tile {tile[1] or tile[2]}", splits=splits, instruction=instruction)
     if "splitkv" in name.lower():
         return replace(short, splits="keys split")
-    if "flash" in name.lower() and "cute" in name.lower():
+    if "flash" in name.lower() and ("cute" in name.lower() or name.startswith("kernel_cutlass")):
         return Kernel("FlashAttention-4", "keys in blocks of 128", "one split", "wgmma")
     return replace(short, splits=splits)
 
@@ -169,9 +171,8 @@ def _short(name: str) -> str:
     return " ".join([outer, *done[:1]])[:96]
 
 
-def planned(num_rows: int, width: int) -> Kernel:
-    """What our table gives a product of few rows with a weight of `width` rows."""
-    tile = choose_tile(num_rows, width)
+def planned(tile: Tile) -> Kernel:
+    """Our product with a tile of our tables."""
     tall = tile.n if tile.swap else tile.m
     swapped = ", weight first" if tile.swap else ""
     instruction = "wgmma" if tall >= 64 and tile.warps % 4 == 0 else "mma.sync"

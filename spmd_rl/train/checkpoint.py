@@ -95,12 +95,14 @@ def load(folder: str, backend: Backend, place: Place) -> tuple[Progress, str]:
     """Fill the backend from a checkpoint, whatever number of ranks wrote it.
 
     The second result says how the numeric contract that it was written under differs from this one; mostly empty.
-    Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`.
+    Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`, or one of another version.
     """
     path = Path(folder) / PROGRESS_FILE
     if not path.is_file():
         raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {PROGRESS_FILE}")
     facts = json.loads(path.read_text())
+    if not {"progress", "contract"} <= facts.keys():
+        raise ConfigError(f"{path} is of another version of spmd_rl: it lacks progress or contract")
     progress = Progress(**facts["progress"])
     load_shards(backend.state(), checkpoint_id=folder, process_group=place.group)
     backend.loaded(progress.optimizer_steps)

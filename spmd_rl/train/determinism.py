@@ -48,15 +48,18 @@ def require_deterministic(device: torch.device, dtype: torch.dtype, head_dim: in
 @contextmanager
 def deterministic(chosen: bool = True) -> Iterator[None]:
     """Within, where `chosen`, torch's ops and FlashAttention (flash.py) sum in a fixed order, or raise."""
-    before = torch.are_deterministic_algorithms_enabled()
+    if not chosen:
+        yield
+        return
     settings: Any = torch.utils.deterministic
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(chosen or before)
-    settings.fill_uninitialized_memory = fill and not chosen  # we read nothing that is not written
+    torch.use_deterministic_algorithms(True)
+    settings.fill_uninitialized_memory = False  # we read nothing that is not written
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warns)
         settings.fill_uninitialized_memory = fill
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.kernels.upload import upload
 from spmd_rl.partition import balanced
 from spmd_rl.train import prefixes
 from spmd_rl.types import Batch
@@ -77,9 +78,7 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
     sequence = sequence[scored]
 
     def tensor(array: NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
-        # From pinned memory the host goes on while the device still computes what came before.
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+        return upload(array, device).to(dtype)
 
     return MicroBatch(
         tokens=tensor(batch.tokens[pieces.source], torch.int64),

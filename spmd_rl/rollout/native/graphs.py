@@ -20,7 +20,7 @@ from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.upload import upload
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.rows import Rows
-from spmd_rl.rollout.native.staged import Staged
+from spmd_rl.rollout.native.staged import Fields, Staged
 
 GraphMemory = Any  # torch's handle of a pool
 Outputs = TypeVar("Outputs")
@@ -137,7 +137,7 @@ class _Recorded:
     def __init__(self, graphs: DecodeGraphs, size: int, width: int, filtered: bool) -> None:
         self._state = graphs._rows
         self._width = width
-        fields: dict[str, tuple[tuple[int, ...], type]] = {
+        fields: Fields = {
             "rows": ((size,), np.int64),
             "positions": ((size,), np.int64),
             "answer_starts": ((size,), np.int64),

@@ -228,6 +228,9 @@ class Scheduler:
         held = pages if tail is None else [*pages, tail]
         self.pool.hold(held)
         num_new = num_needed - len(pages)
+        if tail is not None and self.pool.num_available < num_new:  # in a pool this small its page is needed itself
+            self.pool.release([tail])
+            held, tail = pages, None
         if self.pool.num_available < num_new + len(self.running):
             self.pool.release(held)
             return None

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.microscope.identity import Kernel, between_marks, identify, kernels_of, planned
+from spmd_rl.kernels.linear_tiles import Tile, choose_gated_tile, choose_tile
+from spmd_rl.microscope.identity import Kernel, Kernels, between_marks, identify, kernels_of, planned
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import MARK
 
@@ -23,6 +24,8 @@ from spmd_rl.microscope.taps import MARK
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKParams<float>)", ("", "K split", "")),
         ("void pytorch_flash::flash_fwd_splitkv_kernel<Kernel_traits<128, 64>>(Params)", ("", "keys split", "")),
         ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at",
+         ("keys in blocks of 128", "one split", "wgmma")),
+        ("kernel_cutlass_kernel_spmd_rlkernelsflash_decode_kernel_classlocalsTwoOnAnSm_object_at",
          ("keys in blocks of 128", "one split", "wgmma")),
         ("_forward", ("", "", "")),
     ],
@@ -59,11 +62,19 @@ def test_names_are_cut_to_what_they_say(name: str, short: str) -> None:
     ("rows", "width", "instruction"), [(16, 4096, "wgmma"), (64, 1024, "wgmma"), (256, 8192, "wgmma")]
 )
 def test_our_table_names_tile_and_chain(rows: int, width: int, instruction: str) -> None:
-    kernel = planned(rows, width)
+    kernel = planned(choose_tile(rows, width))
     assert kernel.tile.startswith("tile ")
     assert kernel.splits == "one chain"
     assert kernel.instruction == instruction
     assert str(kernel).startswith("Triton _matmul (tile ")
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(16, choose_gated_tile(16, 3072)), (256, choose_tile(256, 2 * 3072))])
+def test_gate_and_up_in_one_product_have_a_tile_of_their_own(rows: int, tile: Tile) -> None:
+    points = Point(0, "act"), Point(0, "down_proj")
+    kernels = Kernels({(0, point): (identify("_matmul"),) for point in points}, (0,), (1,), (rows,), {})
+    act, down = (kernels.at(point, 0, 3072)[0] for point in points)
+    assert act == planned(tile) != down
 
 
 def event(ts: float, cat: str, name: str, **args: Any) -> dict[str, Any]:

@@ -274,6 +274,14 @@ def test_a_tail_is_not_copied_from_a_page_that_was_given_back():
     assert (plan.starts.tolist(), list(plan.copies)) == ([4], [])
 
 
+def test_a_tail_on_the_last_page_of_the_pool_does_not_keep_a_prompt_out():
+    runner = FakeRunner(max_batch=2, page_size=4, num_pages=2, min_tail=1)
+    for uid in range(2):
+        runner.submit(uid, list(range(7)), max_tokens=2)
+        runner.run()
+    assert runner.done == {0: [7, 8], 1: [8, 9]}
+
+
 def test_a_whole_prompt_in_the_cache_still_computes_its_last_page():
     runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64)
     runner.submit(0, list(range(8)), max_tokens=1)

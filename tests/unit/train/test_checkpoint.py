@@ -52,6 +52,12 @@ def test_another_numeric_contract_is_a_caveat(new_trainer, tmp_path: Path) -> No
     ]
 
 
+def test_a_checkpoint_of_another_version_is_refused(new_trainer, tmp_path: Path) -> None:
+    (tmp_path / checkpoint.PROGRESS_FILE).write_text('{"version": 1, "optimizer_steps": 1}')
+    with pytest.raises(ConfigError, match="another version of spmd_rl"):
+        new_trainer().load(str(tmp_path))
+
+
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
 def test_a_lost_moment_shows(new_trainer, tmp_path: Path, moment: str) -> None:
     """What the optimizer remembers is part of what makes a resume exact."""

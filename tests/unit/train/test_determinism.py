@@ -39,10 +39,14 @@ def test_the_same_step_on_the_cpu(new_trainer) -> None:
 def test_torch_is_left_as_it_was() -> None:
     with deterministic(False):
         assert not torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with deterministic(False):
-            assert torch.are_deterministic_algorithms_enabled(), "somebody else chose it"
+            assert torch.is_deterministic_algorithms_warn_only_enabled(), "somebody else chose it"
+        with deterministic():
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.utils.deterministic.fill_uninitialized_memory
