@@ -6,6 +6,7 @@ import torch
 
 from spmd_rl.kernels.attention import KEY_TILE, KV_BLOCK, QUERY_TILE
 from spmd_rl.kernels.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
+from spmd_rl.kernels.linear import keeps_chain
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.tile import ROW_TILE
 
@@ -41,7 +42,7 @@ def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -
     exact = flash_takes(head_dim or FLASH_HEAD_DIMS[0], dtype, device)
     return {
         "attention": f"flash-attn-4 {flash_version()} causal, one split" if exact else "sdpa, no promise",
-        "linear": "one ascending chain" if dtype == torch.bfloat16 else "library, no promise",
+        "linear": "one ascending chain" if keeps_chain(dtype, device) else "library, no promise",
         "gpu": torch.cuda.get_device_name(device),
         "cuda": torch.version.cuda or "",
         "triton": triton_version,

@@ -45,7 +45,7 @@ def check_split(tokens: int, head_dim: int, dtype: torch.dtype, device: torch.de
     """Raises: ConfigError if attention in splits of so many tokens (0: uncut) is asked for where it cannot run."""
     if tokens and not flash_takes(head_dim, dtype, device):
         raise ConfigError(
-            f"attention_split = {tokens} needs FlashAttention-4: bfloat16 on a Hopper GPU, and heads of "
+            f"attention_split = {tokens} needs flash-attn-4 installed, bfloat16 on a Hopper GPU, and heads of "
             f"{', '.join(map(str, FLASH_HEAD_DIMS))}; here are {dtype} on {device.type} and heads of {head_dim}"
         )
 

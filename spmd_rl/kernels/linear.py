@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels.tile import cut_rows, pad_rows
+
+ROOMY = (9, 10)  # compute capabilities: Hopper, and Blackwell for data centres
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,7 +40,13 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 def is_exact(x: Tensor) -> bool:
     """Whether products of x keep the contract's chain on its GPU."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return x.is_cuda and keeps_chain(x.dtype, x.device)
+
+
+@cache
+def keeps_chain(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the contract's kernel multiplies `dtype` on a GPU: its tiles need 227 KiB of shared memory."""
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in ROOMY
 
 
 class _Linear(torch.autograd.Function):

@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 import torch
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.microscope import inputs
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.faults import FAULTS, plant
 from spmd_rl.microscope.paths import Path, ReferencePath, TrainerPath, load_model
 from spmd_rl.microscope.report import Replay, examine, write
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig
 
 PATHS = ("engine", "trainer", "transformers")
@@ -30,7 +32,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(words: list[str]) -> int:
-    """`spmd-rl mismatch`: exit code 0 when all bits agree, 1 when they part, 2 for bad input."""
+    """`spmd-rl mismatch`: exit code 0 when all bits agree and every sequence reads its own history, 1 when not, 2 for
+    bad input."""
     options = _parser().parse_args(words)
     if options.left == options.right:
         raise ConfigError(f"both paths are '{options.left}': choose two different ones")
@@ -44,6 +47,8 @@ def main(words: list[str]) -> int:
     case = _case(options, run, model, settings)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = getattr(torch, options.dtype or settings.get("engine", {}).get("dtype", "float32"))
+    if drop_splits(settings, ModelSpec.from_folder(model).head_dim, dtype, device):
+        print("the run's attention_split needs FlashAttention-4: both paths attend to all keys at once here")
     left, right = (_path(name, model, dtype, device, settings) for name in (options.left, options.right))
     if options.plant:
         assert isinstance(left, EnginePath)
@@ -53,7 +58,15 @@ def main(words: list[str]) -> int:
     page = write(found, Folder(options.out) if options.out else (run or Folder()) / "mismatch")
     print(found.verdict)
     print(page)
-    return PART if found.comparison.findings else AGREE
+    return PART if found.comparison.findings or found.comparison.troubles else AGREE
+
+
+def drop_splits(settings: dict[str, Any], head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Take attention in splits out of a run's settings where it cannot run; returns whether there was any."""
+    if flash_takes(head_dim, dtype, device):
+        return False
+    dropped = [role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))]
+    return any(dropped)
 
 
 def _case(options: argparse.Namespace, run: Folder | None, model: Folder, settings: dict[str, Any]) -> Case:

@@ -52,7 +52,7 @@ METRICS = (
     Metric("perf/train_tokens_per_s", "tokens/s", "trained tokens per second of training"),
     Metric("perf/mfu", "", "model FLOPs over the device's dense peak"),
     Metric("perf/controller_share", "", "share of the step in which no worker had work"),
-    Metric("memory/gpu_peak_gib", "GiB", "highest device memory in use on any rank"),
+    Metric("memory/gpu_peak_gib", "GiB", "device memory in use after training, by whomever; the highest of all ranks"),
     Metric("version/lag_mean", "versions", "mean age of the step's tokens in weight versions"),
     Metric("version/lag_max", "versions", "age of the step's oldest token in weight versions"),
 )

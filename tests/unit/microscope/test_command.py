@@ -111,3 +111,13 @@ def test_a_run_that_exported_nothing_says_so(run: Path, mismatch, capsys) -> Non
     shutil.rmtree(run / "hf")
     assert mismatch(run) == 2
     assert "name a model with --model" in capsys.readouterr().err
+
+
+def test_a_run_with_attention_in_splits_is_replayed_without_where_they_cannot_run(run: Path, mismatch, capsys) -> None:
+    config = run / "config.toml"
+    split = "attention_split = 128"
+    config.write_text(config.read_text().replace("[engine]", f"[trainer]\n{split}\n[engine]\n{split}"))
+    assert mismatch(run) == 0
+    notice, sentence, _ = capsys.readouterr().out.splitlines()
+    assert "attention_split needs FlashAttention-4" in notice
+    assert "agree in every bit" in sentence
