@@ -12,6 +12,8 @@ from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.wire import Failure
 from spmd_rl.errors import SpmdError
 
+MOMENT_S = 0.005  # a call that takes longer takes long
+
 Until = Callable[[Callable[[], bool], float], bool]  # Turns.until
 
 
@@ -42,7 +44,10 @@ class CallRecord:
 
 
 class Calls:
-    """All records in flight. Whoever has the turn of the socket answers; `until` is how to wait for that."""
+    """All records in flight. Whoever has the turn of the socket answers; `until` is how to wait for that.
+
+    `meanwhile` is called once in each wait that turns out to be long: it has a few milliseconds.
+    """
 
     def __init__(self, until: Until) -> None:
         self._until = until
@@ -52,6 +57,7 @@ class Calls:
         self.cause: SpmdError | None = None
         self.phase = ""
         self.waited_s = 0.0
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def open(self, what: str, ranks: tuple[int, ...]) -> CallRecord:
         """A new record. Raises: what has ended the run, if something has."""
@@ -81,12 +87,17 @@ class Calls:
         """Whether `record` was answered by every rank or failed on one.
 
         Blocks: for `deadline_s` at most; `answer` or `fail` ends it.
-        Raises: the cause given to `fail`.
+        Raises: the cause given to `fail`, and what `meanwhile` raises.
         """
+
+        def over() -> bool:
+            return not record.waiting or record.failure is not None or self.cause is not None
+
         began = time.monotonic()
-        done = self._until(
-            lambda: not record.waiting or record.failure is not None or self.cause is not None, deadline_s
-        )
+        done = self._until(over, min(MOMENT_S, deadline_s))
+        if not done:
+            self.meanwhile()
+            done = self._until(over, max(0.0, began + deadline_s - time.monotonic()))
         self.waited_s += time.monotonic() - began
         if record.failure is None and record.waiting and self.cause is not None:
             raise self.cause

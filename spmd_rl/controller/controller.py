@@ -134,9 +134,10 @@ class Controller:
 
         Blocks: after the last, until its checkpoint is whole. Raises: the run's end, saved, if a SIGTERM asked for it.
         """
+        notice, calls = self._board.notice, self._board.calls
         if self.observer is not None:
             self.observer.on_steps(start, num_steps)
-        notice, calls = self._board.notice, self._board.calls
+            calls.meanwhile = self.observer.catch_up
         notice.grace_s = self._grace_s if self._parts else 0.0
         began, waited_s = time.monotonic(), calls.waited_s  # a step begins where the one before it ended
         for index in range(start, num_steps):
@@ -152,10 +153,13 @@ class Controller:
             self._board.trace.flush()
             self._step = None
             record = Record(index + 1, self.seed, step.reward)
+            last = index + 1 == num_steps
+            due = last or (self._save_every and (index + 1) % self._save_every == 0)
+            if self.observer is not None and (due or notice.error is not None):
+                self.observer.catch_up()
             if notice.error is not None:
                 self._save_and_end(record, notice)
-            last = index + 1 == num_steps
-            if self._parts and (last or (self._save_every and (index + 1) % self._save_every == 0)):
+            if self._parts and due:
                 with self._timed("save"):
                     self._checkpoints.save(record, self._parts)
         self._checkpoints.settle()

@@ -25,6 +25,9 @@ class Observer(Protocol):
     def on_step(self, step: Step) -> None:
         """The step ended; its times are complete."""
 
+    def catch_up(self) -> None:
+        """Write what is not written yet: the controller waits for workers, or is about to save."""
+
     def close(self) -> None:
         """The recipe ended, or failed."""
 

@@ -61,7 +61,7 @@ KNOWN = {metric.name: metric for metric in METRICS}
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one line a step, on disk before the next step begins.
+    """`metrics.jsonl`: one line a step, in the file once `write` returns.
 
     A value that is not finite is written as null, with a warning: JSON has no NaN, and a reader must not
     mistake one for a number.

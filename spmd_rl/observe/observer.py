@@ -48,6 +48,7 @@ class Observer:
         self._clock = clock
         self._plot_every_steps = plot_every_steps
         self._phases_s: dict[str, float] = {}
+        self._unwritten: tuple[int, dict[str, float], Sequence[Group]] | None = None
         keep_until(run.metrics, resume_at)
         self._rows = read_metrics(run.metrics)
         self._log = MetricsLog(run.metrics)
@@ -65,8 +66,15 @@ class Observer:
         self._phases_s[name] = self._phases_s.get(name, 0.0) + seconds
 
     def on_step(self, index: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """A step has ended: write its line and samples, show it, and start the next step's clock."""
-        full = self._timed(groups) | dict(metrics)
+        """A step has ended, and the next one's clock starts; `catch_up` writes it."""
+        self.catch_up()
+        self._unwritten = index, self._timed(groups) | dict(metrics), groups
+
+    def catch_up(self) -> None:
+        """Write the last step's line and samples and show it, if that is not done yet."""
+        if self._unwritten is None:
+            return
+        (index, full, groups), self._unwritten = self._unwritten, None
         self._rows.append(self._log.write(index, full))
         self._sinks.write(self._rows[-1])
         if groups:
@@ -77,7 +85,8 @@ class Observer:
             self._painter.request(self._rows)
 
     def close(self) -> None:
-        """Draw the last curves and give the terminal back; also after a run that failed."""
+        """Write the last step, draw the last curves and give the terminal back; also after a run that failed."""
+        self.catch_up()
         self._view.close()
         self._log.close()
         self._sinks.close()

@@ -54,6 +54,10 @@ class Recorder:
             full = group_metrics(groups, step.index) | metrics | {"perf/controller_share": step.controller_share}
             self._observer.on_step(step.index + 1, full, groups)
 
+    def catch_up(self) -> None:
+        if self._observer is not None:
+            self._observer.catch_up()
+
     def close(self) -> None:
         """Draw the last curves and give the terminal back; also after a run that failed."""
         if self._observer is not None:

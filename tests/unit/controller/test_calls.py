@@ -41,6 +41,28 @@ def test_a_wait_ends_at_the_first_failure() -> None:
     assert record.failure == (1, failure)
 
 
+def test_a_long_wait_leaves_time_for_other_work_once() -> None:
+    calls, moments = Calls(until), []
+    record = calls.open("actor.go", (0,))
+
+    def meanwhile() -> None:
+        moments.append(calls.oldest(0))
+        calls.answer(record.number, 0, ANSWER)
+
+    calls.meanwhile = meanwhile
+    assert calls.wait(record, 10.0)
+    assert moments == [record]
+
+
+def test_a_wait_that_is_short_does_nothing_else() -> None:
+    calls, moments = Calls(until), []
+    calls.meanwhile = lambda: moments.append(1)
+    record = calls.open("actor.go", (0,))
+    calls.answer(record.number, 0, ANSWER)
+    assert calls.wait(record, 10.0)
+    assert not moments
+
+
 def test_answers_nobody_asked_for_are_refused() -> None:
     calls = Calls(until)
     record = calls.open("actor.go", (0,))

@@ -138,6 +138,24 @@ def test_the_observer_times_records_and_prints(tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in (tmp_path / "r" / "samples").iterdir()] == ["step_00001.jsonl"]
 
 
+def test_a_step_is_written_when_there_is_time_or_the_next_one_ends(tmp_path: Path) -> None:
+    clock = Clock()
+    watch = opened(tmp_path, clock)
+
+    def written() -> list[int]:
+        return [row["step"] for row in read_metrics(tmp_path / "r" / "metrics.jsonl")]
+
+    clock.now += 1.0
+    watch.on_step(1, {"reward/mean": 0.5})
+    assert written() == []
+    watch.on_step(2, {"reward/mean": 0.75})
+    assert written() == [1]
+    watch.catch_up()
+    watch.catch_up()
+    assert written() == [1, 2]
+    watch.close()
+
+
 def test_the_observer_continues_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[int]] = []
     monkeypatch.setattr(curves, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows]))
