@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -141,7 +142,7 @@ class Dealer:
     def _handle(self, seconds: float) -> None:
         if self._outbox:
             self._send()
-        for source, _ in self._poller.poll(int(seconds * 1000)):
+        for source, _ in self._poller.poll(math.ceil(seconds * 1000)):
             self._handlers[source]()
         if (now := time.monotonic()) >= self._next_watch:
             self._next_watch = now + TICK_S

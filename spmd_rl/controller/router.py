@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections import Counter, deque
@@ -147,7 +148,7 @@ class Router:
     def _handle(self, seconds: float) -> None:
         if self._outbox:
             self._send()
-        for source, _ in self._poller.poll(int(seconds * 1000)):
+        for source, _ in self._poller.poll(math.ceil(seconds * 1000)):
             self._handlers[source]()
         if (now := time.monotonic()) >= self._next_tick:
             self._next_tick = now + TICK_S

@@ -3,20 +3,24 @@
     reward            response length      mismatched tokens
     loss, entropy     seconds a step       tokens per second
 
-Drawing happens on a thread of its own, so that a step never waits for a plot; matplotlib is imported there.
+Drawing happens in a process of its own, the last in line for a core, so that no step waits for a plot:
+
+    python -m spmd_rl.observe.curves metrics.jsonl curves.png TITLE
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from spmd_rl.observe.metrics import read_metrics
 
 Rows = Sequence[dict[str, Any]]
 
@@ -29,25 +33,25 @@ _PHASE_COLOURS = (_BLUE, _AMBER, _GREEN, _VIOLET, _RED)
 class CurvePainter:
     """Draws in the background, the newest state only: a request during a drawing waits for nothing and is dropped."""
 
-    def __init__(self, path: Path, title: str) -> None:
+    def __init__(self, metrics: Path, path: Path, title: str) -> None:
+        self._metrics = metrics
         self._path = path
         self._title = title
-        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def request(self, rows: Rows) -> None:
-        """Start a drawing of `rows` unless one is under way."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._draw, args=(list(rows),), daemon=True)
-            self._thread.start()
-
-    def _draw(self, rows: Rows) -> None:
-        with contextlib.suppress(OSError):  # a full disk: `finish` draws again, and raises
-            draw(rows, self._path, self._title)
+    def request(self) -> None:
+        """Start a drawing of what is written by now, unless one is under way."""
+        if self._process is None or self._process.poll() is not None:
+            words = [str(self._metrics), str(self._path), self._title]
+            command = [sys.executable, "-m", "spmd_rl.observe.curves", *words]
+            quiet = subprocess.DEVNULL  # `finish` draws again, and tells what is wrong
+            self._process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 
     def finish(self, rows: Rows) -> None:
-        """Blocks: until the last state is drawn, about a second."""
-        if self._thread is not None:
-            self._thread.join()
+        """Blocks: until `rows`, the last state, are drawn, about a second."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
         draw(rows, self._path, self._title)
 
 
@@ -202,3 +206,12 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
 def _legend(axes: Any) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, framealpha=0.8, edgecolor="none", labelcolor=_INK, loc="best")
+
+
+def _main(metrics: str, path: str, title: str) -> None:
+    os.nice(19)
+    draw(read_metrics(Path(metrics)), Path(path), title)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

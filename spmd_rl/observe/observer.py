@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from spmd_rl.observe.curves import CurvePainter
 from spmd_rl.observe.metrics import MetricsLog, keep_until, read_metrics
@@ -23,6 +23,15 @@ class View(Protocol):
     def show(self, groups: Sequence[Group]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class _Step(NamedTuple):
+    """What there is to write of a step."""
+
+    number: int
+    metrics: dict[str, float]
+    groups: Sequence[Group]
+    more: Callable[[], Mapping[str, float]]
 
 
 class Observer:
@@ -48,11 +57,11 @@ class Observer:
         self._clock = clock
         self._plot_every_steps = plot_every_steps
         self._phases_s: dict[str, float] = {}
-        self._unwritten: tuple[int, dict[str, float], Sequence[Group]] | None = None
+        self._unwritten: _Step | None = None
         keep_until(run.metrics, resume_at)
         self._rows = read_metrics(run.metrics)
         self._log = MetricsLog(run.metrics)
-        self._painter = CurvePainter(run.curves, title=str(run.path))
+        self._painter = CurvePainter(run.metrics, run.curves, title=str(run.path))
         self._progress = Progress(num_steps, clock, index=resume_at)
         self._view = _view(self._progress, str(run.path), sys.stdout.isatty() if tty is None else tty)
         self._step_began = clock()
@@ -65,16 +74,23 @@ class Observer:
         self._progress.end_phase()
         self._phases_s[name] = self._phases_s.get(name, 0.0) + seconds
 
-    def on_step(self, index: int, metrics: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """A step has ended, and the next one's clock starts; `catch_up` writes it."""
+    def on_step(
+        self,
+        index: int,
+        metrics: Mapping[str, float],
+        groups: Sequence[Group] = (),
+        more: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """A step has ended, and the next one's clock starts; `catch_up` writes it, and asks for `more` metrics."""
         self.catch_up()
-        self._unwritten = index, self._timed(groups) | dict(metrics), groups
+        self._unwritten = _Step(index, self._timed(groups) | dict(metrics), groups, more)
 
     def catch_up(self) -> None:
         """Write the last step's line and samples and show it, if that is not done yet."""
         if self._unwritten is None:
             return
-        (index, full, groups), self._unwritten = self._unwritten, None
+        (index, metrics, groups, more), self._unwritten = self._unwritten, None
+        full = metrics | dict(more())
         self._rows.append(self._log.write(index, full))
         self._sinks.write(self._rows[-1])
         if groups:
@@ -82,7 +98,7 @@ class Observer:
         self._progress.take(index, full)
         self._view.show(groups)
         if index % self._plot_every_steps == 0:
-            self._painter.request(self._rows)
+            self._painter.request()
 
     def close(self) -> None:
         """Write the last step, draw the last curves and give the terminal back; also after a run that failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
+from functools import partial
 from typing import Any
 
 from spmd_rl.algo.metrics import group_metrics
@@ -51,8 +52,8 @@ class Recorder:
         for reason in [reason for group in groups for reason in group.skipped]:
             print(f"step {step.index + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
         if self._observer is not None:
-            full = group_metrics(groups, step.index) | metrics | {"perf/controller_share": step.controller_share}
-            self._observer.on_step(step.index + 1, full, groups)
+            full = metrics | {"perf/controller_share": step.controller_share}
+            self._observer.on_step(step.index + 1, full, groups, partial(group_metrics, groups, step.index))
 
     def catch_up(self) -> None:
         if self._observer is not None:

@@ -13,7 +13,7 @@ FORBIDDEN_CALLS = {"eval", "exec", "builtins.eval", "builtins.exec", "os.system"
 
 OWNED_IMPORTS = {
     "zmq": {"controller"},
-    "subprocess": {"check", "cli", "controller", "rollout", "slurm"},
+    "subprocess": {"check", "cli", "controller", "observe", "rollout", "slurm"},
     "multiprocessing": {"cli", "controller", "rollout"},
 }
 OWNED_CALLS = {

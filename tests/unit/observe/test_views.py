@@ -171,7 +171,8 @@ def test_the_observer_continues_after_a_resume(tmp_path: Path, monkeypatch: pyte
 
 def test_a_plot_is_asked_for_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(observer.CurvePainter, "request", lambda self, rows: asked.append(rows[-1]["step"]))
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    monkeypatch.setattr(observer.CurvePainter, "request", lambda _: asked.append(read_metrics(metrics)[-1]["step"]))
     monkeypatch.setattr(observer.CurvePainter, "finish", lambda self, rows: None)
     watch = opened(tmp_path, Clock(), plot_every_steps=3)
     for index in range(1, 8):
@@ -195,10 +196,24 @@ def test_running_mean_leaves_missing_values_out() -> None:
     np.testing.assert_array_equal(curves.running_mean(values, 2), expected)
 
 
+def test_a_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
+    metrics, picture = tmp_path / "metrics.jsonl", tmp_path / "curves.png"
+    metrics.write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": 0.75}\n')
+    painter = CurvePainter(metrics, picture, "run")
+    painter.request()
+    child = painter._process
+    assert child is not None
+    painter.request()
+    assert painter._process is child, "one drawing at a time"
+    assert child.wait(timeout=60) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png"}
+
+
 def test_a_disk_that_takes_no_picture_is_said_at_the_end_not_in_between(tmp_path: Path) -> None:
-    """A thread that fails would fail this test by pytest's warning of it."""
-    painter = CurvePainter(tmp_path / "missing" / "curves.png", "run")
-    rows = [{"step": 1, "reward/mean": 0.5}]
-    painter.request(rows)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "reward/mean": 0.5}\n')
+    painter = CurvePainter(metrics, tmp_path / "missing" / "curves.png", "run")
+    painter.request()
     with pytest.raises(OSError, match="missing"):
-        painter.finish(rows)
+        painter.finish([{"step": 1, "reward/mean": 0.5}])
