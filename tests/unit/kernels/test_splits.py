@@ -105,7 +105,7 @@ def test_results_past_the_last_range_do_not_matter() -> None:
 
 
 def test_refused_where_it_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="attention_split = 2048 needs FlashAttention-4"):
+    with pytest.raises(ConfigError, match="attention_split = 2048 needs flash-attn-4"):
         check_split(2048, 128, torch.float32, CPU)
     check_split(0, 128, torch.float32, CPU)
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": 16, "num_kv_heads": 1, "head_dim": 16}
