@@ -109,7 +109,7 @@ def test_refused_where_it_cannot_run() -> None:
         check_split(2048, 128, torch.float32, CPU)
     check_split(0, 128, torch.float32, CPU)
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": 16, "num_kv_heads": 1, "head_dim": 16}
-    with pytest.raises(ConfigError, match="needs FlashAttention-4"):
+    with pytest.raises(ConfigError, match="needs flash-attn-4"):
         KvCache(**sizes, dtype=torch.float32, device=CPU, split=128)
 
 
