@@ -12,6 +12,7 @@ import pytest
 
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.secret import derive
+from spmd_rl.controller.router import Router
 from spmd_rl.controller.switchboard import STACKS_S, Switchboard
 from spmd_rl.controller.wire import Bye, Hello, Stacks
 from spmd_rl.errors import DeadlineError, LostRankError
@@ -42,7 +43,8 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
         waiting.stop(DeadlineError("they did not come"))
 
 
-def test_stacks_are_not_waited_for_from_those_who_have_gone(tmp_path: Path) -> None:
+def test_stacks_are_not_waited_for_from_those_who_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Router, "post", lambda self, ranks, message, payload=b"": None)  # nobody has connected
     ours, theirs = socket.socketpair()
     with ours, theirs:
         asking = board(tmp_path, ours)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.rollout.engine import Request, SamplingConfig
@@ -151,6 +151,10 @@ def test_any_load_finishes_with_every_page_back():
     seen: Counter[str] = Counter()
 
     @settings(max_examples=150, deadline=None)
+    @example(
+        requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=6, page_size=4, spare_pages=10, spare_tokens=12,
+        prefix_cache=True, ahead=False, min_tail=16, moves=[],
+    )  # fmt: skip
     @given(
         requests=st.lists(st.tuples(prompts, st.integers(1, 19), st.integers(1, 19)), min_size=1, max_size=10),
         num_samples=st.integers(1, 3),
