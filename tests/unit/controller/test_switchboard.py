@@ -11,8 +11,8 @@ from signal import SIGTERM
 import pytest
 
 from spmd_rl.controller.config import RunConfig
-from spmd_rl.controller.secret import derive
 from spmd_rl.controller.router import Router
+from spmd_rl.controller.secret import derive
 from spmd_rl.controller.switchboard import STACKS_S, Switchboard
 from spmd_rl.controller.wire import Bye, Hello, Stacks
 from spmd_rl.errors import DeadlineError, LostRankError
