@@ -54,7 +54,8 @@ class Step:
     def controller_share(self) -> float:
         """The part of the step that the controller did not spend waiting for workers.
 
-        A step lasts from the end of the one before it, so that what is written between steps is part of it.
+        A step lasts from the end of the one before it, so that what is done between steps is part of it. What is
+        written while a call of workers is under way (`Observer.catch_up`) is not: they do not wait for it.
         """
         return 1.0 - self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
 

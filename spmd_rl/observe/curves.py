@@ -24,6 +24,8 @@ from spmd_rl.observe.metrics import read_metrics
 
 Rows = Sequence[dict[str, Any]]
 
+LAST_IN_LINE = 19  # niceness
+
 PHASES = ("rollout", "train", "sync", "sleep", "wake")
 _INK, _GRID = "#22303c", "#e3e8ec"
 _BLUE, _RED, _GREEN, _AMBER, _VIOLET, _GREY = "#2667c9", "#d1495b", "#2a9d6f", "#e08e2b", "#7a5cc2", "#a7b1ba"
@@ -46,6 +48,7 @@ class CurvePainter:
             command = [sys.executable, "-m", "spmd_rl.observe.curves", *words]
             quiet = subprocess.DEVNULL  # `finish` draws again, and tells what is wrong
             self._process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, LAST_IN_LINE)
 
     def finish(self, rows: Rows) -> None:
         """Blocks: until `rows`, the last state, are drawn, about a second."""
@@ -208,10 +211,5 @@ def _legend(axes: Any) -> None:
         axes.legend(fontsize=8, framealpha=0.8, edgecolor="none", labelcolor=_INK, loc="best")
 
 
-def _main(metrics: str, path: str, title: str) -> None:
-    os.nice(19)
-    draw(read_metrics(Path(metrics)), Path(path), title)
-
-
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    draw(read_metrics(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3])

@@ -102,10 +102,12 @@ class Observer:
 
     def close(self) -> None:
         """Write the last step, draw the last curves and give the terminal back; also after a run that failed."""
-        self.catch_up()
-        self._view.close()
-        self._log.close()
-        self._sinks.close()
+        try:
+            self.catch_up()
+        finally:
+            self._view.close()
+            self._log.close()
+            self._sinks.close()
         self._painter.finish(self._rows)
         write_report([self._run.path])
 

@@ -156,6 +156,16 @@ def test_a_step_is_written_when_there_is_time_or_the_next_one_ends(tmp_path: Pat
     watch.close()
 
 
+def test_the_view_is_closed_though_the_last_step_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
+    clock, closed = Clock(), []
+    watch = opened(tmp_path, clock)
+    monkeypatch.setattr(observer.PlainView, "close", lambda self: closed.append(True))
+    watch.on_step(1, {}, more=lambda: {}["missing"])
+    with pytest.raises(KeyError, match="missing"):
+        watch.close()
+    assert closed
+
+
 def test_the_observer_continues_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[list[int]] = []
     monkeypatch.setattr(curves, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows]))
