@@ -182,7 +182,7 @@ class RowLayout:
         """[K, B, L * G, D] -> [T', H, D]."""
         num_kv_heads, size = len(out), len(self.gather)
         heads = _of_each_head(self.scatter, num_kv_heads, size).t().reshape(-1)
-        return out.view(num_kv_heads * size, -1).index_select(0, heads).view(len(self.scatter), -1, out.shape[-1])
+        return out.reshape(num_kv_heads * size, -1).index_select(0, heads).view(len(self.scatter), -1, out.shape[-1])
 
 
 def lay_rows(x: Tensor, rows: Tensor) -> Tensor:
