@@ -16,11 +16,10 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
     Shape: x [T, K], weight [2 F, K], the gate's rows first; returns [T, F].
     """
     num_rows, half = x.shape[0], len(weight) // 2
-    tile = None if torch.is_grad_enabled() or not is_exact(x) else choose_gated_tile(num_rows, half)
-    if tile is None:
+    if torch.is_grad_enabled() or not is_exact(x) or choose_gated_tile(num_rows, half) is None:
         return silu_mul(*linear(x, weight).chunk(2, dim=-1))
-    from spmd_rl.kernels.linear_triton import matmul_into
+    from spmd_rl.kernels.linear_plan import ours_into
 
     out = x.new_empty(num_rows, half)
-    matmul_into(out, x, weight, None, tile, gated=True)
+    ours_into(out, x, weight, None, gated=True)
     return out

@@ -1,4 +1,4 @@
-"""Which rows of a matrix product go to cuBLAS on NVIDIA GPUs, and which to Triton.
+"""Which rows of a matrix product go to cuBLAS on NVIDIA GPUs, and which to our kernels.
 
 cuBLAS is the faster for many rows, but may split K when it likes. It is therefore called for a few listed numbers of
 rows only, and only where it has been seen to give the Triton kernel's bits in this process: first for ordinary data,
@@ -7,15 +7,18 @@ then for data whose halves cancel, so that nothing but the rounding of the chain
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear_tiles import REFERENCE
+from spmd_rl.kernels.linear_tiles import REFERENCE, choose_gated_tile, choose_ring, choose_tile, takes_ring
 from spmd_rl.kernels.tile import dense
 
 CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # rows taken from a larger product
 WHOLE = {256: 2048, 128: 4096}  # rows of a whole product: weight rows above which cuBLAS is the faster
 COMPARED_ROWS = 1024
+HOPPER = 9
 
 Key = tuple[int, int, int, bool, torch.dtype, torch.device]
 _admitted: dict[Key, bool] = {}
@@ -24,11 +27,12 @@ _admitted: dict[Key, bool] = {}
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """x @ weight.T + bias with fp32 accumulators and one rounding to `out_dtype`.
 
+    While a CUDA graph is recorded, no kernel of it may write the weight.
+
     Shape: x [M, K] and weight [N, K] bf16; returns [M, N].
     """
-    from spmd_rl.kernels.linear_triton import matmul_into
-
-    x, weight = dense(x), dense(weight)
+    x, given = dense(x), weight
+    weight = dense(given)
     num_rows = x.shape[0]
     out, done = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype), 0
     for rows in (num_rows,) if num_rows in WHOLE else CHUNKS:
@@ -37,8 +41,33 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
             _cublas(out[part], x[part], weight, bias)
             done += rows
     if done < num_rows:
-        matmul_into(out[done:], x[done:], weight, bias)
+        ours_into(out[done:], x[done:], given, bias)
     return out
+
+
+def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
+    """`linear_triton.matmul_into`, or what has its bits and is faster for these shapes."""
+    (num_rows, k), n = x.shape, out.shape[1]
+    ring = choose_ring(num_rows, n, gated) if takes_ring(n, k, gated) else None
+    # A weight that would be copied first is one that a kernel of a graph writes, which a ring must not read early.
+    if ring is None or not _is_dense(weight) or not _has_wgmma(x.device):
+        from spmd_rl.kernels.linear_triton import matmul_into
+
+        tile = choose_gated_tile(num_rows, n) if gated else choose_tile(num_rows, n)
+        matmul_into(out, x, weight, bias, tile, gated)
+    else:
+        from spmd_rl.kernels.linear_gluon import ring_matmul_into
+
+        ring_matmul_into(out, dense(x), weight, bias, ring, gated)
+
+
+def _is_dense(weight: Tensor) -> bool:
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0
+
+
+@cache
+def _has_wgmma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def _takes(rows: int, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> bool:

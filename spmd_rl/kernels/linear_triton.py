@@ -15,13 +15,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spmd_rl.kernels.activation_triton import silu_times
-from spmd_rl.kernels.linear_tiles import Tile, choose_tile
+from spmd_rl.kernels.linear_tiles import LARGE_BYTES, Tile, choose_tile
 from spmd_rl.kernels.overlap_triton import overlapping, wait
 from spmd_rl.kernels.tile import dense
 
 ROW_GROUP = 8
 COPY_UNIT = 8  # the copy engine moves rows of whole 16-byte units
-LARGE_BYTES = 24 << 20  # a product that reads so much gains nothing from beginning early, and may lose
 
 
 def matmul_into(

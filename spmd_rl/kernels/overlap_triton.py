@@ -1,9 +1,9 @@
 """Kernels that begin while the one before them still runs (programmatic dependent launch, NVIDIA Hopper and newer).
 
 Such a kernel is launched with `overlapping()` and calls `wait()` in every program: before it reads what an earlier
-kernel may have written, and before it writes anything. By then the next kernel may begin in turn. A kernel ends only
-after it has waited, so whoever has waited for the last one has waited for all before it. Other kernels on the stream
-neither see nor break any of this; nor do GPUs that lack it.
+kernel may have written (`linear_gluon` says why weights are not), and before it writes anything. By then the next
+kernel may begin in turn. A kernel ends only after it has waited, so whoever has waited for the last one has waited for
+all before it. Other kernels on the stream neither see nor break any of this; nor do GPUs that lack it.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from spmd_rl.kernels.linear_tiles import Tile, choose_gated_tile, choose_tile
+from spmd_rl.kernels.linear_tiles import Ring, Tile, choose_gated_tile, choose_ring, choose_tile
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.paths import Path
@@ -23,7 +23,7 @@ from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import MARK, Marks
 
 MAX_KERNELS = 6  # of one op that are worth naming
-OUR_MATMUL = "_matmul"
+OUR_MATMUL, OUR_RING = "_matmul", "_ring_matmul"
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _FUNCTORS = re.compile(r"CUDAFunctor_(\w+)|(\w+)Functor<|(\w+?)_kernel_(?:cuda|impl)")
 _COPIES = re.compile(
@@ -73,9 +73,14 @@ class Kernels:
         forward = self.forward_of[row]
         rows = self.num_logits.get(forward, 0) if point.op == "logits" else padded_rows(self.sizes[forward])
         # A product without a point of its own before it makes gate and up together, perhaps with what follows them.
-        tile = (choose_gated_tile(rows, width) or choose_tile(rows, 2 * width)) if point.op == "act" else None
-        ours = planned(tile or choose_tile(rows, width))
-        return tuple(ours if kernel.name == OUR_MATMUL else kernel for kernel in self._measured(point, forward))
+        joined = point.op == "act"
+        gated = choose_gated_tile(rows, width) if joined else None
+        wide = 2 * width if joined and gated is None else width
+        ours = {
+            OUR_MATMUL: planned(gated or choose_tile(rows, wide)),
+            OUR_RING: planned_ring(choose_ring(rows, wide, gated is not None)),
+        }
+        return tuple(ours.get(kernel.name, kernel) for kernel in self._measured(point, forward))
 
     def _measured(self, point: Point, forward: int) -> tuple[Kernel, ...]:
         earlier = sorted(
@@ -162,7 +167,7 @@ def identify(name: str) -> Kernel:
 def _short(name: str) -> str:
     """A template's name without its arguments, but with what an elementwise kernel does."""
     name = name.replace("(anonymous namespace)::", "").removeprefix("void ").removeprefix("at::native::")
-    if re.fullmatch(r"_\w+", name) and name != OUR_MATMUL:
+    if re.fullmatch(r"_\w+", name) and name not in (OUR_MATMUL, OUR_RING):
         return f"Triton {name}"
     outer = re.split(r"[<(]", name)[0].strip()
     done = [
@@ -177,3 +182,9 @@ def planned(tile: Tile) -> Kernel:
     swapped = ", weight first" if tile.swap else ""
     instruction = "wgmma" if tall >= 64 and tile.warps % 4 == 0 else "mma.sync"
     return Kernel(f"Triton {OUR_MATMUL}", f"tile {tile.m}x{tile.n}x{tile.k}{swapped}", "one chain", instruction)
+
+
+def planned_ring(ring: Ring | None) -> Kernel:
+    """Our product with a ring of our tables; by its name alone where the tables have none for these rows."""
+    tile = "" if ring is None else f"tile {ring.m}x{ring.n}x{ring.k}, weight first"
+    return Kernel(f"Triton {OUR_RING}", tile, "one chain", "wgmma")

@@ -1,0 +1,109 @@
+"""Products out of a ring have the bits of products of a tile: every ring of the tables, at edges, and in graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels import silu_mul
+from spmd_rl.kernels.linear_plan import ours_into
+from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, Ring
+
+if torch.cuda.is_available():
+    from spmd_rl.kernels.linear_triton import matmul_into
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+pytestmark = pytest.mark.skipif(not HOPPER, reason="rings need wgmma, which Hopper alone has")
+
+
+def found(table: dict[int, tuple[tuple[int, Ring], ...]]) -> list[Ring]:
+    return sorted({ring for row in table.values() for _, ring in row})
+
+
+def tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = x.new_empty(len(x), len(weight), dtype=dtype)
+    matmul_into(out, x, weight, bias, REFERENCE)
+    return out
+
+
+def ringed(
+    ring: Ring,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    gated: bool = False,
+) -> Tensor:
+    """Beyond its rows and columns the result lies in poisoned memory, which must stay poisoned."""
+    from spmd_rl.kernels.linear_gluon import ring_matmul_into
+
+    m, n = len(x), len(weight) // (2 if gated else 1)
+    room = torch.full((m + 2, n + 8), float("nan"), device="cuda", dtype=dtype)
+    ring_matmul_into(room[:m, :n], x, weight, bias, ring, gated)
+    assert bool(room[m:].isnan().all()) and bool(room[:, n:].isnan().all())
+    return room[:m, :n]
+
+
+@pytest.mark.parametrize("k", [64, 1088, 4096])
+@pytest.mark.parametrize("ring", found(RINGS), ids=str)
+def test_accumulators_and_rounded(ring: Ring, k: int, rows, unequal) -> None:
+    weight, bias = rows("normal", 2600, k), rows("normal", 1, 2600)[0]
+    for m in sorted({1, ring.m - 1, ring.m, ring.m + 1, 2 * ring.m + 3}):
+        for kind in ("normal", "cancelling"):
+            x = rows(kind, m, k)
+            assert unequal(ringed(ring, x, weight), tiled(x, weight)) == 0
+        rounded = ringed(ring, x, weight, bias, torch.bfloat16)
+        assert unequal(rounded, tiled(x, weight, bias, torch.bfloat16)) == 0
+
+
+@pytest.mark.parametrize("ring", found(GATED_RINGS), ids=str)
+def test_gated(ring: Ring, rows, unequal) -> None:
+    weight = rows("normal", 2 * 1096, 1088)
+    for m in (1, ring.m, 2 * ring.m + 3):
+        x = rows("normal", m, 1088) * 0.1
+        gate, up = tiled(x, weight, dtype=torch.bfloat16).chunk(2, dim=-1)
+        assert unequal(ringed(ring, x, weight, dtype=torch.bfloat16, gated=True), silu_mul(gate, up)) == 0
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(num_rows: int, rows, unequal) -> None:
+    """Every product reads what the one before it wrote; weights change between replays, as when new ones arrive."""
+    weights = [rows("normal", 2048, 2048) / 45 for _ in range(16)]
+    x, outs = rows("normal", num_rows, 2048), [rows("normal", num_rows, 2048) for _ in range(16)]
+
+    def chain() -> None:
+        for before, out, weight in zip([x, *outs], outs, weights, strict=False):
+            ours_into(out, before, weight, None)
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(50):
+        x.copy_(torch.randn_like(x))
+        for weight in weights:
+            weight.mul_(-1.0)
+        graph.replay()
+        recorded = [out.clone() for out in outs]
+        for before, out, weight in zip([x, *recorded], recorded, weights, strict=False):
+            assert unequal(out, tiled(before, weight, dtype=torch.bfloat16)) == 0
+
+
+def test_a_weight_that_is_copied_first_takes_a_tile(monkeypatch: pytest.MonkeyPatch, rows, unequal) -> None:
+    x, weight = rows("normal", 8, 4096), rows("normal", 4096, 1024).t()
+    monkeypatch.delattr("spmd_rl.kernels.linear_gluon.ring_matmul_into")
+    out = x.new_empty(8, 1024)
+    ours_into(out, x, weight, None)
+    assert unequal(out, tiled(x, weight, dtype=torch.bfloat16)) == 0
+    with pytest.raises(ImportError):
+        ours_into(out, x, weight.contiguous(), None)
+
+
+def test_control_another_chain_fails(rows, unequal) -> None:
+    x, weight = rows("normal", 8, 4096), rows("normal", 2600, 4096)
+    ring = Ring(8, 32, 512, 4)
+    halves = [
+        ringed(ring, *(t[:, part].contiguous() for t in (x, weight))) for part in (slice(2048), slice(2048, 4096))
+    ]
+    assert unequal(halves[0] + halves[1], tiled(x, weight)) > 1000
