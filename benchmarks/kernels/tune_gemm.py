@@ -1,8 +1,8 @@
-"""Time every candidate tile on every decode shape, and say where one clearly beats the table's (linear_tiles.py).
+"""Time every candidate tile and ring on every decode shape, and say where one clearly beats linear_tiles.py's.
 
     python -m benchmarks.kernels.tune_gemm
 
-Only speed depends on the outcome: every tile gives the same bits (tests/gpu/kernels/test_rows.py).
+Only speed depends on the outcome: all give the same bits (test_rows.py and test_rings.py under tests/gpu/kernels).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.decode_gemm import cold_weights, floor_us, microseconds, shapes
-from spmd_rl.kernels.linear_tiles import REFERENCE, Tile, choose_tile
+from spmd_rl.kernels.linear_gluon import ring_matmul_into
+from spmd_rl.kernels.linear_tiles import REFERENCE, Ring, Tile, choose_ring, choose_tile, takes_ring
 from spmd_rl.kernels.linear_triton import matmul_into
 
 CLEARLY = 1.03
@@ -59,6 +60,22 @@ CANDIDATES = {
         *((256, n, k, 8, stages) for n, k, stages in ((64, 64, 5), (128, 64, 4))),
     ],
 }
+# The same with rings, whose stages are as many as fit: rows of x, rows and steps of the weight, stages, warps.
+RINGS = {
+    8: [(8, 32, 512, 5), (8, 64, 256, 3), (8, 64, 256, 6), (8, 64, 512, 3)],
+    16: [(16, 16, 256, 8), (16, 32, 256, 9), (16, 32, 512, 4), (16, 64, 128, 5), (16, 64, 256, 5)],
+    32: [(16, 32, 512, 4), (32, 32, 256, 6), (32, 64, 128, 4), (32, 64, 128, 9), (32, 64, 256, 4)],
+    64: [
+        (32, 32, 256, 6),
+        (32, 64, 256, 4),
+        (64, 64, 128, 3),
+        (64, 64, 128, 6),
+        (64, 64, 256, 3),
+        (64, 128, 128, 4, 8),
+    ],
+    128: [(32, 64, 256, 4), (64, 64, 128, 6), (128, 64, 128, 4), (128, 128, 64, 6, 8)],
+    256: [(64, 64, 128, 6), (128, 64, 128, 4), (128, 128, 64, 6, 8)],
+}
 
 
 def compile_all(dtype: torch.dtype) -> None:
@@ -66,22 +83,39 @@ def compile_all(dtype: torch.dtype) -> None:
     weight = torch.randn(4096, 4096, device="cuda").bfloat16()
     x = torch.randn(256, 4096, device="cuda").bfloat16()
 
-    def product(tile: Tile) -> Tensor:
+    def product(one: Tile | Ring) -> Tensor:
         out = torch.empty(256, 4096, device="cuda", dtype=dtype)
-        matmul_into(out, x, weight, None, tile)
+        multiply(out, x, weight, one)
         return out
 
-    tiles = [Tile(*one) for some in CANDIDATES.values() for one in some]
+    tiles: list[Tile | Ring] = [Tile(*one) for some in CANDIDATES.values() for one in some]
+    tiles += [ring for some in RINGS.values() for one in some for ring in early_and_late(one)]
     with ThreadPoolExecutor(16) as pool:
         results = list(pool.map(product, tiles))
     reference = product(REFERENCE)
     assert all(torch.equal(result, reference) for result in results)
 
 
-def time_tiles(m: int, n: int, k: int, dtype: torch.dtype, weights: list[Tensor]) -> dict[Tile, float]:
+def early_and_late(ring: tuple[int, ...]) -> list[Ring]:
+    return [Ring(*ring), Ring(*ring)._replace(late=True)]
+
+
+def multiply(out: Tensor, x: Tensor, weight: Tensor, one: Tile | Ring) -> None:
+    if isinstance(one, Ring):
+        ring_matmul_into(out, x, weight, None, one)
+    else:
+        matmul_into(out, x, weight, None, one)
+
+
+def time_tiles(m: int, n: int, k: int, dtype: torch.dtype, weights: list[Tensor]) -> dict[Tile | Ring, float]:
     x, out = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, device="cuda", dtype=dtype)
-    tiles = {choose_tile(m, n), *(Tile(*one) for one in CANDIDATES[m])}
-    return {tile: microseconds(lambda w, tile=tile: matmul_into(out, x, w, None, tile), weights) for tile in tiles}
+    tiles = {chosen(m, n, k), *(Tile(*one) for one in CANDIDATES[max(m, 16)])}
+    tiles |= {ring for one in RINGS[m] for ring in early_and_late(one)}
+    return {tile: microseconds(lambda w, tile=tile: multiply(out, x, w, tile), weights) for tile in tiles}
+
+
+def chosen(m: int, n: int, k: int) -> Tile | Ring:
+    return (choose_ring(m, n) if takes_ring(n, k) else None) or choose_tile(m, n)
 
 
 def main() -> None:
@@ -89,11 +123,11 @@ def main() -> None:
     compile_all(torch.float32)
     for n, k, dtype in dict.fromkeys(shapes().values()):
         weights = cold_weights(n, k)
-        for m in CANDIDATES:
-            times, chosen = time_tiles(m, n, k, dtype, weights), choose_tile(m, n)
+        for m in RINGS:
+            times, ours = time_tiles(m, n, k, dtype, weights), chosen(m, n, k)
             best = min(times, key=times.__getitem__)
-            better = f"; {best} takes {times[best]:.1f}" if times[chosen] > CLEARLY * times[best] else ""
-            print(f"{n}x{k} M={m}: {times[chosen]:.1f} us, floor {floor_us(m, n, k):.1f}{better}", flush=True)
+            better = f"; {best} takes {times[best]:.1f}" if times[ours] > CLEARLY * times[best] else ""
+            print(f"{n}x{k} M={m}: {times[ours]:.1f} us, floor {floor_us(m, n, k):.1f}{better}", flush=True)
 
 
 if __name__ == "__main__":
