@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spmd_rl.controller.codec import Packed
+from spmd_rl.controller.router import MOMENT_S
 from spmd_rl.controller.wire import Failure
 from spmd_rl.errors import SpmdError
-
-MOMENT_S = 0.005  # a call that takes longer takes long
 
 Until = Callable[[Callable[[], bool], float], bool]  # Turns.until
 
@@ -26,7 +24,7 @@ class CallRecord:
     ranks: tuple[int, ...]
     phase: str
     started: float = field(default_factory=time.monotonic)
-    answers: dict[int, Packed | Failure] = field(default_factory=dict)
+    answers: dict[int, Packed] = field(default_factory=dict)
     failure: tuple[int, Failure] | None = None  # the first, and its rank
     waiting: set[int] = field(init=False)
 
@@ -51,8 +49,7 @@ class Calls:
 
     def __init__(self, until: Until) -> None:
         self._until = until
-        self._lock = threading.Lock()
-        self._open: dict[int, CallRecord] = {}
+        self._open: dict[int, CallRecord] = {}  # any thread changes it, in one operation, and reads a copy
         self._numbers = itertools.count(1)
         self.cause: SpmdError | None = None
         self.phase = ""
@@ -61,22 +58,22 @@ class Calls:
 
     def open(self, what: str, ranks: tuple[int, ...]) -> CallRecord:
         """A new record. Raises: what has ended the run, if something has."""
-        with self._lock:
-            if self.cause is not None:
-                raise self.cause
-            record = CallRecord(next(self._numbers), what, ranks, self.phase)
-            self._open[record.number] = record
-            return record
+        if self.cause is not None:
+            raise self.cause
+        record = CallRecord(next(self._numbers), what, ranks, self.phase)
+        self._open[record.number] = record
+        return record
 
     def answer(self, number: int, rank: int, answer: Packed | Failure) -> bool:
         """File an answer, in a turn of the socket; False when nobody asked this rank for it."""
         record = self._open.get(number)
         if record is None or rank not in record.waiting:
             return False
-        record.answers[rank] = answer
-        if record.failure is None and isinstance(answer, Failure):
-            record.failure = rank, answer
         record.waiting.remove(rank)
+        if isinstance(answer, Packed):
+            record.answers[rank] = answer
+        elif record.failure is None:
+            record.failure = rank, answer
         return True
 
     def fail(self, cause: SpmdError) -> None:
@@ -105,8 +102,7 @@ class Calls:
 
     def close(self, record: CallRecord) -> None:
         """Nobody waits for `record` any more."""
-        with self._lock:
-            self._open.pop(record.number, None)
+        self._open.pop(record.number, None)
 
     def cause_within(self, seconds: float) -> SpmdError | None:
         """What ended the run, if something does within `seconds`. Blocks: that long at most."""
@@ -115,10 +111,8 @@ class Calls:
 
     def oldest(self, rank: int) -> CallRecord | None:
         """The call that `rank` has owed an answer the longest, which is the one it is in."""
-        with self._lock:
-            return next((record for record in self._open.values() if rank in record.waiting), None)
+        return next((record for record in list(self._open.values()) if rank in record.waiting), None)
 
     def num_owed(self, rank: int) -> int:
         """How many answers `rank` owes."""
-        with self._lock:
-            return sum(rank in record.waiting for record in self._open.values())
+        return sum(rank in record.waiting for record in list(self._open.values()))

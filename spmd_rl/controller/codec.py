@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.controller.known import Build, like, remember
 from spmd_rl.errors import ContractError
 
 ALIGN_BYTES = 16
@@ -38,6 +39,9 @@ class Packed(msgspec.Struct, frozen=True):
     payload: bytes
 
 
+NOTHING = Packed(b"", b"")  # goes with a message that needs no value
+
+
 class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     dtype: DType
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=16)]
@@ -48,7 +52,7 @@ _NAMES: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
 _NATIVE = {name: dtype for dtype, name in _NAMES.items()}
 _encode_reference = msgspec.msgpack.Encoder().encode
 _decode_reference = msgspec.msgpack.Decoder(_ArrayRef).decode
-_open = threading.local()  # `payload`: of the value that this thread is decoding
+_open = threading.local()  # of the value that this thread is decoding: its `payload`, and how to read its `arrays`
 
 
 class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,8 +65,12 @@ class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Codec:
     """How the values of one annotation cross; without `functions` nothing is imported to decode one."""
 
-    def __init__(self, annotation: Any, *, functions: bool = True) -> None:
+    def __init__(
+        self, annotation: Any, *, functions: bool = True, finish: Callable[[Any], Any] | None = None
+    ) -> None:
         self._columns = _columns(annotation)
+        self._finish = self._columns.type.rows if self._columns else finish
+        self._known: dict[bytes, Build | None] = {}
         self._decode = msgspec.msgpack.Decoder(
             self._columns.type if self._columns else annotation,
             dec_hook=functools.partial(_custom, functions),
@@ -84,10 +92,17 @@ class Codec:
 
         Raises: ContractError saying where the value does not fit the annotation.
         """
-        _open.payload = packed.payload
+        body, payload = packed.body, packed.payload
         try:
-            value = self._decode(packed.body)
-            return value.rows() if self._columns else value
+            if build := self._known.get(body):
+                return build(payload)
+            _open.payload, _open.arrays = payload, {}
+            value = self._decode(body)
+            if self._finish is not None:
+                value = self._finish(value)
+            if body not in self._known:
+                remember(self._known, body, like(value, _open.arrays))
+            return value
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             raise ContractError(str(error)) from error
 
@@ -101,22 +116,28 @@ def pack(value: Any) -> Packed:
         nonlocal size
         if not isinstance(item, np.ndarray):
             return _scalar_or_function(item)
-        dtype = _NAMES.get(item.dtype)
-        if dtype is None:
-            raise ContractError(f"an array of dtype {item.dtype} cannot cross between processes")
-        reference = _encode_reference((dtype, item.shape, size))
+        reference = _reference(item.dtype, item.shape, size)
         raw = item.tobytes()
         if padding := -len(raw) % ALIGN_BYTES:
             raw += bytes(padding)
         chunks.append(raw)
         size += len(raw)
-        return msgspec.msgpack.Ext(_ARRAY, reference)
+        return reference
 
     try:
         body = msgspec.msgpack.encode(value, enc_hook=hook)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise ContractError(f"a value cannot cross between processes: {error}") from error
     return Packed(body, chunks[0] if len(chunks) == 1 else b"".join(chunks))
+
+
+@functools.lru_cache(1024)
+def _reference(dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> msgspec.msgpack.Ext:
+    """What stands in a body for an array at this place of the payload."""
+    name = _NAMES.get(dtype)
+    if name is None:
+        raise ContractError(f"an array of dtype {dtype} cannot cross between processes")
+    return msgspec.msgpack.Ext(_ARRAY, _encode_reference((name, shape, offset)))
 
 
 def name_of(item: Callable[..., Any] | type) -> str:
@@ -162,16 +183,25 @@ def _columns(annotation: Any) -> _Columns | None:
 def _array_in(code: int, data: memoryview) -> NDArray[Any]:
     if code != _ARRAY:
         raise msgspec.ValidationError(f"unknown extension {code}")
-    reference = _decode_reference(data)
-    shape, dtype = reference.shape, _NATIVE[reference.dtype]
-    count = shape[0] if len(shape) == 1 else math.prod(shape)
-    if not count:
-        return np.empty(shape, dtype)
-    try:
-        flat = np.frombuffer(_open.payload, dtype, count, reference.offset)
-    except ValueError as error:
-        raise msgspec.ValidationError(f"an array of shape {shape} outside its payload") from error
-    return (flat if len(shape) == 1 else flat.reshape(shape)).copy()
+    read = _reader(_decode_reference(data))
+    array = read(_open.payload)
+    _open.arrays[id(array)] = read
+    return array
+
+
+def _reader(reference: _ArrayRef) -> Callable[[bytes], NDArray[Any]]:
+    dtype, shape, offset = _NATIVE[reference.dtype], reference.shape, reference.offset
+    is_flat = len(shape) == 1
+    count = shape[0] if is_flat else math.prod(shape)
+
+    def read(payload: bytes) -> NDArray[Any]:
+        try:
+            flat = np.frombuffer(payload, dtype, count, offset)
+        except ValueError as error:
+            raise msgspec.ValidationError(f"an array of shape {shape} outside its payload") from error
+        return flat.copy() if is_flat else flat.reshape(shape).copy()
+
+    return read if count else lambda payload: np.empty(shape, dtype)
 
 
 def _scalar_or_function(item: Any) -> Any:

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-import msgspec
-
 from spmd_rl.controller.checkpoints import Checkpoints, Part, Record
-from spmd_rl.controller.codec import name_of, pack
+from spmd_rl.controller.codec import NOTHING, name_of, pack
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
@@ -19,7 +17,7 @@ from spmd_rl.controller.link import Link, connect
 from spmd_rl.controller.patience import Notice
 from spmd_rl.controller.steps import Observer, Step
 from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Spawn, Split
+from spmd_rl.controller.wire import Spawn, Split, bounded
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement, Placements, plan_split
 from spmd_rl.observe.trace import now_ns
@@ -52,7 +50,7 @@ class ControllerWorld:
     def build(self, placements: list[Placement]) -> None:
         """Build the meshes of `placements` on every rank of the world."""
         record = self._board.calls.open("world.split", tuple(range(self.size)))
-        self._board.post(record.ranks, Split(record.number, placements, self._board.traces))
+        self._board.issue(record, Split(placements, self._board.traces), [(record.ranks, NOTHING)])
         self._board.collect(record)
 
 
@@ -83,10 +81,9 @@ class Controller:
         if name in self._handles:
             raise PlanError(f"two roles cannot both be called '{name}': give spawn a name")
         handle = Handle(name, role, on, self._board)
-        packed = pack(cfg)
+        value = bounded(pack(cfg))
         record = self._board.calls.open(f"{name}.__init__", on.ranks)
-        message = Spawn(record.number, name, name_of(role), on, name_of(type(cfg)), msgspec.Raw(packed.body))
-        self._board.post(on.ranks, message, packed.payload)
+        self._board.issue(record, Spawn(name, name_of(role), on, name_of(type(cfg))), [(on.ranks, value)])
         self._board.collect(record)
         self._handles[name] = handle
         return cast(R, handle)

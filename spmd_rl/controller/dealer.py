@@ -9,11 +9,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from spmd_rl.controller.codec import NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.family import end_siblings
 from spmd_rl.controller.frames import receive, send
@@ -45,7 +45,6 @@ from spmd_rl.controller.wire import (
 )
 
 TICK_S = 0.25
-LONG_S = 3600.0
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HANDSHAKE_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
@@ -61,7 +60,7 @@ class Dealer:
     def __init__(
         self, endpoint: str, keys: Keys, generation: int, hello: Hello, abandon: Callable[[], None] = lambda: None
     ) -> None:
-        self.inbox: deque[tuple[Command | Stop, bytes]] = deque()
+        self.inbox: deque[tuple[Command | Stop, Packed, int]] = deque()
         self.on_tick: Callable[[], None] = lambda: None
         self._hello = hello
         self._endpoint = endpoint
@@ -72,7 +71,7 @@ class Dealer:
         self._socket = _client_socket(self._context, keys, hello.rank)
         self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
-        self._outbox: deque[tuple[bytes, bytes]] = deque()
+        self._outbox: deque[tuple[bytes, Packed, int]] = deque()
         self._waker = Waker()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)
         self._vigil = Vigil(endpoint, os.getppid(), time.monotonic())
@@ -94,23 +93,29 @@ class Dealer:
         """How many frames were dropped, by reason."""
         return dict(self._incoming.refused)
 
-    def post(self, message: Message, payload: bytes = b"") -> None:
+    def post(self, message: Message, value: Packed = NOTHING) -> None:
         """Send a message to the controller, in order with all others."""
-        self.queue(message, payload)
+        self.queue(encode(message), value)
         self._turns.now_or_next(self._send)
 
-    def queue(self, message: Message, payload: bytes = b"") -> None:
+    def queue(self, header: bytes, value: Packed, call: int = 0) -> None:
         """Have the next turn at the socket send a message: `next`, if that follows at once."""
-        self._outbox.append(encode(message, payload))
+        self._outbox.append((header, value, call))
 
-    def next(self) -> tuple[Command | Stop, bytes]:
-        """The next command, and its payload.
+    def next(self) -> tuple[Command | Stop, Packed, int]:
+        """The next command, its value and its number.
 
         Blocks: on the controller; this process ends if it is lost.
         """
-        while not self._turns.until(self.inbox.__len__, LONG_S, self._listen):
-            pass
-        return self.inbox.popleft()
+        inbox, turns = self.inbox, self._turns
+        while not inbox:
+            if turns.take(TICK_S):
+                try:
+                    while not inbox:
+                        self._listen()
+                finally:
+                    turns.leave()
+        return inbox.popleft()
 
     def close(self) -> None:
         """Send what is queued and close.
@@ -129,15 +134,18 @@ class Dealer:
         if taken := self._incoming.take(frames):
             self._act(*taken)
 
-    def _listen(self, seconds: float) -> None:
+    def _listen(self) -> None:
         """Wait for the controller alone, which takes half of what polling does, and for all else when it is time to."""
         if time.monotonic() >= self._next_watch:
             self._handle(0.0)
             return
         if self._outbox:
             self._send()
-        with suppress(zmq.Again):  # nothing came within a tick
-            self._receive()
+        try:
+            frames = receive(self._socket)
+        except zmq.Again:  # nothing came within a tick
+            return
+        self.take(frames)
 
     def _handle(self, seconds: float) -> None:
         if self._outbox:
@@ -181,10 +189,10 @@ class Dealer:
         while self._outbox:
             send(self._socket, self._outgoing.frames(*self._outbox.popleft()))
 
-    def _act(self, message: ToWorker, payload: bytes) -> None:
+    def _act(self, message: ToWorker, value: Packed, call: int) -> None:
         match message:
             case Call() | Spawn() | Split():
-                self.inbox.append((message, payload))
+                self.inbox.append((message, value, call))
             case Ping(lost_after_s):
                 self._vigil.pinged(lost_after_s, time.monotonic())
                 self.post(Pong())
@@ -196,10 +204,10 @@ class Dealer:
                 end_siblings(lost)
                 self._end(sentence, exit_code)
             case Stop():
-                self.inbox.append((message, payload))
+                self.inbox.append((message, value, call))
 
     def _post_stacks(self) -> None:
-        self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), flight_record())
+        self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), Packed(b"", flight_record()))
 
     def _die(self, why: str) -> None:
         counts = "".join(f"; {count} frames refused: {reason}" for reason, count in self.refused.items())

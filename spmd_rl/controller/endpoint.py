@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
@@ -94,7 +94,7 @@ def endpoints(role: type[Role]) -> dict[str, Endpoint[Any, Any]]:
 
 
 class Signature:
-    """An endpoint's parameters and result as the wire sees them; `arguments` decodes to a struct of them by name."""
+    """An endpoint's parameters and result as the wire sees them; `arguments` decodes to a dict of them by name."""
 
     def __init__(self, endpoint: Endpoint[Any, Any]) -> None:
         self.where = endpoint.function.__qualname__
@@ -114,23 +114,25 @@ class Signature:
             raise ConfigError(f"{self.where} is @local: one rank serves it, so nothing of it can be Sharded")
         self.result = Codec(hints["return"], functions=False)
         fields = [(parameter.name, hints[parameter.name]) for parameter in parameters]
-        self.arguments = Codec(msgspec.defstruct(endpoint.name, fields, forbid_unknown_fields=True))
+        arguments = msgspec.defstruct(endpoint.name, fields, forbid_unknown_fields=True)
+        self.arguments = Codec(arguments, finish=msgspec.structs.asdict)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, defaults included. Raises: TypeError as the method itself would."""
         if len(args) == len(self._names) and not kwargs:
-            return dict(zip(self._names, args, strict=True))
+            return dict(zip(self._names, args))  # noqa: B905  as long as each other: seen just now
         bound = self._signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
 
-    def scatter(self, arguments: dict[str, Any], num_shards: int) -> list[dict[str, Any]]:
+    def scatter(self, arguments: dict[str, Any], num_shards: int) -> Iterator[dict[str, Any]]:
         """Each shard's arguments."""
-        shards = [dict(arguments) for _ in range(num_shards)]
-        for name in arguments.keys() & self.sharded.keys():
-            for own, part in zip(shards, shard(arguments[name], num_shards), strict=True):
-                own[name] = part
-        return shards
+        parts = {name: shard(value, num_shards) for name, value in arguments.items() if name in self.sharded}
+        for index in range(num_shards):
+            own = arguments.copy()
+            for name in parts:
+                own[name] = parts[name][index]
+            yield own
 
     def gather(self, parts: list[Any]) -> Any:
         """One result from the shards' results."""

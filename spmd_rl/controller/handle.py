@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Any, NoReturn
-
-import msgspec
 
 from spmd_rl.controller.codec import Packed, pack
 from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.pending import Pending
 from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Call
+from spmd_rl.controller.wire import Call, bounded
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 
@@ -52,30 +51,21 @@ class RemoteEndpoint(Bound[..., Any]):
         """Issue the call to its ranks, each with its shard of the arguments."""
         board, placement = self._handle.board, self._handle.placement
         arguments = self._signature.bind(args, kwargs)
-        if self._endpoint.local:
-            ranks: tuple[int, ...] = (min(placement.ranks, key=board.calls.num_owed),)
-            packed = {ranks: pack(arguments)}
-        else:
-            ranks = placement.ranks
-            packed = self._scattered(arguments)
+        ranks = (min(placement.ranks, key=board.calls.num_owed),) if self._endpoint.local else placement.ranks
         record = board.calls.open(self._what, ranks)
-        name, endpoint = self._handle.name, self._endpoint.name
-        board.post_each(
-            (receivers, Call(record.number, name, endpoint, msgspec.Raw(value.body), record.phase), value.payload)
-            for receivers, value in packed.items()
-        )
+        board.issue(record, Call(self._handle.name, self._endpoint.name, record.phase), self._packed(arguments, ranks))
         return Pending(lambda deadline_s: self._finish(ranks, board.collect(record, deadline_s)))
 
-    def _scattered(self, arguments: dict[str, Any]) -> dict[tuple[int, ...], Packed]:
-        """The packed arguments by the ranks that receive them: each value is packed once."""
-        placement = self._handle.placement
+    def _packed(self, arguments: dict[str, Any], ranks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Packed]]:
+        """The ranks that receive the same arguments, and those, as they are packed."""
         if not self._signature.scatters:
-            return {placement.ranks: pack(arguments)}
-        shards = self._signature.scatter(arguments, placement.data_size)
-        return {ranks: pack(shard) for ranks, shard in zip(self._handle.shards, shards, strict=True)}
+            yield ranks, bounded(pack(arguments))
+            return
+        shards = self._handle.shards
+        for receivers, own in zip(shards, self._signature.scatter(arguments, len(shards)), strict=True):
+            yield receivers, bounded(pack(own))
 
-    def _finish(self, ranks: tuple[int, ...], answers: list[Packed]) -> Any:
-        by_rank = dict(zip(ranks, answers, strict=True))
+    def _finish(self, ranks: tuple[int, ...], by_rank: dict[int, Packed]) -> Any:
         if not self._signature.gathers:
             return self._value(by_rank, ranks)
         return self._signature.gather([self._value(by_rank, shard) for shard in self._handle.shards])

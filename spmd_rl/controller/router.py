@@ -6,13 +6,14 @@ import math
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from signal import Signals
 from typing import Protocol
 
 import zmq
 from zmq.utils import z85
 
+from spmd_rl.controller.codec import NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.frames import receive, send
 from spmd_rl.controller.secret import Keys
@@ -28,15 +29,14 @@ from spmd_rl.controller.wire import (
 )
 
 TICK_S = 0.25
-
-Letter = tuple[Sequence[int], Message, bytes]  # ranks that receive it, message, payload
+MOMENT_S = 0.005  # a call that takes longer takes long
 
 
 class Listener(Protocol):
     """What the sockets report to; its methods run on the thread whose turn it is, one at a time, and must not block."""
 
-    def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
-        """Take a message; False counts it as dropped."""
+    def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
+        """Take a message, which answers `call` if it is an answer; False counts it as dropped."""
 
     def on_tick(self, now: float) -> None:
         """Called a few times a second."""
@@ -77,7 +77,7 @@ class Router:
         self._client_key = keys.client.public
         self._listener = listener
         self._lifeline = lifeline
-        self._outbox: deque[tuple[int, bytes, bytes]] = deque()
+        self._outbox: deque[tuple[int, bytes, Packed, int]] = deque()
         self._waker = Waker()
         self._next_tick = 0.0
         self._poller = zmq.Poller()
@@ -108,24 +108,23 @@ class Router:
         """Have these signals go to the listener. Call it on the main thread only."""
         self._waker.take_signals(*numbers)
 
-    def post(self, ranks: Sequence[int], message: Message, payload: bytes = b"") -> None:
+    def post(self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0) -> None:
         """Send a message to each of `ranks`, in order with all others."""
-        self.post_each([(ranks, message, payload)])
+        self.send(ranks, encode(message), value, call)
 
-    def post_each(self, letters: Iterable[Letter]) -> None:
-        """Send many messages, in one go."""
-        for ranks, message, payload in letters:
-            header, payload = encode(message, payload)
-            for rank in ranks:
-                self._outbox.append((rank, header, payload))
+    def send(self, ranks: Sequence[int], header: bytes, value: Packed, call: int) -> None:
+        """Send the message of that header as `post` does."""
+        for rank in ranks:
+            self._outbox.append((rank, header, value, call))
         self._turns.now_or_next(self._send)
 
     def until(self, done: Callable[[], object], seconds: float) -> bool:
         """Handle what arrives until `done()`; False when it was not within `seconds`.
 
+        A wait of a moment is for workers alone, which takes less than half of what polling does.
         Blocks: for `seconds` at most.
         """
-        return self._turns.until(done, seconds)
+        return self._turns.until(done, seconds, self._listen if seconds <= MOMENT_S else self._handle)
 
     def close(self) -> None:
         """Send what is queued and close.
@@ -145,6 +144,18 @@ class Router:
         elif (taken := self._incoming[rank].take(frames)) and not self._listener.on_message(rank, *taken):
             self._incoming[rank].refused[Refusal.UNASKED] += 1
 
+    def _listen(self, seconds: float) -> None:
+        if time.monotonic() >= self._next_tick:
+            self._handle(0.0)
+            return
+        if self._outbox:
+            self._send()
+        try:
+            identity = self._router.recv()
+        except zmq.Again:  # nothing came within a moment
+            return
+        self.take(identity, receive(self._router))
+
     def _handle(self, seconds: float) -> None:
         if self._outbox:
             self._send()
@@ -161,10 +172,11 @@ class Router:
             self._listener.on_signal(number)
 
     def _send(self) -> None:
-        while self._outbox:
-            rank, header, payload = self._outbox.popleft()
+        outbox = self._outbox
+        while outbox:
+            rank, header, value, call = outbox.popleft()
             try:
-                send(self._router, [self._identities[rank], *self._outgoing[rank].frames(header, payload)])
+                send(self._router, self._outgoing[rank].frames(header, value, call), self._identities[rank])
             except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
                 self._listener.on_unreachable(rank)
 
@@ -190,5 +202,6 @@ def _server_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> zmq.S
     router.zap_domain = b"spmd_rl"
     router.router_mandatory = True
     router.maxmsgsize = MAX_PAYLOAD_BYTES
+    router.rcvtimeo = int(MOMENT_S * 1000)
     router.sndhwm = 0  # what is sent is bounded by what was asked; what is received, by ZeroMQ's default of 1000
     return router

@@ -17,16 +17,16 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.family import await_end, end_children, parent_of
 from spmd_rl.controller.patience import Notice, RecipeClock
 from spmd_rl.controller.roster import Roster
-from spmd_rl.controller.router import Letter, Router
+from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.snapshots import Snapshots
 from spmd_rl.controller.stacks import place_of_main_thread
 from spmd_rl.controller.wire import (
     Bye,
+    Command,
     Dying,
     Failure,
     Hello,
-    Message,
     Ping,
     Result,
     Signalled,
@@ -34,8 +34,9 @@ from spmd_rl.controller.wire import (
     Stacks,
     Stop,
     ToController,
+    encode,
 )
-from spmd_rl.errors import DeadlineError, LostRankError, RemoteError, SpmdError
+from spmd_rl.errors import ContractError, DeadlineError, LostRankError, RemoteError, SpmdError
 from spmd_rl.observe.trace import Trace, now_ns
 
 PING_S = 1.0
@@ -70,6 +71,7 @@ class Switchboard:
         self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
         self._last_resort = last_resort
         self._lock = threading.RLock()  # the roster's
+        self._issuing = threading.Lock()  # two calls reach their common ranks in the same order
         self._snapshots = Snapshots()
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
@@ -101,16 +103,25 @@ class Switchboard:
         if not come:
             raise DeadlineError(f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s")
 
-    def post(self, ranks: tuple[int, ...], message: Message, payload: bytes = b"") -> None:
-        """Send a message to each of `ranks`, in order with all others."""
-        self._router.post(ranks, message, payload)
+    def issue(self, record: CallRecord, command: Command, values: Iterable[tuple[tuple[int, ...], Packed]]) -> None:
+        """Send a command, with each value to those of the record's ranks that receive it, as soon as it is there.
 
-    def post_each(self, letters: Iterable[Letter]) -> None:
-        """Send many messages, in one go."""
-        self._router.post_each(letters)
+        What raises instead of the first value leaves all as it was; instead of a later one, it ends the run.
+        """
+        header, issued = encode(command), False
+        try:
+            with self._issuing:
+                for ranks, value in values:
+                    self._router.send(ranks, header, value, record.number)
+                    issued = True
+        except Exception as error:  # a shard may be the recipe's own class, and raise anything
+            self.calls.close(record)
+            if issued:
+                self.calls.fail(ContractError(f"{record.what} reached some of its ranks alone: {error}"))
+            raise
 
-    def collect(self, record: CallRecord, deadline_s: float | None = None) -> list[Packed]:
-        """Every rank's answer to `record`, in the order of its ranks.
+    def collect(self, record: CallRecord, deadline_s: float | None = None) -> dict[int, Packed]:
+        """Every rank's answer to `record`, by rank.
 
         Blocks: for `deadline_s` at most, the run's unless given.
         Raises: DeadlineError with all stacks saved, LostRankError, or what a rank raised.
@@ -122,9 +133,10 @@ class Switchboard:
                 raise self._failed(record.what, *record.failure)
         finally:
             self.calls.close(record)
-            began_ns = round(record.started * 1e9)
-            self.trace.add(record.what, began_ns, now_ns(), lane="calls", phase=record.phase, call=record.number)
-        return [answer for rank in record.ranks if isinstance(answer := record.answers[rank], Packed)]
+            if self.trace.on:
+                began_ns, phase = round(record.started * 1e9), record.phase
+                self.trace.add(record.what, began_ns, now_ns(), lane="calls", phase=phase, call=record.number)
+        return record.answers
 
     def stacks(self) -> str:
         """The stacks of all ranks, as text. Blocks: for `STACKS_S` at most."""
@@ -146,23 +158,21 @@ class Switchboard:
         self.trace.close()
         self._kill()
 
-    def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
+    def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
         """Take a worker's message; False when it was not asked for."""
         now = time.monotonic()
         if isinstance(message, Result):
-            return self.roster.heard(rank, now) and self.calls.answer(
-                message.call, rank, Packed(bytes(message.value), payload)
-            )
+            return self.roster.heard(rank, now) and self.calls.answer(call, rank, value)
         with self._lock:
             if isinstance(message, Hello):
                 return message.rank == rank and self._seat(message, now)
             if not self.roster.heard(rank, now):
                 return False
             match message:
-                case Failure(call):
+                case Failure():
                     return self.calls.answer(call, rank, message)
                 case Stacks():
-                    self._snapshots.take(rank, message, payload)
+                    self._snapshots.take(rank, message, value.payload)
                 case Signalled(name):
                     self.roster.signalled(rank, name, now)
                 case Dying(why):

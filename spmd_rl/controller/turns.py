@@ -41,20 +41,36 @@ class Turns:
     ) -> bool:
         """Handle what arrives until `done()`; False when it was not within `seconds`. Any thread may wait.
 
-        `handle` may be another one, for whom nobody has to wake.
+        `handle` may be another one, that nothing wakes.
         Blocks: for `seconds` at most.
         """
         handle, end = handle or self._handle, time.monotonic() + seconds
         while not done():
             if (left := end - time.monotonic()) <= 0:
                 return False
-            if self._lock.acquire(False) or self._take(min(left, TICK_S)):
+            if self.take(min(left, TICK_S)):
                 try:
                     while not done() and (left := end - time.monotonic()) > 0:
                         handle(left if left < TICK_S else TICK_S)
                 finally:
-                    self._leave()
+                    self.leave()
         return True
+
+    def take(self, seconds: float) -> bool:
+        """Have the turn until `leave`, to wait in another way than `handle`; whoever wants it waits for that.
+
+        Blocks: for `seconds` at most, and then it is somebody else's: False.
+        """
+        if self._lock.acquire(False):
+            return True
+        self._wanted = True
+        self._waker.wake()
+        return self._lock.acquire(timeout=seconds)
+
+    def leave(self) -> None:
+        """The turn is over."""
+        self._left = time.monotonic()
+        self._lock.release()
 
     def now_or_next(self, act: Callable[[], None]) -> None:
         """Run `act` now if nobody has the turn, else wake who has: `handle` does it before and after it waits."""
@@ -64,22 +80,13 @@ class Turns:
         try:
             act()
         finally:
-            self._leave()
+            self.leave()
 
     def close(self) -> None:
         """End the stand-in. Blocks: until what it is handling is handled."""
         self._closing.set()
         self._waker.wake()
         self._stand_in.join()
-
-    def _take(self, seconds: float) -> bool:
-        self._wanted = True
-        self._waker.wake()
-        return self._lock.acquire(timeout=seconds)
-
-    def _leave(self) -> None:
-        self._left = time.monotonic()
-        self._lock.release()
 
     def _stand_ins(self) -> None:
         while not self._closing.is_set():
@@ -94,4 +101,4 @@ class Turns:
             while not (self._wanted or self._closing.is_set()):
                 self._handle(TICK_S)
         finally:
-            self._leave()
+            self.leave()

@@ -1,7 +1,7 @@
 """The closed set of messages between controller and worker, and their headers.
 
-A message is a msgpack header and one raw payload (the bytes of all its arrays, see codec.py); envelope.py numbers
-them. Whatever is not exactly one of these types, or exceeds the limits, is dropped and counted there, by its
+A message is a msgpack header of one of these types, and the value that goes with it, if any (codec.py); envelope.py
+numbers them. Whatever is not exactly one of these types, or exceeds the limits, is dropped and counted there, by its
 `Refusal`. docs/wire.md is the table of all this.
 """
 
@@ -11,10 +11,11 @@ from enum import StrEnum
 
 import msgspec
 
+from spmd_rl.controller.codec import Packed
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 
-MAX_HEADER_BYTES = 256 << 20
+MAX_BODY_BYTES = 256 << 20
 MAX_PAYLOAD_BYTES = 8 << 30
 
 
@@ -33,7 +34,7 @@ class Refusal(StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages; `call` numbers the command that a message issues or answers."""
+    """Base of all messages. Nobody changes one: messages that are equal may be one object."""
 
 
 # From a worker to the controller.
@@ -48,14 +49,12 @@ class Hello(Message, frozen=True):
 
 
 class Result(Message, frozen=True):
-    call: int
-    value: msgspec.Raw
+    """The command returned the value of this message."""
 
 
 class Failure(Message, frozen=True):
     """The command raised `kind`; `sentence` is its text."""
 
-    call: int
     kind: str
     sentence: str
     traceback: str
@@ -69,7 +68,7 @@ class Pong(Message, frozen=True):
 class Stacks(Message, frozen=True):
     """Where this process is: `place` in one line, every thread's stack, and how many frames it refused, by reason.
 
-    The payload is torch's flight record of collectives, as JSON, where there is one.
+    The payload of its value is torch's flight record of collectives, as JSON, where there is one.
     """
 
     place: str
@@ -109,29 +108,24 @@ class StackRequest(Message, frozen=True):
 class Split(Message, frozen=True):
     """Build these meshes. Goes to every rank of the world. `traces` is the folder for its spans, "" for none."""
 
-    call: int
     placements: list[Placement]
     traces: str = ""
 
 
 class Spawn(Message, frozen=True):
-    """Build the role `role` ("module:qualname"), with a `cfg` of type `cfg_type`, under `name`."""
+    """Build the role `role` ("module:qualname") as `name`, with this message's value, a `cfg_type`, for its config."""
 
-    call: int
     name: str
     role: str
     placement: Placement
     cfg_type: str
-    cfg: msgspec.Raw
 
 
 class Call(Message, frozen=True):
-    """Run an endpoint of the role named `name`; `phase` is the recipe's."""
+    """Run an endpoint of the role named `name`, with the arguments that are this message's value."""
 
-    call: int
     name: str
     endpoint: str
-    args: msgspec.Raw
     phase: str = ""
 
 
@@ -151,23 +145,20 @@ Reply = Result | Failure
 ToController = Hello | Result | Failure | Pong | Stacks | Signalled | Dying | Bye
 ToWorker = Ping | StackRequest | Split | Spawn | Call | Stop
 
-_encoder = msgspec.msgpack.Encoder()
-
 decode_at_controller = msgspec.msgpack.Decoder(ToController).decode
 decode_at_worker = msgspec.msgpack.Decoder(ToWorker).decode
 MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises
 
 
-def encode(message: Message, payload: bytes = b"") -> tuple[bytes, bytes]:
-    """The header of a message, and its payload.
+encode = msgspec.msgpack.Encoder().encode
 
-    Raises: ContractError when they exceed what the other side would take.
-    """
-    header = _encoder.encode(message)
-    if len(header) > MAX_HEADER_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
+
+def bounded(value: Packed) -> Packed:
+    """The value itself. Raises: ContractError when it exceeds what the other side would take."""
+    if len(value.body) > MAX_BODY_BYTES or len(value.payload) > MAX_PAYLOAD_BYTES:
         raise ContractError(
-            f"a {type(message).__name__} of {len(header)} + {len(payload)} bytes exceeds the wire's limits of "
-            f"{MAX_HEADER_BYTES} (header) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
+            f"a value of {len(value.body)} + {len(value.payload)} bytes exceeds the wire's limits of "
+            f"{MAX_BODY_BYTES} (plain data) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
         )
-    return header, payload
+    return value
 

@@ -15,11 +15,23 @@ import msgspec
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address
-from spmd_rl.controller.codec import Codec, Packed, pack, resolve
+from spmd_rl.controller.codec import NOTHING, Codec, Packed, resolve
 from spmd_rl.controller.dealer import Dealer
 from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.supervisor import ControllerProcess
-from spmd_rl.controller.wire import Bye, Call, Command, Failure, Hello, Result, Spawn, Split, Stop
+from spmd_rl.controller.wire import (
+    Bye,
+    Call,
+    Command,
+    Failure,
+    Hello,
+    Result,
+    Spawn,
+    Split,
+    Stop,
+    bounded,
+    encode,
+)
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.place import Seats
 from spmd_rl.mesh.world import World, join, open_store
@@ -29,6 +41,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ENDPOINT_KEY = "spmd_rl/endpoint"
+_RESULT = encode(Result())
 
 
 class _Served(NamedTuple):
@@ -56,32 +69,34 @@ class Worker:
         """
         dealer.on_tick = lambda: self._trace.flush()
         while True:
-            command, payload = dealer.next()
+            command, value, number = dealer.next()
             if isinstance(command, Stop):
                 self._trace.close()
                 return
-            dealer.queue(*self.answer(command, payload))
+            dealer.queue(*self.answer(command, value, number), number)
 
-    def answer(self, command: Command, payload: bytes) -> tuple[Result | Failure, bytes]:
-        """Run one command; whatever it raises becomes the reply."""
+    def answer(self, command: Command, value: Packed, number: int) -> tuple[bytes, Packed]:
+        """Run one command: the header of the reply, and its value; whatever it raises becomes the reply."""
         try:
-            value = self._call(command, payload) if isinstance(command, Call) else self._build(command, payload)
+            if isinstance(command, Call):
+                return _RESULT, bounded(self._call(command, value, number))
+            self._build(command, value)
         except Exception as error:  # noqa: BLE001  user code may raise anything: the controller decides what it ends
-            return failure_of(command.call, error), b""
-        return Result(command.call, msgspec.Raw(value.body)), value.payload
+            return encode(failure_of(error)), NOTHING
+        return _RESULT, NOTHING
 
-    def _call(self, call: Call, payload: bytes) -> Packed:
+    def _call(self, call: Call, value: Packed, number: int) -> Packed:
         served = self._known.get((call.name, call.endpoint)) or self._learn(call.name, call.endpoint)
         began_ns = now_ns()
         try:
             try:
-                arguments = served.arguments.unpack(Packed(bytes(call.args), payload))
+                arguments = served.arguments.unpack(value)
             except ContractError as error:
                 raise ContractError(f"{served.what}: {error}") from error
-            return served.result.pack(served.run(**msgspec.structs.asdict(arguments)))
+            return served.result.pack(served.run(**arguments))
         finally:
             if self._trace.on:
-                self._trace.add(served.what, began_ns, now_ns(), role=call.name, phase=call.phase, call=call.call)
+                self._trace.add(served.what, began_ns, now_ns(), role=call.name, phase=call.phase, call=number)
 
     def _learn(self, name: str, endpoint: str) -> _Served:
         role = self._roles[name]
@@ -91,22 +106,20 @@ class Worker:
         self._known[name, endpoint] = served
         return served
 
-    def _build(self, command: Split | Spawn, payload: bytes) -> Packed:
+    def _build(self, command: Split | Spawn, value: Packed) -> None:
         if isinstance(command, Spawn):
-            config = Codec(resolve(command.cfg_type)).unpack(Packed(bytes(command.cfg), payload))
+            config = Codec(resolve(command.cfg_type)).unpack(value)
             self._roles[command.name] = resolve(command.role)(config, self._seats.place(command.placement))
         else:
             if command.traces and not self._trace.on:
                 rank = self._seats.world.rank
                 self._trace = Trace(Path(command.traces), f"rank {rank}", rank=rank)
             self._seats.build(command.placements)
-        return pack(None)
 
 
-def failure_of(call: int, error: Exception) -> Failure:
+def failure_of(error: Exception) -> Failure:
     """An exception as the wire carries it."""
     return Failure(
-        call=call,
         kind=type(error).__name__,
         sentence=str(error),
         traceback="".join(traceback.format_exception(error)),

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from spmd_rl.controller import secret
+from spmd_rl.controller.codec import NOTHING, Packed, pack
 from spmd_rl.controller.dealer import _client_socket
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.router import _server_socket
@@ -104,7 +104,7 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
         def say(message: Message) -> None:
             nonlocal sent
             sent += 1
-            line.send_multipart(outgoing.frames(*encode(message)))
+            line.send_multipart(outgoing.frames(encode(message)))
 
         def look() -> None:
             while line.poll(0):
@@ -147,31 +147,30 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         incoming, outgoing = Incoming(generation, decode_at_controller), Outgoing(generation)
         fuzzer, sent, calls = Fuzzer(seed, generation, TO_WORKER, decode_at_worker), 0, 0
 
-        def say(message: Message) -> None:
+        def say(message: Message, value: Packed = NOTHING, call: int = 0) -> None:
             nonlocal sent
             sent += 1
-            line.send_multipart([b"rank-0", *outgoing.frames(*encode(message))])
+            line.send_multipart([b"rank-0", *outgoing.frames(encode(message), value, call)])
 
-        def hear(kind: type[Message]) -> Message:
+        def hear(kind: type[Message]) -> tuple[Message, Packed, int]:
             while True:
                 taken = incoming.take(line.recv_multipart()[1:])
                 assert taken
                 if isinstance(taken[0], kind):
-                    return taken[0]
+                    return taken
 
         def look() -> None:
             nonlocal calls
             calls += 1
             say(Ping(60.0))
-            say(Call(calls, NAME, "echo", msgspec.Raw(msgspec.msgpack.encode({"value": calls}))))
-            answer = hear(Result)
-            assert isinstance(answer, Result)
-            assert msgspec.msgpack.decode(answer.value) == calls
+            say(Call(NAME, "echo"), pack({"value": calls}), calls)
+            _, answer, call = hear(Result)
+            assert (call, answer) == (calls, pack(calls))
 
         hear(Hello)
         attack(num_frames, [worker], lambda: line.send_multipart([b"rank-0", *fuzzer.frames(sent)]), look)
         say(StackRequest())
-        stacks = hear(Stacks)
+        stacks, _, _ = hear(Stacks)
         assert isinstance(stacks, Stacks)
         growth = worker.grown()
         say(Stop("", 0, []))

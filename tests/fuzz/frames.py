@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-import msgspec
+import numpy as np
 
 from spmd_rl.controller import wire
+from spmd_rl.controller.codec import pack
 from spmd_rl.controller.envelope import PREAMBLE
 from spmd_rl.controller.wire import MALFORMED, Message
 from spmd_rl.mesh.split import Placement
 
-RAW = msgspec.Raw(msgspec.msgpack.encode({"value": [1, 2.5, "x", None, True]}))
+VALUE = pack({"value": [1, 2.5, "x", None, True], "array": np.arange(3)})
 PLACEMENT = Placement("actor", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
 TO_CONTROLLER: list[Message] = [
     wire.Hello(1, "host", 77),
-    wire.Result(5, RAW),
-    wire.Failure(5, "KeyError", "'x'", "Traceback", 1),
+    wire.Result(),
+    wire.Failure("KeyError", "'x'", "Traceback", 1),
     wire.Pong(),
     wire.Stacks("reward.py:1 in score", "thread", {"replayed": 2}),
     wire.Signalled("SIGTERM"),
@@ -27,9 +28,9 @@ TO_CONTROLLER: list[Message] = [
 TO_WORKER: list[Message] = [
     wire.Ping(20.0),
     wire.StackRequest(),
-    wire.Split(1, [PLACEMENT]),
-    wire.Spawn(2, "actor", "m:Actor", PLACEMENT, "m:Config", RAW),
-    wire.Call(3, "actor", "go", RAW),
+    wire.Split([PLACEMENT]),
+    wire.Spawn("actor", "m:Actor", PLACEMENT, "m:Config"),
+    wire.Call("actor", "go"),
     wire.Stop("why", 2, [wire.Hello(1, "host", 5)]),
 ]
 NESTED = b"\x91" * 2000 + b"\xc0"
@@ -42,8 +43,8 @@ class Fuzzer:
     def __init__(self, seed: int, generation: int, messages: Sequence[Message], decode: Callable[[bytes], object]):
         self._rng = random.Random(seed)
         self._generation = generation
-        self._headers = [wire.encode(message)[0] for message in [*TO_CONTROLLER, *TO_WORKER]]
-        self._own = [wire.encode(message)[0] for message in messages]
+        self._headers = [wire.encode(message) for message in [*TO_CONTROLLER, *TO_WORKER]]
+        self._own = [wire.encode(message) for message in messages]
         self._decode = decode
 
     def frames(self, expected: int) -> list[bytes]:
@@ -59,8 +60,8 @@ class Fuzzer:
 
     def _laid(self, preamble: bytes, header: bytes) -> list[bytes]:
         """As one frame or as two."""
-        payload = self._noise(16)
-        return [preamble + header + payload] if self._rng.random() < 0.5 else [preamble + header, payload]
+        first, payload = preamble + header + VALUE.body, VALUE.payload + self._noise(16)
+        return [first + payload] if self._rng.random() < 0.5 else [first, payload]
 
     def _header(self) -> bytes:
         draw = self._rng.random()
@@ -89,15 +90,19 @@ class Fuzzer:
                 header[at:] = other[self._rng.randrange(len(other)) :]
 
     def _preamble(self, expected: int, header_bytes: int, wrong: bool) -> bytes:
+        call, body_bytes = self._rng.choice([0, 1, 2**64 - 1]), len(VALUE.body)
         if not wrong:
-            return PREAMBLE.pack(self._generation, expected, header_bytes)
+            return PREAMBLE.pack(self._generation, expected, call, header_bytes, body_bytes)
         draw = self._rng.random()
         if draw < 0.2:
-            return PREAMBLE.pack(self._generation, expected, self._rng.choice([2**32 - 1, header_bytes + 1000]))
+            lengths = [header_bytes, body_bytes]
+            lengths[self._rng.randrange(2)] = self._rng.choice([2**32 - 1, header_bytes + 1000])
+            return PREAMBLE.pack(self._generation, expected, call, *lengths)
         if draw < 0.6:
-            return PREAMBLE.pack(self._rng.getrandbits(64) ^ 1 or 2, expected, header_bytes)
+            return PREAMBLE.pack(self._rng.getrandbits(64) ^ 1 or 2, expected, call, header_bytes, body_bytes)
         number = self._rng.choice([expected - 1, expected + 1, 0, expected + 2**40, 2**64 - 1])
-        return PREAMBLE.pack(self._generation, number if number not in (expected, -1) else expected + 1, header_bytes)
+        number = number if number not in (expected, -1) else expected + 1
+        return PREAMBLE.pack(self._generation, number, call, header_bytes, body_bytes)
 
     def _noise(self, most: int) -> bytes:
         return self._rng.randbytes(self._rng.randrange(most))

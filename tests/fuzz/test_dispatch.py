@@ -18,7 +18,7 @@ from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import derive
 from spmd_rl.controller.wire import Call, Hello, Refusal, ToController, decode_at_controller, decode_at_worker, encode
 from spmd_rl.errors import ContractError
-from tests.fuzz.frames import RAW, TO_CONTROLLER, TO_WORKER, Fuzzer
+from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER, VALUE, Fuzzer
 
 FRAMES = 50_000
 WARM = 5_000
@@ -34,7 +34,7 @@ class Ears:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
-    def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
+    def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
         self.heard.append(message)
         return True
 
@@ -54,7 +54,7 @@ def test_the_controller_takes_none(tmp_path: Path) -> None:
     ears, (ours, theirs) = Ears(), socket.socketpair()
     with ours, theirs, closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, ears, ours)) as router:
         router.start()
-        hello = Outgoing(GENERATION).frames(*encode(Hello(1, "host", 1)))
+        hello = Outgoing(GENERATION).frames(encode(Hello(1, "host", 1)))
         router.take(b"rank-1", hello)
         fuzzer = Fuzzer(1, GENERATION, TO_CONTROLLER, decode_at_controller)
         for count in range(WARM + FRAMES):
@@ -73,7 +73,7 @@ def test_the_controller_takes_none(tmp_path: Path) -> None:
 def test_the_worker_takes_none(tmp_path: Path) -> None:
     with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, Hello(0, "host", 1))) as dealer:
         outgoing = Outgoing(GENERATION)
-        dealer.take(outgoing.frames(*encode(Call(1, "actor", "go", RAW))))
+        dealer.take(outgoing.frames(encode(Call("actor", "go")), VALUE, 1))
         assert isinstance(dealer.inbox.popleft()[0], Call)
         fuzzer = Fuzzer(2, GENERATION, TO_WORKER, decode_at_worker)
         for count in range(WARM + FRAMES):
@@ -83,7 +83,7 @@ def test_the_worker_takes_none(tmp_path: Path) -> None:
         assert peak_kib() - before < GROWTH_KIB
         assert sum(dealer.refused.values()) == WARM + FRAMES
         assert not dealer.inbox
-        dealer.take(outgoing.frames(*encode(Call(2, "actor", "go", RAW))))
+        dealer.take(outgoing.frames(encode(Call("actor", "go")), VALUE, 2))
         assert dealer.inbox, "a right frame is still taken"
 
 

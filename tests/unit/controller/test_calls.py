@@ -35,7 +35,7 @@ def test_a_wait_ends_when_every_rank_has_answered() -> None:
 def test_a_wait_ends_at_the_first_failure() -> None:
     calls = Calls(until)
     record = calls.open("actor.go", (0, 1))
-    failure = Failure(record.number, "KeyError", "'x'", "", 1)
+    failure = Failure("KeyError", "'x'", "", 1)
     calls.answer(record.number, 1, failure)
     assert calls.wait(record, 10.0)
     assert record.failure == (1, failure)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -47,6 +48,36 @@ def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str
         assert new.flags.writeable
         assert new.flags.owndata
     assert pack(back) == pack(value)
+
+
+@settings(deadline=None)
+@given(
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0), st.lists(st.floats(allow_nan=False) | st.none(), max_size=3)
+)
+def test_a_body_that_came_before_gives_what_decoding_it_gives(shape: tuple[int, ...], plain: list[Any]) -> None:
+    array = NDArray[np.int64]
+    fields = [("many", list[array]), ("named", dict[str, array | None]), ("plain", list[float | None])]  # type: ignore[valid-type]
+    codec = Codec(msgspec.defstruct("go", fields), finish=msgspec.structs.asdict)
+    for seed in range(3):
+        value = {"many": [np.full(shape, seed)], "named": {"a": np.arange(3) + seed, "b": None}, "plain": plain}
+        packed = pack(value)
+        back = codec.unpack(packed)
+        assert codec._known.keys() == {packed.body}
+        assert pack(back) == packed
+        for new in (back["many"][0], back["named"]["a"]):
+            assert new.flags.writeable
+            assert new.flags.owndata
+        for part in back.values():
+            part.clear()  # the receiver's own
+    with pytest.raises(ContractError, match="outside its payload"):
+        codec.unpack(Packed(packed.body, b""))
+
+
+def test_what_may_look_at_its_arrays_is_built_each_time() -> None:
+    codec = Codec(Nested)
+    for _ in range(2):
+        assert isinstance(codec.unpack(pack(Nested([np.arange(2)]))), Nested)
+    assert list(codec._known.values()) == [None]
 
 
 def test_the_nouns_cross() -> None:

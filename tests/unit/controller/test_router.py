@@ -12,6 +12,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from spmd_rl.controller.codec import NOTHING, Packed
 from spmd_rl.controller.envelope import PREAMBLE, Incoming, Outgoing
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import Keys, derive
@@ -28,7 +29,7 @@ class Events:
     def __init__(self) -> None:
         self.seen: queue.Queue[tuple[int, object]] = queue.Queue()
 
-    def on_message(self, rank: int, message: ToController, payload: bytes) -> bool:
+    def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
         self.seen.put((rank, message))
         return True
 
@@ -84,20 +85,20 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], router: Router, keys: Keys, ra
 def test_noise_is_dropped_and_counted(router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with dial(context, router, derive(b"a" * 32)) as dealer:
         outgoing = Outgoing(GENERATION)
-        hello = outgoing.frames(*encode(Hello(0, "host", 1)))
-        stale = Outgoing(GENERATION + 1).frames(*encode(Pong()))
-        noise = PREAMBLE.pack(GENERATION, 0, 5) + b"noise"
+        hello = outgoing.frames(encode(Hello(0, "host", 1)))
+        stale = Outgoing(GENERATION + 1).frames(encode(Pong()))
+        noise = PREAMBLE.pack(GENERATION, 0, 0, 5, 0) + b"noise"
         for frames in ([b"", b"", b""], [b"noise", b""], [b"a", b"b", b"c", b"d"], stale, [noise]):
             dealer.send_multipart(frames)
         dealer.send_multipart(hello)
         assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
-        pong, later = outgoing.frames(*encode(Pong())), outgoing.frames(*encode(Pong()))
+        pong, later = outgoing.frames(encode(Pong())), outgoing.frames(encode(Pong()))
         for frames in (hello, later, pong):
             dealer.send_multipart(frames)
         assert events.seen.get(timeout=WAIT_S) == (0, Pong())
         router.post([0], Stop("why", 2, []))
         taken = Incoming(GENERATION, decode_at_worker).take(dealer.recv_multipart())
-        assert taken == (Stop("why", 2, []), b"")
+        assert taken == (Stop("why", 2, []), NOTHING, 0)
     assert events.seen.empty()
     assert router.refused == {
         "not one or two frames": 2,
@@ -113,7 +114,7 @@ def test_a_rank_that_is_not_of_this_world_is_a_stranger(
     router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     with dial(context, router, derive(b"a" * 32), WORLD) as beyond, dial(context, router, derive(b"a" * 32)) as known:
-        hello = Outgoing(GENERATION).frames(*encode(Hello(0, "host", 1)))
+        hello = Outgoing(GENERATION).frames(encode(Hello(0, "host", 1)))
         beyond.send_multipart(hello)
         while not router.refused:
             known.send_multipart([b"", b"", b""])
