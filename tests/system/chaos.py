@@ -180,6 +180,8 @@ def play(case: Case) -> Outcome:
             in_time = run.end(RUN_S + DEADLINE_S + GRACE_S)
         if (mark := folder / "struck").exists():
             struck = mark.stat().st_mtime
+        elif case.frames is not None and run.completed:
+            return Outcome(case, "completed", 0.0, "", "its fault never struck")
         seconds = max(0.0, time.time() - struck)
         how, wrong = "completed" if run.completed else "error", fault_of(case, run, seconds, in_time)
         if not run.completed and not wrong and case.resumes:

@@ -1,8 +1,8 @@
 """Faults between our code and ZeroMQ, and below it: installed in a process by the environment that started it.
 
 FAULT is JSON: the `kind`, the `side` it strikes ("controller" or a rank), and after how many frames or bytes.
-Nothing of the product knows of this file: it changes what `zmq.Socket.send_multipart` does in this process, or puts
-a proxy that corrupts bytes between a rank and the address it dials.
+Nothing of the product knows of this file: it changes what sending a message does in this process, or puts a proxy
+that corrupts bytes between a rank and the address it dials.
 """
 
 from __future__ import annotations
@@ -58,23 +58,20 @@ def install_in_rank() -> None:
 
 
 def _strike_frames(fault: Fault) -> None:
-    import zmq
+    from spmd_rl.controller import dealer, frames, router
 
-    real = zmq.Socket.send_multipart
     sent = 0
 
-    def send_multipart(self: Any, frames: list[bytes], *args: Any, **kwargs: Any) -> Any:
+    def send(socket: Any, message: list[bytes], *to: bytes) -> None:
         nonlocal sent
-        if self.type in (zmq.DEALER, zmq.ROUTER):
-            sent += 1
-            if sent == fault.after:
-                struck_file().touch()
-                for altered in _altered(fault, frames):
-                    real(self, altered, *args, **kwargs)
-                return None
-        return real(self, frames, *args, **kwargs)
+        sent += 1
+        strikes = sent == fault.after
+        if strikes:
+            struck_file().touch()
+        for altered in _altered(fault, message) if strikes else [message]:
+            frames.send(socket, altered, *to)
 
-    zmq.Socket.send_multipart = send_multipart  # type: ignore[method-assign]
+    dealer.send = router.send = send  # type: ignore[assignment]
 
 
 def struck_file() -> Path:
@@ -92,11 +89,10 @@ def _altered(fault: Fault, frames: list[bytes]) -> Iterator[list[bytes]]:
 
 
 def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
-    """The preamble or the header with one bit turned; arrays are CURVE's to guard."""
-    which = len(frames) - rng.choice([2, 3])
-    frame = bytearray(frames[which])
-    frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
-    return [*frames[:which], bytes(frame), *frames[which + 1 :]]
+    """The run's generation or the message's number with one bit turned; the rest is CURVE's to guard."""
+    first = bytearray(frames[0])
+    first[rng.randrange(16)] ^= 1 << rng.randrange(8)
+    return [bytes(first), *frames[1:]]
 
 
 def _strike_bytes(fault: Fault) -> None:
