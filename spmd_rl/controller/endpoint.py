@@ -10,6 +10,7 @@ goes to every rank, and must come back the same from every rank.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import typing
@@ -148,12 +149,17 @@ class Signature:
 def shard(value: Any, num_shards: int) -> list[Any]:
     """Cut a list, tuple or array into contiguous, nearly equal parts; a class may bring its own `.shard(n)`."""
     if isinstance(value, _SLICED):
-        size, larger = divmod(len(value), num_shards)
-        cuts = [i * size + (i if i < larger else larger) for i in range(num_shards + 1)]
-        return [value[start:end] for start, end in itertools.pairwise(cuts)]
+        return [value[cut] for cut in _cuts(len(value), num_shards)]
     if hasattr(value, "shard"):
         return list(value.shard(num_shards))
     raise ContractError(f"a {type(value).__name__} cannot be sharded: it is no list or array and has no shard(n)")
+
+
+@functools.lru_cache(64)
+def _cuts(length: int, num_shards: int) -> list[slice]:
+    size, larger = divmod(length, num_shards)
+    ends = [i * size + min(i, larger) for i in range(num_shards + 1)]
+    return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
 def join(parts: list[Any], annotation: Any) -> Any:

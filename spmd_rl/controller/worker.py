@@ -87,7 +87,7 @@ class Worker:
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed:
         served = self._known.get((call.name, call.endpoint)) or self._learn(call.name, call.endpoint)
-        began_ns = now_ns()
+        began_ns = now_ns() if self._trace.on else 0
         try:
             try:
                 arguments = served.arguments.unpack(value)
