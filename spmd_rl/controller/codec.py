@@ -65,9 +65,7 @@ class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Codec:
     """How the values of one annotation cross; without `functions` nothing is imported to decode one."""
 
-    def __init__(
-        self, annotation: Any, *, functions: bool = True, finish: Callable[[Any], Any] | None = None
-    ) -> None:
+    def __init__(self, annotation: Any, *, functions: bool = True, finish: Callable[[Any], Any] | None = None) -> None:
         self._columns = _columns(annotation)
         self._finish = self._columns.type.rows if self._columns else finish
         self._known: dict[bytes, Build | None] = {}

@@ -14,7 +14,7 @@ import functools
 import inspect
 import itertools
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import msgspec
@@ -126,14 +126,14 @@ class Signature:
         bound.apply_defaults()
         return dict(list(bound.arguments.items())[1:])
 
-    def scatter(self, arguments: dict[str, Any], num_shards: int) -> Iterator[dict[str, Any]]:
+    def scatter(self, arguments: dict[str, Any], num_shards: int) -> list[dict[str, Any]]:
         """Each shard's arguments."""
         parts = {name: shard(value, num_shards) for name, value in arguments.items() if name in self.sharded}
-        for index in range(num_shards):
-            own = arguments.copy()
-            for name in parts:
-                own[name] = parts[name][index]
-            yield own
+        shards = [arguments.copy() for _ in range(num_shards)]
+        for name in parts:
+            for own, part in zip(shards, parts[name], strict=True):
+                own[name] = part
+        return shards
 
     def gather(self, parts: list[Any]) -> Any:
         """One result from the shards' results."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from spmd_rl.controller.codec import Packed, pack
 from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.pending import Pending
+from spmd_rl.controller.router import Values
 from spmd_rl.controller.switchboard import Switchboard
 from spmd_rl.controller.wire import Call, bounded
 from spmd_rl.errors import ContractError
@@ -52,18 +52,18 @@ class RemoteEndpoint(Bound[..., Any]):
         board, placement = self._handle.board, self._handle.placement
         arguments = self._signature.bind(args, kwargs)
         ranks = (min(placement.ranks, key=board.calls.num_owed),) if self._endpoint.local else placement.ranks
+        values = self._packed(arguments, ranks)
         record = board.calls.open(self._what, ranks)
-        board.issue(record, Call(self._handle.name, self._endpoint.name, record.phase), self._packed(arguments, ranks))
+        board.issue(record, Call(self._handle.name, self._endpoint.name, record.phase), values)
         return Pending(lambda deadline_s: self._finish(ranks, board.collect(record, deadline_s)))
 
-    def _packed(self, arguments: dict[str, Any], ranks: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Packed]]:
-        """The ranks that receive the same arguments, and those, as they are packed."""
+    def _packed(self, arguments: dict[str, Any], ranks: tuple[int, ...]) -> Values:
+        """The packed arguments by the ranks that receive them: each value is packed once."""
         if not self._signature.scatters:
-            yield ranks, bounded(pack(arguments))
-            return
+            return {ranks: bounded(pack(arguments))}
         shards = self._handle.shards
-        for receivers, own in zip(shards, self._signature.scatter(arguments, len(shards)), strict=True):
-            yield receivers, bounded(pack(own))
+        scattered = self._signature.scatter(arguments, len(shards))
+        return {ranks: bounded(pack(own)) for ranks, own in zip(shards, scattered, strict=True)}
 
     def _finish(self, ranks: tuple[int, ...], by_rank: dict[int, Packed]) -> Any:
         if not self._signature.gathers:

@@ -6,7 +6,7 @@ import math
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from signal import Signals
 from typing import Protocol
 
@@ -30,6 +30,8 @@ from spmd_rl.controller.wire import (
 
 TICK_S = 0.25
 MOMENT_S = 0.005  # a call that takes longer takes long
+
+Values = Mapping[tuple[int, ...], Packed]  # by the ranks that receive them
 
 
 class Listener(Protocol):
@@ -110,12 +112,12 @@ class Router:
 
     def post(self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0) -> None:
         """Send a message to each of `ranks`, in order with all others."""
-        self.send(ranks, encode(message), value, call)
+        self.post_each(message, {tuple(ranks): value}, call)
 
-    def send(self, ranks: Sequence[int], header: bytes, value: Packed, call: int) -> None:
-        """Send the message of that header as `post` does."""
-        for rank in ranks:
-            self._outbox.append((rank, header, value, call))
+    def post_each(self, message: Message, values: Values, call: int = 0) -> None:
+        """Send a message with each value: any two of these reach the ranks that they share in the same order."""
+        header = encode(message)
+        self._outbox.extend([(rank, header, value, call) for ranks, value in values.items() for rank in ranks])
         self._turns.now_or_next(self._send)
 
     def until(self, done: Callable[[], object], seconds: float) -> bool:

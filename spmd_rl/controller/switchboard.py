@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from signal import Signals
 
 from spmd_rl.controller.account import in_call, refusals, remote_error
@@ -17,7 +17,7 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.family import await_end, end_children, parent_of
 from spmd_rl.controller.patience import Notice, RecipeClock
 from spmd_rl.controller.roster import Roster
-from spmd_rl.controller.router import Router
+from spmd_rl.controller.router import Router, Values
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.snapshots import Snapshots
 from spmd_rl.controller.stacks import place_of_main_thread
@@ -34,9 +34,8 @@ from spmd_rl.controller.wire import (
     Stacks,
     Stop,
     ToController,
-    encode,
 )
-from spmd_rl.errors import ContractError, DeadlineError, LostRankError, RemoteError, SpmdError
+from spmd_rl.errors import DeadlineError, LostRankError, RemoteError, SpmdError
 from spmd_rl.observe.trace import Trace, now_ns
 
 PING_S = 1.0
@@ -71,7 +70,6 @@ class Switchboard:
         self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
         self._last_resort = last_resort
         self._lock = threading.RLock()  # the roster's
-        self._issuing = threading.Lock()  # two calls reach their common ranks in the same order
         self._snapshots = Snapshots()
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
@@ -103,22 +101,9 @@ class Switchboard:
         if not come:
             raise DeadlineError(f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s")
 
-    def issue(self, record: CallRecord, command: Command, values: Iterable[tuple[tuple[int, ...], Packed]]) -> None:
-        """Send a command, with each value to those of the record's ranks that receive it, as soon as it is there.
-
-        What raises instead of the first value leaves all as it was; instead of a later one, it ends the run.
-        """
-        header, issued = encode(command), False
-        try:
-            with self._issuing:
-                for ranks, value in values:
-                    self._router.send(ranks, header, value, record.number)
-                    issued = True
-        except Exception as error:  # a shard may be the recipe's own class, and raise anything
-            self.calls.close(record)
-            if issued:
-                self.calls.fail(ContractError(f"{record.what} reached some of its ranks alone: {error}"))
-            raise
+    def issue(self, record: CallRecord, command: Command, values: Values) -> None:
+        """Send a command to the record's ranks, in order with all others."""
+        self._router.post_each(command, values, record.number)
 
     def collect(self, record: CallRecord, deadline_s: float | None = None) -> dict[int, Packed]:
         """Every rank's answer to `record`, by rank.

@@ -36,9 +36,7 @@ class Turns:
         """Let the stand-in begin, at once."""
         self._stand_in.start()
 
-    def until(
-        self, done: Callable[[], object], seconds: float, handle: Callable[[float], None] | None = None
-    ) -> bool:
+    def until(self, done: Callable[[], object], seconds: float, handle: Callable[[float], None] | None = None) -> bool:
         """Handle what arrives until `done()`; False when it was not within `seconds`. Any thread may wait.
 
         `handle` may be another one, that nothing wakes.

@@ -161,4 +161,3 @@ def bounded(value: Packed) -> Packed:
             f"{MAX_BODY_BYTES} (plain data) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
         )
     return value
-

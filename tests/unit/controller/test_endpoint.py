@@ -50,7 +50,7 @@ def test_signature_knows_what_is_sharded() -> None:
     arguments = signature.bind((["a", "b", "c"],), {})
     assert arguments == {"words": ["a", "b", "c"], "scale": 1.0}
     shards = [{"words": ["a", "b"], "scale": 1.0}, {"words": ["c"], "scale": 1.0}]
-    assert list(signature.scatter(arguments, 2)) == shards
+    assert signature.scatter(arguments, 2) == shards
     assert signature.gather([[1.0, 2.0], [3.0]]) == [1.0, 2.0, 3.0]
     with pytest.raises(TypeError):
         signature.bind((), {"word": []})

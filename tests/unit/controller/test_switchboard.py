@@ -5,19 +5,18 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGTERM
 
 import pytest
 
-from spmd_rl.controller.codec import NOTHING, Packed
+from spmd_rl.controller.codec import NOTHING
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import derive
 from spmd_rl.controller.switchboard import STACKS_S, Switchboard
-from spmd_rl.controller.wire import Bye, Call, Hello, Stacks
-from spmd_rl.errors import ContractError, DeadlineError, LostRankError
+from spmd_rl.controller.wire import Bye, Hello, Stacks
+from spmd_rl.errors import DeadlineError, LostRankError
 
 
 def board(folder: Path, lifeline: socket.socket, start_s: float = 30.0) -> Switchboard:
@@ -43,30 +42,6 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
         with pytest.raises(DeadlineError, match=r"ranks \[0, 1\] did not report within 0.1 s"):
             waiting.wait_for_all()
         waiting.stop(DeadlineError("they did not come"))
-
-
-def test_a_call_that_only_some_ranks_got_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[tuple[int, ...]] = []
-    monkeypatch.setattr(Router, "send", lambda self, ranks, header, value, call: sent.append(ranks))
-
-    def values(num_whole: int) -> Iterator[tuple[tuple[int, ...], Packed]]:
-        yield from [((rank,), NOTHING) for rank in range(num_whole)]
-        raise ContractError("a set cannot cross between processes")
-
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        issuing = board(tmp_path, ours)
-        for num_whole in (0, 1):
-            assert issuing.calls.cause is None, "nobody had got anything"
-            record = issuing.calls.open("actor.go", (0, 1))
-            with pytest.raises(ContractError, match="a set cannot cross"):
-                issuing.issue(record, Call("actor", "go"), values(num_whole))
-            assert issuing.calls.num_owed(0) == 0
-        assert sent == [(0,)]
-        with pytest.raises(ContractError, match="actor.go reached some of its ranks alone: a set cannot cross"):
-            issuing.calls.open("actor.go", (0, 1))
-        monkeypatch.undo()
-        issuing.stop(None)
 
 
 def test_stacks_are_not_waited_for_from_those_who_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
