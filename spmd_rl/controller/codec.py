@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from spmd_rl.controller.known import Build, like, remember
 from spmd_rl.errors import ContractError
 
+MAX_BODY_BYTES = 256 << 20
+MAX_PAYLOAD_BYTES = 8 << 30
 ALIGN_BYTES = 16
 _ARRAY = 1  # the one extension code
 
@@ -106,7 +108,10 @@ class Codec:
 
 
 def pack(value: Any) -> Packed:
-    """Encode a value as `Codec.pack` does, without columns."""
+    """Encode a value as `Codec.pack` does, without columns.
+
+    Raises: ContractError when it exceeds what another process would take.
+    """
     chunks: list[bytes] = []
     size = 0
 
@@ -126,7 +131,13 @@ def pack(value: Any) -> Packed:
         body = msgspec.msgpack.encode(value, enc_hook=hook)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise ContractError(f"a value cannot cross between processes: {error}") from error
-    return Packed(body, chunks[0] if len(chunks) == 1 else b"".join(chunks))
+    payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    if len(body) > MAX_BODY_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
+        raise ContractError(
+            f"a value of {len(body)} + {len(payload)} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain data) "
+            f"and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
+        )
+    return Packed(body, payload)
 
 
 @functools.lru_cache(1024)

@@ -17,7 +17,7 @@ from spmd_rl.controller.link import Link, connect
 from spmd_rl.controller.patience import Notice
 from spmd_rl.controller.steps import Observer, Step
 from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Spawn, Split, bounded
+from spmd_rl.controller.wire import Spawn, Split
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement, Placements, plan_split
 from spmd_rl.observe.trace import now_ns
@@ -81,7 +81,7 @@ class Controller:
         if name in self._handles:
             raise PlanError(f"two roles cannot both be called '{name}': give spawn a name")
         handle = Handle(name, role, on, self._board)
-        value = bounded(pack(cfg))
+        value = pack(cfg)
         record = self._board.calls.open(f"{name}.__init__", on.ranks)
         self._board.issue(record, Spawn(name, name_of(role), on, name_of(type(cfg))), {on.ranks: value})
         self._board.collect(record)

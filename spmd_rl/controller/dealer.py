@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from spmd_rl.controller.codec import NOTHING, Packed
+from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.family import end_siblings
 from spmd_rl.controller.frames import receive, send
@@ -24,7 +24,6 @@ from spmd_rl.controller.turns import Turns
 from spmd_rl.controller.vigil import Vigil
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
-    MAX_PAYLOAD_BYTES,
     Bye,
     Call,
     Command,

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from spmd_rl.controller import wire
+from spmd_rl.controller import codec, wire
 from spmd_rl.controller.codec import NOTHING, Packed
 from spmd_rl.controller.known import remember
 from spmd_rl.controller.wire import MALFORMED, Refusal
@@ -73,11 +73,13 @@ class Incoming(Generic[M]):
         if end > len(first) or (num_frames == 2 and end < len(first)):
             return self._refused(Refusal.PREAMBLE)
         payload = first[end:] if num_frames == 1 else frames[1]
-        if end > wire.MAX_BODY_BYTES or len(payload) > wire.MAX_PAYLOAD_BYTES:
+        if body_bytes > codec.MAX_BODY_BYTES or len(payload) > codec.MAX_PAYLOAD_BYTES:
             return self._refused(Refusal.OVERSIZE)
         header = first[PREAMBLE_BYTES:middle]
         message = self._known.get(header)
         if message is None:
+            if header_bytes > wire.MAX_HEADER_BYTES:
+                return self._refused(Refusal.OVERSIZE)
             try:
                 message = self._decode(header)
             except MALFORMED:

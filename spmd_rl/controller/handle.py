@@ -10,7 +10,7 @@ from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoi
 from spmd_rl.controller.pending import Pending
 from spmd_rl.controller.router import Values
 from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Call, bounded
+from spmd_rl.controller.wire import Call
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 
@@ -60,10 +60,10 @@ class RemoteEndpoint(Bound[..., Any]):
     def _packed(self, arguments: dict[str, Any], ranks: tuple[int, ...]) -> Values:
         """The packed arguments by the ranks that receive them: each value is packed once."""
         if not self._signature.scatters:
-            return {ranks: bounded(pack(arguments))}
+            return {ranks: pack(arguments)}
         shards = self._handle.shards
         scattered = self._signature.scatter(arguments, len(shards))
-        return {ranks: bounded(pack(own)) for ranks, own in zip(shards, scattered, strict=True)}
+        return {ranks: pack(own) for ranks, own in zip(shards, scattered, strict=True)}
 
     def _finish(self, ranks: tuple[int, ...], by_rank: dict[int, Packed]) -> Any:
         if not self._signature.gathers:

@@ -13,14 +13,13 @@ from typing import Protocol
 import zmq
 from zmq.utils import z85
 
-from spmd_rl.controller.codec import NOTHING, Packed
+from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.frames import receive, send
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.turns import Turns
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
-    MAX_PAYLOAD_BYTES,
     Message,
     Refusal,
     ToController,

@@ -11,12 +11,10 @@ from enum import StrEnum
 
 import msgspec
 
-from spmd_rl.controller.codec import Packed
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 
-MAX_BODY_BYTES = 256 << 20
-MAX_PAYLOAD_BYTES = 8 << 30
+MAX_HEADER_BYTES = 256 << 20
 
 
 class Refusal(StrEnum):
@@ -150,14 +148,13 @@ decode_at_worker = msgspec.msgpack.Decoder(ToWorker).decode
 MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises
 
 
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 
 
-def bounded(value: Packed) -> Packed:
-    """The value itself. Raises: ContractError when it exceeds what the other side would take."""
-    if len(value.body) > MAX_BODY_BYTES or len(value.payload) > MAX_PAYLOAD_BYTES:
-        raise ContractError(
-            f"a value of {len(value.body)} + {len(value.payload)} bytes exceeds the wire's limits of "
-            f"{MAX_BODY_BYTES} (plain data) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
-        )
-    return value
+def encode(message: Message) -> bytes:
+    """The header of a message. Raises: ContractError when it exceeds what the other side would take."""
+    header = _encode(message)
+    if len(header) > MAX_HEADER_BYTES:
+        kind = type(message).__name__
+        raise ContractError(f"a {kind} of {len(header)} bytes exceeds the wire's limit of {MAX_HEADER_BYTES}")
+    return header

@@ -29,7 +29,6 @@ from spmd_rl.controller.wire import (
     Spawn,
     Split,
     Stop,
-    bounded,
     encode,
 )
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
@@ -79,7 +78,7 @@ class Worker:
         """Run one command: the header of the reply, and its value; whatever it raises becomes the reply."""
         try:
             if isinstance(command, Call):
-                return _RESULT, bounded(self._call(command, value, number))
+                return _RESULT, self._call(command, value, number)
             self._build(command, value)
         except Exception as error:  # noqa: BLE001  user code may raise anything: the controller decides what it ends
             return encode(failure_of(error)), NOTHING

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
+from spmd_rl.controller import codec
 from spmd_rl.controller.codec import _DTYPES, Codec, Packed, name_of, pack, resolve
 from spmd_rl.controller.endpoint import Sharded
 from spmd_rl.errors import ContractError
@@ -57,12 +58,12 @@ def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str
 def test_a_body_that_came_before_gives_what_decoding_it_gives(shape: tuple[int, ...], plain: list[Any]) -> None:
     array = NDArray[np.int64]
     fields = [("many", list[array]), ("named", dict[str, array | None]), ("plain", list[float | None])]  # type: ignore[valid-type]
-    codec = Codec(msgspec.defstruct("go", fields), finish=msgspec.structs.asdict)
+    known = Codec(msgspec.defstruct("go", fields), finish=msgspec.structs.asdict)
     for seed in range(3):
         value = {"many": [np.full(shape, seed)], "named": {"a": np.arange(3) + seed, "b": None}, "plain": plain}
         packed = pack(value)
-        back = codec.unpack(packed)
-        assert codec._known.keys() == {packed.body}
+        back = known.unpack(packed)
+        assert known._known.keys() == {packed.body}
         assert pack(back) == packed
         for new in (back["many"][0], back["named"]["a"]):
             assert new.flags.writeable
@@ -70,14 +71,23 @@ def test_a_body_that_came_before_gives_what_decoding_it_gives(shape: tuple[int, 
         for part in back.values():
             part.clear()  # the receiver's own
     with pytest.raises(ContractError, match="outside its payload"):
-        codec.unpack(Packed(packed.body, b""))
+        known.unpack(Packed(packed.body, b""))
 
 
 def test_what_may_look_at_its_arrays_is_built_each_time() -> None:
-    codec = Codec(Nested)
+    known = Codec(Nested)
     for _ in range(2):
-        assert isinstance(codec.unpack(pack(Nested([np.arange(2)]))), Nested)
-    assert list(codec._known.values()) == [None]
+        assert isinstance(known.unpack(pack(Nested([np.arange(2)]))), Nested)
+    assert list(known._known.values()) == [None]
+
+
+@pytest.mark.parametrize("limit", ["MAX_BODY_BYTES", "MAX_PAYLOAD_BYTES"])
+def test_oversize_is_refused_where_it_is_made(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    value = ["x" * 100, np.zeros(100)]
+    assert pack(value)
+    monkeypatch.setattr(codec, limit, 64)
+    with pytest.raises(ContractError, match="exceeds the wire's limits"):
+        pack(value)
 
 
 def test_the_nouns_cross() -> None:

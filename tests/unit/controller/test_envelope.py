@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
-from spmd_rl.controller import wire
+from spmd_rl.controller import codec, wire
 from spmd_rl.controller.codec import NOTHING, Packed
 from spmd_rl.controller.envelope import OWN_FRAME_BYTES, PREAMBLE, Incoming, Outgoing
 from spmd_rl.controller.known import MAX_KNOWN, MAX_KNOWN_BYTES
@@ -114,9 +116,11 @@ def test_a_header_is_decoded_once_and_few_are_kept() -> None:
     assert large not in incoming._known
 
 
-@pytest.mark.parametrize("limit", ["MAX_BODY_BYTES", "MAX_PAYLOAD_BYTES"])
-def test_oversize_is_refused(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    monkeypatch.setattr(wire, limit, 4)
+@pytest.mark.parametrize(
+    ("module", "limit"), [(wire, "MAX_HEADER_BYTES"), (codec, "MAX_BODY_BYTES"), (codec, "MAX_PAYLOAD_BYTES")]
+)
+def test_oversize_is_refused(monkeypatch: pytest.MonkeyPatch, module: ModuleType, limit: str) -> None:
+    monkeypatch.setattr(module, limit, 3)
     incoming = taker()
     assert incoming.take(sent(1)[0]) is None
     assert incoming.refused == {"oversize": 1}

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.controller import wire
-from spmd_rl.controller.codec import Packed
-from spmd_rl.controller.wire import MALFORMED, bounded, decode_at_controller, decode_at_worker, encode
+from spmd_rl.controller.wire import MALFORMED, decode_at_controller, decode_at_worker, encode
 from spmd_rl.errors import ContractError
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER
 
@@ -47,13 +46,9 @@ def test_unknown_fields_are_refused() -> None:
 
 
 def test_oversize_is_refused_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    value = Packed(b"x" * 100, b"y" * 100)
-    assert bounded(value) is value
-    for limit in ("MAX_BODY_BYTES", "MAX_PAYLOAD_BYTES"):
-        with monkeypatch.context() as patch:
-            patch.setattr(wire, limit, 64)
-            with pytest.raises(ContractError, match="exceeds the wire's limits"):
-                bounded(value)
+    monkeypatch.setattr(wire, "MAX_HEADER_BYTES", 64)
+    with pytest.raises(ContractError, match="exceeds the wire's limit"):
+        encode(wire.Dying("x" * 100))
 
 
 @settings(deadline=None)
