@@ -146,6 +146,7 @@ class Router:
             self._incoming[rank].refused[Refusal.UNASKED] += 1
 
     def _listen(self, seconds: float) -> None:
+        """Wait for workers alone, for a moment; and for all else when it is time to."""
         if time.monotonic() >= self._next_tick:
             self._handle(0.0)
             return
@@ -156,6 +157,8 @@ class Router:
         except zmq.Again:  # nothing came within a moment
             return
         self.take(identity, receive(self._router))
+        if self._outbox:
+            self._send()
 
     def _handle(self, seconds: float) -> None:
         if self._outbox:
