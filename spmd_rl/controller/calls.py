@@ -69,11 +69,11 @@ class Calls:
         record = self._open.get(number)
         if record is None or rank not in record.waiting:
             return False
-        record.waiting.remove(rank)
         if isinstance(answer, Packed):
             record.answers[rank] = answer
         elif record.failure is None:
             record.failure = rank, answer
+        record.waiting.remove(rank)  # at last: another thread may be waiting for just that
         return True
 
     def fail(self, cause: SpmdError) -> None:

@@ -32,6 +32,20 @@ def test_a_wait_ends_when_every_rank_has_answered() -> None:
     assert calls.wait(record, 10.0)
 
 
+def test_an_answer_is_there_before_the_wait_for_it_ends() -> None:
+    class Watched(set[int]):
+        def remove(self, rank: int) -> None:
+            assert rank in record.answers or record.failure is not None
+            super().remove(rank)
+
+    calls = Calls(until)
+    record = calls.open("actor.go", (0, 1))
+    record.waiting = Watched(record.waiting)
+    assert calls.answer(record.number, 0, ANSWER)
+    assert calls.answer(record.number, 1, Failure("KeyError", "'x'", "", 1))
+    assert record.owing == []
+
+
 def test_a_wait_ends_at_the_first_failure() -> None:
     calls = Calls(until)
     record = calls.open("actor.go", (0, 1))
