@@ -54,6 +54,12 @@ class Sample:
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
 
+    def changed(self, **fields: Any) -> Sample:
+        """A copy with these fields' values: `dataclasses.replace` takes five times as long."""
+        copy = _bare(Sample)
+        copy.__dict__.update(self.__dict__, **fields)
+        return copy
+
 
 @dataclass(frozen=True)
 class Group:

@@ -1,12 +1,12 @@
-"""Calling a reward function on one sample, so that whatever it does ends in a number or a clear sentence."""
+"""Calling a reward function on samples, so that whatever it does ends in a number or a clear sentence."""
 
 from __future__ import annotations
 
 import math
 import signal
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,55 +16,72 @@ from spmd_rl.rewards.load import Reward
 from spmd_rl.types import Prompt, Sample
 
 
-def grade(reward: Reward, prompt: Prompt, sample: Sample, deadline_s: float = 0.0) -> Sample:
-    """The sample with its reward and, where the function returned a dict, the named parts.
+class Grader(AbstractContextManager["Grader"]):
+    """Calls `reward` on one sample after the other, for each of which it may take `deadline_s`; 0 is for ever.
 
-    Blocks: for `deadline_s` at most, unless it is 0; where C code never returns to Python, the call's deadline ends it.
-    Raises: DataError that shows the sample when the function raises, takes longer, or returns no finite number.
+    One alarm serves all that are graded while this is entered: where it rings before the present sample is overdue,
+    it is set again for what that has left. The main thread's only, which keeps the alarm's handler. A function that
+    sets an alarm of its own, as math_verify does, ends ours for the sample at hand.
     """
-    try:
-        with _TimeLimit(deadline_s):
-            result: Any = reward(prompt, sample)
-    except _Overdue:
-        raise DataError(_where(reward, prompt, sample), f"took longer than {deadline_s:g} s") from None
-    except Exception as error:  # the function is the user's: whatever it raises is told with the sample it met
-        raise DataError(_where(reward, prompt, sample), f"raised {type(error).__name__}: {error}") from error
-    parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    if "reward" not in parts:
-        raise DataError(_where(reward, prompt, sample), f"returned a dict without the key 'reward': {parts}")
-    checked = {key: _number(value) for key, value in parts.items()}
-    for key, value in checked.items():
-        if not math.isfinite(value):
-            raise DataError(_where(reward, prompt, sample), f"returned no finite number as {key!r}: {parts[key]!r}")
-    return replace(sample, reward=checked["reward"], parts=checked if isinstance(result, Mapping) else {})
+
+    def __init__(self, reward: Reward, deadline_s: float = 0.0) -> None:
+        self._reward = reward
+        self._deadline_s = deadline_s
+        self._due = math.inf
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._deadline_s:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def grade(self, prompt: Prompt, sample: Sample) -> Sample:
+        """The sample with its reward and, where the function returned a dict, the named parts.
+
+        Blocks: until its deadline at most; where C code never returns to Python, the call's deadline ends it.
+        Raises: DataError that shows the sample when the function raises, takes longer, or returns no finite number.
+        """
+        try:
+            result = self._timed(prompt, sample)
+        except _Overdue:
+            raise DataError(self._where(prompt, sample), f"took longer than {self._deadline_s:g} s") from None
+        except Exception as error:  # the function is the user's: whatever it raises is told with the sample it met
+            raise DataError(self._where(prompt, sample), f"raised {type(error).__name__}: {error}") from error
+        parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
+        if "reward" not in parts:
+            raise DataError(self._where(prompt, sample), f"returned a dict without the key 'reward': {parts}")
+        checked = {key: _number(value) for key, value in parts.items()}
+        for key, value in checked.items():
+            if not math.isfinite(value):
+                problem = f"returned no finite number as {key!r}: {parts[key]!r}"
+                raise DataError(self._where(prompt, sample), problem)
+        return sample.changed(reward=checked["reward"], parts=checked if isinstance(result, Mapping) else {})
+
+    def _timed(self, prompt: Prompt, sample: Sample) -> Any:
+        if self._deadline_s:
+            self._due = time.monotonic() + self._deadline_s
+            if not signal.getitimer(signal.ITIMER_REAL)[1]:  # no alarm that repeats, as ours does
+                signal.signal(signal.SIGALRM, self._ring)
+                signal.setitimer(signal.ITIMER_REAL, self._deadline_s, self._deadline_s)
+        try:
+            return self._reward(prompt, sample)
+        finally:
+            self._due = math.inf
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        left = self._due - time.monotonic()
+        if left <= 0:
+            raise _Overdue
+        if left < self._deadline_s:
+            signal.setitimer(signal.ITIMER_REAL, left, self._deadline_s)
+
+    def _where(self, prompt: Prompt, sample: Sample) -> str:
+        code = getattr(self._reward, "__code__", None)
+        name = f"{Path(code.co_filename).stem}:{code.co_qualname}" if code else repr(self._reward)
+        shown = f"prompt {_short(prompt.text)}, answer {_short(prompt.answer)}, response {_short(sample.text)}"
+        return f"reward {name} on prompt {prompt.uid} sample {sample.index} ({shown})"
 
 
 class _Overdue(BaseException):
     """No Exception: a reward that survives its own errors must not survive this."""
-
-
-class _TimeLimit(AbstractContextManager[None]):
-    """Raises _Overdue inside after `seconds`; 0 does not. The main thread's only, which keeps the alarm's handler.
-
-    A function that sets an alarm of its own, as math_verify does, ends ours.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def __enter__(self) -> None:
-        if self._seconds:
-            if signal.getsignal(signal.SIGALRM) is not _ring:
-                signal.signal(signal.SIGALRM, _ring)
-            signal.setitimer(signal.ITIMER_REAL, self._seconds)
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self._seconds:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _ring(number: int, frame: FrameType | None) -> None:
-    raise _Overdue
 
 
 def _number(value: Any) -> float:
@@ -73,13 +90,6 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         return math.nan
-
-
-def _where(reward: Reward, prompt: Prompt, sample: Sample) -> str:
-    code = getattr(reward, "__code__", None)
-    name = f"{Path(code.co_filename).stem}:{code.co_qualname}" if code else repr(reward)
-    shown = f"prompt {_short(prompt.text)}, answer {_short(prompt.answer)}, response {_short(sample.text)}"
-    return f"reward {name} on prompt {prompt.uid} sample {sample.index} ({shown})"
 
 
 def _short(text: str) -> str:

@@ -5,6 +5,7 @@ The controller imports this module too, for the endpoints: torch comes in with t
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.tokenizer import load_tokenizer
-from spmd_rl.rewards.grade import grade
+from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import Engine, EngineConfig, Request, SamplingConfig
 from spmd_rl.types import Group, Prompt, Sample
@@ -27,7 +28,7 @@ class Rollout(Role):
     def __init__(self, cfg: EngineConfig, place: Place) -> None:
         super().__init__(cfg, place)
         self.tokenizer = load_tokenizer(cfg.model)
-        self.reward = resolve_reward(cfg.reward) if cfg.reward else None
+        self.grader = Grader(resolve_reward(cfg.reward), cfg.reward_deadline_s) if cfg.reward else None
         from spmd_rl.rollout.native.build import build
 
         self.engine: Engine = build(cfg, place.device, self._decode)
@@ -47,9 +48,10 @@ class Rollout(Role):
             for prompt in prompts:
                 for index in range(sampling.num_samples):
                     self.engine.submit(Request(prompt.uid, index, prompt.tokens, sampling))
-            while self.engine.has_work:
-                for sample in self.engine.step().finished:
-                    self._file(sample, groups[sample.prompt_uid])
+            with self.grader or nullcontext():
+                while self.engine.has_work:
+                    for sample in self.engine.step().finished:
+                        self._file(sample, groups[sample.prompt_uid])
         finally:
             self.engine.abort()
         return [_comparable(group) for group in groups.values()]
@@ -85,10 +87,10 @@ class Rollout(Role):
 
     def _file(self, sample: Sample, group: Group) -> None:
         """Complete a sample with its text and reward, and put it into its group."""
-        sample = replace(sample, text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True))
+        sample = sample.changed(text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True))
         try:
-            if self.reward:
-                sample = grade(self.reward, group.prompt, sample, self.cfg.reward_deadline_s)
+            if self.grader:
+                sample = self.grader.grade(group.prompt, sample)
         except DataError as error:
             if self.cfg.on_reward_error == "raise":
                 raise

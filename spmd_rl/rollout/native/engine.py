@@ -74,6 +74,7 @@ class NativeEngine:
         self._draw = draw
         self._decode = lru_cache(maxsize=1 << 16)(decode) if decode else None
         self._live: dict[tuple[int, int], StopStrings | None] = {}
+        self._checked: NDArray[np.int32] | None = None  # the newest prompt
         self._num_steps = 0
         self._num_generated = 0
         self._steps: Steps | None = None
@@ -182,6 +183,22 @@ class NativeEngine:
         return self._steps, self.version
 
     def _check(self, request: Request) -> None:
+        if request.prompt is not self._checked:  # the samples of one prompt come one after the other
+            self._check_prompt(request)
+            self._checked = request.prompt
+        length = len(request.prompt)
+        limit = min(length + request.sampling.max_tokens, self.spec.max_positions)
+        room = self.cfg.num_pages * self.cfg.page_size
+        if request.num_tokens >= limit:
+            problem = f"sample {request.index} already has all {limit - length} tokens that it may have"
+            raise DataError(f"prompt {request.uid}", problem)
+        if limit - 1 > room:
+            problem = f"and its answer may need {limit - 1} tokens of KV memory; the pages hold {room}"
+            raise DataError(f"prompt {request.uid}", problem)
+        if (request.uid, request.index) in self._live:
+            raise SpmdError(f"prompt {request.uid}, sample {request.index} is in the engine already")
+
+    def _check_prompt(self, request: Request) -> None:
         where, length, context = f"prompt {request.uid}", len(request.prompt), self.spec.max_positions
         if not length:
             raise DataError(where, "has no tokens")
@@ -189,14 +206,6 @@ class NativeEngine:
             raise DataError(where, f"has {length} tokens, but the model's context is {context} including the answer")
         if request.prompt.min() < 0 or request.prompt.max() >= self.spec.vocab_size:
             raise DataError(where, f"has token ids outside the model's vocabulary of {self.spec.vocab_size}")
-        limit = min(length + request.sampling.max_tokens, context)
-        if request.num_tokens >= limit:
-            raise DataError(where, f"sample {request.index} already has all {limit - length} tokens that it may have")
-        if limit - 1 > self.cfg.num_pages * self.cfg.page_size:
-            room = self.cfg.num_pages * self.cfg.page_size
-            raise DataError(where, f"and its answer may need {limit - 1} tokens of KV memory; the pages hold {room}")
-        if (request.uid, request.index) in self._live:
-            raise SpmdError(f"prompt {request.uid}, sample {request.index} is in the engine already")
 
     def _stop_strings(self, request: Request) -> StopStrings | None:
         if not request.sampling.stop:
@@ -255,10 +264,8 @@ class NativeEngine:
                 if stop is not None and stop.push(token):
                     stopped[order] = True
         over = stopped | (self.rows.known(rows) == self.rows.limit[rows])
-        return [
-            self._end(self.scheduler.leave(int(rows[order])), "stop" if stopped[order] else "length")
-            for order in np.flatnonzero(over).tolist()
-        ]
+        ended = zip(self.scheduler.leave(rows[over].tolist()), stopped[over].tolist(), strict=True)
+        return [self._end(request, "stop" if by_token else "length") for request, by_token in ended]
 
     def _end(self, request: Request, finish: FinishReason) -> Sample:
         del self._live[request.uid, request.index]

@@ -5,17 +5,25 @@ A sequence that leaves, for whatever reason, leaves as the `Request` that would 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import count
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.kernels import stream_bases
+from spmd_rl.kernels.splits import ranges
 from spmd_rl.rollout.engine import Request
 
 NO_STOP_ID = -1
+_STATE = np.dtype(
+    [
+        *((name, np.int64) for name in ("uid", "index", "ticket", "seed", "top_k", "num_pages", "published")),
+        *((name, np.int64) for name in ("prompt_length", "length", "pending", "computed", "limit")),
+        *((name, np.float32) for name in ("inv_temperature", "top_p", "min_p")),
+        ("greedy", np.bool_),
+    ]
+)
 
 
 class Rows:
@@ -44,22 +52,23 @@ class Rows:
         self.versions = column(np.int32, max_tokens)
         self.pages = column(np.int64, -(-max_tokens // page_size))
         self.stop_ids = column(np.int32, 1)
-        self.num_pages = column(np.int64)
-        self.prompt_length = column(np.int64)
-        self.length = column(np.int64)
-        self.pending = column(np.int64)
-        self.computed = column(np.int64)
-        self.published = column(np.int64)
-        self.limit = column(np.int64)
-        self.ticket = column(np.int64)
-        self.uid = column(np.int64)
-        self.index = column(np.int64)
-        self.seed = column(np.int64)
-        self.inv_temperature = column(np.float32)
-        self.greedy = column(np.bool_)
-        self.top_k = column(np.int64)
-        self.top_p = column(np.float32)
-        self.min_p = column(np.float32)
+        self._state = np.zeros(num_rows, _STATE)
+        self.num_pages = self._state["num_pages"]
+        self.prompt_length = self._state["prompt_length"]
+        self.length = self._state["length"]
+        self.pending = self._state["pending"]
+        self.computed = self._state["computed"]
+        self.published = self._state["published"]
+        self.limit = self._state["limit"]
+        self.ticket = self._state["ticket"]
+        self.uid = self._state["uid"]
+        self.index = self._state["index"]
+        self.seed = self._state["seed"]
+        self.inv_temperature = self._state["inv_temperature"]
+        self.greedy = self._state["greedy"]
+        self.top_k = self._state["top_k"]
+        self.top_p = self._state["top_p"]
+        self.min_p = self._state["min_p"]
 
     @property
     def num_free(self) -> int:
@@ -101,6 +110,27 @@ class Rows:
         self.stop_ids[row] = NO_STOP_ID
         self.stop_ids[row, : len(stop_ids)] = stop_ids
 
+    def put_forks(self, leader: int, requests: list[Request], last_pages: list[int]) -> list[int]:
+        """Give each of `requests`, samples of the prompt that row `leader` computes, a row with all that it has.
+
+        Their last pages are their own, unless the leader's is full.
+        """
+        rows = [self._free.pop() for _ in requests]
+        length, num_pages = self.length[leader], self.num_pages[leader]
+        self._state[rows] = self._state[leader]
+        self.stop_ids[rows] = self.stop_ids[leader]
+        self.tokens[rows, :length] = self.tokens[leader, :length]
+        self.pages[rows, :num_pages] = self.pages[leader, :num_pages]
+        if last_pages:
+            self.pages[rows, num_pages - 1] = last_pages
+        self.computed[rows] = length
+        self.ticket[rows] = [next(self._tickets) for _ in rows]
+        self.uid[rows] = [request.uid for request in requests]
+        self.index[rows] = [request.index for request in requests]
+        for row, request in zip(rows, requests, strict=True):
+            self.requests[row] = request
+        return rows
+
     def promise(self, rows: NDArray[np.int64]) -> None:
         """A step that is under way draws one more token for each of `rows`."""
         self.length[rows] += 1
@@ -134,17 +164,20 @@ class Rows:
     def response(self, row: int) -> NDArray[np.int32]:
         return self.tokens[row, self.prompt_length[row] : self.length[row]]
 
-    def take(self, row: int) -> Request:
-        """Free the row and return its request with all that is known of its answer."""
-        request = self.requests[row]
-        assert request is not None
-        response = slice(self.prompt_length[row], self.length[row] - self.pending[row])
-        self.requests[row] = None
-        self.ticket[row] = 0
-        self._free.append(row)
-        return replace(
-            request,
-            tokens=self.tokens[row, response].copy(),
-            logprobs=self.logprobs[row, response].copy(),
-            versions=self.versions[row, response].copy(),
-        )
+    def take(self, rows: list[int]) -> list[Request]:
+        """Free `rows` and return their requests, each with all that is known of its answer."""
+        index = np.array(rows, dtype=np.int64)
+        first = self.prompt_length[index]
+        sizes = self.known(index) - first
+        at = np.repeat(index, sizes), np.repeat(first, sizes) + ranges(sizes)
+        tokens, logprobs, versions = self.tokens[at], self.logprobs[at], self.versions[at]
+        self.ticket[index] = 0
+        self._free += rows
+        taken, ends = [], accumulate(sizes.tolist(), initial=0)
+        for row, (start, end) in zip(rows, pairwise(ends), strict=True):
+            old = self.requests[row]
+            assert old is not None
+            self.requests[row] = None
+            answer = tokens[start:end], logprobs[start:end], versions[start:end]
+            taken.append(Request(old.uid, old.index, old.prompt, old.sampling, *answer))
+        return taken

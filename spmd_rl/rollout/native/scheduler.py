@@ -108,19 +108,21 @@ class Scheduler:
         self.rows.computed[plan.rows] = plan.starts + plan.lengths
         self._stems.publish(plan.rows, self.rows.computed[plan.rows], self.rows.pages)
 
-    def leave(self, row: int) -> Request:
-        """Take `row` out of the batch, its pages back to the pool."""
-        self.running.remove(row)
-        self.pool.release(self.rows.held_pages(row))
-        self._keys.pop(row, None)
-        self._stems.leave(row)
-        return self.rows.take(row)
+    def leave(self, rows: list[int]) -> list[Request]:
+        """Take `rows` out of the batch, their pages back to the pool."""
+        left = set(rows)
+        self.running = [row for row in self.running if row not in left]
+        for row in rows:
+            self.pool.release(self.rows.held_pages(row))
+            del self._keys[row]
+            self._stems.leave(row)
+        return self.rows.take(rows)
 
     def abort(self, uid: int | None, index: int | None) -> list[Request]:
         def matches(request: Request | None) -> bool:
             return request is not None and uid in (None, request.uid) and index in (None, request.index)
 
-        left = [self.leave(row) for row in list(self.running) if matches(self.rows.requests[row])]
+        left = self.leave([row for row in self.running if matches(self.rows.requests[row])])
         left += [request for request in self.waiting if matches(request)]
         self.waiting = deque(request for request in self.waiting if not matches(request))
         self.counters.num_aborts += len(left)
@@ -129,8 +131,7 @@ class Scheduler:
     def retract_all(self) -> None:
         """Back to the queue with every running request, oldest first."""
         self.counters.num_retractions += len(self.running)
-        for row in reversed(self.running.copy()):
-            self.waiting.appendleft(self.leave(row))
+        self.waiting.extendleft(reversed(self.leave(self.running)))
 
     def forget(self, version: int) -> None:
         """No K/V made so far may be read again; what comes next is of weights `version`."""
@@ -145,7 +146,7 @@ class Scheduler:
         for row in rows[full].tolist():
             while not self.pool.num_available and self.rows.requests[row]:
                 self.counters.num_preemptions += 1
-                self.waiting.appendleft(self.leave(self.running[-1]))
+                self.waiting.extendleft(self.leave(self.running[-1:]))
             if not self.rows.requests[row]:
                 return
             self.rows.append_page(row, self.pool.allocate())
@@ -155,17 +156,13 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         forks: list[tuple[int, int]] = []
         later: list[Request] = []
-        leader: int | None = None  # the newest row with tokens to compute, if this step computes all of them
         while self.waiting and self.rows.num_free > len(later):
             request = self.waiting.popleft()
             stem = self._stems.of(request)
-            if leader is not None and self._may_fork(request, leader):
-                row = self._fork(request, stem, leader, forks)
-            elif budget > 0 and self._stems.is_under_way(stem):
+            if budget > 0 and self._stems.is_under_way(stem):
                 later.append(request)
                 continue
-            else:
-                row = self._place(request, stem, copies) if budget > 0 else None
+            row = self._place(request, stem, copies) if budget > 0 else None
             if row is None:
                 self.waiting.appendleft(request)
                 break
@@ -175,13 +172,12 @@ class Scheduler:
                 continue  # it only decodes
             chunk = min(budget, length - start)
             budget -= chunk
-            if chunk:
-                leader = row if start + chunk == length else None
-                self.counters.num_partial_chunks += leader is None
             self._publish_pages(row, (start + chunk) // self.rows.page_size)
-            rows.append(row)
-            starts.append(start)
-            lengths.append(chunk)
+            followers = self._fork(row, request, len(later), forks) if start + chunk == length else []
+            self.counters.num_partial_chunks += start + chunk < length
+            rows += [row, *followers]
+            starts += [start, *(length for _ in followers)]
+            lengths += [chunk, *(0 for _ in followers)]
         self.waiting.extendleft(reversed(later))
         self._num_later = len(later)
         if not rows:
@@ -194,25 +190,31 @@ class Scheduler:
             forks,
         )
 
-    def _may_fork(self, request: Request, leader: int) -> bool:
-        """Whether `request` is another sample of the prompt of row `leader`, both without an answer so far."""
-        first = self.rows.requests[leader]
-        assert first is not None
-        same = first.prompt is request.prompt
-        return self._forks and same and not len(first.tokens) and not len(request.tokens)
+    def _fork(self, leader: int, request: Request, num_kept: int, forks: list[tuple[int, int]]) -> list[int]:
+        """Rows for the samples next in line of the prompt of row `leader`, which this step computes to its end.
 
-    def _fork(self, request: Request, stem: Stem, leader: int, forks: list[tuple[int, int]]) -> int | None:
-        """A row with all tokens of row `leader`, or None while the pool has too few pages."""
+        As many as there are pages for, and rows besides `num_kept`; none of them has an answer so far.
+        """
         full, rest = divmod(request.num_tokens, self.rows.page_size)
-        if self.pool.num_available < (rest > 0) + len(self.running):
-            return None
+        num_own = int(rest > 0)  # the last page; one more for each running row is left over, as in `_place`
+        room = (self.pool.num_available - len(self.running) + 1) // (num_own + 1)
+        room = min(room, self.rows.num_free - num_kept) if self._forks and not len(request.tokens) else 0
+        same: list[Request] = []
+        while len(same) < room and self.waiting and _draws_alike(self.waiting[0], request):
+            same.append(self.waiting.popleft())
+        if not same:
+            return []
         pages = self.rows.held_pages(leader)
-        last = pages[full:]
-        self.pool.hold(pages[:full])
-        own = [self.pool.allocate() for _ in last]
-        forks += zip(last, own, strict=True)
-        self.counters.num_forks += 1
-        return self._put(request, stem, pages[:full] + own, computed=request.num_tokens)
+        own = [self.pool.allocate() for _ in same] if rest else []
+        forks += [(pages[full], page) for page in own]
+        rows = self.rows.put_forks(leader, same, own)
+        for row in rows:
+            self.pool.hold(pages[:full])
+            self._keys[row] = self._keys[leader].copy()
+        self.running += rows
+        self.counters.num_forks += len(rows)
+        self._count_admissions(len(rows), request.num_tokens, request.num_tokens)
+        return rows
 
     def _place(self, request: Request, stem: Stem, copies: list[tuple[int, int]]) -> int | None:
         """A row with all pages of `request`'s tokens, or None while the pool has too few.
@@ -249,10 +251,13 @@ class Scheduler:
         stop_ids = request.sampling.stop_ids + (() if request.sampling.ignore_eos else self.eos_ids)
         row = self.rows.put(request, pages, computed=computed, stop_ids=stop_ids)
         self._keys[row] = stem.keys.copy()
-        self.counters.num_admissions += 1
-        self.counters.num_lookup_tokens += request.num_tokens
-        self.counters.num_hit_tokens += computed
+        self._count_admissions(1, request.num_tokens, computed)
         return row
+
+    def _count_admissions(self, num_rows: int, num_tokens: int, num_computed: int) -> None:
+        self.counters.num_admissions += num_rows
+        self.counters.num_lookup_tokens += num_rows * num_tokens
+        self.counters.num_hit_tokens += num_rows * num_computed
 
     def _publish(self, plan: Plan) -> None:
         """Make known the pages that this step fills, as far as their tokens are known."""
@@ -274,3 +279,9 @@ class Scheduler:
         for page in range(begin, end):
             self.pool.publish(int(self.rows.pages[row, page]), keys[page])
         self.rows.published[row] = end
+
+
+def _draws_alike(request: Request, first: Request) -> bool:
+    """Whether `request` is another sample of the prompt of `first`, drawn in the same way and without an answer."""
+    same = request.prompt is first.prompt and request.sampling is first.sampling
+    return same and not len(request.tokens)

@@ -6,6 +6,8 @@ import math
 import re
 import signal
 import threading
+import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rewards import match
-from spmd_rl.rewards.grade import grade
+from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.types import Prompt, Sample
 
@@ -98,8 +100,8 @@ def test_a_function_that_cannot_be_called_is_refused(tmp_path: Path, source: str
 
 
 def test_grade_takes_numbers_and_dicts() -> None:
-    assert grade(lambda p, s: True, PROMPT, sample("x")).reward == 1.0
-    graded = grade(lambda p, s: {"reward": 0.5, "form": 1}, PROMPT, sample("x"))
+    assert Grader(lambda p, s: True).grade(PROMPT, sample("x")).reward == 1.0
+    graded = Grader(lambda p, s: {"reward": 0.5, "form": 1}).grade(PROMPT, sample("x"))
     assert (graded.reward, graded.parts) == (0.5, {"reward": 0.5, "form": 1.0})
 
 
@@ -121,7 +123,7 @@ def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
     with pytest.raises(
         DataError, match=r"on prompt 7 sample 3 \(prompt '37\+48=', answer '85', response '84'\)"
     ) as told:
-        grade(reward, PROMPT, sample("84"))
+        Grader(reward).grade(PROMPT, sample("84"))
     assert problem in str(told.value)
 
 
@@ -139,7 +141,45 @@ def _computes_for_ever(prompt: Prompt, sample: Sample) -> float:
 
 @pytest.mark.parametrize("reward", [_hangs, _computes_for_ever])
 def test_a_reward_that_hangs_is_ended_and_shows_the_sample(reward: Any) -> None:
-    with pytest.raises(DataError, match=r"on prompt 7 sample 3 .*: took longer than 0\.1 s"):
-        grade(reward, PROMPT, sample("84"), 0.1)
+    with (
+        Grader(reward, 0.1) as grader,
+        pytest.raises(DataError, match=r"on prompt 7 sample 3 .*: took longer than 0\.1 s"),
+    ):
+        grader.grade(PROMPT, sample("84"))
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert grade(lambda p, s: 1.0, PROMPT, sample("84"), 0.1).reward == 1.0
+
+
+def _spins(seconds: float) -> float:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return seconds
+
+
+@pytest.mark.parametrize("seconds", [[0.12, 0.12, 0.12, 9.0], [0.12, 9.0, 0.12, 9.0]])
+def test_each_sample_has_the_whole_deadline(seconds: list[float]) -> None:
+    """However long those before it took, and also after one that was ended."""
+    took = []
+    with Grader(lambda p, s: _spins(float(s.text)), 0.2) as grader:
+        for one in seconds:
+            began = time.monotonic()
+            with pytest.raises(DataError, match="took longer than 0.2 s") if one > 1 else nullcontext():
+                assert grader.grade(PROMPT, sample(str(one))).reward == one
+            took.append(time.monotonic() - began)
+    assert [0.2 <= spent < 5 for spent in took] == [one > 1 for one in seconds]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_reward_with_an_alarm_of_its_own_leaves_the_next_sample_its_deadline() -> None:
+    def reward(prompt: Prompt, one: Sample) -> float:
+        if one.text == "own":
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+            return 1.0
+        return _hangs(prompt, one)
+
+    with Grader(reward, 0.1) as grader:
+        for _ in range(2):
+            assert grader.grade(PROMPT, sample("own")).reward == 1.0
+            with pytest.raises(DataError, match="took longer"):
+                grader.grade(PROMPT, sample("84"))

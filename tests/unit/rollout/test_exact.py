@@ -15,7 +15,7 @@ import spmd_rl.kernels.attention as attention
 import spmd_rl.kernels.paged_attention as paged_attention
 from spmd_rl.kernels import sample_and_score
 from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.native.scheduler import Scheduler
+from spmd_rl.rollout.native import scheduler
 
 FEATURES = (
     "num_preemptions",
@@ -213,7 +213,7 @@ def test_control_stale_cache_after_a_weight_change_is_seen(new_model, new_engine
 
 
 def test_control_a_fork_from_another_prompt_is_seen(model, new_engine, finish, alone, monkeypatch):
-    monkeypatch.setattr(Scheduler, "_may_fork", lambda self, request, leader: len(request.prompt) == 17)
+    monkeypatch.setattr(scheduler, "_draws_alike", lambda request, first: len(request.prompt) == 17)
     assert unequal(finish(new_engine(model), workload()), alone) > 0
 
 

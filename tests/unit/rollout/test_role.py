@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.rewards.grade import Grader
 from spmd_rl.rollout.engine import EngineConfig, SamplingConfig
 from spmd_rl.types import Prompt
 
@@ -80,7 +81,7 @@ def broken(prompt: Prompt, sample) -> float:
 
 def test_groups_come_in_prompt_and_sample_order_with_text_and_reward(new_role):
     role = new_role()
-    role.reward = count_zeros
+    role.grader = Grader(count_zeros)
     asked = prompts(role, "1+1=", "12+3=", "a b")
     groups = role.generate(asked, SamplingConfig(num_samples=5, max_tokens=12))
     assert [group.prompt.uid for group in groups] == [0, 1, 2]
@@ -128,11 +129,11 @@ def test_stop_string_through_the_tokenizer(new_role):
 
 def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_role):
     role = new_role()
-    role.reward = broken
+    role.grader = Grader(broken)
     asked, sampling = prompts(role, "7+8="), SamplingConfig(num_samples=4, max_tokens=5)
     with pytest.raises(SpmdError, match=r"prompt '7\+8=', answer '=8\+7'.*ZeroDivisionError"):
         role.generate(asked, sampling)
-    role.reward = None
+    role.grader = None
     assert len(role.generate(asked, sampling)[0].samples) == 4
 
 
@@ -145,8 +146,8 @@ def test_a_poisoned_sample_is_skipped_if_the_config_says_so(new_role, poisoned: 
             threading.Event().wait()
         return float(sample.index)
 
-    role = new_role(reward_deadline_s=0.05, on_reward_error="skip")
-    role.reward = hangs
+    role = new_role(on_reward_error="skip")
+    role.grader = Grader(hangs, 0.05)
     asked, sampling = prompts(role, "7+8=", "1+1="), SamplingConfig(num_samples=4, max_tokens=5)
     whole, struck = role.generate(asked, sampling)
     assert ([sample.reward for sample in whole.samples], whole.skipped) == ([0, 1, 2, 3], [])

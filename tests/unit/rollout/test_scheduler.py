@@ -59,10 +59,10 @@ class FakeRunner:
 
     def submit_all(self, uids: list[int], prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS) -> None:
         """Samples of one prompt; each has a uid of its own here, which the tokens drawn for it depend on."""
-        tokens = np.array(prompt, dtype=np.int32)
+        tokens, sampling = np.array(prompt, dtype=np.int32), SamplingConfig(max_tokens=max_tokens)
         for uid in uids:
             self.stops[uid] = stop_after
-            self.scheduler.add(Request(uid, 0, tokens, SamplingConfig(max_tokens=max_tokens)))
+            self.scheduler.add(Request(uid, 0, tokens, sampling))
 
     def step(self) -> Plan:
         plan = self.scheduler.schedule()
@@ -114,7 +114,7 @@ class FakeRunner:
         for row in rows.tolist():
             num_drawn = self.rows.known(row) - self.rows.prompt_length[row]
             if self.rows.known(row) == self.rows.limit[row] or num_drawn == self.stops[int(self.rows.uid[row])]:
-                request = self.scheduler.leave(row)
+                (request,) = self.scheduler.leave([row])
                 self.done[request.uid] = request.tokens.tolist()
 
     def sequence(self, row: int) -> list[int]:
