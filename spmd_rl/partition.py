@@ -20,6 +20,8 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
+    if num_parts == 1:
+        return [list(range(len(weights)))]
     alike: dict[int, list[int]] = {}
     for item, weight in enumerate(weights):
         alike.setdefault(int(weight), []).append(item)

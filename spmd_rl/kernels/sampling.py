@@ -55,9 +55,9 @@ def position_keys(bases: Tensor, positions: Tensor) -> Tensor:
     Shape: both [M] int64, or such that broadcast; returns int64.
     """
     x = bases + (positions + 1) * _signed(_GAMMA)
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
-    return x ^ _shift_right(x, 31)
+    x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(_MIX_1))
+    x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(_MIX_2))
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
@@ -68,8 +68,8 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """
     ids = torch.arange(vocab, device=keys.device, dtype=torch.int64)
     bits = _shift_right(position_keys(keys.unsqueeze(1), ids), 32)
-    v = (bits.double() + 0.5) * 2.0**-32
-    return torch.log1p(-v).neg_().log_().neg_().float()
+    v = bits.double().add_(0.5).mul_(2.0**-32)
+    return v.neg_().log1p_().neg_().log_().neg_().float()
 
 
 def sample_and_score(
@@ -156,4 +156,4 @@ def _signed(x: int) -> int:
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift of int64 taken as unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

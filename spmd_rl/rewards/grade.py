@@ -45,15 +45,12 @@ class Grader(AbstractContextManager["Grader"]):
             raise DataError(self._where(prompt, sample), f"took longer than {self._deadline_s:g} s") from None
         except Exception as error:  # the function is the user's: whatever it raises is told with the sample it met
             raise DataError(self._where(prompt, sample), f"raised {type(error).__name__}: {error}") from error
-        parts = dict(result) if isinstance(result, Mapping) else {"reward": result}
-        if "reward" not in parts:
-            raise DataError(self._where(prompt, sample), f"returned a dict without the key 'reward': {parts}")
-        checked = {key: _number(value) for key, value in parts.items()}
-        for key, value in checked.items():
-            if not math.isfinite(value):
-                problem = f"returned no finite number as {key!r}: {parts[key]!r}"
-                raise DataError(self._where(prompt, sample), problem)
-        return sample.changed(reward=checked["reward"], parts=checked if isinstance(result, Mapping) else {})
+        if not isinstance(result, Mapping):
+            return sample.changed(reward=self._number(result, "reward", prompt, sample))
+        if "reward" not in result:
+            raise DataError(self._where(prompt, sample), f"returned a dict without the key 'reward': {dict(result)}")
+        parts = {key: self._number(value, key, prompt, sample) for key, value in result.items()}
+        return sample.changed(reward=parts["reward"], parts=parts)
 
     def _timed(self, prompt: Prompt, sample: Sample) -> Any:
         if self._deadline_s:
@@ -73,6 +70,15 @@ class Grader(AbstractContextManager["Grader"]):
         if left < self._deadline_s:
             signal.setitimer(signal.ITIMER_REAL, left, self._deadline_s)
 
+    def _number(self, value: Any, key: str, prompt: Prompt, sample: Sample) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(self._where(prompt, sample), f"returned no finite number as {key!r}: {value!r}")
+        return number
+
     def _where(self, prompt: Prompt, sample: Sample) -> str:
         code = getattr(self._reward, "__code__", None)
         name = f"{Path(code.co_filename).stem}:{code.co_qualname}" if code else repr(self._reward)
@@ -82,14 +88,6 @@ class Grader(AbstractContextManager["Grader"]):
 
 class _Overdue(BaseException):
     """No Exception: a reward that survives its own errors must not survive this."""
-
-
-def _number(value: Any) -> float:
-    """`value` as a float; NaN when it is none."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return math.nan
 
 
 def _short(text: str) -> str:

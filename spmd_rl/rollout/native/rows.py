@@ -53,6 +53,7 @@ class Rows:
         self.pages = column(np.int64, -(-max_tokens // page_size))
         self.stop_ids = column(np.int32, 1)
         self._state = np.zeros(num_rows, _STATE)
+        self._bytes = self._state.view(np.uint8).reshape(num_rows, -1)  # numpy copies records field by field
         self.num_pages = self._state["num_pages"]
         self.prompt_length = self._state["prompt_length"]
         self.length = self._state["length"]
@@ -115,21 +116,22 @@ class Rows:
 
         Their last pages are their own, unless the leader's is full.
         """
-        rows = [self._free.pop() for _ in requests]
+        rows = np.array([self._free.pop() for _ in requests], dtype=np.int64)
         length, num_pages = self.length[leader], self.num_pages[leader]
-        self._state[rows] = self._state[leader]
+        self._bytes[rows] = self._bytes[leader]
         self.stop_ids[rows] = self.stop_ids[leader]
         self.tokens[rows, :length] = self.tokens[leader, :length]
         self.pages[rows, :num_pages] = self.pages[leader, :num_pages]
         if last_pages:
             self.pages[rows, num_pages - 1] = last_pages
         self.computed[rows] = length
-        self.ticket[rows] = [next(self._tickets) for _ in rows]
+        self.ticket[rows] = [next(self._tickets) for _ in requests]
         self.uid[rows] = [request.uid for request in requests]
         self.index[rows] = [request.index for request in requests]
-        for row, request in zip(rows, requests, strict=True):
+        taken: list[int] = rows.tolist()
+        for row, request in zip(taken, requests, strict=True):
             self.requests[row] = request
-        return rows
+        return taken
 
     def promise(self, rows: NDArray[np.int64]) -> None:
         """A step that is under way draws one more token for each of `rows`."""
