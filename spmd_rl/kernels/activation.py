@@ -42,7 +42,7 @@ class _SiluMul(torch.autograd.Function):
 
             return silu_mul_backward(grads[0], *ctx.saved_tensors)
         gate, up, denominator = ctx.saved_tensors
-        sigmoid, grad = denominator.reciprocal(), grads[0].float()
+        sigmoid, grad = denominator.reciprocal_(), grads[0].float()  # nobody else has it
         silu = sigmoid * gate
         slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
         return slope.mul_(grad).mul_(up).to(gate.dtype), silu.mul_(grad).to(up.dtype)
