@@ -28,7 +28,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Shape: x [T, H, D], cos and sin [T, D/2] (the table's rows for each token).
     Source: Su et al., RoFormer (2021), in the half-split layout of Hugging Face models.
     """
-    return call(_Rope, x, cos, sin)
+    return call(_Rope, x, *_over_heads(cos, sin))
 
 
 def qk_norm_rope(
@@ -54,7 +54,8 @@ def qk_norm_rope(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
-    return rope(q, cos, sin), rope(k, cos, sin)
+    factors = _over_heads(cos, sin)
+    return call(_Rope, q, *factors), call(_Rope, k, *factors)
 
 
 def qk_norm_rope_into(
@@ -82,10 +83,15 @@ def qk_norm_rope_into(
     return q
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    # Over the whole width, because loops over a half of each head are short.
-    halves = (-sin, sin) if direction > 0 else (sin, -sin)
-    along, across = (torch.cat(parts, dim=-1).unsqueeze(1) for parts in ((cos, cos), halves))
+def _over_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, 1, D]: what a head is multiplied by, and what its swapped halves are.
+
+    Over the whole width, because loops over a half of each head are short.
+    """
+    return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
+
+
+def _rotate(x: Tensor, along: Tensor, across: Tensor) -> Tensor:
     wide = x.float()
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
     return (wide * along).add_(swapped.mul_(across)).to(x.dtype)
@@ -93,14 +99,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1)
+    def forward(ctx: Any, x: Tensor, along: Tensor, across: Tensor) -> Tensor:
+        ctx.save_for_backward(along, across)
+        return _rotate(x, along, across)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1), None, None
+        along, across = ctx.saved_tensors
+        return _rotate(grads[0], along, -across), None, None
 
 
 class _QkNormRope(torch.autograd.Function):
