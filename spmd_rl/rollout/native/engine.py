@@ -264,6 +264,8 @@ class NativeEngine:
                 if stop is not None and stop.push(token):
                     stopped[order] = True
         over = stopped | (self.rows.known(rows) == self.rows.limit[rows])
+        if not over.any():
+            return []
         ended = zip(self.scheduler.leave(rows[over].tolist()), stopped[over].tolist(), strict=True)
         return [self._end(request, "stop" if by_token else "length") for request, by_token in ended]
 
