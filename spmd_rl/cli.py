@@ -199,7 +199,27 @@ def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) 
 
 def _forked_rank(words: list[str]) -> None:
     logging.disable(logging.NOTSET)
-    sys.exit(_guarded(_rank_main, words))
+    _keep_from_children(_pipes())
+    exit_code = _guarded(_rank_main, words)
+    if executors := sys.modules.get("concurrent.futures.process"):
+        executors._python_exit()  # multiprocessing, to which a rank is a child, waits for them before it ends them
+    sys.exit(exit_code)
+
+
+def _pipes() -> list[int]:
+    """The pipes that this process holds, beside its standard streams."""
+    links = {int(link.name): link for link in Path("/proc/self/fd").iterdir()}
+    return [number for number, link in links.items() if number > 2 and link.is_fifo()]
+
+
+def _keep_from_children(pipes: list[int]) -> None:
+    """Have whatever is forked from here close `pipes`: the launcher waits until nobody holds those of a rank."""
+
+    def close() -> None:
+        for number in pipes:
+            os.close(number)
+
+    os.register_at_fork(after_in_child=close)
 
 
 def _say(folder: Path, otherwise: str) -> None:

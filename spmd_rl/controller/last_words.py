@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import threading
@@ -63,4 +64,6 @@ def end_process(sentence: str, exit_code: int) -> NoReturn:
     write(sentence)
     sys.stdout.flush()
     sys.stderr.flush()
+    for child in multiprocessing.active_children():  # such as a reward function's pool: it does not end by itself
+        child.kill()
     os._exit(exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 
@@ -15,6 +16,7 @@ class Waker:
         self._near.setblocking(False)
         self._far.setblocking(False)
         self._taken: tuple[signal.Signals, ...] = ()
+        self._mask: set[int | signal.Signals] = set()
 
     def fileno(self) -> int:
         return self._far.fileno()
@@ -32,15 +34,31 @@ class Waker:
         signal.set_wakeup_fd(self._near.fileno(), warn_on_full_buffer=False)
         for number in numbers:
             signal.signal(number, lambda *_: None)
+        os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._in_child)
 
     def close(self) -> None:
         """Give the signals back, on the thread that took them, and close."""
+        self._give_back()
+        self._near.close()
+        self._far.close()
+
+    def _give_back(self) -> None:
         if self._taken:
             signal.set_wakeup_fd(-1)
         for number in self._taken:
             signal.signal(number, signal.SIG_DFL)
-        self._near.close()
-        self._far.close()
+        self._taken = ()
+
+    def _hold(self) -> None:
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
+
+    def _release(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _in_child(self) -> None:
+        """A process forked from this one is ended by its signals, which are no news here: it shares the socket."""
+        self._give_back()
+        self._release()
 
     def drain(self) -> list[signal.Signals]:
         """Take all wakes; the signals among them, in order."""

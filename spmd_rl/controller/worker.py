@@ -57,6 +57,7 @@ class Worker:
 
     def __init__(self, seats: Seats) -> None:
         self._seats = seats
+        self._pid = os.getpid()
         self._trace = Trace()
         self._roles = seats.neighbours
         self._known: dict[tuple[str, str], _Served] = {}
@@ -80,7 +81,9 @@ class Worker:
             if isinstance(command, Call):
                 return _RESULT, self._call(command, value, number)
             self._build(command, value)
-        except Exception as error:  # noqa: BLE001  user code may raise anything: the controller decides what it ends
+        except BaseException as error:  # user code may raise anything: the controller decides what it ends
+            if os.getpid() != self._pid:  # in a process that it forked
+                raise
             return encode(failure_of(error)), NOTHING
         return _RESULT, NOTHING
 
@@ -116,14 +119,19 @@ class Worker:
             self._seats.build(command.placements)
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """An exception as the wire carries it."""
     return Failure(
         kind=type(error).__name__,
-        sentence=str(error),
-        traceback="".join(traceback.format_exception(error)),
+        sentence=_encodable(str(error)),
+        traceback=_encodable("".join(traceback.format_exception(error))),
         exit_code=error.exit_code if isinstance(error, SpmdError) else 1,
     )
+
+
+def _encodable(text: str) -> str:
+    """`text` with what UTF-8 has no bytes for, halves of surrogate pairs, spelled out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def run_worker(world: World, controller: ControllerProcess | None) -> int:

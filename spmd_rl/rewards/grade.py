@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -28,8 +29,10 @@ class Grader(AbstractContextManager["Grader"]):
         self._reward = reward
         self._deadline_s = deadline_s
         self._due = math.inf
+        self._pid, self._folder = os.getpid(), os.getcwd()
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        os.chdir(self._folder)  # wherever the function went
         if self._deadline_s:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -43,13 +46,15 @@ class Grader(AbstractContextManager["Grader"]):
             result = self._timed(prompt, sample)
         except _Overdue:
             raise DataError(self._where(prompt, sample), f"took longer than {self._deadline_s:g} s") from None
-        except Exception as error:  # the function is the user's: whatever it raises is told with the sample it met
+        except BaseException as error:  # the function is the user's: whatever it raises is told with the sample it met
+            if os.getpid() != self._pid:  # a process that it forked ends as it likes
+                raise
             raise DataError(self._where(prompt, sample), f"raised {type(error).__name__}: {error}") from error
         if not isinstance(result, Mapping):
             return sample.changed(reward=self._number(result, "reward", prompt, sample))
         if "reward" not in result:
             raise DataError(self._where(prompt, sample), f"returned a dict without the key 'reward': {dict(result)}")
-        parts = {key: self._number(value, key, prompt, sample) for key, value in result.items()}
+        parts = {str(key): self._number(value, str(key), prompt, sample) for key, value in result.items()}
         return sample.changed(reward=parts["reward"], parts=parts)
 
     def _timed(self, prompt: Prompt, sample: Sample) -> Any:
@@ -73,7 +78,7 @@ class Grader(AbstractContextManager["Grader"]):
     def _number(self, value: Any, key: str, prompt: Prompt, sample: Sample) -> float:
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except Exception:  # noqa: BLE001  whatever a type of the user's raises here, it is no number
             number = math.nan
         if not math.isfinite(number):
             raise DataError(self._where(prompt, sample), f"returned no finite number as {key!r}: {value!r}")

@@ -48,7 +48,7 @@ class Saver:
         Blocks: until they are copied, and before that until the checkpoint before is written.
         """
         self.wait()
-        target = Path(folder)
+        target = Path(folder).absolute()  # a thread writes it, while others may change the directory
         if self._place.rank == 0:
             shutil.rmtree(_part(target), ignore_errors=True)
             _part(target).mkdir(parents=True)
