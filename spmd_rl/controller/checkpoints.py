@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
@@ -19,7 +19,7 @@ import msgspec
 
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
-from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.errors import ConfigError, DataError, SpmdError
 
 STATE_FILE = "state.json"
 
@@ -68,8 +68,9 @@ class Checkpoints:
 
     def saved(self) -> dict[Path, Record]:
         """Whole checkpoints, oldest first."""
-        read = {path: _read(path) for path in sorted(self.folder.glob("step_*"))}
-        return {path: record for path, record in read.items() if record is not None}
+        read = {path: _read(path) for path in self._folders()}
+        whole = [(path, record) for path, record in read.items() if record is not None]
+        return dict(sorted(whole, key=lambda item: item[1].next_step))
 
     def save(self, record: Record, parts: Mapping[str, Part]) -> None:
         """Begin the checkpoint that `record` describes: all parts as they are now, once the one before is whole.
@@ -96,7 +97,7 @@ class Checkpoints:
             return
         for handle in self._writing:
             handle.saved.call()
-        _flush(self._open)
+        _flush(self._open.rglob("*"))
         self._open = None
         saved = self.saved()
         stay = {*list(saved)[-self._keep :], *best_first(saved)[: self._keep_best]}
@@ -109,11 +110,22 @@ class Checkpoints:
         Raises: ConfigError when it holds other parts.
         """
         saved = self.saved()
-        for path in set(self.folder.glob("step_*")) - saved.keys():
+        for path in self._folders() - saved.keys():
             shutil.rmtree(path)
         if not saved:
             return None
         path, record = list(saved.items())[-1]
+        try:
+            self._load(path, record, parts)
+        except SpmdError as error:
+            if len(saved) > 1 and not isinstance(error, (ConfigError, DataError)):  # which an earlier one has as well
+                before = list(saved.values())[-2].next_step
+                advice = f"spmd-rl rewind {self.folder.parent} {before}"
+                error.args = (f"{error}; `{advice}` and the same command go on from the checkpoint before",)
+            raise
+        return path, record
+
+    def _load(self, path: Path, record: Record, parts: Mapping[str, Part]) -> None:
         for name, part in parts.items():
             if name not in {*record.roles, *record.stored, *record.states}:
                 raise ConfigError(f"{path} was saved by another recipe: it has no state of '{name}'")
@@ -123,7 +135,9 @@ class Checkpoints:
                 part.load(str(path / name))
             else:
                 cast(Stateful, part).restore(record.states[name])
-        return path, record
+
+    def _folders(self) -> set[Path]:
+        return {path for path in self.folder.glob("step_*") if path.is_dir()}
 
     def _write(self, target: Path, record: Record, parts: Mapping[str, Part]) -> None:
         roles = {name: part for name, part in parts.items() if isinstance(part, Handle)}
@@ -141,6 +155,7 @@ class Checkpoints:
         self._writing = [handle for handle in roles.values() if "saved" in handle.endpoints]
         unfinished = target / f".{STATE_FILE}.part"
         unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+        _flush([unfinished, *(path for name in record.stored for path in (target / name).rglob("*"))])
         os.replace(unfinished, target / STATE_FILE)
         self._open = target
 
@@ -158,13 +173,14 @@ def _read(path: Path) -> Record | None:
     except FileNotFoundError:
         return None
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path / STATE_FILE} is no checkpoint's state: {error}") from error
+        problem = f"{path / STATE_FILE} is no checkpoint's state: {error}"
+        raise ConfigError(f"{problem}; remove {path} to go on from the one before it") from error
     return record if all((path / name).is_dir() for name in (*record.roles, *record.stored)) else None
 
 
-def _flush(folder: Path) -> None:
-    """Let what the system still holds of these files reach the disk, before anything older is dropped."""
-    for path in folder.rglob("*"):
+def _flush(paths: Iterable[Path]) -> None:
+    """Let what the system still holds of these files reach the disk, before a name or an end relies on it."""
+    for path in paths:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -8,6 +8,9 @@ from pathlib import Path
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.sinks import check_sinks
 
+# a rank says that it lives once a second, half a second late where its main thread computes
+LEAST_S = {"deadline_s": 0.1, "between_calls_s": 0.1, "lost_after_s": 2.0, "start_s": 0.1, "grace_s": 0.0}
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -33,6 +36,9 @@ class RunConfig:
         for name, least in (("save_every", 0), ("keep_checkpoints", 1), ("keep_best", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"run.{name} = {getattr(self, name)}: expected {least} or more")
+        for name, least_s in LEAST_S.items():
+            if not getattr(self, name) >= least_s:
+                raise ConfigError(f"run.{name} = {getattr(self, name):g}: expected {least_s:g} s or more")
         check_sinks(self.sinks)
 
     @property

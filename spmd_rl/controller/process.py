@@ -43,7 +43,7 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
         board = _open(lifeline, address, cfg)
         observer = watch(run_config(cfg), cfg, board.roster.world_size)
         _run(recipe, cfg, board, observer, lifeline.folder)
-    except Exception as raised:  # noqa: BLE001  a recipe may raise anything: it becomes the run's last words
+    except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, sys.exit too: the run's last words
         error = explain(raised, invocation.verbose)
     if board is not None:
         board.stop(error)
@@ -86,7 +86,7 @@ def _close(observer: Observer | None, lifeline: Lifeline, exit_code: int) -> Non
     limit.cancel()
 
 
-def explain(raised: Exception, verbose: bool) -> SpmdError:
+def explain(raised: BaseException, verbose: bool) -> SpmdError:
     """The error as the run's one sentence; the traceback of what nobody foresaw goes to stderr before it."""
     if isinstance(raised, RemoteError):
         print(raised.remote_traceback, file=sys.stderr, flush=True)

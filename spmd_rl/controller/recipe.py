@@ -47,6 +47,9 @@ class Invocation:
             known, rest = parser.parse_known_args(words)
         except (argparse.ArgumentError, SystemExit) as error:
             raise ConfigError(f"spmd-rl run: {error}") from error
+        for name, count in (("--nproc", known.nproc), ("--max-restarts", known.max_restarts)):
+            if count is not None and count < 0:
+                raise ConfigError(f"{name}={count}: expected 0 or more")
         return cls(known.recipe, known.config, known.nproc, known.max_restarts, known.verbose, _overrides(rest))
 
 

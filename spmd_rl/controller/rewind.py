@@ -38,7 +38,8 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
     chosen = named[wanted]
     aside = folder / LATER
     aside.mkdir(exist_ok=True)
-    return chosen, [path.rename(_free(aside / path.name)) for path in saved if path > chosen]
+    later = list(saved)[list(saved).index(chosen) + 1 :]
+    return chosen, [path.rename(_free(aside / path.name)) for path in later]
 
 
 def _free(path: Path) -> Path:

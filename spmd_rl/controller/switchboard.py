@@ -112,8 +112,9 @@ class Switchboard:
         Raises: DeadlineError with all stacks saved, LostRankError, or what a rank raised.
         """
         try:
-            if not self.calls.wait(record, self._run.deadline_s if deadline_s is None else deadline_s):
-                raise self._overdue(record)
+            in_time = self.calls.wait(record, self._run.deadline_s if deadline_s is None else deadline_s)
+            if not in_time and (overdue := self._overdue(record)):
+                raise overdue
             if record.failure is not None:
                 raise self._failed(record.what, *record.failure)
         finally:
@@ -255,10 +256,12 @@ class Switchboard:
         error = remote_error(what, rank, failure)
         return (isinstance(error, RemoteError) and self.calls.cause_within(ECHO_S)) or error
 
-    def _overdue(self, record: CallRecord) -> DeadlineError:
-        """Save every rank's stacks, and say who owes what since when, and where it is."""
+    def _overdue(self, record: CallRecord) -> DeadlineError | None:
+        """Save every rank's stacks, and say who owes what since when, and where it is; None if nobody does by then."""
         with self._gathering:
             self._gather()
+            if not record.waiting:
+                return None
             saved = self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
             who = ", ".join(f"{self.roster.seats[rank]} {self._snapshots.place(rank)}" for rank in record.owing)
             stuck = {self.calls.oldest(rank) for rank in record.owing} - {record, None}

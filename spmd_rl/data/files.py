@@ -14,6 +14,7 @@ from typing import Any
 from spmd_rl.errors import ConfigError, DataError
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON may spell, and UTF-8 cannot
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,9 @@ class Record:
         value = self.value(key)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise DataError(f"{self.where}: {key}", f"expected a string, got {_short(value)}")
-        return str(value)
+        if not (text := str(value)).isascii() and _SURROGATE.search(text):
+            raise DataError(f"{self.where}: {key}", "half of a surrogate pair is no text")
+        return text
 
     def value(self, key: str) -> Any:
         """Whatever stands under `key`. Raises: DataError that lists the keys there are."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +42,7 @@ class Pairs:
         if not self._pairs:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
         self.num_dropped = len(records) - len(self._pairs)
+        self._source = cfg.path
         self._order = Order(len(self._pairs), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def __len__(self) -> int:
@@ -51,13 +54,21 @@ class Pairs:
 
     def state(self) -> dict[str, Any]:
         """All that `restore` needs, as plain data."""
-        return {"drawn": self._order.drawn, "num_pairs": len(self)}
+        return {"drawn": self._order.drawn, "digest": self._digest}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises: DataError when it was taken over other data."""
-        if state["num_pairs"] != len(self):
-            raise DataError("pairs", f"the saved position is over {state['num_pairs']} pairs, here are {len(self)}")
+        if state.get("digest") != self._digest:
+            raise DataError(self._source, "the pairs are not those the saved position was taken in")
         self._order.drawn = state["drawn"]
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for pair in self._pairs:
+            for array in pair:
+                digest.update(array.size.to_bytes(8, "little") + array.tobytes())
+        return digest.hexdigest()
 
 
 def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokenizer) -> list[list[int]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,11 +81,11 @@ class Prompts:
 
     def state(self) -> dict[str, Any]:
         """All that `restore` needs, as plain data: where the stream stands and which data it is over."""
-        return {"drawn": self._order.drawn, "digest": self._digest()}
+        return {"drawn": self._order.drawn, "digest": self._digest}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises: DataError when it was taken over other data."""
-        if state["digest"] != self._digest():
+        if state["digest"] != self._digest:
             raise DataError(self._source, "the prompts are not those the saved position was taken in")
         self._order.drawn = state["drawn"]
 
@@ -92,10 +94,14 @@ class Prompts:
         entry = self._entries[self._order.next()]
         return Prompt(uid, entry.tokens, entry.text, entry.answer, self._source, dict(entry.meta))
 
+    @cached_property
     def _digest(self) -> str:
+        """Of all that a draw gives: an answer that was mended is another reward."""
         digest = hashlib.sha256()
         for entry in self._entries:
-            digest.update(len(entry.tokens).to_bytes(8, "little") + entry.tokens.tobytes())
+            rest = json.dumps([entry.text, entry.answer, entry.meta], sort_keys=True, default=repr).encode()
+            for part in (entry.tokens.tobytes(), rest):
+                digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 
 

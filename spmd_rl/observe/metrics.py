@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from spmd_rl.errors import DataError
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -97,11 +99,24 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` as dicts; a last line that was cut short is left out."""
+    """The lines of a `metrics.jsonl` as dicts; a last line that was cut short is left out.
+
+    Raises: DataError naming a line that is none.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    return [_row(f"{path}:{number}", line) for number, line in enumerate(lines[:-1], start=1)]
+
+
+def _row(where: str, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(where, f"not valid JSON: {error}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise DataError(where, "not the metrics of a step")
+    return row
 
 
 def keep_until(path: Path, step: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import msgspec
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.observe.claim import CLAIM_FILE, claim
 from spmd_rl.observe.metrics import naming
 from spmd_rl.types import Group, Prompt, Sample
 
@@ -42,12 +44,15 @@ class RunFolder:
     def open(cls, path: str | Path, config: str, plan: Mapping[str, Any], *, resume: bool = False) -> RunFolder:
         """Make the folder, or continue in one that holds a run of the same configuration.
 
-        `config` is the TOML of the run, `plan` what it resolved to. `resume` accepts a changed configuration.
-        Raises: ConfigError when the folder holds something else; nothing in it is touched then.
+        No other process can open it while this object lives. `config` is the TOML of the run, `plan` what it resolved
+        to. `resume` accepts a changed configuration.
+        Raises: ConfigError when the folder holds something else, which is not touched then, or a live run.
         """
         run = cls(Path(path))
         run._refuse_other(config, resume)
         run.path.mkdir(parents=True, exist_ok=True)
+        weakref.finalize(run, os.close, claim(run.path))
+        run._refuse_other(config, resume)  # again: another may have begun meanwhile
         write_whole(run.path / "config.toml", config)  # first: it is what makes this the folder of a run
         for folder in (run.samples, run.logs, run.stacks):
             folder.mkdir(exist_ok=True)
@@ -62,7 +67,8 @@ class RunFolder:
     def drop_samples(self, after: int) -> None:
         """Remove the samples of the steps after `after`, which a resumed run will write again."""
         for path in self.samples.glob("step_*"):
-            if int(path.name.removeprefix("step_").partition(".")[0]) > after:
+            number = path.name.removeprefix("step_").partition(".")[0]
+            if number.isdecimal() and int(number) > after:
                 path.unlink()
 
     def _refuse_other(self, config: str, resume: bool) -> None:
@@ -81,8 +87,8 @@ class RunFolder:
 
 
 def _before_a_run(path: Path) -> bool:
-    """What may lie in the folder before its run: half-written files, and the logs that a batch system opens first."""
-    return path.suffix == ".part" or path.name == "logs"
+    """What may lie in the folder before its run: half-written files, its lock, the logs that a batch system opens."""
+    return path.suffix == ".part" or path.name in ("logs", CLAIM_FILE)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -23,6 +23,7 @@ from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.hf import save_folder
 from spmd_rl.train.backend import Backend
+from spmd_rl.train.checksums import check, checksums
 from spmd_rl.train.learner import Progress
 
 PROGRESS_FILE = "trainer.json"
@@ -87,6 +88,7 @@ class Saver:
         save_shards(state, checkpoint_id=_part(target), process_group=self._group)
         if self._place.rank == 0:
             facts = {"progress": asdict(progress), "contract": self._backend.contract()}
+            facts["checksums"] = checksums(_part(target))
             (_part(target) / PROGRESS_FILE).write_text(json.dumps(facts) + "\n")
             _replace(target, _part(target))
 
@@ -95,14 +97,19 @@ def load(folder: str, backend: Backend, place: Place) -> tuple[Progress, str]:
     """Fill the backend from a checkpoint, whatever number of ranks wrote it.
 
     The second result says how the numeric contract that it was written under differs from this one; mostly empty.
-    Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`, or one of another version.
+    Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`, or one of another version;
+    SpmdError if a file of it has changed.
     """
     path = Path(folder) / PROGRESS_FILE
     if not path.is_file():
         raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {PROGRESS_FILE}")
-    facts = json.loads(path.read_text())
+    try:
+        facts = json.loads(path.read_text())
+    except ValueError as error:
+        raise SpmdError(f"{path} is not as it was written: {error}") from error
     if not {"progress", "contract"} <= facts.keys():
         raise ConfigError(f"{path} is of another version of spmd_rl: it lacks progress or contract")
+    check(path.parent, facts.get("checksums", {}), place.rank, place.size)
     progress = Progress(**facts["progress"])
     load_shards(backend.state(), checkpoint_id=folder, process_group=place.group)
     backend.loaded(progress.optimizer_steps)

@@ -97,6 +97,8 @@ def main(ctl: Controller, cfg: Config) -> None:
                 time.sleep(0.01)
         case "recipe":
             raise ZeroDivisionError("in the recipe")
+        case "exit":
+            sys.exit()
 
 
 def fine(ctl: Controller, actor: Actor) -> None:

@@ -83,6 +83,7 @@ def test_weights_cross_a_link(start: Chaos, spmd_rl: list[str], repo: Path, spli
         ("data", 2, "train.jsonl:7: not JSON"),
         ("differ", 1, "actor.differ: the result of ranks [1] differs from rank 0's"),
         ("recipe", 1, "ZeroDivisionError: in the recipe"),
+        ("exit", 1, "SystemExit"),
     ],
 )
 def test_errors_end_with_their_sentence(chaos: Chaos, tmp_path: Path, scenario: str, code: int, sentence: str) -> None:

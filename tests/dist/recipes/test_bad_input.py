@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from spmd_rl.controller.rewind import rewind
+
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
@@ -98,6 +100,21 @@ def test_folder_of_another_run(run: Any) -> None:
     ended = run("grpo", "--steps=1", "--trainer.lr=5e-4")
     assert ended.code == 2
     assert "holds a run with another configuration (trainer.lr was" in ended.sentence
+
+
+def test_a_checkpoint_whose_bytes_changed(run: Any) -> None:
+    """One bit of a weight would be a number like any other; the reader of shards does not look."""
+    words = ("--run.save_every=1", "--run.resume=true")
+    ended = run("grpo", "--steps=2", *words)
+    (shard,) = ended.folder.glob("checkpoints/step_000002/trainer/*.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    ended = run("grpo", "--steps=3", *words)
+    assert ended.code == 1
+    assert re.search(r"distcp is not as it was written.*`spmd-rl rewind runs/r 1` and the same command", ended.sentence)
+    rewind(ended.folder / "checkpoints", "1")
+    assert run("grpo", "--steps=3", *words).code == 0
 
 
 def test_two_numeric_contracts(run: Any) -> None:

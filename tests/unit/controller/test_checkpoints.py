@@ -182,10 +182,33 @@ def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
     assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is None
 
 
-@pytest.mark.parametrize("setting", [{"keep_checkpoints": 0}, {"save_every": -1}, {"keep_best": -1}])
-def test_settings_that_would_keep_nothing_are_refused(setting: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"keep_checkpoints": 0},
+        {"save_every": -1},
+        {"keep_best": -1},
+        {"deadline_s": 0.0},
+        {"deadline_s": float("nan")},
+        {"lost_after_s": 1.0},
+        {"grace_s": -1.0},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(setting: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="or more"):
-        RunConfig(**setting)
+        RunConfig(**setting)  # type: ignore[arg-type]
+
+
+def test_what_else_lies_there_is_no_checkpoint_and_steps_are_numbers(tmp_path: Path) -> None:
+    ours = checkpoints(tmp_path, keep=9)
+    for step in (999_999, 1_000_000):
+        ours.save(Record(step, 0), {"prompts": Cursor(step)})
+        ours.settle()
+    (tmp_path / "checkpoints/step_notes.txt").write_text("a person's")
+    cursor = Cursor()
+    found = checkpoints(tmp_path).restore({"prompts": cursor})
+    assert found is not None
+    assert (found[0].name, cursor.drawn) == ("step_1000000", 1_000_000)
 
 
 def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:

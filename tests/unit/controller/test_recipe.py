@@ -28,7 +28,9 @@ def test_words_become_an_invocation() -> None:
     )
 
 
-@pytest.mark.parametrize("words", [[], ["grpo", "stray"], ["grpo", "--nproc", "two"], ["grpo", "--nproc"]])
+@pytest.mark.parametrize(
+    "words", [[], ["grpo", "stray"], ["grpo", "--nproc", "two"], ["grpo", "--nproc"], ["grpo", "--nproc=-1"]]
+)
 def test_unreadable_words_are_config_errors(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         Invocation.parse(words)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from signal import SIGTERM
 
+import msgspec
 import pytest
 
 from spmd_rl.controller.codec import NOTHING
@@ -15,7 +16,7 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import derive
 from spmd_rl.controller.switchboard import STACKS_S, Switchboard
-from spmd_rl.controller.wire import Bye, Hello, Stacks
+from spmd_rl.controller.wire import Bye, Hello, Result, Stacks
 from spmd_rl.errors import DeadlineError, LostRankError
 
 
@@ -77,3 +78,17 @@ def test_a_signal_ends_the_run_with_its_code_once_the_grace_is_over(tmp_path: Pa
             ending.wait_for_all()
         assert raised.value.exit_code == 143
         ending.stop(raised.value)
+
+
+def test_an_answer_that_comes_while_stacks_are_gathered_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Router, "post", lambda self, ranks, message, payload=b"": None)  # nobody has connected
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        late = board(tmp_path, ours)
+        late.on_message(0, Hello(0, "host", 2**22), b"")
+        record = late.calls.open("actor.work", (0,))
+        answer = threading.Timer(0.3, late.on_message, [0, Result(record.number, msgspec.Raw(b"\xc0")), b""])
+        answer.start()
+        assert [packed.body for packed in late.collect(record, deadline_s=0.1)] == [b"\xc0"]
+        late.on_message(0, Bye(), b"")
+        late.stop(None)

@@ -101,6 +101,8 @@ def test_a_field_of_the_wrong_kind_is_named(jsonl: Jsonl, tokenizer: Any) -> Non
         Prompts(PromptConfig(jsonl(*lines(1), '{"prompt": "x"}')), tokenizer)
     with pytest.raises(DataError, match=r"train.jsonl:1: prompt: expected a string, got None"):
         Prompts(PromptConfig(jsonl('{"prompt": null, "answer": "a"}')), tokenizer)
+    with pytest.raises(DataError, match=r"train.jsonl:1: prompt: half of a surrogate pair"):
+        Prompts(PromptConfig(jsonl(r'{"prompt": "x\ud800", "answer": "a"}')), tokenizer)
     assert Prompts(PromptConfig(jsonl('{"prompt": "x"}'), answer_key=""), tokenizer).next(1)[0].answer == ""
 
 
@@ -119,6 +121,8 @@ def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: 
     assert [(p.uid, p.text) for p in first.next(9)] == [(p.uid, p.text) for p in second.next(9)]
     with pytest.raises(DataError, match="not those the saved position was taken in"):
         Prompts(PromptConfig(path + "@[:4]"), tokenizer).restore(first.state())
+    with pytest.raises(DataError, match="not those the saved position was taken in"):
+        Prompts(PromptConfig(jsonl(*lines(5, level=3))), tokenizer).restore(first.state())
 
 
 def test_pairs_learn_the_answer_and_the_end(jsonl: Jsonl, tokenizer: Any) -> None:
@@ -133,8 +137,8 @@ def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     one.next(3)
     other.restore(one.state())
     assert [p.tokens.tolist() for p in one.next(4)] == [p.tokens.tolist() for p in other.next(4)]
-    with pytest.raises(DataError, match="over 4 pairs, here are 2"):
-        Pairs(PromptConfig(path + "@[:2]"), tokenizer).restore(one.state())
+    with pytest.raises(DataError, match="not those the saved position was taken in"):
+        Pairs(PromptConfig(jsonl(*reversed(lines(4)))), tokenizer).restore(one.state())
     with pytest.raises(ConfigError, match="answer_key"):
         Pairs(PromptConfig(path, answer_key=""), tokenizer)
     tokenizer.eos_token_id = None

@@ -215,7 +215,7 @@ def test_what_is_no_run_or_does_not_parse_is_named(tmp_path: Path) -> None:
         write_report([tmp_path])
     run = make_run(tmp_path / "run", num_steps=3, num_ranks=1)
     (run / "metrics.jsonl").write_text('{"step": 1\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl: not JSON lines"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1: not valid JSON"):
         write_report([run])
     assert not (run / "report.html").exists()
 

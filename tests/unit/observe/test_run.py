@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.observe.claim import claim
 from spmd_rl.observe.metrics import KNOWN, METRICS, MetricsLog, keep_until, read_metrics
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.types import Group, Prompt, Sample
@@ -34,6 +36,27 @@ def test_a_new_folder(tmp_path: Path) -> None:
 def test_the_same_configuration_continues(tmp_path: Path) -> None:
     RunFolder.open(tmp_path / "r", CONFIG, {}).metrics.write_text("kept\n")
     assert RunFolder.open(tmp_path / "r", CONFIG, {}).metrics.read_text() == "kept\n"
+
+
+def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
+    """A lock belongs to an open file, so two in one process are as good as two processes."""
+    held = claim(tmp_path)
+    with pytest.raises(ConfigError, match=rf"another run is going on in .* \(host \S+, pid {os.getpid()}\)"):
+        claim(tmp_path, wait_s=0.0)
+    os.close(held)
+    os.close(claim(tmp_path, wait_s=0.0))
+
+
+def test_a_line_that_is_no_metrics_is_named(tmp_path: Path) -> None:
+    for line in ("{", "[]", '{"step": null}', "\0"):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+        with pytest.raises(DataError, match=r"metrics\.jsonl:2: not "):
+            read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:
+    os.close(claim(tmp_path))
+    RunFolder.open(tmp_path, CONFIG, {})
 
 
 def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ def test_the_observer_continues_after_a_resume(tmp_path: Path, monkeypatch: pyte
     watch.on_step(1, {})
     watch.on_step(2, {})
     watch.close()
+    del watch  # the folder is one run's at a time
     again = opened(tmp_path, Clock(), resume_at=1)
     again.on_step(2, {})
     again.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -105,6 +107,12 @@ def test_grade_takes_numbers_and_dicts() -> None:
     assert (graded.reward, graded.parts) == (0.5, {"reward": 0.5, "form": 1.0})
 
 
+def test_a_reward_may_leave_its_directory(tmp_path: Path) -> None:
+    here = Path.cwd()
+    grade(lambda p, s: os.chdir(tmp_path) or 1.0, PROMPT, sample("x"))
+    assert Path.cwd() == here
+
+
 def _raises(prompt: Prompt, sample: Sample) -> float:
     raise KeyError("gold")
 
@@ -117,6 +125,10 @@ def _raises(prompt: Prompt, sample: Sample) -> float:
         (lambda p, s: math.nan, "returned no finite number as 'reward': nan"),
         (lambda p, s: {"form": 1.0}, "without the key 'reward'"),
         (lambda p, s: {"reward": 1.0, "form": "good"}, "as 'form': 'good'"),
+        (lambda p, s: {"reward": 1.0, 3: "good"}, "as '3': 'good'"),
+        (lambda p, s: 10**400, "returned no finite number as 'reward': 1000"),
+        (lambda p, s: sys.exit(0), "raised SystemExit: 0"),
+        (lambda p, s: s.tokens.fill(0), "raised ValueError: assignment destination is read-only"),
     ],
 )
 def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
