@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from spmd_rl.controller.recipe import Invocation, load_recipe
+from spmd_rl.errors import ConfigError
 from spmd_rl.offload.ledger import PHASES, gib
 from spmd_rl.plan.resolve import Resolved, resolve
 
@@ -24,6 +26,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--gpu-gib", type=float, help="memory of one device; more than that is refused")
     parser.add_argument("--config", type=Path)
     options, rest = parser.parse_known_args(words)
+    if options.gpu_gib is not None and not 0 < options.gpu_gib < math.inf:
+        raise ConfigError(f"--gpu-gib={options.gpu_gib:g}: expected more than 0, and finite")
     config = [f"--config={options.config}"] if options.config else []
     invocation = Invocation.parse([options.recipe, *config, *rest])
     resolved = resolve(load_recipe(options.recipe).configure(invocation), options.world)

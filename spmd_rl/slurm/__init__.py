@@ -15,9 +15,11 @@ from pathlib import Path
 
 from spmd_rl.controller.recipe import Invocation, load_recipe, run_config
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.split import plan_split
 from spmd_rl.slurm.script import Job, render
 
 FLAGS = ("nodes", "time", "partition", "gpus-per-node", "account", "qos", "job-name")
+LEAST = {"nodes": 1, "gpus_per_node": 1, "nproc_per_node": 1, "max_restarts": 0}
 
 
 def submit(words: list[str]) -> int:
@@ -44,21 +46,32 @@ def submit(words: list[str]) -> int:
 
 
 def plan_job(asked: argparse.Namespace, run_words: list[str]) -> Job:
-    """The job for these words, once the recipe has accepted its part of them. Raises: ConfigError."""
+    """The job for these words, once the recipe has accepted its part of them. Raises: ConfigError, PlanError."""
     invocation = Invocation.parse(run_words)
     recipe = load_recipe(invocation.recipe)
     cfg = recipe.configure(invocation)
     if recipe.check is not None:
         recipe.check(cfg)
+    _check_counts(asked)
+    nproc = asked.nproc_per_node or invocation.nproc or asked.gpus_per_node or getattr(cfg, "nproc", 0) or 0
+    if nproc and hasattr(cfg, "split"):
+        plan_split(cfg.split, asked.nodes * nproc)
     run = run_config(cfg)
     return Job(
         words=tuple(run_words),
         folder=Path(os.path.abspath(run.path)),
         python=sys.executable,
-        nproc=asked.nproc_per_node or invocation.nproc or asked.gpus_per_node or getattr(cfg, "nproc", 0) or 0,
+        nproc=nproc,
         max_restarts=asked.max_restarts,
         options={"job-name": run.name, **_options(asked)},
     )
+
+
+def _check_counts(asked: argparse.Namespace) -> None:
+    for name, least in LEAST.items():
+        count = getattr(asked, name)
+        if count is not None and count < least:
+            raise ConfigError(f"--{name.replace('_', '-')}={count}: expected {least} or more")
 
 
 def _options(asked: argparse.Namespace) -> dict[str, str | None]:

@@ -114,6 +114,8 @@ def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits in 4000 GiB" in out
     with pytest.raises(PlanError, match="needs"):
         main([*words, "--gpu-gib", "80"])
+    with pytest.raises(ConfigError, match="--gpu-gib=nan: expected more than 0"):
+        main([*words, "--gpu-gib", "nan"])
 
 
 def test_misfits(model: Path) -> None:

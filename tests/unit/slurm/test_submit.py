@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.slurm import _parser, submit
 
 RECIPE = str(Path(__file__).parents[3] / "examples/own_role/word_count.py")
+EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,9 @@ def test_what_slurm_gets_is_the_dry_run(elsewhere: Path, capsys: pytest.CaptureF
         ([RECIPE, "--nodes=two"], "--nodes"),
         ([RECIPE, "--slurm=exclusive"], "--slurm=--exclusive"),
         ([RECIPE, "--partition=a\nb"], "--partition"),
+        ([RECIPE, "--nodes=0"], "--nodes=0: expected 1 or more"),
+        ([RECIPE, "--gpus-per-node=-2"], "--gpus-per-node=-2: expected 1 or more"),
+        ([RECIPE, "--max-restarts=-1"], "--max-restarts=-1: expected 0 or more"),
     ],
 )
 def test_bad_words_are_refused_in_one_sentence(elsewhere: Path, words: list[str], sentence: str) -> None:
@@ -73,6 +77,12 @@ def test_bad_words_are_refused_in_one_sentence(elsewhere: Path, words: list[str]
     with pytest.raises(ConfigError, match=sentence):
         submit(words)
     assert not (elsewhere / "runs").exists()
+
+
+def test_a_split_that_needs_more_ranks_than_the_nodes_have_does_not_queue() -> None:
+    words = [f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--split.train.ranks=9"]
+    with pytest.raises(PlanError, match="needs 9 ranks, and the world has 8"):
+        submit(["grpo", *words, "--nodes=2", "--nproc-per-node=4", "--dry-run"])
 
 
 def test_slurms_own_refusal_is_passed_on(elsewhere: Path) -> None:
