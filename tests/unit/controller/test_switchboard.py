@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from signal import SIGTERM
 
-import msgspec
 import pytest
 
-from spmd_rl.controller.codec import NOTHING
+from spmd_rl.controller.codec import NOTHING, Packed
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import derive
@@ -85,10 +84,10 @@ def test_an_answer_that_comes_while_stacks_are_gathered_counts(tmp_path: Path, m
     ours, theirs = socket.socketpair()
     with ours, theirs:
         late = board(tmp_path, ours)
-        late.on_message(0, Hello(0, "host", 2**22), b"")
+        late.on_message(0, Hello(0, "host", 2**22), NOTHING, 0)
         record = late.calls.open("actor.work", (0,))
-        answer = threading.Timer(0.3, late.on_message, [0, Result(record.number, msgspec.Raw(b"\xc0")), b""])
+        answer = threading.Timer(0.3, late.on_message, [0, Result(), Packed(b"\xc0", b""), record.number])
         answer.start()
-        assert [packed.body for packed in late.collect(record, deadline_s=0.1)] == [b"\xc0"]
-        late.on_message(0, Bye(), b"")
+        assert late.collect(record, deadline_s=0.1)[0].body == b"\xc0"
+        late.on_message(0, Bye(), NOTHING, 0)
         late.stop(None)
