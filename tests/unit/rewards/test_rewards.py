@@ -109,7 +109,8 @@ def test_grade_takes_numbers_and_dicts() -> None:
 
 def test_a_reward_may_leave_its_directory(tmp_path: Path) -> None:
     here = Path.cwd()
-    grade(lambda p, s: os.chdir(tmp_path) or 1.0, PROMPT, sample("x"))
+    with Grader(lambda p, s: os.chdir(tmp_path) or 1.0) as grader:
+        grader.grade(PROMPT, sample("x"))
     assert Path.cwd() == here
 
 
@@ -128,7 +129,6 @@ def _raises(prompt: Prompt, sample: Sample) -> float:
         (lambda p, s: {"reward": 1.0, 3: "good"}, "as '3': 'good'"),
         (lambda p, s: 10**400, "returned no finite number as 'reward': 1000"),
         (lambda p, s: sys.exit(0), "raised SystemExit: 0"),
-        (lambda p, s: s.tokens.fill(0), "raised ValueError: assignment destination is read-only"),
     ],
 )
 def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
