@@ -2,8 +2,9 @@
 
 The package builds its kernel so that one block of threads fills an SM, which reads nothing while a block starts and
 while it ends; a block of decoding is short. Where there are more blocks than SMs, the same kernel is built here with
-one stage of keys and values instead of two, and half of the registers, so that two blocks share an SM. What is summed,
-and in which order, does not change, nor do bits. Another version of the package runs as it is built there.
+one stage of keys and values instead of two, and half of the registers, so that two blocks share an SM. It also reads
+no more of a sequence's last page than is in use, where the package reads pages whole. What is summed, and in which
+order, does not change, nor do bits. Another version of the package runs as it is built there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 TILE = (64, 128)  # the fewest query rows that the tensor cores take, and the key blocks of training
 VERIFIED_VERSION = "4.0.0b19"  # the kernel's class takes its arguments so
+BOX_ROWS = 32  # keys or values of a page that are copied at a time
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 48  # of a thread; twice 128 threads of each have an SM's 65,536
 
 
@@ -34,7 +36,7 @@ def decode_attention(
     heads, dim, kv_heads = *q.shape[2:], keys.shape[2]
     if len(q) * kv_heads > _num_sms(q.device) and keys.shape[1] == TILE[1] and _verified():
         run = _two_on_an_sm(dim, heads // kv_heads, log_sum is not None)
-        run((q, keys, values, out, log_sum, dim**-0.5, None, None, None, num_keys, pages, None, None, None, None))
+        run(q, keys, values, out, log_sum, num_keys, pages)
         return
     from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a tile
 
@@ -63,12 +65,11 @@ def _num_sms(device: torch.device) -> int:
 
 
 @cache
-def _two_on_an_sm(dim: int, groups: int, with_log_sum: bool) -> Callable[[tuple[Any, ...]], None]:
-    """The kernel for such heads, compiled at its first call; it takes what FlashAttentionForwardSm90 takes."""
+def _two_on_an_sm(dim: int, groups: int, with_log_sum: bool) -> Callable[..., None]:
+    """The kernel for such heads, compiled at its first call: (q, keys, values, out, log_sum, num_keys, pages)."""
     import cutlass.cute as cute
     from cutlass import BFloat16
     from flash_attn.cute.cute_dsl_utils import to_cute_tensor
-    from flash_attn.cute.utils import AuxData
 
     kernel = _kernel_class()(
         BFloat16,
@@ -84,24 +85,28 @@ def _two_on_an_sm(dim: int, groups: int, with_log_sum: bool) -> Callable[[tuple[
     )
     compiled: Callable[..., None] | None = None
 
-    def described(x: Any) -> Any:
-        return to_cute_tensor(x, assumed_align=16 if x.dtype == torch.bfloat16 else 4) if isinstance(x, Tensor) else x
+    def described(x: Tensor | None) -> Any:
+        return None if x is None else to_cute_tensor(x, assumed_align=16 if x.dtype == torch.bfloat16 else 4)
 
-    def run(arguments: tuple[Any, ...]) -> None:
+    def run(*arguments: Tensor | None) -> None:
         nonlocal compiled
-        nothing = AuxData(None, None)
         if compiled is None:
             stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-            compiled = cute.compile(kernel, *map(described, arguments), nothing, stream, options="--enable-tvm-ffi")
-        compiled(*arguments, nothing)
+            compiled = cute.compile(kernel, *map(described, arguments), stream, options="--enable-tvm-ffi")
+        compiled(*arguments)
 
     return run
 
 
 @cache
 def _kernel_class() -> Any:
+    import cutlass
     import cutlass.cute as cute
+    from cutlass.cute.nvgpu import cpasync
+    from cutlass.utils import LayoutEnum
     from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+    from flash_attn.cute.utils import AuxData
+    from quack import copy_utils, layout_utils, sm90_utils
 
     class TwoOnAnSm(FlashAttentionForwardSm90):  # type: ignore[misc]
         """It may begin before the kernel ahead of it has ended, as the Triton kernels of the decode path do."""
@@ -110,16 +115,55 @@ def _kernel_class() -> Any:
         num_mma_regs = property(lambda self: CONSUMER_REGISTERS, lambda self, value: None)
         num_producer_regs = property(lambda self: PRODUCER_REGISTERS, lambda self, value: None)
 
-        def kernel(self, *args: Any, **kwargs: Any) -> Any:
-            launcher = super().kernel(*args, **kwargs)
+        @cute.jit
+        def __call__(self, q, keys, values, out, log_sum, num_keys, pages, stream):  # type: ignore[no-untyped-def]
+            self.caches = keys, values
+            scale, nothing = cutlass.Float32(self.tile_hdim**-0.5), (None, None, None, None)
+            given = q, keys, values, out, log_sum, scale, *nothing[:3], num_keys, pages, *nothing
+            FlashAttentionForwardSm90.__call__(self, *given, AuxData(None, None), stream)
+
+        def kernel(self, mQ: Any, mK: Any, mV: Any, *rest: Any) -> Any:
+            """The package's, with keys and values copied in boxes of a few rows instead of pages."""
+            (atom_k, mK), (atom_v, mV) = map(self.in_boxes, self.caches)
+            launcher = super().kernel(mQ, mK, mV, *rest[:8], atom_k, atom_v, *rest[10:])
             launch = launcher.launch
             launcher.launch = lambda **config: launch(**(config | {"min_blocks_per_mp": 2, "use_pdl": True}))
             return launcher
 
-        def load(self, *args: Any) -> None:
+        def in_boxes(self, cache: Any) -> Any:
+            """How to copy a box, as wide as a row of swizzled memory, and the cache [page_size, D, K, num_pages]."""
+            box = BOX_ROWS, 64 if self.tile_hdim % 64 == 0 else 32
+            layout = sm90_utils.make_smem_layout(cache.element_type, LayoutEnum.ROW_MAJOR, box, None)
+            cache = layout_utils.select(cache, [1, 3, 2, 0])
+            return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cache, layout, box, 1)
+
+        def load(self, mQ: Any, mK: Any, mV: Any, sQ: Any, sK: Any, sV: Any, *rest: Any) -> None:
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
-            super().load(*args)
+            _, atom_k, atom_v, *_, describe, scheduler = rest
+            _, head, sequence, _ = scheduler().initial_work_tile_info().tile_idx
+            self.num_keys = describe(sequence).seqlen_k
+            self.boxes = {}
+            for name, atom, pages, shared in (("K", atom_k, mK, sK), ("V", atom_v, mV, sV)):
+                pages = cute.local_tile(pages[None, None, head, None], (self.tile_n, self.tile_hdim), (0, 0, None))
+                _, to, given = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), pages, shared)
+                self.boxes[name] = atom, given, to
+            self.beyond = cute.size(mK, mode=[3])  # a page that is not there: copied as zeros, without a read
+            super().load(mQ, mK, mV, sQ, sK, sV, *rest)
+
+        def load_KV(
+            self, copy: Any, paged: Any, shared: Any, block: Any, *, pipeline_kv: Any, producer_state: Any,
+            K_or_V: str, page_idx: Any,
+        ) -> None:  # fmt: skip
+            atom, given, to = self.boxes[K_or_V]
+            barrier = pipeline_kv.producer_get_barrier(producer_state)
+            for box in range(cute.size(given, mode=[0, 1])):
+                first = block * self.tile_n + box * BOX_ROWS % self.tile_n
+                page = cutlass.Int32(cutlass.select_(first < self.num_keys, page_idx, self.beyond))
+                ends = given[(None, box), page], to[(None, box), producer_state.index]
+                one_box = [cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends]
+                cute.copy(atom, *one_box, tma_bar_ptr=barrier)
+            pipeline_kv.producer_commit(producer_state)
 
         def mma(self, *args: Any) -> None:
             cute.arch.griddepcontrol_wait()

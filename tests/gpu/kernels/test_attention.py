@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, contract
 from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.kernels.flash_decode import BOX_ROWS
 
 DEVICE = torch.device("cuda")
 LENGTHS = [1, 16, 127, 128, 129, 700, 255, 256, 257, 1, 383, 1500]
@@ -154,7 +155,7 @@ def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_full_batch_decode_equals_packed(heads: Heads, unequal) -> None:
-    """More sequences than SMs, from a graph, beside poison; and one changed key is seen."""
+    """More sequences than SMs, from a graph, beside poison; one changed key is seen, unused rows are not read."""
     lengths = np.random.default_rng(2).integers(1, 900, FULL_BATCH).tolist()
     data, last = qkv(sum(lengths), heads), torch.from_numpy(np.cumsum(lengths) - 1).to(DEVICE)
     paged = Paged(lengths, heads, 128, poison=True)
@@ -172,6 +173,11 @@ def test_full_batch_decode_equals_packed(heads: Heads, unequal) -> None:
     with torch.cuda.graph(graph):
         out = attend(0, *newest)
     expected = packed(*data, lengths, heads)[last]
+    graph.replay()
+    assert unequal(out, expected) == 0
+    for pages, length in zip(paged.tables, lengths, strict=True):
+        newest_page, used = divmod(length - 1, 128)
+        paged.cache.data[:, :, pages[newest_page], (used // BOX_ROWS + 1) * BOX_ROWS :] = torch.nan
     graph.replay()
     assert unequal(out, expected) == 0
     paged.cache.data[0, 0, paged.tables[3][0], 0] *= 1.05
