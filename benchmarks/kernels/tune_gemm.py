@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.kernels.decode_gemm import cold_weights, floor_us, microseconds, shapes
 from spmd_rl.kernels.linear_gluon import ring_matmul_into
-from spmd_rl.kernels.linear_tiles import REFERENCE, Ring, Tile, choose_ring, choose_tile, takes_ring
+from spmd_rl.kernels.linear_tiles import REFERENCE, Ring, Tile, choose_ring, choose_tile
 from spmd_rl.kernels.linear_triton import matmul_into
 
 CLEARLY = 1.03
@@ -115,7 +115,7 @@ def time_tiles(m: int, n: int, k: int, dtype: torch.dtype, weights: list[Tensor]
 
 
 def chosen(m: int, n: int, k: int) -> Tile | Ring:
-    return (choose_ring(m, n) if takes_ring(n, k) else None) or choose_tile(m, n)
+    return choose_ring(m, n, k) or choose_tile(m, n)
 
 
 def main() -> None:

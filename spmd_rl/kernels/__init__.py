@@ -6,7 +6,7 @@ from spmd_rl.kernels.contract import contract
 from spmd_rl.kernels.gated import silu_mul_linear
 from spmd_rl.kernels.head import head_logprobs
 from spmd_rl.kernels.kv_write import KvPlace, write_kv
-from spmd_rl.kernels.linear import linear, linear_fp32
+from spmd_rl.kernels.linear import is_exact, linear, linear_fp32
 from spmd_rl.kernels.logprob import token_logprobs
 from spmd_rl.kernels.norm import add_rms_norm, rms_norm
 from spmd_rl.kernels.packed_attention import PackedAttention
@@ -35,6 +35,7 @@ __all__ = [
     "cut_rows",
     "gumbel_noise",
     "head_logprobs",
+    "is_exact",
     "linear",
     "linear_fp32",
     "pad_rows",

@@ -38,7 +38,10 @@ BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth
 def ring_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, gated: bool = False
 ) -> None:
-    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole parts."""
+    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole parts.
+
+    A tile's height may be no power of two if it divides the weight: what its copies have more, they do not read.
+    """
     (m, k), n = x.shape, out.shape[1]
     steps = triton.cdiv(k, ring.k)
     box = triton.next_power_of_2(ring.n)
@@ -157,7 +160,7 @@ def _copy_weight(
 ) -> None:
     for half in gl.static_range(HALVES):
         row, group = half * n + first_column, 0
-        if TILE_N < weight.block_type.shape[2]:
+        if weight.block_type.shape[2] > TILE_N:
             row, group = 0, row // TILE_N
         at = [step * weight.block_type.shape[0], group, row, 0]
         _copy(weight, at, bar, weights.index(slot * HALVES + half), wanted)

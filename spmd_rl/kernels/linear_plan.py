@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear_tiles import REFERENCE, choose_gated_tile, choose_ring, choose_tile, takes_ring
+from spmd_rl.kernels.linear_tiles import REFERENCE, choose_gated_tile, choose_ring, choose_tile
 from spmd_rl.kernels.tile import dense
 
 CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # rows taken from a larger product
@@ -48,7 +48,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
     """`linear_triton.matmul_into`, or what has its bits and is faster for these shapes."""
     (num_rows, k), n = x.shape, out.shape[1]
-    ring = choose_ring(num_rows, n, gated) if takes_ring(n, k, gated) else None
+    ring = choose_ring(num_rows, n, k, gated)
     # A weight that would be copied first is one that a kernel of a graph writes, which a ring must not read early.
     if ring is None or not _is_dense(weight) or not _has_wgmma(x.device):
         from spmd_rl.kernels.linear_triton import matmul_into

@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 class Ring(NamedTuple):
     """What a program of `linear_gluon` handles: `stages` of `k` steps lie in shared memory or are on their way.
 
-    `late` lets the next kernel begin once the last stage was asked for, not at once.
+    `n`, where it is no power of two, divides the weight's rows. `late` lets the next kernel begin once the last stage was asked for, not at once.
     """
 
     m: int
@@ -42,8 +42,12 @@ class Ring(NamedTuple):
 
 
 PART = 64  # a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
-LARGE_BYTES = 24 << 20  # in a decoding step, a weight of so much gains nothing from a product that begins early
+LARGE_BYTES = 24 << 20  # weights of so much fill every multiprocessor: rings share them evenly, tiles begin in time
 HEAD_ROWS = 1 << 15  # weights with more rows are the head's, whose product is long beside its two ends
+EVEN_ROWS = 64
+BLOCKS = 128  # of a Hopper GPU's 132 multiprocessors: the widths of models come in 128 equal parts
+BLOCK_BYTES = 220 << 10  # of shared memory for a ring's stages, if a multiprocessor holds one block
+STAGE_BYTES = 48 << 10  # a longer stage arrives late, a shorter one costs more barriers
 REFERENCE = Tile(128, 128, 64, 8, 3)
 ANY = 1 << 31
 
@@ -98,14 +102,14 @@ GATED_TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     64: ((4096, Tile(64, 32, 128, 4, 6)), (ANY, Tile(64, 64, 64, 4, 4, swap=True))),
     128: ((4096, Tile(64, 64, 128, 4, 4, swap=True)),),
 }
-# Row bucket: rings for weights up to so many rows. Only for those that `takes_ring` admits.
+# Row bucket: rings for small weights up to so many rows, for those of heads and, above 64 rows of x, for all.
 RINGS: dict[int, tuple[tuple[int, Ring], ...]] = {
     8: (
         (1024, Ring(8, 32, 512, 5)),
         (3072, Ring(8, 64, 256, 6)),
         (4096, Ring(8, 64, 256, 6, late=True)),
         (HEAD_ROWS, Ring(8, 64, 256, 6)),
-        (ANY, Ring(8, 64, 256, 3)),
+        (ANY, Ring(16, 64, 128, 5)),
     ),
     16: (
         (2560, Ring(16, 32, 512, 4)),
@@ -150,14 +154,35 @@ def choose_gated_tile(m: int, n: int) -> Tile | None:
     return _choose(GATED_TILES, m, n)
 
 
-def takes_ring(n: int, k: int, gated: bool = False) -> bool:
-    """Whether a ring takes a weight of [n, k], or of [2 n, k], at all."""
-    small = 2 * n * k * (2 if gated else 1) < LARGE_BYTES
-    return k % PART == 0 and (small or n > HEAD_ROWS)
-
-
-def choose_ring(m: int, n: int, gated: bool = False) -> Ring | None:
+def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
+    """For a weight of [n, k], or of [2 n, k]; None where a tile is the faster, or K comes in no whole parts."""
+    if k % PART:
+        return None
+    if n <= HEAD_ROWS and m <= EVEN_ROWS and 2 * n * k * (2 if gated else 1) >= LARGE_BYTES:
+        return even_ring(m, n, gated)
     return _choose(GATED_RINGS if gated else RINGS, m, n)
+
+
+def even_ring(m: int, n: int, gated: bool = False) -> Ring | None:
+    """An equal share of a large weight for every multiprocessor: one block that fills it, or two.
+
+    None where the weight has no equal shares, or where many blocks would read more of x than of the weight.
+    """
+    halves, rows = 2 if gated else 1, max(8, _power_of_two(m))
+    share = 1 if n * halves <= BLOCKS * 64 else 2
+    height, left = divmod(n, share * BLOCKS)
+    if left or not 8 <= height <= 128 or (share == 2 and rows > 16):
+        return None
+    if rows == 64:
+        height = max(height, 32)
+    room, bytes_of_step = BLOCK_BYTES // share, 2 * (halves * _power_of_two(height) + rows)
+    steps = (512, 256, 128) if share == 1 else (128, 64)
+    k = next(k for k in steps if k * bytes_of_step <= min(STAGE_BYTES, room // 3))
+    return Ring(rows, height, k, room // (k * bytes_of_step))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
 
 
 def _choose(table: Mapping[int, tuple[tuple[int, T], ...]], m: int, n: int) -> T | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from spmd_rl.kernels.linear_tiles import Ring, Tile, choose_gated_tile, choose_ring, choose_tile
+from spmd_rl.kernels.linear_tiles import Tile, choose_gated_tile, choose_tile
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.paths import Path
@@ -78,7 +78,7 @@ class Kernels:
         wide = 2 * width if joined and gated is None else width
         ours = {
             OUR_MATMUL: planned(gated or choose_tile(rows, wide)),
-            OUR_RING: planned_ring(choose_ring(rows, wide, gated is not None)),
+            OUR_RING: Kernel(f"Triton {OUR_RING}", "weight first", "one chain", "wgmma"),
         }
         return tuple(ours.get(kernel.name, kernel) for kernel in self._measured(point, forward))
 
@@ -182,9 +182,3 @@ def planned(tile: Tile) -> Kernel:
     swapped = ", weight first" if tile.swap else ""
     instruction = "wgmma" if tall >= 64 and tile.warps % 4 == 0 else "mma.sync"
     return Kernel(f"Triton {OUR_MATMUL}", f"tile {tile.m}x{tile.n}x{tile.k}{swapped}", "one chain", instruction)
-
-
-def planned_ring(ring: Ring | None) -> Kernel:
-    """Our product with a ring of our tables; by its name alone where the tables have none for these rows."""
-    tile = "" if ring is None else f"tile {ring.m}x{ring.n}x{ring.k}, weight first"
-    return Kernel(f"Triton {OUR_RING}", tile, "one chain", "wgmma")

@@ -3,7 +3,7 @@
 There is no batch dimension. Sequences lie end to end, and the caller's `attend` object says which tokens see
 which: packed sequences for training, pages of a cache for generation. Everything else is a function of its row.
 
-Shape letters: T tokens (padded to the row tile inside), C hidden, H heads, K key-value heads, D head size, F
+Shape letters: T tokens (padded to the row tile inside, where the ops want it), C hidden, H heads, K key-value heads, D head size, F
 intermediate, V vocabulary.
 """
 
@@ -20,6 +20,7 @@ from spmd_rl.kernels import (
     PagedAttention,
     add_rms_norm,
     cut_rows,
+    is_exact,
     linear,
     linear_fp32,
     pad_rows,
@@ -153,8 +154,11 @@ class CausalLM(nn.Module):
         Logits are part of the forward so that a sharding wrapper around the module gathers the head too.
         Shape: tokens and positions [T] int64, rows [M] int64; returns [T, C], or [M, V] fp32.
         """
-        rotary = Rotary(pad_rows(positions), *self.rope_tables(positions.device))
-        hidden = cut_rows(self.model(pad_rows(tokens), rotary, attend), tokens.shape[0])
+        num_tokens = tokens.shape[0]
+        if torch.is_grad_enabled() or not is_exact(self.head):  # the contract's kernels take any number of rows
+            tokens, positions = pad_rows(tokens), pad_rows(positions)
+        rotary = Rotary(positions, *self.rope_tables(positions.device))
+        hidden = cut_rows(self.model(tokens, rotary, attend), num_tokens)
         return hidden if rows is None else self.logits(hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:

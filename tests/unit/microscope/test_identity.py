@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.kernels.linear_tiles import Tile, choose_gated_tile, choose_ring, choose_tile
-from spmd_rl.microscope.identity import Kernel, Kernels, between_marks, identify, kernels_of, planned, planned_ring
+from spmd_rl.kernels.linear_tiles import Tile, choose_gated_tile, choose_tile
+from spmd_rl.microscope.identity import Kernel, Kernels, between_marks, identify, kernels_of, planned
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import MARK
 
@@ -77,13 +77,9 @@ def test_gate_and_up_in_one_product_have_a_tile_of_their_own(rows: int, tile: Ti
     assert act == planned(tile) != down
 
 
-def test_a_product_out_of_a_ring_names_its_tile_from_the_ring_s_table() -> None:
-    points = Point(0, "act"), Point(0, "down_proj")
-    kernels = Kernels({(0, point): (identify("_ring_matmul"),) for point in points}, (0,), (1,), (16,), {})
-    act, down = (kernels.at(point, 0, 3072)[0] for point in points)
-    assert str(act) == "Triton _ring_matmul (tile 16x64x256, weight first, one chain, wgmma)"
-    assert down == planned_ring(choose_ring(16, 3072))
-    assert planned_ring(None).tile == ""
+def test_a_product_out_of_a_ring_is_named() -> None:
+    kernels = Kernels({(0, Point(0, "act")): (identify("_ring_matmul"),)}, (0,), (1,), (16,), {})
+    assert str(kernels.at(Point(0, "act"), 0, 3072)[0]) == "Triton _ring_matmul (weight first, one chain, wgmma)"
 
 
 def event(ts: float, cat: str, name: str, **args: Any) -> dict[str, Any]:
