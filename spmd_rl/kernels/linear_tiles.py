@@ -30,7 +30,8 @@ class Tile(NamedTuple):
 class Ring(NamedTuple):
     """What a program of `linear_gluon` handles: `stages` of `k` steps lie in shared memory or are on their way.
 
-    `n`, where it is no power of two, divides the weight's rows. `late` lets the next kernel begin once the last stage was asked for, not at once.
+    `n`, where it is no power of two, divides the weight's rows. `late` lets the next kernel begin once the last stage
+    was asked for, not at once.
     """
 
     m: int

@@ -3,8 +3,8 @@
 There is no batch dimension. Sequences lie end to end, and the caller's `attend` object says which tokens see
 which: packed sequences for training, pages of a cache for generation. Everything else is a function of its row.
 
-Shape letters: T tokens (padded to the row tile inside, where the ops want it), C hidden, H heads, K key-value heads, D head size, F
-intermediate, V vocabulary.
+Shape letters: T tokens (padded to the row tile inside, where the ops want it), C hidden, H heads, K key-value heads,
+D head size, F intermediate, V vocabulary.
 """
 
 from __future__ import annotations
