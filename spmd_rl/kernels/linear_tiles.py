@@ -43,10 +43,10 @@ class Ring(NamedTuple):
 
 
 PART = 64  # a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
-LARGE_BYTES = 24 << 20  # weights of so much fill every multiprocessor: rings share them evenly, tiles begin in time
+LARGE_BYTES = 24 << 20  # a weight of so much comes in equal shares, or in tiles that gain nothing by beginning early
 HEAD_ROWS = 1 << 15  # weights with more rows are the head's, whose product is long beside its two ends
-EVEN_ROWS = 64
-BLOCKS = 128  # of a Hopper GPU's 132 multiprocessors: the widths of models come in 128 equal parts
+EVEN_ROWS = 64  # of x: with more, a share reads more of x than of the weight
+BLOCKS = 128  # shares for a Hopper GPU's 132 multiprocessors: the widths of models are multiples of it
 BLOCK_BYTES = 220 << 10  # of shared memory for a ring's stages, if a multiprocessor holds one block
 STAGE_BYTES = 48 << 10  # a longer stage arrives late, a shorter one costs more barriers
 REFERENCE = Tile(128, 128, 64, 8, 3)
@@ -89,7 +89,7 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     256: (
         (1024, Tile(32, 64, 256, 4, 4, swap=True)),
         (2048, Tile(64, 64, 128, 4, 6)),
-        (4608, Tile(64, 128, 128, 4, 4)),
+        (4608, Tile(64, 128, 64, 4, 9)),
         (8192, Tile(128, 128, 64, 4, 5)),
         (16384, Tile(256, 128, 64, 8, 4)),
         (32768, Tile(128, 128, 64, 4, 5)),
@@ -165,12 +165,12 @@ def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
 
 
 def even_ring(m: int, n: int, gated: bool = False) -> Ring | None:
-    """An equal share of a large weight for every multiprocessor: one block that fills it, or two.
+    """An equal share of a large weight for every multiprocessor: one block that fills it, or two with half of it each.
 
-    None where the weight has no equal shares, or where many blocks would read more of x than of the weight.
+    None where the weight has no equal shares, or where so many blocks would read more of x than they save.
     """
     halves, rows = 2 if gated else 1, max(8, _power_of_two(m))
-    share = 1 if n * halves <= BLOCKS * 64 else 2
+    share = 1 if n * halves <= BLOCKS * 64 or rows == 32 else 2
     height, left = divmod(n, share * BLOCKS)
     if left or not 8 <= height <= 128 or (share == 2 and rows > 16):
         return None
@@ -178,7 +178,7 @@ def even_ring(m: int, n: int, gated: bool = False) -> Ring | None:
         height = max(height, 32)
     room, bytes_of_step = BLOCK_BYTES // share, 2 * (halves * _power_of_two(height) + rows)
     steps = (512, 256, 128) if share == 1 else (128, 64)
-    k = next(k for k in steps if k * bytes_of_step <= min(STAGE_BYTES, room // 3))
+    k = next((k for k in steps if k * bytes_of_step <= min(STAGE_BYTES, room // 3)), 128)
     return Ring(rows, height, k, room // (k * bytes_of_step))
 
 
