@@ -1,9 +1,9 @@
 """FlashAttention-4 for decoding: one new token a sequence over its pages.
 
-The package builds its kernel so that one block of threads fills an SM, which reads nothing while a block starts and
-while it ends; a block of decoding is short. Where there are more blocks than SMs, the same kernel is built here with
-one stage of keys and values instead of two, and half of the registers, so that two blocks share an SM. It also reads
-no more of a sequence's last page than is in use, where the package reads pages whole. What is summed, and in which
+The package's kernel, built otherwise. It may begin before the kernel ahead of it has ended. It reads no more of a
+sequence's last page than is in use, where the package reads pages whole. And where there are more blocks of threads
+than SMs, two share an SM, with one stage of keys and values instead of two and half of the registers each: alone, a
+block reads nothing while it starts and while it ends, and a block of decoding is short. What is summed, and in which
 order, does not change, nor do bits. Another version of the package runs as it is built there.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 TILE = (64, 128)  # the fewest query rows that the tensor cores take, and the key blocks of training
 VERIFIED_VERSION = "4.0.0b19"  # the kernel's class takes its arguments so
 BOX_ROWS = 32  # keys or values of a page that are copied at a time
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 208, 48  # of a thread; twice 128 threads of each have an SM's 65,536
+REGISTERS = {1: (256, 56), 2: (208, 48)}  # blocks on an SM: of a consumer's thread, and a producer's; 128 of each
 
 
 def decode_attention(
@@ -34,8 +34,9 @@ def decode_attention(
     q, out = q.unsqueeze(1), out.unsqueeze(1)
     log_sum = None if log_sum is None else log_sum.unsqueeze(2)
     heads, dim, kv_heads = *q.shape[2:], keys.shape[2]
-    if len(q) * kv_heads > _num_sms(q.device) and keys.shape[1] == TILE[1] and _verified():
-        run = _two_on_an_sm(dim, heads // kv_heads, log_sum is not None)
+    if keys.shape[1] == TILE[1] and _verified():
+        blocks = 2 if len(q) * kv_heads > _num_sms(q.device) else 1
+        run = _compiled(blocks, dim, heads // kv_heads, log_sum is not None)
         run(q, keys, values, out, log_sum, num_keys, pages)
         return
     from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a tile
@@ -65,8 +66,9 @@ def _num_sms(device: torch.device) -> int:
 
 
 @cache
-def _two_on_an_sm(dim: int, groups: int, with_log_sum: bool) -> Callable[..., None]:
-    """The kernel for such heads, compiled at its first call: (q, keys, values, out, log_sum, num_keys, pages)."""
+def _compiled(blocks: int, dim: int, groups: int, with_log_sum: bool) -> Callable[..., None]:
+    """The kernel for so many blocks on an SM and such heads, compiled at its first call: (q, keys, values, out,
+    log_sum, num_keys, pages)."""
     import cutlass.cute as cute
     from cutlass import BFloat16
     from flash_attn.cute.cute_dsl_utils import to_cute_tensor
@@ -79,10 +81,11 @@ def _two_on_an_sm(dim: int, groups: int, with_log_sum: bool) -> Callable[..., No
         pack_gqa=groups > 1,
         tile_m=TILE[0],
         tile_n=TILE[1],
-        num_stages=1,
+        num_stages=3 - blocks,
         num_threads=256,
-        intra_wg_overlap=False,
+        intra_wg_overlap=blocks == 1,
     )
+    kernel.blocks_on_an_sm = blocks
     compiled: Callable[..., None] | None = None
 
     def described(x: Tensor | None) -> Any:
@@ -108,15 +111,15 @@ def _kernel_class() -> Any:
     from flash_attn.cute.utils import AuxData
     from quack import copy_utils, layout_utils, sm90_utils
 
-    class TwoOnAnSm(FlashAttentionForwardSm90):  # type: ignore[misc]
-        """It may begin before the kernel ahead of it has ended, as the Triton kernels of the decode path do."""
-
+    class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         # The package sets these in its call for one block on an SM, whatever it is built with.
-        num_mma_regs = property(lambda self: CONSUMER_REGISTERS, lambda self, value: None)
-        num_producer_regs = property(lambda self: PRODUCER_REGISTERS, lambda self, value: None)
+        num_mma_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][0], lambda self, value: None)
+        num_producer_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][1], lambda self, value: None)
 
-        @cute.jit
-        def __call__(self, q, keys, values, out, log_sum, num_keys, pages, stream):  # type: ignore[no-untyped-def]
+        @cute.jit  # type: ignore[untyped-decorator]
+        def __call__(
+            self, q: Any, keys: Any, values: Any, out: Any, log_sum: Any, num_keys: Any, pages: Any, stream: Any
+        ) -> None:
             self.caches = keys, values
             scale, nothing = cutlass.Float32(self.tile_hdim**-0.5), (None, None, None, None)
             given = q, keys, values, out, log_sum, scale, *nothing[:3], num_keys, pages, *nothing
@@ -127,7 +130,9 @@ def _kernel_class() -> Any:
             (atom_k, mK), (atom_v, mV) = map(self.in_boxes, self.caches)
             launcher = super().kernel(mQ, mK, mV, *rest[:8], atom_k, atom_v, *rest[10:])
             launch = launcher.launch
-            launcher.launch = lambda **config: launch(**(config | {"min_blocks_per_mp": 2, "use_pdl": True}))
+            launcher.launch = lambda **config: launch(
+                **(config | {"min_blocks_per_mp": self.blocks_on_an_sm, "use_pdl": True})
+            )
             return launcher
 
         def in_boxes(self, cache: Any) -> Any:
@@ -158,8 +163,8 @@ def _kernel_class() -> Any:
             atom, given, to = self.boxes[K_or_V]
             barrier = pipeline_kv.producer_get_barrier(producer_state)
             for box in range(cute.size(given, mode=[0, 1])):
-                first = block * self.tile_n + box * BOX_ROWS % self.tile_n
-                page = cutlass.Int32(cutlass.select_(first < self.num_keys, page_idx, self.beyond))
+                first = block * self.tile_n + box * BOX_ROWS % self.tile_n  # of block -1 where there are no keys
+                page = cutlass.Int32(cutlass.select_((first >= 0) & (first < self.num_keys), page_idx, self.beyond))
                 ends = given[(None, box), page], to[(None, box), producer_state.index]
                 one_box = [cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends]
                 cute.copy(atom, *one_box, tma_bar_ptr=barrier)
@@ -169,4 +174,4 @@ def _kernel_class() -> Any:
             cute.arch.griddepcontrol_wait()
             super().mma(*args)
 
-    return TwoOnAnSm
+    return Decoding
