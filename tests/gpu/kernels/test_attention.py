@@ -155,7 +155,7 @@ def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
 @pytest.mark.parametrize("batch", [12, 140])
 @pytest.mark.parametrize("heads", HEADS)
 def test_recorded_decode_equals_packed(heads: Heads, batch: int, unequal) -> None:
-    """Fewer blocks than SMs and more, from a graph, beside poison; one changed key is seen, unused rows are not read."""
+    """Fewer blocks than SMs and more, from a graph, beside poison; one changed key is seen, no unused row read."""
     lengths = np.random.default_rng(2).integers(1, 900, batch).tolist()
     data, last = qkv(sum(lengths), heads), torch.from_numpy(np.cumsum(lengths) - 1).to(DEVICE)
     paged = Paged(lengths, heads, 128, poison=True)
