@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.router import MOMENT_S
@@ -15,21 +14,19 @@ from spmd_rl.errors import SpmdError
 Until = Callable[[Callable[[], bool], float], bool]  # Turns.until
 
 
-@dataclass(eq=False)
 class CallRecord:
     """One issued command: `what` names it for people ("trainer.train_step"), `answers` are by rank."""
 
-    number: int
-    what: str
-    ranks: tuple[int, ...]
-    phase: str
-    started: float = field(default_factory=time.monotonic)
-    answers: dict[int, Packed] = field(default_factory=dict)
-    failure: tuple[int, Failure] | None = None  # the first, and its rank
-    waiting: set[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.waiting = set(self.ranks)
+    def __init__(self, number: int, what: str, ranks: tuple[int, ...], phase: str) -> None:
+        self.number = number
+        self.what = what
+        self.ranks = ranks
+        self.phase = phase
+        self.started = time.monotonic()
+        self.answers: dict[int, Packed] = {}
+        self.failure: tuple[int, Failure] | None = None  # the first, and its rank
+        self.waiting = set(ranks)
+        self.over = not ranks  # nothing is waited for any more
 
     @property
     def age_s(self) -> float:
@@ -58,10 +55,11 @@ class Calls:
 
     def open(self, what: str, ranks: tuple[int, ...]) -> CallRecord:
         """A new record. Raises: what has ended the run, if something has."""
-        if self.cause is not None:
-            raise self.cause
         record = CallRecord(next(self._numbers), what, ranks, self.phase)
         self._open[record.number] = record
+        if self.cause is not None:
+            self.close(record)
+            raise self.cause
         return record
 
     def answer(self, number: int, rank: int, answer: Packed | Failure) -> bool:
@@ -73,12 +71,16 @@ class Calls:
             record.answers[rank] = answer
         elif record.failure is None:
             record.failure = rank, answer
-        record.waiting.remove(rank)  # at last: another thread may be waiting for just that
+        record.waiting.remove(rank)
+        if not record.waiting or record.failure:
+            record.over = True  # at last: another thread may be waiting for just that
         return True
 
     def fail(self, cause: SpmdError) -> None:
         """End every wait, now and later, with `cause`; the first cause stands."""
         self.cause = self.cause or cause
+        for record in list(self._open.values()):
+            record.over = True
 
     def wait(self, record: CallRecord, deadline_s: float) -> bool:
         """Whether `record` was answered by every rank or failed on one.
@@ -86,15 +88,11 @@ class Calls:
         Blocks: for `deadline_s` at most; `answer` or `fail` ends it.
         Raises: the cause given to `fail`, and what `meanwhile` raises.
         """
-
-        def over() -> bool:
-            return not record.waiting or record.failure is not None or self.cause is not None
-
         began = time.monotonic()
-        done = self._until(over, min(MOMENT_S, deadline_s))
+        done = self._until(lambda: record.over, min(MOMENT_S, deadline_s))
         if not done:
             self.meanwhile()
-            done = self._until(over, max(0.0, began + deadline_s - time.monotonic()))
+            done = self._until(lambda: record.over, max(0.0, began + deadline_s - time.monotonic()))
         self.waited_s += time.monotonic() - began
         if record.failure is None and record.waiting and self.cause is not None:
             raise self.cause

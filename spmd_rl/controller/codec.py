@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import threading
 import types
 import typing
@@ -34,7 +33,7 @@ DType = Literal[
 _DTYPES = typing.get_args(DType)
 
 
-class Packed(msgspec.Struct, frozen=True):
+class Packed(msgspec.Struct, frozen=True, gc=False):
     """An encoded value. Equal values have equal bytes, which is how ranks are compared."""
 
     body: bytes
@@ -52,8 +51,9 @@ class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 _NAMES: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
 _NATIVE = {name: dtype for dtype, name in _NAMES.items()}
-_encode_reference = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.encode
 _decode_reference = msgspec.msgpack.Decoder(_ArrayRef).decode
+_array = np.ndarray
 _open = threading.local()  # of the value that this thread is decoding: its `payload`, and how to read its `arrays`
 
 
@@ -121,23 +121,22 @@ def pack(value: Any) -> Packed:
             return _scalar_or_function(item)
         reference = _reference(item.dtype, item.shape, size)
         raw = item.tobytes()
-        if padding := -len(raw) % ALIGN_BYTES:
-            raw += bytes(padding)
+        if len(raw) % ALIGN_BYTES:
+            raw += bytes(-len(raw) % ALIGN_BYTES)
         chunks.append(raw)
         size += len(raw)
         return reference
 
     try:
-        body = msgspec.msgpack.encode(value, enc_hook=hook)
+        body = _encode(value, enc_hook=hook)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise ContractError(f"a value cannot cross between processes: {error}") from error
-    payload = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    if len(body) > MAX_BODY_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
+    if len(body) > MAX_BODY_BYTES or size > MAX_PAYLOAD_BYTES:
         raise ContractError(
-            f"a value of {len(body)} + {len(payload)} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain data) "
+            f"a value of {len(body)} + {size} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain data) "
             f"and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
         )
-    return Packed(body, payload)
+    return Packed(body, b"".join(chunks))
 
 
 @functools.lru_cache(1024)
@@ -146,7 +145,7 @@ def _reference(dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> msg
     name = _NAMES.get(dtype)
     if name is None:
         raise ContractError(f"an array of dtype {dtype} cannot cross between processes")
-    return msgspec.msgpack.Ext(_ARRAY, _encode_reference((name, shape, offset)))
+    return msgspec.msgpack.Ext(_ARRAY, _encode((name, shape, offset)))
 
 
 def name_of(item: Callable[..., Any] | type) -> str:
@@ -199,18 +198,15 @@ def _array_in(code: int, data: memoryview) -> NDArray[Any]:
 
 
 def _reader(reference: _ArrayRef) -> Callable[[bytes], NDArray[Any]]:
-    dtype, shape, offset = _NATIVE[reference.dtype], reference.shape, reference.offset
-    is_flat = len(shape) == 1
-    count = shape[0] if is_flat else math.prod(shape)
+    dtype, shape, offset = _NATIVE[reference.dtype], tuple(reference.shape), reference.offset
 
     def read(payload: bytes) -> NDArray[Any]:
         try:
-            flat = np.frombuffer(payload, dtype, count, offset)
-        except ValueError as error:
+            return _array(shape, dtype, payload, offset).copy()
+        except (TypeError, ValueError, OverflowError) as error:
             raise msgspec.ValidationError(f"an array of shape {shape} outside its payload") from error
-        return flat.copy() if is_flat else flat.reshape(shape).copy()
 
-    return read if count else lambda payload: np.empty(shape, dtype)
+    return read
 
 
 def _scalar_or_function(item: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -16,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.family import end_siblings
-from spmd_rl.controller.frames import receive, send
+from spmd_rl.controller.frames import send
 from spmd_rl.controller.last_words import end_process
 from spmd_rl.controller.secret import FILE_ENV, SECRET_ENV, Keys
 from spmd_rl.controller.stacks import all_stacks, flight_record, place_of_main_thread
@@ -25,7 +26,6 @@ from spmd_rl.controller.vigil import Vigil
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
     Bye,
-    Call,
     Command,
     Dying,
     Hello,
@@ -33,8 +33,6 @@ from spmd_rl.controller.wire import (
     Ping,
     Pong,
     Signalled,
-    Spawn,
-    Split,
     StackRequest,
     Stacks,
     Stop,
@@ -65,11 +63,12 @@ class Dealer:
         self._endpoint = endpoint
         self._abandon = abandon
         self._incoming = Incoming(generation, decode_at_worker)
-        self._outgoing = Outgoing(generation)
+        self._outgoing = Outgoing(generation, secrets.randbits(62))
         self._context = zmq.Context()
         self._socket = _client_socket(self._context, keys, hello.rank)
         self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
+        self._receive = self._socket.recv
         self._outbox: deque[tuple[bytes, Packed, int]] = deque()
         self._waker = Waker()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)
@@ -77,7 +76,7 @@ class Dealer:
         self._next_watch = 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], None]] = {
-            self._socket: self._receive,
+            self._socket: lambda: self.take(self._receive()),
             self._monitor: self._disconnected,
             self._waker.fileno(): self._woken,
         }
@@ -106,15 +105,13 @@ class Dealer:
 
         Blocks: on the controller; this process ends if it is lost.
         """
-        inbox, turns = self.inbox, self._turns
-        while not inbox:
-            if turns.take(TICK_S):
+        while not self.inbox:
+            if self._turns.take(TICK_S):
                 try:
-                    while not inbox:
-                        self._listen()
+                    self._listen()
                 finally:
-                    turns.leave()
-        return inbox.popleft()
+                    self._turns.leave()
+        return self.inbox.popleft()
 
     def close(self) -> None:
         """Send what is queued and close.
@@ -128,23 +125,31 @@ class Dealer:
         self._context.destroy(linger=1000)
         self._waker.close()
 
-    def take(self, frames: Sequence[bytes]) -> None:
+    def take(self, frame: bytes) -> None:
         """Act on what the socket received, in one's turn."""
-        if taken := self._incoming.take(frames):
-            self._act(*taken)
+        if taken := self._incoming.take(frame):
+            if isinstance(taken[0], Command):
+                self.inbox.append(taken)
+            else:
+                self._act(*taken)
 
     def _listen(self) -> None:
-        """Wait for the controller alone, which takes half of what polling does, and for all else when it is time to."""
-        if time.monotonic() >= self._next_watch:
-            self._handle(0.0)
-            return
-        if self._outbox:
-            self._send()
-        try:
-            frames = receive(self._socket)
-        except zmq.Again:  # nothing came within a tick
-            return
-        self.take(frames)
+        """Wait for a command, from the controller alone, which takes half of what polling does.
+
+        All else is seen to when it is time to.
+        """
+        while not self.inbox:
+            if self._outbox:
+                self._send()
+            if self._turns.due:
+                self._turns.due = False
+                self._handle(0.0)
+                continue
+            try:
+                frame = self._receive()
+            except zmq.Again:  # nothing came within a tick
+                continue
+            self.take(frame)
 
     def _handle(self, seconds: float) -> None:
         if self._outbox:
@@ -173,9 +178,6 @@ class Dealer:
             2,
         )
 
-    def _receive(self) -> None:
-        self.take(receive(self._socket))
-
     def _watch(self, now: float) -> None:
         """End this process when those above it are gone."""
         if why := self._vigil.launcher_lost(os.getppid()):
@@ -186,12 +188,11 @@ class Dealer:
 
     def _send(self) -> None:
         while self._outbox:
-            send(self._socket, self._outgoing.frames(*self._outbox.popleft()))
+            header, value, call = self._outbox.popleft()
+            send(self._socket, self._outgoing.frame(header, value, call))
 
     def _act(self, message: ToWorker, value: Packed, call: int) -> None:
         match message:
-            case Call() | Spawn() | Split():
-                self.inbox.append((message, value, call))
             case Ping(lost_after_s):
                 self._vigil.pinged(lost_after_s, time.monotonic())
                 self.post(Pong())

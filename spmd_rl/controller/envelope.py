@@ -1,93 +1,112 @@
 """Messages in order and once: what each direction of a conversation adds to a header and a value.
 
-A message is one frame, or two when its payload is large. It begins with the preamble: the life of the run, the number
-of the message within its direction, the number of the call that it issues or answers, and the lengths of what follows.
-Only the very next number is taken. A frame that was replayed is refused; when one was lost, all that follow are, so
-that no call is ever run out of step, and the silence ends the run.
+A message is one frame. It begins with the preamble: the life of the run, the number of the message within its
+direction, the number of the call that it issues or answers, and where body and payload begin. Only the very next
+number is taken. A frame that was replayed is refused; when one was lost, all that follow are, so that no call is ever
+run out of step, and the silence ends the run.
 
-What differs between two calls of an endpoint is in the preamble and the value: a header that came before is known.
+What differs between two calls of an endpoint is in the preamble and the payload: what came before is known.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from spmd_rl.controller import codec, wire
 from spmd_rl.controller.codec import NOTHING, Packed
-from spmd_rl.controller.known import remember
+from spmd_rl.controller.known import MAX_KNOWN_BYTES, remember
 from spmd_rl.controller.wire import MALFORMED, Refusal
 
 M = TypeVar("M")
 
 PREAMBLE = struct.Struct(">QQQII")
 PREAMBLE_BYTES = PREAMBLE.size
+_PLACES_AT = PREAMBLE_BYTES - 8  # of body and payload: what header and body mean depends on these too
 _read_preamble, _write_preamble = PREAMBLE.unpack_from, PREAMBLE.pack
-OWN_FRAME_BYTES = 1 << 16  # payloads from this size on are not copied into the first frame
 
 
 class Outgoing:
     """One direction, at its sender."""
 
-    def __init__(self, generation: int) -> None:
+    def __init__(self, generation: int, first: int = 0) -> None:
         self._generation = generation
-        self._next = 0
+        self._next = first
 
-    def frames(self, header: bytes, value: Packed = NOTHING, call: int = 0) -> list[bytes]:
-        """The frames of the next message; `call` is the number of the one that it issues or answers, if any."""
-        body, payload = value.body, value.payload
-        preamble = _write_preamble(self._generation, self._next, call, len(header), len(body))
-        self._next += 1
-        if len(payload) < OWN_FRAME_BYTES:
-            return [preamble + header + body + payload]
-        return [preamble + header + body, payload]
+    def frame(self, header: bytes, value: Packed = NOTHING, call: int = 0) -> bytes:
+        """The next message; `call` is the number of the one that it issues or answers, if any."""
+        body = value.body
+        body_at = PREAMBLE_BYTES + len(header)
+        number = self._next
+        self._next = number + 1
+        preamble = _write_preamble(self._generation, number, call, body_at, body_at + len(body))
+        return b"".join((preamble, header, body, value.payload))
 
 
 class Incoming(Generic[M]):
-    """One direction, at its receiver; `refused` counts what it did not take, by `Refusal`."""
+    """One direction, at its receiver; `refused` counts what it did not take, by `Refusal`.
 
-    def __init__(self, generation: int, decode: Callable[[bytes], M]) -> None:
+    `known` has the message and the body of frames that came before, by the bytes that say them; directions may share
+    it. Without `first`, the number that comes first is right.
+    """
+
+    def __init__(
+        self,
+        generation: int,
+        decode: Callable[[bytes], M],
+        known: dict[bytes, tuple[M, bytes]] | None = None,
+        first: int | None = 0,
+    ) -> None:
         self.refused: Counter[str] = Counter()
         self._generation = generation
         self._decode = decode
-        self._known: dict[bytes, M] = {}
-        self._next = 0
+        self._known = {} if known is None else known
+        self._next = first
 
-    def take(self, frames: Sequence[bytes]) -> tuple[M, Packed, int] | None:
-        """The message in these frames, its value and its call; None, counted, when they hold none or not the next."""
-        num_frames = len(frames)
-        if num_frames != 1 and num_frames != 2:
-            return self._refused(Refusal.FRAMES)
-        first = frames[0]
-        if len(first) < PREAMBLE_BYTES:
-            return self._refused(Refusal.PREAMBLE)
-        generation, number, call, header_bytes, body_bytes = _read_preamble(first)
-        if generation != self._generation:
-            return self._refused(Refusal.GENERATION)
-        if number != self._next:
-            return self._refused(Refusal.REPLAYED if number < self._next else Refusal.EARLY)
-        middle = PREAMBLE_BYTES + header_bytes
-        end = middle + body_bytes
-        if end > len(first) or (num_frames == 2 and end < len(first)):
-            return self._refused(Refusal.PREAMBLE)
-        payload = first[end:] if num_frames == 1 else frames[1]
-        if body_bytes > codec.MAX_BODY_BYTES or len(payload) > codec.MAX_PAYLOAD_BYTES:
-            return self._refused(Refusal.OVERSIZE)
-        header = first[PREAMBLE_BYTES:middle]
-        message = self._known.get(header)
-        if message is None:
-            if header_bytes > wire.MAX_HEADER_BYTES:
-                return self._refused(Refusal.OVERSIZE)
-            try:
-                message = self._decode(header)
-            except MALFORMED:
-                return self._refused(Refusal.HEADER)
-            remember(self._known, header, message)
-        self._next += 1
-        return message, Packed(first[middle:end], payload), call
+    def take(self, frame: bytes) -> tuple[M, Packed, int] | None:
+        """The message in this frame, its value and its call; None, counted, when it holds none or not the next."""
+        try:
+            generation, number, call, body_at, payload_at = _read_preamble(frame)
+        except struct.error:
+            self.refuse(Refusal.PREAMBLE)
+            return None
+        if (generation != self._generation or number != self._next) and (why := self._stale(generation, number)):
+            self.refuse(why)
+            return None
+        said = self._known.get(frame[_PLACES_AT:payload_at]) if payload_at <= MAX_KNOWN_BYTES else None
+        if said is None:
+            said = self._learn(frame, body_at, payload_at)
+            if isinstance(said, Refusal):
+                self.refuse(said)
+                return None
+        self._next = number + 1
+        message, body = said
+        return message, Packed(body, frame[payload_at:]), call
 
-    def _refused(self, reason: Refusal) -> tuple[M, Packed, int] | None:
+    def refuse(self, reason: Refusal) -> None:
+        """Count what is not taken."""
         self.refused[reason] += 1
-        return None
+
+    def _stale(self, generation: int, number: int) -> Refusal | None:
+        if generation != self._generation:
+            return Refusal.GENERATION
+        if self._next is None:
+            return None
+        return Refusal.REPLAYED if number < self._next else Refusal.EARLY
+
+    def _learn(self, frame: bytes, body_at: int, payload_at: int) -> tuple[M, bytes] | Refusal:
+        if not PREAMBLE_BYTES <= body_at <= payload_at <= len(frame):
+            return Refusal.PREAMBLE
+        sizes = body_at - PREAMBLE_BYTES, payload_at - body_at, len(frame) - payload_at
+        limits = wire.MAX_HEADER_BYTES, codec.MAX_BODY_BYTES, codec.MAX_PAYLOAD_BYTES
+        if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
+            return Refusal.OVERSIZE
+        try:
+            message = self._decode(frame[PREAMBLE_BYTES:body_at])
+        except MALFORMED:
+            return Refusal.HEADER
+        said = message, frame[body_at:payload_at]
+        remember(self._known, frame[_PLACES_AT:payload_at], said)
+        return said

@@ -1,9 +1,6 @@
-"""Whole messages on a ZeroMQ socket. `recv_multipart` asks the socket after each frame whether one follows, which
-takes longer than the frame does."""
+"""Messages of one frame on ZeroMQ sockets, at what ZeroMQ itself takes."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import zmq
 
@@ -12,20 +9,12 @@ _LATER = int(zmq.DONTWAIT | zmq.SNDMORE)
 _send = zmq.backend.Socket.send  # that of zmq.Socket looks for options of draft sockets first
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """The frames of the next message, or those that are left of it. Blocks: unless the socket is readable."""
-    frame = socket.recv(0, False)
-    frames = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(0, False)
-        frames.append(frame.bytes)
-    return frames
+def send(socket: zmq.Socket[bytes], frame: bytes) -> None:
+    """Send a message; it waits for a slow peer in memory."""
+    _send(socket, frame, _LAST)
 
 
-def send(socket: zmq.Socket[bytes], frames: Sequence[bytes], to: bytes | None = None) -> None:
-    """Send one frame, or two, as one message, to the peer of that identity; they wait for a slow peer in memory."""
-    if to is not None:
-        _send(socket, to, _LATER)
-    if len(frames) > 1:
-        _send(socket, frames[0], _LATER)
-    _send(socket, frames[-1], _LAST)
+def send_to(socket: zmq.Socket[bytes], identity: bytes, frame: bytes) -> None:
+    """Send a message to the peer of that identity. Raises: ZMQError when there is none."""
+    _send(socket, identity, _LATER)
+    _send(socket, frame, _LAST)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from typing import Any, NoReturn
 
+from spmd_rl.controller.calls import CallRecord
 from spmd_rl.controller.codec import Packed, pack
 from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.pending import Pending
 from spmd_rl.controller.router import Values
 from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Call
+from spmd_rl.controller.wire import Call, encode
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 
@@ -43,19 +45,30 @@ class RemoteEndpoint(Bound[..., Any]):
         self._endpoint = endpoint
         self._signature = Signature(endpoint)
         self._what = f"{handle.name}.{endpoint.name}"
+        self._headers: dict[str, bytes] = {}  # by phase
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ContractError(f"{self._what} lives on workers: use {self._what}.call(...) or .start(...)")
 
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Issue the call and wait for its value."""
+        return self._finish(self._issue(args, kwargs))
+
     def start(self, *args: Any, **kwargs: Any) -> Pending[Any]:
         """Issue the call to its ranks, each with its shard of the arguments."""
-        board, placement = self._handle.board, self._handle.placement
-        arguments = self._signature.bind(args, kwargs)
-        ranks = (min(placement.ranks, key=board.calls.num_owed),) if self._endpoint.local else placement.ranks
-        values = self._packed(arguments, ranks)
+        return Pending(functools.partial(self._finish, self._issue(args, kwargs)))
+
+    def _issue(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRecord:
+        board, ranks = self._handle.board, self._handle.placement.ranks
+        if self._endpoint.local:
+            ranks = (min(ranks, key=board.calls.num_owed),)
+        values = self._packed(self._signature.bind(args, kwargs), ranks)
         record = board.calls.open(self._what, ranks)
-        board.issue(record, Call(self._handle.name, self._endpoint.name, record.phase), values)
-        return Pending(lambda deadline_s: self._finish(ranks, board.collect(record, deadline_s)))
+        header = self._headers.get(record.phase)
+        if header is None:
+            header = self._headers[record.phase] = encode(Call(self._handle.name, self._endpoint.name, record.phase))
+        board.issue(record, header, values)
+        return record
 
     def _packed(self, arguments: dict[str, Any], ranks: tuple[int, ...]) -> Values:
         """The packed arguments by the ranks that receive them: each value is packed once."""
@@ -65,9 +78,10 @@ class RemoteEndpoint(Bound[..., Any]):
         scattered = self._signature.scatter(arguments, len(shards))
         return {ranks: pack(own) for ranks, own in zip(shards, scattered, strict=True)}
 
-    def _finish(self, ranks: tuple[int, ...], by_rank: dict[int, Packed]) -> Any:
+    def _finish(self, record: CallRecord, deadline_s: float | None = None) -> Any:
+        by_rank = self._handle.board.collect(record, deadline_s)
         if not self._signature.gathers:
-            return self._value(by_rank, ranks)
+            return self._value(by_rank, record.ranks)
         return self._signature.gather([self._value(by_rank, shard) for shard in self._handle.shards])
 
     def _value(self, by_rank: dict[int, Packed], ranks: tuple[int, ...]) -> Any:

@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
-from spmd_rl.controller.frames import receive, send
+from spmd_rl.controller.frames import send_to
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.turns import Turns
 from spmd_rl.controller.waker import Waker
@@ -69,21 +69,23 @@ class Router:
         self._zap.bind("inproc://zeromq.zap.01")
         self._router = _server_socket(self._context, keys)
         self._router.bind(address)
+        self._receive = self._router.recv
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._unknown: Counter[str] = Counter()
         self._identities = [b"rank-%d" % rank for rank in range(world_size)]
         self._ranks = {identity: rank for rank, identity in enumerate(self._identities)}
-        self._incoming = [Incoming(generation, decode_at_controller) for _ in range(world_size)]
+        known: dict[bytes, tuple[ToController, bytes]] = {}
+        self._incoming = [Incoming(generation, decode_at_controller, known, None) for _ in range(world_size)]
         self._outgoing = [Outgoing(generation) for _ in range(world_size)]
         self._client_key = keys.client.public
         self._listener = listener
         self._lifeline = lifeline
-        self._outbox: deque[tuple[int, bytes, Packed, int]] = deque()
+        self._outbox: deque[tuple[bytes, Values, int]] = deque()
         self._waker = Waker()
         self._next_tick = 0.0
         self._poller = zmq.Poller()
-        self._handlers: dict[object, Callable[[], None]] = {
-            self._router: self._receive,
+        self._handlers: dict[object, Callable[[], object]] = {
+            self._router: self._take_next,
             self._zap: self._admit,
             self._waker.fileno(): self._woken,
             self._lifeline.fileno(): self._parent_lost,
@@ -111,21 +113,28 @@ class Router:
 
     def post(self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0) -> None:
         """Send a message to each of `ranks`, in order with all others."""
-        self.post_each(message, {tuple(ranks): value}, call)
+        self.post_each(encode(message), {tuple(ranks): value}, call)
 
-    def post_each(self, message: Message, values: Values, call: int = 0) -> None:
-        """Send a message with each value: any two of these reach the ranks that they share in the same order."""
-        header = encode(message)
-        self._outbox.extend([(rank, header, value, call) for ranks, value in values.items() for rank in ranks])
+    def post_each(self, header: bytes, values: Values, call: int = 0) -> None:
+        """Send a header with each value: any two of these reach the ranks that they share in the same order."""
+        self._outbox.append((header, values, call))
         self._turns.now_or_next(self._send)
 
     def until(self, done: Callable[[], object], seconds: float) -> bool:
         """Handle what arrives until `done()`; False when it was not within `seconds`.
 
-        A wait of a moment is for workers alone, which takes less than half of what polling does.
-        Blocks: for `seconds` at most.
+        A wait of a moment is for workers alone, which takes less than half of what polling does; it goes on while they
+        answer.
+        Blocks: for `seconds` at most, or until no worker has answered for a moment.
         """
-        return self._turns.until(done, seconds, self._listen if seconds <= MOMENT_S else self._handle)
+        if seconds > MOMENT_S:
+            return self._turns.until(done, seconds)
+        if self._turns.take(seconds):
+            try:
+                self._listen(done)
+            finally:
+                self._turns.leave()
+        return bool(done())
 
     def close(self) -> None:
         """Send what is queued and close.
@@ -137,28 +146,42 @@ class Router:
         self._context.destroy(linger=1000)
         self._waker.close()
 
-    def take(self, identity: bytes, frames: Sequence[bytes]) -> None:
-        """Act on what the socket received, in one's turn."""
-        rank = self._ranks.get(identity)
-        if rank is None:
-            self._unknown[Refusal.STRANGER] += 1
-        elif (taken := self._incoming[rank].take(frames)) and not self._listener.on_message(rank, *taken):
-            self._incoming[rank].refused[Refusal.UNASKED] += 1
+    def take(self, rank: int, frame: bytes) -> None:
+        """Act on what came from the socket of `rank`, in one's turn."""
+        incoming = self._incoming[rank]
+        if taken := incoming.take(frame):
+            message, value, call = taken
+            if not self._listener.on_message(rank, message, value, call):
+                incoming.refuse(Refusal.UNASKED)
 
-    def _listen(self, seconds: float) -> None:
-        """Wait for workers alone, for a moment; and for all else when it is time to."""
-        if time.monotonic() >= self._next_tick:
-            self._handle(0.0)
-            return
-        if self._outbox:
-            self._send()
+    def _take_next(self) -> bool:
+        """Receive a message and act on it; False when none came within a moment.
+
+        It comes behind its sender's identity. A frame where an identity should be is one too many of the message
+        before, and refused; asking the socket after each frame whether more follow takes longer than the frame does.
+        Blocks: for a moment at most.
+        """
         try:
-            identity = self._router.recv()
-        except zmq.Again:  # nothing came within a moment
-            return
-        self.take(identity, receive(self._router))
-        if self._outbox:
-            self._send()
+            rank = self._ranks.get(self._receive())
+            if rank is None:
+                self._unknown[Refusal.STRANGER] += 1
+            else:
+                self.take(rank, self._receive())
+        except zmq.Again:
+            return False
+        return True
+
+    def _listen(self, done: Callable[[], object]) -> None:
+        """Wait for workers alone, until none has come for a moment; and for all else when it is time to."""
+        while not done():
+            if self._turns.due:
+                self._turns.due = False
+                self._handle(0.0)
+                continue
+            if self._outbox:
+                self._send()
+            if not self._take_next():
+                return
 
     def _handle(self, seconds: float) -> None:
         if self._outbox:
@@ -176,16 +199,14 @@ class Router:
             self._listener.on_signal(number)
 
     def _send(self) -> None:
-        outbox = self._outbox
-        while outbox:
-            rank, header, value, call = outbox.popleft()
-            try:
-                send(self._router, self._outgoing[rank].frames(header, value, call), self._identities[rank])
-            except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
-                self._listener.on_unreachable(rank)
-
-    def _receive(self) -> None:
-        self.take(self._router.recv(), receive(self._router))
+        while self._outbox:
+            header, values, call = self._outbox.popleft()
+            for ranks, value in values.items():
+                for rank in ranks:
+                    try:
+                        send_to(self._router, self._identities[rank], self._outgoing[rank].frame(header, value, call))
+                    except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
+                        self._listener.on_unreachable(rank)
 
     def _admit(self) -> None:
         """Answer one ZAP request (ZeroMQ RFC 27): version, id, domain, address, identity, mechanism, key."""

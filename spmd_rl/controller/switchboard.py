@@ -23,7 +23,6 @@ from spmd_rl.controller.snapshots import Snapshots
 from spmd_rl.controller.stacks import place_of_main_thread
 from spmd_rl.controller.wire import (
     Bye,
-    Command,
     Dying,
     Failure,
     Hello,
@@ -101,8 +100,8 @@ class Switchboard:
         if not come:
             raise DeadlineError(f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s")
 
-    def issue(self, record: CallRecord, command: Command, values: Values) -> None:
-        """Send a command to the record's ranks, in order with all others."""
+    def issue(self, record: CallRecord, command: bytes, values: Values) -> None:
+        """Send a command's header to the record's ranks, in order with all others."""
         self._router.post_each(command, values, record.number)
 
     def collect(self, record: CallRecord, deadline_s: float | None = None) -> dict[int, Packed]:
@@ -146,9 +145,9 @@ class Switchboard:
 
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
         """Take a worker's message; False when it was not asked for."""
-        now = time.monotonic()
         if isinstance(message, Result):
-            return self.roster.heard(rank, now) and self.calls.answer(call, rank, value)
+            return self.calls.answer(call, rank, value)
+        now = time.monotonic()
         with self._lock:
             if isinstance(message, Hello):
                 return message.rank == rank and self._seat(message, now)

@@ -27,8 +27,9 @@ class Turns:
         self._handle = handle
         self._waker = waker
         self._lock = threading.Lock()
-        self._left = 0.0  # when the last turn ended
+        self._taken = False  # by anybody, since the stand-in looked last
         self._wanted = False
+        self.due = False  # set a few times a second: a clock for those who handle much
         self._closing = threading.Event()
         self._stand_in = threading.Thread(target=self._stand_ins, name=name, daemon=True)
 
@@ -36,20 +37,19 @@ class Turns:
         """Let the stand-in begin, at once."""
         self._stand_in.start()
 
-    def until(self, done: Callable[[], object], seconds: float, handle: Callable[[float], None] | None = None) -> bool:
+    def until(self, done: Callable[[], object], seconds: float) -> bool:
         """Handle what arrives until `done()`; False when it was not within `seconds`. Any thread may wait.
 
-        `handle` may be another one, that nothing wakes.
         Blocks: for `seconds` at most.
         """
-        handle, end = handle or self._handle, time.monotonic() + seconds
+        end = time.monotonic() + seconds
         while not done():
             if (left := end - time.monotonic()) <= 0:
                 return False
             if self.take(min(left, TICK_S)):
                 try:
                     while not done() and (left := end - time.monotonic()) > 0:
-                        handle(left if left < TICK_S else TICK_S)
+                        self._handle(min(left, TICK_S))
                 finally:
                     self.leave()
         return True
@@ -67,7 +67,7 @@ class Turns:
 
     def leave(self) -> None:
         """The turn is over."""
-        self._left = time.monotonic()
+        self._taken = True
         self._lock.release()
 
     def now_or_next(self, act: Callable[[], None]) -> None:
@@ -88,7 +88,10 @@ class Turns:
 
     def _stand_ins(self) -> None:
         while not self._closing.is_set():
-            if time.monotonic() - self._left >= ABSENCE_S:
+            self.due = True
+            if self._taken:
+                self._taken = False
+            else:
                 self._wanted = False
                 if self._lock.acquire(blocking=False):
                     self._stand_in_once()

@@ -20,7 +20,6 @@ MAX_HEADER_BYTES = 256 << 20
 class Refusal(StrEnum):
     """Why frames were dropped: all there is, so that counting them takes no memory."""
 
-    FRAMES = "not one or two frames"
     OVERSIZE = "oversize"
     PREAMBLE = "malformed preamble"
     GENERATION = "another generation"

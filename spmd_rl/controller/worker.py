@@ -73,7 +73,8 @@ class Worker:
             if isinstance(command, Stop):
                 self._trace.close()
                 return
-            dealer.queue(*self.answer(command, value, number), number)
+            header, result = self.answer(command, value, number)
+            dealer.queue(header, result, number)
 
     def answer(self, command: Command, value: Packed, number: int) -> tuple[bytes, Packed]:
         """Run one command: the header of the reply, and its value; whatever it raises becomes the reply."""

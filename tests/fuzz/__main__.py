@@ -77,17 +77,21 @@ class Child:
         return self.process.wait(WAIT_MS / 1000)
 
 
-def attack(num_frames: int, children: list[Child], send: Callable[[], None], look: Callable[[], None]) -> None:
-    """Send wrong frames, looking now and then at what came back."""
-    for count in range(num_frames):
-        if count == int(num_frames * WARM_PART):
+def attack(num_frames: int, children: list[Child], send: Callable[[], int], look: Callable[[], None]) -> int:
+    """Send messages of wrong frames, looking now and then at what came back; how many frames were sent."""
+    sent, next_look, warm = 0, 0, False
+    while sent < num_frames:
+        if not warm and sent >= num_frames * WARM_PART:
+            warm = True
             look()
             for child in children:
                 child.remember()
-        if count % EVERY == 0:
+        if sent >= next_look:
+            next_look += EVERY
             look()
-        send()
+        sent += send()
     look()
+    return sent
 
 
 def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -> str:
@@ -104,30 +108,34 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
         def say(message: Message) -> None:
             nonlocal sent
             sent += 1
-            line.send_multipart(outgoing.frames(encode(message)))
+            line.send(outgoing.frame(encode(message)))
 
         def look() -> None:
             while line.poll(0):
-                answer(line.recv_multipart())
+                answer(line.recv())
 
-        def answer(frames: list[bytes]) -> None:
-            taken = incoming.take(frames)
+        def wrong() -> int:
+            line.send_multipart(frames := fuzzer.frames(sent))
+            return len(frames)
+
+        def answer(frame: bytes) -> None:
+            taken = incoming.take(frame)
             if taken and isinstance(taken[0], Ping):
                 say(Pong())
             elif taken and isinstance(taken[0], Stop):
                 say(Bye())
 
         say(Hello(1, "attacker", os.getpid()))
-        answer(line.recv_multipart())
+        answer(line.recv())
         assert controller.line()["working"]
-        attack(num_frames, [controller, worker], lambda: line.send_multipart(fuzzer.frames(sent)), look)
+        num_frames = attack(num_frames, [controller, worker], wrong, look)
         time.sleep(1.0)  # for the last frames to be read before the count is asked for
         growth = max(controller.grown(), worker.grown())
         assert controller.process.stdin is not None
         controller.process.stdin.close()
         while controller.process.poll() is None:
             if line.poll(100):
-                answer(line.recv_multipart())
+                answer(line.recv())
         report = controller.line()
         assert controller.process.returncode == 0
         assert worker.ended() == 0
@@ -144,17 +152,17 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         line.linger, line.rcvtimeo, line.sndhwm = 0, WAIT_MS, 1000
         line.bind(f"ipc://{folder}/worker")
         worker = Child("worker", f"ipc://{folder}/worker", str(generation), "0")
-        incoming, outgoing = Incoming(generation, decode_at_controller), Outgoing(generation)
+        incoming, outgoing = Incoming(generation, decode_at_controller, first=None), Outgoing(generation)
         fuzzer, sent, calls = Fuzzer(seed, generation, TO_WORKER, decode_at_worker), 0, 0
 
         def say(message: Message, value: Packed = NOTHING, call: int = 0) -> None:
             nonlocal sent
             sent += 1
-            line.send_multipart([b"rank-0", *outgoing.frames(encode(message), value, call)])
+            line.send_multipart([b"rank-0", outgoing.frame(encode(message), value, call)])
 
         def hear(kind: type[Message]) -> tuple[Message, Packed, int]:
             while True:
-                taken = incoming.take(line.recv_multipart()[1:])
+                taken = incoming.take(line.recv_multipart()[1])
                 assert taken
                 if isinstance(taken[0], kind):
                     return taken
@@ -167,8 +175,12 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
             _, answer, call = hear(Result)
             assert (call, answer) == (calls, pack(calls))
 
+        def wrong() -> int:
+            line.send_multipart([b"rank-0", *(frames := fuzzer.frames(sent))])
+            return len(frames)
+
         hear(Hello)
-        attack(num_frames, [worker], lambda: line.send_multipart([b"rank-0", *fuzzer.frames(sent)]), look)
+        num_frames = attack(num_frames, [worker], wrong, look)
         say(StackRequest())
         stacks, _, _ = hear(Stacks)
         assert isinstance(stacks, Stacks)

@@ -9,7 +9,7 @@ import numpy as np
 
 from spmd_rl.controller import wire
 from spmd_rl.controller.codec import pack
-from spmd_rl.controller.envelope import PREAMBLE
+from spmd_rl.controller.envelope import PREAMBLE, PREAMBLE_BYTES
 from spmd_rl.controller.wire import MALFORMED, Message
 from spmd_rl.mesh.split import Placement
 
@@ -48,20 +48,20 @@ class Fuzzer:
         self._decode = decode
 
     def frames(self, expected: int) -> list[bytes]:
-        """Frames that a receiver which expects message number `expected` must drop."""
+        """One message, of a frame or more: a receiver which expects message number `expected` must drop each."""
+        return [self.frame(expected) for _ in range(self._rng.choice([1, 1, 1, 1, 2, 3, 7]))]
+
+    def frame(self, expected: int) -> bytes:
+        """A frame that a receiver which expects message number `expected` must drop."""
         kind = self._rng.random()
         if kind < 0.1:
-            return [self._noise(64) for _ in range(self._rng.choice([3, 4, 7]))]
+            return self._noise(64)
         header = self._header()
-        if kind < 0.2:
-            return self._laid(self._noise(PREAMBLE.size), header)
         good = self._taken(header)
-        return self._laid(self._preamble(expected, len(header), wrong=good or kind < 0.4), header)
-
-    def _laid(self, preamble: bytes, header: bytes) -> list[bytes]:
-        """As one frame or as two."""
-        first, payload = preamble + header + VALUE.body, VALUE.payload + self._noise(16)
-        return [first + payload] if self._rng.random() < 0.5 else [first, payload]
+        preamble = self._noise(PREAMBLE_BYTES)
+        if kind > 0.2:
+            preamble = self._preamble(expected, len(header), wrong=good or kind < 0.4)
+        return preamble + header + VALUE.body + VALUE.payload + self._noise(16)
 
     def _header(self) -> bytes:
         draw = self._rng.random()
@@ -90,19 +90,19 @@ class Fuzzer:
                 header[at:] = other[self._rng.randrange(len(other)) :]
 
     def _preamble(self, expected: int, header_bytes: int, wrong: bool) -> bytes:
-        call, body_bytes = self._rng.choice([0, 1, 2**64 - 1]), len(VALUE.body)
+        call, body_at = self._rng.choice([0, 1, 2**64 - 1]), PREAMBLE_BYTES + header_bytes
+        places = [body_at, body_at + len(VALUE.body)]
         if not wrong:
-            return PREAMBLE.pack(self._generation, expected, call, header_bytes, body_bytes)
+            return PREAMBLE.pack(self._generation, expected, call, *places)
         draw = self._rng.random()
         if draw < 0.2:
-            lengths = [header_bytes, body_bytes]
-            lengths[self._rng.randrange(2)] = self._rng.choice([2**32 - 1, header_bytes + 1000])
-            return PREAMBLE.pack(self._generation, expected, call, *lengths)
+            places = self._rng.choice([[2**32 - 1, places[1]], [body_at, 2**32 - 1], [body_at, body_at + 1000], [0, 0]])
+            return PREAMBLE.pack(self._generation, expected, call, *places)
         if draw < 0.6:
-            return PREAMBLE.pack(self._rng.getrandbits(64) ^ 1 or 2, expected, call, header_bytes, body_bytes)
+            return PREAMBLE.pack(self._rng.getrandbits(64) ^ 1 or 2, expected, call, *places)
         number = self._rng.choice([expected - 1, expected + 1, 0, expected + 2**40, 2**64 - 1])
         number = number if number not in (expected, -1) else expected + 1
-        return PREAMBLE.pack(self._generation, number, call, header_bytes, body_bytes)
+        return PREAMBLE.pack(self._generation, number, call, *places)
 
     def _noise(self, most: int) -> bytes:
         return self._rng.randbytes(self._rng.randrange(most))

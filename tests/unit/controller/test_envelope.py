@@ -6,7 +6,7 @@ import pytest
 
 from spmd_rl.controller import codec, wire
 from spmd_rl.controller.codec import NOTHING, Packed
-from spmd_rl.controller.envelope import OWN_FRAME_BYTES, PREAMBLE, Incoming, Outgoing
+from spmd_rl.controller.envelope import PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
 from spmd_rl.controller.known import MAX_KNOWN, MAX_KNOWN_BYTES
 
 VALUE = Packed(b"body", b"payload")
@@ -16,26 +16,33 @@ def taker(generation: int = 7) -> Incoming[bytes]:
     return Incoming(generation, lambda header: header)
 
 
-def sent(count: int, generation: int = 7) -> list[list[bytes]]:
-    outgoing = Outgoing(generation)
-    return [outgoing.frames(b"header %d" % number, VALUE, number + 5) for number in range(count)]
+def sent(count: int, generation: int = 7, first: int = 0) -> list[bytes]:
+    outgoing = Outgoing(generation, first)
+    return [outgoing.frame(b"header %d" % number, VALUE, number + 5) for number in range(count)]
+
+
+def preamble(header_bytes: int, body_bytes: int) -> bytes:
+    body_at = PREAMBLE_BYTES + header_bytes
+    return PREAMBLE.pack(7, 0, 0, body_at, body_at + body_bytes)
 
 
 def test_messages_pass_in_order() -> None:
     incoming = taker()
     expected = [(b"header %d" % number, VALUE, number + 5) for number in range(3)]
-    assert [incoming.take(frames) for frames in sent(3)] == expected
+    assert [incoming.take(frame) for frame in sent(3)] == expected
     assert not incoming.refused
 
 
-def test_a_large_payload_has_a_frame_of_its_own() -> None:
-    outgoing, incoming = Outgoing(7), taker()
-    sizes = (OWN_FRAME_BYTES - 1, OWN_FRAME_BYTES)
-    for num_frames, size in zip((1, 2), sizes, strict=True):
-        value = Packed(b"body", bytes(size))
-        frames = outgoing.frames(b"header", value)
-        assert len(frames) == num_frames
-        assert incoming.take(frames) == (b"header", value, 0)
+def test_numbers_that_begin_anywhere_are_taken_from_there_on() -> None:
+    first, second, third = sent(3, first=2**62)
+    incoming: Incoming[bytes] = Incoming(7, lambda header: header, first=None)
+    assert incoming.take(sent(1, generation=6)[0]) is None
+    assert incoming.take(first)
+    assert incoming.take(third) is None
+    assert incoming.take(sent(1)[0]) is None
+    assert incoming.take(second)
+    assert incoming.take(first) is None
+    assert incoming.refused == {"another generation": 1, "out of order": 1, "replayed": 2}
 
 
 def test_a_duplicate_is_taken_once() -> None:
@@ -66,32 +73,41 @@ def test_another_life_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frames", "reason"),
+    "frame",
     [
-        ([], "not one or two frames"),
-        ([b"", b"", b""], "not one or two frames"),
-        ([b"short"], "malformed preamble"),
-        ([PREAMBLE.pack(7, 0, 0, 5, 0) + b"four"], "malformed preamble"),
-        ([PREAMBLE.pack(7, 0, 0, 2, 3) + b"four"], "malformed preamble"),
-        ([PREAMBLE.pack(7, 0, 0, 4, 0) + b"four and more", b""], "malformed preamble"),
-        ([PREAMBLE.pack(7, 0, 0, 2**32 - 1, 0), b""], "malformed preamble"),
-        ([PREAMBLE.pack(7, 0, 0, 0, 2**32 - 1), b""], "malformed preamble"),
+        b"",
+        b"short",
+        preamble(5, 0) + b"four",
+        preamble(2, 3) + b"four",
+        preamble(-1, 0),
+        preamble(4, -1) + b"four",
+        PREAMBLE.pack(7, 0, 0, 2**32 - 1, 2**32 - 1),
+        PREAMBLE.pack(7, 0, 0, PREAMBLE_BYTES, 2**32 - 1),
+        PREAMBLE.pack(7, 0, 0, 2**32 - 1, PREAMBLE_BYTES),
     ],
 )
-def test_misshapen_frames_are_refused(frames: list[bytes], reason: str) -> None:
+def test_misshapen_frames_are_refused(frame: bytes) -> None:
     incoming = taker()
-    assert incoming.take(frames) is None
-    assert incoming.refused == {reason: 1}
+    assert incoming.take(frame) is None
+    assert incoming.refused == {"malformed preamble": 1}
     assert incoming.take(sent(1)[0])
+
+
+def test_a_head_that_is_known_is_not_taken_from_a_frame_that_ends_early() -> None:
+    outgoing, incoming = Outgoing(7), taker()
+    assert incoming.take(outgoing.frame(b"header", VALUE))
+    cut = outgoing.frame(b"header", VALUE)[: -len(VALUE.payload) - 1]
+    assert incoming.take(cut) is None
+    assert incoming.refused == {"malformed preamble": 1}
 
 
 def test_a_header_that_is_no_message_does_not_use_up_its_number() -> None:
     incoming = Incoming(7, wire.decode_at_controller)
     outgoing = Outgoing(7)
-    [frame] = outgoing.frames(wire.encode(wire.Pong()))
+    frame = outgoing.frame(wire.encode(wire.Pong()))
     for _ in range(2):
-        assert incoming.take([PREAMBLE.pack(7, 0, 0, 1, 0) + b"\xc1"]) is None
-    assert incoming.take([frame]) == (wire.Pong(), NOTHING, 0)
+        assert incoming.take(preamble(1, 0) + b"\xc1") is None
+    assert incoming.take(frame) == (wire.Pong(), NOTHING, 0)
     assert incoming.refused == {"malformed header": 2}
 
 
@@ -105,13 +121,13 @@ def test_a_header_is_decoded_once_and_few_are_kept() -> None:
     incoming = Incoming(7, decode)
     outgoing = Outgoing(7)
     for _ in range(3):
-        assert incoming.take(outgoing.frames(b"again", VALUE)) == (b"again", VALUE, 0)
+        assert incoming.take(outgoing.frame(b"again", VALUE)) == (b"again", VALUE, 0)
     assert decoded == [b"again"]
     for number in range(3 * MAX_KNOWN):
         header = b"%d" % number
-        assert incoming.take(outgoing.frames(header, VALUE)) == (header, VALUE, 0)
+        assert incoming.take(outgoing.frame(header, VALUE)) == (header, VALUE, 0)
     large = bytes(MAX_KNOWN_BYTES + 1)
-    assert incoming.take(outgoing.frames(large)) == (large, NOTHING, 0)
+    assert incoming.take(outgoing.frame(large)) == (large, NOTHING, 0)
     assert len(incoming._known) <= MAX_KNOWN
     assert large not in incoming._known
 

@@ -13,10 +13,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from spmd_rl.controller.codec import NOTHING, Packed
-from spmd_rl.controller.envelope import PREAMBLE, Incoming, Outgoing
+from spmd_rl.controller.envelope import PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import Keys, derive
-from spmd_rl.controller.wire import Hello, Pong, Stop, ToController, decode_at_worker, encode
+from spmd_rl.controller.wire import Bye, Hello, Pong, Stop, ToController, decode_at_worker, encode
 
 WAIT_S = 10.0
 GENERATION = 7
@@ -85,24 +85,24 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], router: Router, keys: Keys, ra
 def test_noise_is_dropped_and_counted(router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with dial(context, router, derive(b"a" * 32)) as dealer:
         outgoing = Outgoing(GENERATION)
-        hello = outgoing.frames(encode(Hello(0, "host", 1)))
-        stale = Outgoing(GENERATION + 1).frames(encode(Pong()))
-        noise = PREAMBLE.pack(GENERATION, 0, 0, 5, 0) + b"noise"
-        for frames in ([b"", b"", b""], [b"noise", b""], [b"a", b"b", b"c", b"d"], stale, [noise]):
+        hello = outgoing.frame(encode(Hello(0, "host", 1)))
+        stale = Outgoing(GENERATION + 1).frame(encode(Pong()))
+        noise = PREAMBLE.pack(GENERATION, 0, 0, PREAMBLE_BYTES + 5, PREAMBLE_BYTES + 5) + b"noise"
+        for frames in ([b"", b"", b""], [b"noise"], [b"a", b"b", b"c", b"d"], [stale], [noise]):
             dealer.send_multipart(frames)
-        dealer.send_multipart(hello)
+        dealer.send(hello)
         assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
-        pong, later = outgoing.frames(encode(Pong())), outgoing.frames(encode(Pong()))
-        for frames in (hello, later, pong):
-            dealer.send_multipart(frames)
+        pong, later = outgoing.frame(encode(Pong())), outgoing.frame(encode(Pong()))
+        for frame in (hello, later, pong):
+            dealer.send(frame)
         assert events.seen.get(timeout=WAIT_S) == (0, Pong())
         router.post([0], Stop("why", 2, []))
-        taken = Incoming(GENERATION, decode_at_worker).take(dealer.recv_multipart())
+        taken = Incoming(GENERATION, decode_at_worker).take(dealer.recv())
         assert taken == (Stop("why", 2, []), NOTHING, 0)
     assert events.seen.empty()
     assert router.refused == {
-        "not one or two frames": 2,
-        "malformed preamble": 1,
+        "unknown identity": 5,
+        "malformed preamble": 3,
         "another generation": 1,
         "malformed header": 1,
         "replayed": 1,
@@ -114,12 +114,28 @@ def test_a_rank_that_is_not_of_this_world_is_a_stranger(
     router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     with dial(context, router, derive(b"a" * 32), WORLD) as beyond, dial(context, router, derive(b"a" * 32)) as known:
-        hello = Outgoing(GENERATION).frames(encode(Hello(0, "host", 1)))
-        beyond.send_multipart(hello)
+        beyond.send(Outgoing(GENERATION).frame(encode(Hello(0, "host", 1))))
         while not router.refused:
-            known.send_multipart([b"", b"", b""])
-        assert router.refused.keys() <= {"unknown identity", "not one or two frames"}
+            known.send(b"")
+        assert router.refused.keys() <= {"unknown identity", "malformed preamble"}
     assert events.seen.empty()
+
+
+def test_no_rank_speaks_for_another_in_a_frame_too_many(
+    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    with dial(context, router, derive(b"a" * 32)) as sly, dial(context, router, derive(b"a" * 32), 1) as honest:
+        outgoing = Outgoing(GENERATION, 2**61)
+        honest.send(outgoing.frame(encode(Hello(1, "host", 1))))
+        assert events.seen.get(timeout=WAIT_S) == (1, Hello(1, "host", 1))
+        guess = Outgoing(GENERATION)
+        guess.frame(encode(Hello(1, "host", 1)))
+        sly.send_multipart([b"", b"rank-1", guess.frame(encode(Pong()))])
+        while router.refused.total() < 2:
+            pass
+        honest.send(outgoing.frame(encode(Bye())))
+        assert events.seen.get(timeout=WAIT_S) == (1, Bye())
+    assert router.refused == {"malformed preamble": 1, "replayed": 1}
 
 
 def test_a_known_server_key_does_not_admit_an_unknown_client(

@@ -108,16 +108,15 @@ def test_two_threads_may_wait_for_different_things(pipe: Pipe, turns: Turns) -> 
     assert sorted(found) == [b"a", b"b", b"c"]
 
 
-def test_who_waits_may_handle_in_a_way_of_its_own(pipe: Pipe, turns: Turns) -> None:
-    handled: list[bytes] = []
-
-    def handle(seconds: float) -> None:
-        assert not pipe.busy.locked(), "two threads handle at once"
-        pipe.send(b"x")
-        handled.append(b"x")
-
-    assert turns.until(lambda: len(handled) == 3, WAIT_S, handle)
-    assert not pipe.handled
+def test_a_turn_may_be_taken_to_wait_in_another_way(pipe: Pipe, turns: Turns) -> None:
+    assert turns.take(WAIT_S)
+    pipe.send(b"x")
+    assert not pipe.busy.locked(), "two threads handle at once"
+    threading.Event().wait(2 * turns_module.ABSENCE_S)
+    assert turns.due
+    assert not pipe.handled, "the stand-in has to wait"
+    turns.leave()
+    assert turns.until(lambda: pipe.handled, WAIT_S)
 
 
 def test_what_is_queued_wakes_who_waits(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
