@@ -46,12 +46,12 @@ NOTHING = Packed(b"", b"")  # goes with a message that needs no value
 class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     dtype: DType
     shape: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=16)]
-    offset: Annotated[int, msgspec.Meta(ge=0)]
+    offset: Annotated[int, msgspec.Meta(ge=0, multiple_of=ALIGN_BYTES)]
 
 
 _NAMES: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
 _NATIVE = {name: dtype for dtype, name in _NAMES.items()}
-_encode = msgspec.msgpack.encode
+_encode_reference = msgspec.msgpack.Encoder().encode
 _decode_reference = msgspec.msgpack.Decoder(_ArrayRef).decode
 _array = np.ndarray
 _open = threading.local()  # of the value that this thread is decoding: its `payload`, and how to read its `arrays`
@@ -92,7 +92,7 @@ class Codec:
 
         Raises: ContractError saying where the value does not fit the annotation.
         """
-        body, payload = packed.body, packed.payload
+        body, payload = packed.body, bytearray(packed.payload)  # a buffer of its own, which all arrays share
         try:
             if build := self._known.get(body):
                 return build(payload)
@@ -112,31 +112,51 @@ def pack(value: Any) -> Packed:
 
     Raises: ContractError when it exceeds what another process would take.
     """
-    chunks: list[bytes] = []
-    size = 0
+    try:
+        packer = _idle.pop()
+    except IndexError:  # others are at it, on other threads
+        packer = _Packer()
+    try:
+        return packer.pack(value)
+    finally:
+        _idle.append(packer)
 
-    def hook(item: Any) -> Any:
-        nonlocal size
-        if not isinstance(item, np.ndarray):
+
+class _Packer:
+    """Encodes one value at a time. It is kept for the next: to make one takes as long as to use it."""
+
+    def __init__(self) -> None:
+        self._chunks: list[bytes] = []
+        self._size = 0
+        self._encode = msgspec.msgpack.Encoder(enc_hook=self._reference).encode
+
+    def pack(self, value: Any) -> Packed:
+        self._chunks, self._size = [], 0
+        try:
+            body = self._encode(value)
+        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+            raise ContractError(f"a value cannot cross between processes: {error}") from error
+        if len(body) > MAX_BODY_BYTES or self._size > MAX_PAYLOAD_BYTES:
+            raise ContractError(
+                f"a value of {len(body)} + {self._size} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain "
+                f"data) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
+            )
+        return Packed(body, b"".join(self._chunks))
+
+    def _reference(self, item: Any) -> Any:
+        """What stands in the body for `item`; the bytes of an array go to the payload."""
+        if not isinstance(item, _array):
             return _scalar_or_function(item)
-        reference = _reference(item.dtype, item.shape, size)
+        reference = _reference(item.dtype, item.shape, self._size)
         raw = item.tobytes()
         if len(raw) % ALIGN_BYTES:
             raw += bytes(-len(raw) % ALIGN_BYTES)
-        chunks.append(raw)
-        size += len(raw)
+        self._chunks.append(raw)
+        self._size += len(raw)
         return reference
 
-    try:
-        body = _encode(value, enc_hook=hook)
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise ContractError(f"a value cannot cross between processes: {error}") from error
-    if len(body) > MAX_BODY_BYTES or size > MAX_PAYLOAD_BYTES:
-        raise ContractError(
-            f"a value of {len(body)} + {size} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain data) "
-            f"and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
-        )
-    return Packed(body, b"".join(chunks))
+
+_idle: list[_Packer] = []
 
 
 @functools.lru_cache(1024)
@@ -145,7 +165,7 @@ def _reference(dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> msg
     name = _NAMES.get(dtype)
     if name is None:
         raise ContractError(f"an array of dtype {dtype} cannot cross between processes")
-    return msgspec.msgpack.Ext(_ARRAY, _encode((name, shape, offset)))
+    return msgspec.msgpack.Ext(_ARRAY, _encode_reference((name, shape, offset)))
 
 
 def name_of(item: Callable[..., Any] | type) -> str:
@@ -197,12 +217,12 @@ def _array_in(code: int, data: memoryview) -> NDArray[Any]:
     return array
 
 
-def _reader(reference: _ArrayRef) -> Callable[[bytes], NDArray[Any]]:
+def _reader(reference: _ArrayRef) -> Build:
     dtype, shape, offset = _NATIVE[reference.dtype], tuple(reference.shape), reference.offset
 
-    def read(payload: bytes) -> NDArray[Any]:
+    def read(payload: bytearray) -> NDArray[Any]:
         try:
-            return _array(shape, dtype, payload, offset).copy()
+            return _array(shape, dtype, payload, offset)
         except (TypeError, ValueError, OverflowError) as error:
             raise msgspec.ValidationError(f"an array of shape {shape} outside its payload") from error
 

@@ -58,6 +58,7 @@ class Dealer:
         self, endpoint: str, keys: Keys, generation: int, hello: Hello, abandon: Callable[[], None] = lambda: None
     ) -> None:
         self.inbox: deque[tuple[Command | Stop, Packed, int]] = deque()
+        self.outbox: deque[tuple[bytes, Packed, int]] = deque()  # sent in the next turn: `next`, if that follows
         self.on_tick: Callable[[], None] = lambda: None
         self._hello = hello
         self._endpoint = endpoint
@@ -69,7 +70,6 @@ class Dealer:
         self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(endpoint)
         self._receive = self._socket.recv
-        self._outbox: deque[tuple[bytes, Packed, int]] = deque()
         self._waker = Waker()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)
         self._vigil = Vigil(endpoint, os.getppid(), time.monotonic())
@@ -93,12 +93,8 @@ class Dealer:
 
     def post(self, message: Message, value: Packed = NOTHING) -> None:
         """Send a message to the controller, in order with all others."""
-        self.queue(encode(message), value)
+        self.outbox.append((encode(message), value, 0))
         self._turns.now_or_next(self._send)
-
-    def queue(self, header: bytes, value: Packed, call: int = 0) -> None:
-        """Have the next turn at the socket send a message: `next`, if that follows at once."""
-        self._outbox.append((header, value, call))
 
     def next(self) -> tuple[Command | Stop, Packed, int]:
         """The next command, its value and its number.
@@ -139,7 +135,7 @@ class Dealer:
         All else is seen to when it is time to.
         """
         while not self.inbox:
-            if self._outbox:
+            if self.outbox:
                 self._send()
             if self._turns.due:
                 self._turns.due = False
@@ -152,7 +148,7 @@ class Dealer:
             self.take(frame)
 
     def _handle(self, seconds: float) -> None:
-        if self._outbox:
+        if self.outbox:
             self._send()
         for source, _ in self._poller.poll(math.ceil(seconds * 1000)):
             self._handlers[source]()
@@ -160,7 +156,7 @@ class Dealer:
             self._next_watch = now + TICK_S
             self._watch(now)
             self.on_tick()
-        if self._outbox:
+        if self.outbox:
             self._send()
 
     def _woken(self) -> None:
@@ -187,8 +183,8 @@ class Dealer:
             self._die(why)
 
     def _send(self) -> None:
-        while self._outbox:
-            header, value, call = self._outbox.popleft()
+        while self.outbox:
+            header, value, call = self.outbox.popleft()
             send(self._socket, self._outgoing.frame(header, value, call))
 
     def _act(self, message: ToWorker, value: Packed, call: int) -> None:

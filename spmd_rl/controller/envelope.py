@@ -77,10 +77,11 @@ class Incoming(Generic[M]):
             return None
         said = self._known.get(frame[_PLACES_AT:payload_at]) if payload_at <= MAX_KNOWN_BYTES else None
         if said is None:
-            said = self._learn(frame, body_at, payload_at)
-            if isinstance(said, Refusal):
-                self.refuse(said)
+            learned = self._learn(frame, body_at, payload_at)
+            if isinstance(learned, Refusal):
+                self.refuse(learned)
                 return None
+            said = learned
         self._next = number + 1
         message, body = said
         return message, Packed(body, frame[payload_at:]), call

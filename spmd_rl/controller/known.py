@@ -12,7 +12,7 @@ MAX_KNOWN_BYTES = 1024
 _CONSTANTS = (type(None), bool, int, float, str, bytes)
 
 V = TypeVar("V")
-Build = Callable[[bytes], Any]  # from a payload to a value
+Build = Callable[[bytearray], Any]  # from a payload to a value
 
 
 def remember(known: dict[bytes, V], key: bytes, value: V) -> None:
@@ -43,7 +43,7 @@ def like(value: Any, arrays: Mapping[int, Build]) -> Build | None:
 def _list_like(parts: list[Build | None]) -> Build | None:
     builds = [build for build in parts if build is not None]
 
-    def build_list(payload: bytes) -> list[Any]:
+    def build_list(payload: bytearray) -> list[Any]:
         items = []
         for build in builds:
             items.append(build(payload))
@@ -55,7 +55,7 @@ def _list_like(parts: list[Build | None]) -> Build | None:
 def _dict_like(parts: dict[Any, Build | None]) -> Build | None:
     builds = [(key, build) for key, build in parts.items() if build is not None]
 
-    def build_dict(payload: bytes) -> dict[Any, Any]:
+    def build_dict(payload: bytearray) -> dict[Any, Any]:
         items = {}
         for key, build in builds:
             items[key] = build(payload)

@@ -74,7 +74,7 @@ class Worker:
                 self._trace.close()
                 return
             header, result = self.answer(command, value, number)
-            dealer.queue(header, result, number)
+            dealer.outbox.append((header, result, number))
 
     def answer(self, command: Command, value: Packed, number: int) -> tuple[bytes, Packed]:
         """Run one command: the header of the reply, and its value; whatever it raises becomes the reply."""
