@@ -62,18 +62,25 @@ class Calls:
             raise self.cause
         return record
 
-    def answer(self, number: int, rank: int, answer: Packed | Failure) -> bool:
+    def answer(self, number: int, rank: int, answer: Packed) -> bool:
         """File an answer, in a turn of the socket; False when nobody asked this rank for it."""
+        record = self._open.get(number)
+        if record is None or rank not in (waiting := record.waiting):
+            return False
+        record.answers[rank] = answer
+        waiting.remove(rank)
+        if not waiting:
+            record.over = True  # at last: another thread may be waiting for just that
+        return True
+
+    def failed(self, number: int, rank: int, failure: Failure) -> bool:
+        """File a failure as an answer; the first ends the wait."""
         record = self._open.get(number)
         if record is None or rank not in record.waiting:
             return False
-        if isinstance(answer, Packed):
-            record.answers[rank] = answer
-        elif record.failure is None:
-            record.failure = rank, answer
+        record.failure = record.failure or (rank, failure)
         record.waiting.remove(rank)
-        if not record.waiting or record.failure:
-            record.over = True  # at last: another thread may be waiting for just that
+        record.over = True
         return True
 
     def fail(self, cause: SpmdError) -> None:

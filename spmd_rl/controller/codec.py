@@ -2,7 +2,7 @@
 
 Arrays of a value lie end to end in one payload; each leaves its dtype, shape and offset in the msgpack as an
 extension. A class may bring `to_columns`, by which a list of it travels as a few long arrays. Decoding follows the
-receiving endpoint's annotation, strictly, and gives arrays of its own.
+receiving endpoint's annotation, strictly, and gives arrays that share one buffer of their own.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from spmd_rl.controller import codec, wire
 from spmd_rl.controller.codec import NOTHING, Packed
@@ -25,6 +25,7 @@ M = TypeVar("M")
 PREAMBLE = struct.Struct(">QQQII")
 PREAMBLE_BYTES = PREAMBLE.size
 _PLACES_AT = PREAMBLE_BYTES - 8  # of body and payload: what header and body mean depends on these too
+LARGE_BYTES = 1 << 16
 _read_preamble, _write_preamble = PREAMBLE.unpack_from, PREAMBLE.pack
 
 
@@ -84,7 +85,8 @@ class Incoming(Generic[M]):
             said = learned
         self._next = number + 1
         message, body = said
-        return message, Packed(body, frame[payload_at:]), call
+        whole: Any = frame if len(frame) < LARGE_BYTES else memoryview(frame)  # of which a part is no copy
+        return message, Packed(body, whole[payload_at:]), call
 
     def refuse(self, reason: Refusal) -> None:
         """Count what is not taken."""

@@ -201,10 +201,11 @@ class Router:
     def _send(self) -> None:
         while self._outbox:
             header, values, call = self._outbox.popleft()
+            router, identities, outgoing = self._router, self._identities, self._outgoing
             for ranks, value in values.items():
                 for rank in ranks:
                     try:
-                        send_to(self._router, self._identities[rank], self._outgoing[rank].frame(header, value, call))
+                        send_to(router, identities[rank], outgoing[rank].frame(header, value, call))
                     except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
                         self._listener.on_unreachable(rank)
 

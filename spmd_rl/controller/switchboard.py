@@ -155,7 +155,7 @@ class Switchboard:
                 return False
             match message:
                 case Failure():
-                    return self.calls.answer(call, rank, message)
+                    return self.calls.failed(call, rank, message)
                 case Stacks():
                     self._snapshots.take(rank, message, value.payload)
                 case Signalled(name):

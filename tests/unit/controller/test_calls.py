@@ -42,7 +42,7 @@ def test_an_answer_is_there_before_the_wait_for_it_ends() -> None:
     record = calls.open("actor.go", (0, 1))
     record.waiting = Watched(record.waiting)
     assert calls.answer(record.number, 0, ANSWER)
-    assert calls.answer(record.number, 1, Failure("KeyError", "'x'", "", 1))
+    assert calls.failed(record.number, 1, Failure("KeyError", "'x'", "", 1))
     assert record.owing == []
 
 
@@ -50,7 +50,7 @@ def test_a_wait_ends_at_the_first_failure() -> None:
     calls = Calls(until)
     record = calls.open("actor.go", (0, 1))
     failure = Failure("KeyError", "'x'", "", 1)
-    calls.answer(record.number, 1, failure)
+    calls.failed(record.number, 1, failure)
     assert calls.wait(record, 10.0)
     assert record.failure == (1, failure)
 

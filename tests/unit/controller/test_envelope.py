@@ -6,7 +6,7 @@ import pytest
 
 from spmd_rl.controller import codec, wire
 from spmd_rl.controller.codec import NOTHING, Packed
-from spmd_rl.controller.envelope import PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
+from spmd_rl.controller.envelope import LARGE_BYTES, PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
 from spmd_rl.controller.known import MAX_KNOWN, MAX_KNOWN_BYTES
 
 VALUE = Packed(b"body", b"payload")
@@ -43,6 +43,15 @@ def test_numbers_that_begin_anywhere_are_taken_from_there_on() -> None:
     assert incoming.take(second)
     assert incoming.take(first) is None
     assert incoming.refused == {"another generation": 1, "out of order": 1, "replayed": 2}
+
+
+def test_a_large_payload_is_not_copied_out_of_its_frame() -> None:
+    outgoing, incoming = Outgoing(7), taker()
+    frame = outgoing.frame(b"header", Packed(b"body", bytes(LARGE_BYTES)))
+    taken = incoming.take(frame)
+    assert taken
+    assert taken == (b"header", Packed(b"body", bytes(LARGE_BYTES)), 0)
+    assert taken[1].payload.obj is frame  # type: ignore[attr-defined]
 
 
 def test_a_duplicate_is_taken_once() -> None:
