@@ -124,14 +124,14 @@ class Router:
         """Handle what arrives until `done()`; False when it was not within `seconds`.
 
         A wait of a moment is for workers alone, which takes less than half of what polling does; it goes on while they
-        answer.
-        Blocks: for `seconds` at most, or until no worker has answered for a moment.
+        answer, until it is time to look after all else.
+        Blocks: for `seconds` at most; after a moment, while workers answer, for a tick.
         """
         if seconds > MOMENT_S:
             return self._turns.until(done, seconds)
         if self._turns.take(seconds):
             try:
-                self._listen(done)
+                self._listen(done, time.monotonic() + seconds)
             finally:
                 self._turns.leave()
         return bool(done())
@@ -171,12 +171,14 @@ class Router:
             return False
         return True
 
-    def _listen(self, done: Callable[[], object]) -> None:
-        """Wait for workers alone, until none has come for a moment; and for all else when it is time to."""
+    def _listen(self, done: Callable[[], object], end: float) -> None:
+        """Wait for workers alone, while they answer; a few times a second look after all else, and at the time."""
         while not done():
             if self._turns.due:
                 self._turns.due = False
                 self._handle(0.0)
+                if time.monotonic() >= end:
+                    return
                 continue
             if self._outbox:
                 self._send()

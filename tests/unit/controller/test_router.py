@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from signal import Signals
@@ -14,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spmd_rl.controller.codec import NOTHING, Packed
 from spmd_rl.controller.envelope import PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
-from spmd_rl.controller.router import Router
+from spmd_rl.controller.router import MOMENT_S, Router
 from spmd_rl.controller.secret import Keys, derive
 from spmd_rl.controller.wire import Bye, Hello, Pong, Stop, ToController, decode_at_worker, encode
 
@@ -155,6 +157,28 @@ def test_a_closed_connection_is_unreachable(
 ) -> None:
     router.post([3], Stop("", 0, []))
     assert events.seen.get(timeout=WAIT_S) == (3, "unreachable")
+
+
+def test_a_wait_of_a_moment_ends_though_frames_go_on_coming(
+    router: Router, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    ended = threading.Event()
+    with dial(context, router, derive(b"a" * 32)) as dealer:
+
+        def flood() -> None:
+            while not ended.wait(0.0005):
+                dealer.send(b"")
+
+        flooding = threading.Thread(target=flood)
+        flooding.start()
+        while not router.refused:
+            ended.wait(0.01)
+        began = time.monotonic()
+        assert not router.until(lambda: False, MOMENT_S)
+        took_s = time.monotonic() - began
+        ended.set()
+        flooding.join()
+    assert took_s < WAIT_S / 2
 
 
 def test_the_end_of_the_lifeline_is_noticed_once(
