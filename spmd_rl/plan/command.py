@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 from spmd_rl.controller.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError
 from spmd_rl.offload.ledger import PHASES, gib
 from spmd_rl.plan.resolve import Resolved, resolve
+from spmd_rl.plan.routes import Routes
 
 MANY = 8
+MOST_RANKS = 8192  # what a push moves is counted for every pair of them
 
 
 def main(words: list[str]) -> int:
@@ -26,6 +29,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--gpu-gib", type=float, help="memory of one device; more than that is refused")
     parser.add_argument("--config", type=Path)
     options, rest = parser.parse_known_args(words)
+    if not 1 <= options.world <= MOST_RANKS:
+        raise ConfigError(f"--world={options.world}: expected 1 to {MOST_RANKS}")
     if options.gpu_gib is not None and not 0 < options.gpu_gib < math.inf:
         raise ConfigError(f"--gpu-gib={options.gpu_gib:g}: expected more than 0, and finite")
     config = [f"--config={options.config}"] if options.config else []
@@ -45,23 +50,20 @@ def lines(resolved: Resolved) -> Iterator[str]:
         axes = " x ".join(f"{axis} {size}" for axis, size in place.axes.items())
         yield f"  {place.name:8} {axes:28} ranks {_ranks(place.ranks)}"
     yield "process groups"
-    yield from _first([f"  {name:12} ranks {_ranks(ranks)}" for name, ranks in resolved.groups])
+    groups = resolved.groups
+    yield from _first((f"  {name:12} ranks {_ranks(ranks)}" for name, ranks in groups), len(groups))
     if resolved.spec is None:
         return
     yield f"model        {resolved.spec.family}, {resolved.spec.num_parameters:,} parameters"
-    yield from _routes(resolved)
+    yield from _routes(resolved.routes)
     yield from _memory(resolved)
 
 
-def _routes(resolved: Resolved) -> Iterator[str]:
-    moved = resolved.route_bytes
-    if not moved:
-        return
-    within = sum(size for (source, target), size in moved.items() if source == target)
-    yield f"weight push  {gib(within)} within ranks, {gib(moved.total() - within)} between ranks"
-    yield from _first(
-        [f"  rank {source:>3} -> {target:<3} {gib(size)}" for (source, target), size in sorted(moved.items())]
-    )
+def _routes(routes: Routes) -> Iterator[str]:
+    if routes:
+        yield f"weight push  {gib(routes.within_bytes)} within ranks, {gib(routes.between_bytes)} between ranks"
+        rows = (f"  rank {source:>3} -> {target:<3} {gib(routes[source, target])}" for source, target in routes)
+        yield from _first(rows, len(routes))
 
 
 def _memory(resolved: Resolved) -> Iterator[str]:
@@ -79,8 +81,8 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
 
 
-def _first(rows: list[str]) -> Iterator[str]:
+def _first(rows: Iterator[str], num_rows: int) -> Iterator[str]:
     """The first rows, and how many there are beyond them."""
-    yield from rows[:MANY]
-    if len(rows) > MANY:
-        yield f"  ... and {len(rows) - MANY} more"
+    yield from islice(rows, MANY)
+    if num_rows > MANY:
+        yield f"  ... and {num_rows - MANY} more"

@@ -7,9 +7,9 @@ A recipe is planned by the parts of its config that this room knows: `split` pla
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -26,10 +26,12 @@ from spmd_rl.offload.ledger import (
     total,
     trainer_ledger,
 )
+from spmd_rl.plan.routes import Routes, push_routes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
-from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import BUCKET_BYTES, plan
+from spmd_rl.weights.layout import ITEM_BYTES
+
+PARTS = {"train": ("trainer",), "infer": ("engine", "sampling", "prompts_per_step")}  # what a role is planned by
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Resolved:
     world_size: int
     placements: Placements
     spec: ModelSpec | None
-    route_bytes: Counter[tuple[int, int]]
+    routes: Routes
     ledgers: dict[int, Ledger]
 
     @property
@@ -48,7 +50,7 @@ class Resolved:
         found = [
             (f"{place.name}.{axis}", ranks) for place in self.placements.values() for axis, ranks in _axis_groups(place)
         ]
-        if self.route_bytes:
+        if self.routes:
             union = {rank for place in self.placements.values() for rank in place.ranks}
             found.append(("link", tuple(sorted(union))))
         return found
@@ -74,27 +76,46 @@ def resolve(cfg: Any, world_size: int) -> Resolved:
     placements = plan_split(split, world_size)
     model = getattr(cfg, "model", "")
     spec = ModelSpec.from_folder(model) if model else None
-    moved = _route_bytes(placements, spec, cfg)
-    ledgers = {rank: Ledger(()) for rank in range(world_size)}
-    if spec is not None:
-        ledgers = {rank: total(_rank_ledgers(rank, placements, spec, cfg, moved)) for rank in range(world_size)}
-    return Resolved(world_size, placements, spec, moved, ledgers)
+    for name, parts in PARTS.items():
+        missing = [part for part in parts if not hasattr(cfg, part)]
+        if spec is not None and name in placements and missing:
+            raise PlanError(f"split.{name} cannot be planned: this recipe's config has no `{missing[0]}`")
+    routes = _routes(placements, spec, cfg, world_size)
+    ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size))
+    return Resolved(world_size, placements, spec, routes, ledgers)
 
 
-def _rank_ledgers(
-    rank: int, placements: Placements, spec: ModelSpec, cfg: Any, moved: Counter[tuple[int, int]]
-) -> Iterable[Ledger]:
-    """One ledger for each role that this rank serves, one for pushes, and one for the GPU itself.
+def _ledgers(
+    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int
+) -> Iterator[tuple[int, Ledger]]:
+    """Each rank's: what the roles on it take, what a push packs, and what the GPU itself does.
 
     What computes in bfloat16 does so on GPUs.
     """
-    train, infer = placements.get("train"), placements.get("infer")
-    on_gpu = "bfloat16" in (cfg.trainer.dtype, cfg.engine.dtype)
-    if train is not None and rank in train.ranks:
+    on_gpu = any(getattr(cfg, PARTS[name][0]).dtype == "bfloat16" for name in placements if name in PARTS)
+    num_communicators = _num_communicators(placements, routes)
+    of_roles = cache(lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu)))
+    ranks = {name: set(place.ranks) for name, place in placements.items()}
+    for rank in range(world_size):
+        roles = tuple(name for name in ranks if rank in ranks[name])
+        ledger = of_roles(roles) + buckets_ledger(routes.bucket_bytes(rank))
+        if on_gpu:
+            axes = placements.train.axes if "train" in roles else {}
+            summed_by_peers = axes["fsdp"] - 1 if axes and cfg.trainer.deterministic else 0
+            num_rings = sum(size > 1 for size in axes.values())
+            ledger += device_ledger(num_communicators, num_rings, routes.num_peers(rank) + summed_by_peers)
+        yield rank, ledger
+
+
+def _role_ledgers(
+    roles: tuple[str, ...], placements: Placements, spec: ModelSpec, cfg: Any, on_gpu: bool
+) -> Iterator[Ledger]:
+    """What a trainer and an engine take of a rank that serves `roles`."""
+    if "train" in roles:
         compute_bytes = ITEM_BYTES[cfg.trainer.dtype]
         yield trainer_ledger(
             spec.num_parameters,
-            train.axes["fsdp"],
+            placements.train.axes["fsdp"],
             compute_bytes,
             num_gathered=_num_gathered(spec),
             activations=activation_bytes(
@@ -109,30 +130,23 @@ def _rank_ledgers(
                 recompute=cfg.trainer.recompute,
             ),
         )
-    if infer is not None and rank in infer.ranks:
+    if "infer" in roles:
         element_bytes = ITEM_BYTES[cfg.engine.dtype]
         token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes)
-        weight_bytes = 0 if _aliased(rank, train, cfg) else element_bytes
+        aliased = "train" in roles and placements.train.axes["fsdp"] == 1 and cfg.engine.dtype == "float32"
         yield engine_ledger(
             spec.num_parameters,
-            weight_bytes,
-            _kv_tokens(infer, spec, cfg) * token_bytes,
-            sleeps=train is not None and rank in train.ranks,
+            0 if aliased else element_bytes,  # the engine can be the trainer's own memory
+            _kv_tokens(placements.infer, spec, cfg) * token_bytes,
+            sleeps="train" in roles,
             step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
         )
-    routes = {pair: size for pair, size in moved.items() if rank in pair and pair != (rank, rank)}
-    yield buckets_ledger(sum(min(size, BUCKET_BYTES) for size in routes.values()))
-    if on_gpu:
-        axes = train.axes if train is not None and rank in train.ranks else {}
-        summed_by_peers = cfg.trainer.deterministic * (axes.get("fsdp", 1) - 1)
-        num_peers = len({*chain(*routes)} - {rank}) + summed_by_peers
-        yield device_ledger(_num_communicators(placements, moved), sum(size > 1 for size in axes.values()), num_peers)
 
 
-def _num_communicators(placements: Placements, moved: Counter[tuple[int, int]]) -> int:
+def _num_communicators(placements: Placements, routes: Routes) -> int:
     """The world's, and three of each placement: of its axes dp and fsdp, and of all its ranks. A link is placed too."""
     seats = {(place.ranks, *place.axes.values()) for place in placements.values()}
-    if moved:
+    if routes:
         union = tuple(sorted({rank for place in placements.values() for rank in place.ranks}))
         seats.add((union, len(union), 1, 1))
     return 1 + 3 * len(seats)
@@ -176,30 +190,11 @@ def _kv_tokens(infer: Placement, spec: ModelSpec, cfg: Any) -> int:
     return min(cfg.engine.max_batch, sequences) * spec.max_positions
 
 
-def _aliased(rank: int, train: Placement | None, cfg: Any) -> bool:
-    """Whether this rank's engine can be the trainer's own memory."""
-    whole = train is not None and rank in train.ranks and train.axes["fsdp"] == 1
-    return whole and cfg.engine.dtype == "float32"
-
-
-def _route_bytes(placements: Placements, spec: ModelSpec | None, cfg: Any) -> Counter[tuple[int, int]]:
-    """Bytes that a push moves, by (source rank, destination rank).
-
-    The plan is made for one tensor of each shape, and counted as often as the shape occurs.
-    """
+def _routes(placements: Placements, spec: ModelSpec | None, cfg: Any, world_size: int) -> Routes:
     train, infer = placements.get("train"), placements.get("infer")
     if spec is None or train is None or infer is None:
-        return Counter()
-    shapes = Counter(spec.parameter_shapes().values())
-    num_shards = train.axes["fsdp"]
-    moved: Counter[tuple[int, int]] = Counter()
-    for shape, count in shapes.items():
-        whole = Piece("any", shape, cfg.engine.dtype, Box((0,) * len(shape), shape))
-        shards = [Piece("any", shape, "float32", chunk_box(shape, i, num_shards)) for i in range(num_shards)]
-        source = [Layout(rank, (shards[place % num_shards],)) for place, rank in enumerate(train.ranks)]
-        for move in plan(source, [Layout(rank, (whole,)) for rank in infer.ranks]).moves:
-            moved[move.src, move.dst] += move.num_bytes * count
-    return moved
+        return Routes.none(world_size)
+    return push_routes(train, infer, Counter(spec.parameter_shapes().values()), cfg.engine.dtype, world_size)
 
 
 def _axis_groups(place: Placement) -> list[tuple[str, tuple[int, ...]]]:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from spmd_rl.config import load
 from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.split import Split
 from spmd_rl.plan import main
+from spmd_rl.plan.command import lines
 from spmd_rl.plan.resolve import Resolved, resolve
 from spmd_rl.recipes.grpo import Config
+from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.train.config import TrainerConfig
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -46,9 +52,9 @@ def test_eight_billion_split_four_and_four(model: Path) -> None:
     )
     assert found.spec is not None
     assert found.spec.num_parameters == PARAMETERS
-    assert found.route_bytes.total() == 4 * PARAMETERS * 2
-    assert {source for source, _ in found.route_bytes} == {0, 1, 2, 3}
-    assert {target for _, target in found.route_bytes} == {4, 5, 6, 7}
+    assert (found.routes.within_bytes, found.routes.between_bytes) == (0, 4 * PARAMETERS * 2)
+    assert {source for source, _ in found.routes} == {0, 1, 2, 3}
+    assert {target for _, target in found.routes} == {4, 5, 6, 7}
     assert found.groups == [("train.fsdp", (0, 1, 2, 3)), ("infer.fsdp", (4, 5, 6, 7)), ("link", tuple(range(8)))]
     train, infer = found.ledgers[0], found.ledgers[7]
     assert {entry.tag: entry.num_bytes for entry in train.entries}["moments"] == 2 * PARAMETERS
@@ -81,8 +87,8 @@ def test_a_cpu_has_no_communicators(model: Path) -> None:
 
 def test_colocated_copies_its_own_rows(model: Path) -> None:
     found = planned(model, 4, "engine.dtype=bfloat16")
-    assert found.route_bytes.total() == 4 * PARAMETERS * 2
-    assert found.route_bytes[0, 0] * 4 == pytest.approx(PARAMETERS * 2, rel=1e-3)
+    assert found.routes.within_bytes + found.routes.between_bytes == 4 * PARAMETERS * 2
+    assert found.routes[0, 0] * 4 == pytest.approx(PARAMETERS * 2, rel=1e-3)
 
 
 def test_refusal_names_rank_phase_and_sum(model: Path) -> None:
@@ -116,6 +122,30 @@ def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main([*words, "--gpu-gib", "80"])
     with pytest.raises(ConfigError, match="--gpu-gib=nan: expected more than 0"):
         main([*words, "--gpu-gib", "nan"])
+    for number in ("0", "-1", "1000000000"):
+        with pytest.raises(ConfigError, match=f"--world={number}: expected 1 to 8192"):
+            main(["grpo", "--world", number, f"--model={model}", "--data=x.jsonl"])
+
+
+def test_a_recipe_without_an_engine(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--world", "4", f"--model={model}", "--data=x.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "train.fsdp   ranks 0-3" in out
+    assert "weight push" not in out
+
+
+def test_a_config_that_lacks_what_a_role_is_planned_by(model: Path) -> None:
+    cfg = SimpleNamespace(split=Split(), model=str(model), trainer=TrainerConfig(), engine=EngineConfig())
+    with pytest.raises(PlanError, match=r"split.infer cannot be planned: this recipe's config has no `sampling`"):
+        resolve(cfg, 2)
+
+
+def test_a_thousand_ranks_take_seconds(model: Path) -> None:
+    """With every move named it was minutes: one for each shard, destination and shape."""
+    began = time.process_time()
+    found = planned(model, 1024, "engine.dtype=bfloat16")
+    assert "... and 1048568 more" in "\n".join(lines(found))
+    assert time.process_time() - began < 15
 
 
 def test_misfits(model: Path) -> None:
