@@ -20,11 +20,13 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import sys
 import tempfile
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from spmd_rl.config import describe
 from spmd_rl.controller import last_words
@@ -36,6 +38,7 @@ from spmd_rl.mesh.split import plan_split
 
 USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]"
 HELP = {"--help", "-h"}
+ENDINGS = (signal.SIGTERM, signal.SIGINT)
 END_S = 5  # for the ranks to end after the run's grace
 
 
@@ -55,6 +58,9 @@ def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
     except SpmdError as error:
         last_words.write(str(error))
         return error.exit_code
+    except KeyboardInterrupt:
+        last_words.write("ended by SIGINT")
+        return 128 + signal.SIGINT
 
 
 def _main(words: list[str]) -> int:
@@ -96,6 +102,8 @@ def _main(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     """Check the config here, where a mistake costs nothing, then launch."""
+    for number in ENDINGS:
+        signal.signal(number, _end_before_launch)
     invocation = Invocation.parse(words)
     recipe = load_recipe(invocation.recipe)
     cfg = recipe.configure(invocation)
@@ -104,7 +112,15 @@ def _run(words: list[str]) -> int:
     num_ranks = invocation.nproc or getattr(cfg, "nproc", 0) or 0
     if num_ranks and hasattr(cfg, "split"):
         plan_split(cfg.split, num_ranks)
-    return launch(num_ranks, ["run", *words], invocation.max_restarts, run_config(cfg).grace_s)
+    exit_code = launch(num_ranks, ["run", *words], invocation.max_restarts, run_config(cfg).grace_s)
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_IGN)  # all is over and said
+    return exit_code
+
+
+def _end_before_launch(number: int, frame: FrameType | None) -> None:
+    """End at once: nothing is started yet, and an exception could be lost in whatever is being imported."""
+    last_words.end_process(f"the run was ended by {signal.Signals(number).name} before it began", 128 + number)
 
 
 def _stacks(words: list[str]) -> int:
@@ -143,6 +159,8 @@ def _rank_main(words: list[str]) -> int:
 
 def _rank(words: list[str]) -> int:
     """Join as a rank. Rank 0 starts the controller first, so that it loads while torch does."""
+    for number in ENDINGS:
+        signal.signal(number, signal.SIG_DFL)  # a launcher's handlers, inherited, would wait for C++ code, or be lost
     from spmd_rl.mesh.world import World
 
     world = World.from_env()
@@ -185,6 +203,8 @@ def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) 
             start_method="fork",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
+        for number in ENDINGS:
+            signal.signal(number, _end_in_launch)  # until torchrun's own are there, with the ranks
         try:
             elastic_launch(config, _forked_rank)(words)
         except ChildFailedError as error:
@@ -195,6 +215,12 @@ def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) 
             _say(Path(folder), f"the run was ended by {error.sigval.name}")
             return 128 + error.sigval.value
     return 0
+
+
+def _end_in_launch(number: int, frame: FrameType | None) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    raise SignalException("", signal.Signals(number))
 
 
 def _forked_rank(words: list[str]) -> None:

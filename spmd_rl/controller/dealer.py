@@ -109,8 +109,8 @@ class Dealer:
                     self._turns.leave()
         return self.inbox.popleft()
 
-    def close(self) -> None:
-        """Send what is queued and close.
+    def close(self) -> signal.Signals | None:
+        """Send what is queued and close; returns the signal that came too late for the controller, if one did.
 
         Blocks: for the socket's linger at most.
         """
@@ -119,7 +119,8 @@ class Dealer:
         self._socket.disable_monitor()
         self._monitor.close()
         self._context.destroy(linger=1000)
-        self._waker.close()
+        late = self._waker.close()
+        return self._vigil.signal or next(iter(late), None)
 
     def take(self, frame: bytes) -> None:
         """Act on what the socket received, in one's turn."""

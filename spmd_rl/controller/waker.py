@@ -36,11 +36,14 @@ class Waker:
             signal.signal(number, lambda *_: None)
         os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._in_child)
 
-    def close(self) -> None:
-        """Give the signals back, on the thread that took them, and close."""
+    def close(self) -> list[signal.Signals]:
+        """Give the signals back, on the thread that took them, and close; returns those that came and nobody saw."""
+        taken = self._taken
         self._give_back()
+        late = self._drain(taken)
         self._near.close()
         self._far.close()
+        return late
 
     def _give_back(self) -> None:
         if self._taken:
@@ -62,7 +65,10 @@ class Waker:
 
     def drain(self) -> list[signal.Signals]:
         """Take all wakes; the signals among them, in order."""
+        return self._drain(self._taken)
+
+    def _drain(self, taken: tuple[signal.Signals, ...]) -> list[signal.Signals]:
         try:
-            return [signal.Signals(byte) for byte in self._far.recv(4096) if byte in self._taken]
+            return [signal.Signals(byte) for byte in self._far.recv(4096) if byte in taken]
         except BlockingIOError:
             return []

@@ -142,10 +142,6 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     """
     import torch.distributed as dist
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # a launcher's own handlers, inherited, would wait for the store's C++ code
     store = open_store(world)
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
@@ -154,8 +150,11 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     Worker(Seats(world)).serve(dealer)
     dist.destroy_process_group()
     dealer.post(Bye())
-    dealer.close()
-    return controller.wait() if controller is not None else 0
+    late = dealer.close()
+    exit_code = controller.wait() if controller is not None else 0
+    if late is not None:
+        signal.raise_signal(late)  # a launcher that sent it waits for the end of this process
+    return exit_code
 
 
 def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:

@@ -1,0 +1,90 @@
+"""A signal at any moment of a run's start or end: one sentence, the exit code that the docs promise, and no wait."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+Start = Callable[..., subprocess.Popen[str]]
+
+AT_AN_IMPORT = """
+import os, signal, sys
+from dataclasses import dataclass
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.{number})
+
+sys.meta_path.insert(0, Finder())
+
+@dataclass(frozen=True)
+class Config: ...
+
+def main(ctl, cfg): ...
+"""
+IN_THE_LAST_MOMENT = """
+import os, signal
+from dataclasses import dataclass
+
+import spmd_rl as rl
+
+@dataclass(frozen=True)
+class Config: ...
+
+class Late(rl.Role):
+    @rl.collective
+    def arm(self) -> None:
+        import torch.distributed as dist
+
+        leave = dist.destroy_process_group
+        dist.destroy_process_group = lambda: (os.kill(os.getpid(), signal.SIGTERM), leave())
+
+def main(ctl, cfg):
+    ctl.spawn(Late, cfg, on=ctl.world.split({"late": rl.RoleSplit()}).late).arm.call()
+"""
+
+
+def ended(start: Start, spmd_rl: list[str], folder: Path, recipe: str) -> tuple[int, list[str]]:
+    (folder / "signalled.py").write_text(recipe)
+    process = start([*spmd_rl, "signalled.py", "--nproc=1"])
+    _, err = process.communicate(timeout=60)
+    return process.returncode, err.splitlines()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("module", "moment"),
+    [
+        ("torch", " before it began"),
+        ("torch.distributed.fsdp", " before it began"),
+        ("torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", ""),
+    ],
+)
+def test_the_launcher_while_it_starts(
+    start: Start, spmd_rl: list[str], tmp_path: Path, module: str, moment: str, number: signal.Signals
+) -> None:
+    recipe = AT_AN_IMPORT.format(module=module, number=number.name)
+    code, err = ended(start, spmd_rl, tmp_path, recipe)
+    assert err == [f"the run was ended by {number.name}{moment}"]
+    assert code == 128 + number
+    assert not list(tmp_path.glob("spmd_rl-*")), "torchrun's logs"
+
+
+def test_a_rank_while_it_starts(start: Start, spmd_rl: list[str], tmp_path: Path) -> None:
+    recipe = AT_AN_IMPORT.format(module="spmd_rl.controller.worker", number="SIGINT")
+    assert ended(start, spmd_rl, tmp_path, recipe) == (1, ["rank 0 was killed by SIGINT"])
+
+
+def test_a_rank_that_leaves_heeds_it(start: Start, spmd_rl: list[str], tmp_path: Path) -> None:
+    """Else torchrun, which sent it, waits half a minute for a rank that waits for torchrun."""
+    began = time.monotonic()
+    assert ended(start, spmd_rl, tmp_path, IN_THE_LAST_MOMENT) == (1, ["rank 0 was killed by SIGTERM"])
+    assert time.monotonic() - began < 25
