@@ -39,9 +39,12 @@ class Grader(AbstractContextManager["Grader"]):
     def grade(self, prompt: Prompt, sample: Sample) -> Sample:
         """The sample with its reward and, where the function returned a dict, the named parts.
 
+        The arrays of both are read-only from here on: what the trainer learns is what the engine made.
         Blocks: until its deadline at most; where C code never returns to Python, the call's deadline ends it.
         Raises: DataError that shows the sample when the function raises, takes longer, or returns no finite number.
         """
+        for array in (prompt.tokens, sample.tokens, sample.logprobs, sample.versions):
+            array.setflags(write=False)
         try:
             result = self._timed(prompt, sample)
         except _Overdue:

@@ -129,6 +129,10 @@ def _raises(prompt: Prompt, sample: Sample) -> float:
         (lambda p, s: {"reward": 1.0, 3: "good"}, "as '3': 'good'"),
         (lambda p, s: 10**400, "returned no finite number as 'reward': 1000"),
         (lambda p, s: sys.exit(0), "raised SystemExit: 0"),
+        (lambda p, s: p.tokens.fill(0), "raised ValueError: assignment destination is read-only"),
+        (lambda p, s: s.tokens.sort(), "raised ValueError: sort array is read-only"),
+        (lambda p, s: np.negative(s.logprobs, out=s.logprobs), "raised ValueError: output array is read-only"),
+        (lambda p, s: s.versions.__setitem__(0, 9), "raised ValueError: assignment destination is read-only"),
     ],
 )
 def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
