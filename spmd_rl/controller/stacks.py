@@ -7,7 +7,6 @@ gets the stacks of all ranks as text, and can say nothing.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
@@ -17,6 +16,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+
+import msgspec
 
 from spmd_rl.errors import ConfigError
 
@@ -61,6 +62,14 @@ def flight_record() -> bytes:
     return b"{%s}" % b",".join(records)
 
 
+class Whereabouts(msgspec.Struct):
+    """What the run folder says of its controller: `folder` is the private one that its socket is in."""
+
+    host: str
+    pid: int
+    folder: str
+
+
 class StackServer:
     """The controller's socket for `spmd-rl stacks`. `gather` runs on its thread and may block for seconds."""
 
@@ -71,9 +80,9 @@ class StackServer:
         with _reachable(folder) as near:
             self._listener.bind(f"{near}/stacks")
         self._listener.listen()
-        where = {"host": socket.gethostname(), "pid": os.getpid(), "folder": str(folder)}
+        where = Whereabouts(socket.gethostname(), os.getpid(), str(folder))
         with contextlib.suppress(OSError):  # a run goes on where its folder is full: it only cannot be asked
-            self._pointer.write_text(json.dumps(where) + "\n")
+            self._pointer.write_bytes(msgspec.json.encode(where) + b"\n")
         threading.Thread(target=self._serve, name="stacks", daemon=True).start()
 
     def close(self) -> None:
@@ -100,22 +109,24 @@ def ask(run: Path) -> str:
     Blocks: for `ANSWER_S` at most. Raises: ConfigError when no run lives there, or on another host.
     """
     try:
-        where = json.loads((run / POINTER).read_text())
-    except (OSError, ValueError) as error:
+        where = msgspec.json.decode((run / POINTER).read_bytes(), type=Whereabouts)
+    except OSError as error:
         raise ConfigError(f"no run is going on in {run}") from error
-    if where["host"] != socket.gethostname():
-        raise ConfigError(f"the controller of {run} is on {where['host']}: ask there")
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{run / POINTER} does not say where a controller is: {error}") from error
+    if where.host != socket.gethostname():
+        raise ConfigError(f"the controller of {run} is on {where.host}: ask there")
     chunks: list[bytes] = []
     try:
-        with socket.socket(socket.AF_UNIX) as line, _reachable(Path(where["folder"])) as near:
+        with socket.socket(socket.AF_UNIX) as line, _reachable(Path(where.folder)) as near:
             line.settimeout(ANSWER_S)
             line.connect(f"{near}/stacks")
             while chunk := line.recv(1 << 16):
                 chunks.append(chunk)
     except TimeoutError as error:
-        raise ConfigError(f"the controller of {run} (pid {where['pid']}) did not answer in {ANSWER_S:g} s") from error
-    except OSError as error:
-        raise ConfigError(f"no run is going on in {run}: its controller (pid {where['pid']}) is gone") from error
+        raise ConfigError(f"the controller of {run} (pid {where.pid}) did not answer in {ANSWER_S:g} s") from error
+    except (OSError, ValueError) as error:  # a folder's name may be none
+        raise ConfigError(f"no run is going on in {run}: its controller (pid {where.pid}) is gone") from error
     return b"".join(chunks).decode()
 
 

@@ -63,6 +63,20 @@ def test_a_run_that_died_or_lives_elsewhere_is_said_so(folders: tuple[Path, Path
         ask(run)
 
 
+@pytest.mark.parametrize("pointer", [b"[]", b"7", b"{}", b'{"host": "h", "pid": 1}', b'{"host": 1}', b"\xff", b"{"])
+def test_a_pointer_that_is_none(tmp_path: Path, pointer: bytes) -> None:
+    (tmp_path / POINTER).write_bytes(pointer)
+    with pytest.raises(ConfigError, match=r"controller\.json does not say where a controller is: "):
+        ask(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["/", "no/where", r"\u0000", r"\ud800", ""])
+def test_a_pointer_to_nowhere(tmp_path: Path, folder: str) -> None:
+    (tmp_path / POINTER).write_text(f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}')
+    with pytest.raises(ConfigError, match=r"controller"):
+        ask(tmp_path)
+
+
 def test_stacks_are_saved_with_what_is_missing(tmp_path: Path) -> None:
     snapshots = Snapshots()
     snapshots.take(0, Stacks("a.py:1 in f", "thread main", {"replayed": 2}), b"{}")
