@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import msgspec
 
+from spmd_rl.controller.checksums import check, checksums
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.errors import ConfigError, DataError, SpmdError
@@ -46,13 +47,17 @@ Part = Role | Stateful | Stored
 
 @dataclass(frozen=True)
 class Record:
-    """The state file. `reward` is the mean reward of the step before; `roles` are the axes that each role was on."""
+    """The state file. `reward` is the mean reward of the step before; `roles` are the axes that each role was on.
+
+    `checksums` are of the files of what is stored; a role's are its own affair.
+    """
 
     next_step: int
     seed: int
     reward: float | None = None
     roles: dict[str, dict[str, int]] = field(default_factory=dict)
     stored: list[str] = field(default_factory=list)
+    checksums: dict[str, dict[str, int]] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -132,6 +137,7 @@ class Checkpoints:
             if isinstance(part, Handle):
                 part.load.call(str(path / name))
             elif isinstance(part, Stored):
+                check(path / name, record.checksums.get(name, {}))
                 part.load(str(path / name))
             else:
                 cast(Stateful, part).restore(record.states[name])
@@ -148,6 +154,7 @@ class Checkpoints:
             elif isinstance(part, Stored):
                 record.stored.append(name)
                 part.save(str(target / name))
+                record.checksums[name] = checksums(target / name)
             else:
                 record.states[name] = cast(Stateful, part).state()
         for call in pending:

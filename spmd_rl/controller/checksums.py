@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: DCP's own reader takes a shard with altered bytes for one that is whole."""
+"""Checksums of a checkpoint's files: most readers, DCP's among them, take altered bytes for what was written."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ CHUNK_BYTES = 1 << 24
 
 
 def checksums(folder: Path) -> dict[str, int]:
-    """The CRC-32 of every file in `folder`, by name."""
-    return {path.name: _checksum(path) for path in sorted(folder.iterdir())}
+    """The CRC-32 of every file in `folder` and below, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
 
 
-def check(folder: Path, expected: Mapping[str, int], rank: int, num_ranks: int) -> None:
+def check(folder: Path, expected: Mapping[str, int], rank: int = 0, num_ranks: int = 1) -> None:
     """Raises: SpmdError naming a file that is not as it was written. Each of `num_ranks` looks at its share."""
     for name in sorted(expected)[rank::num_ranks]:
         path = folder / name

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from spmd_rl.controller.checksums import check, checksums
 from spmd_rl.controller.link import disagreement
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.hf import save_folder
 from spmd_rl.train.backend import Backend
-from spmd_rl.train.checksums import check, checksums
 from spmd_rl.train.learner import Progress
 
 PROGRESS_FILE = "trainer.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,20 @@ def test_all_kinds_of_parts_come_back(tmp_path: Path) -> None:
     assert (found[0].name, found[1].next_step, found[1].seed) == ("step_000003", 3, 7)
     assert found[1].roles == {"trainer": {"dp": 1, "fsdp": 2, "tp": 1}}
     assert (parts["trainer"].word, parts["prompts"].drawn, parts["ahead"].word) == ("w", 12, "a")
+
+
+@pytest.mark.parametrize("change", [lambda word: word.write_text("b"), Path.unlink])
+def test_a_file_that_changed_is_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    ours, ahead = checkpoints(tmp_path), Box("a")
+    for step in (1, 2):
+        ours.save(Record(step, 0), {"ahead": ahead})
+    change(tmp_path / "checkpoints/step_000002/ahead/word")
+    with pytest.raises(SpmdError, match=r"ahead/word is .*the checkpoint is not as|ahead/word is not as") as told:
+        checkpoints(tmp_path).restore({"ahead": Box()})
+    assert f"`spmd-rl rewind {tmp_path} 1` and the same command" in str(told.value)
+    rewind(tmp_path / "checkpoints", "1")
+    assert checkpoints(tmp_path).restore({"ahead": (again := Box())}) is not None
+    assert again.word == "a"
 
 
 def test_nothing_saved_is_a_fresh_run(tmp_path: Path) -> None:
