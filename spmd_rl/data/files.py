@@ -85,7 +85,7 @@ def _parse_line(where: str, line: bytes) -> dict[str, Any]:
         row = json.loads(line)
     except UnicodeDecodeError as error:
         raise DataError(where, f"not UTF-8 at byte {error.start + 1}") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
         raise DataError(where, f"not valid JSON: {error}") from error
     if not isinstance(row, dict):
         raise DataError(where, f"expected a JSON object, got {_short(row)}")

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,6 +18,8 @@ from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types import Prompt
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Tokenizer(Protocol):
@@ -60,7 +63,7 @@ class Prompts:
                 tokens,
                 text,
                 record.text(cfg.answer_key) if cfg.answer_key else "",
-                {key: value for key, value in record.row.items() if key not in hidden},
+                _meta(record, hidden),
             )
             for record, (text, tokens) in zip(records, encoded, strict=True)
             if not cfg.max_prompt_tokens or len(tokens) <= cfg.max_prompt_tokens
@@ -111,6 +114,17 @@ class _Entry:
     text: str
     answer: str
     meta: dict[str, Any]
+
+
+def _meta(record: Record, hidden: set[str]) -> dict[str, Any]:
+    """What a record holds beside `hidden`. Raises: DataError for a value that could not be handed to another process."""
+    meta = {key: value for key, value in record.row.items() if key not in hidden}
+    for item in meta.items():
+        try:
+            _encode(item)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise DataError(f"{record.where}: {item[0]}", f"this value cannot go to another process: {error}") from error
+    return meta
 
 
 def encode_prompts(

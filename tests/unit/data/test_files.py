@@ -31,6 +31,7 @@ def test_a_record_knows_its_line_though_lines_are_blank(jsonl: Jsonl) -> None:
     [
         ('{"prompt": "a"', r"train\.jsonl:2: not valid JSON"),
         ("[1]", r"train\.jsonl:2: expected a JSON object, got \[1\]"),
+        ('{"id": ' + "1" * 5000 + "}", r"train\.jsonl:2: not valid JSON: Exceeds the limit"),
         ("[" * 100_000, r"train\.jsonl:2: not valid JSON"),
     ],
 )

@@ -67,6 +67,19 @@ def test_a_prompt_carries_text_tokens_source_and_the_rest(jsonl: Jsonl, tokenize
     assert prompt.tokens.tolist() == [1, ord("0"), ord("?")]
 
 
+@pytest.mark.parametrize("value", ["18446744073709551616", "-9223372036854775809", '{"a": [1e400, "\\ud800"]}'])
+def test_a_value_that_cannot_travel_is_named(jsonl: Jsonl, tokenizer: Any, value: str) -> None:
+    path = jsonl(*lines(2), f'{{"prompt": "p", "answer": {2**70}, "id": {value}}}')
+    with pytest.raises(DataError, match=r"train.jsonl:3: id: this value cannot go to another process: "):
+        Prompts(PromptConfig(path), tokenizer)
+    assert len(Prompts(PromptConfig(f"{path}@[:2]"), tokenizer)) == 2
+
+
+def test_the_largest_numbers_that_travel(jsonl: Jsonl, tokenizer: Any) -> None:
+    prompts = Prompts(PromptConfig(jsonl(*lines(1, id=2**64 - 1, least=-(2**63)))), tokenizer)
+    assert prompts.next(1)[0].meta == {"id": 2**64 - 1, "least": -(2**63)}
+
+
 def test_chat_template(jsonl: Jsonl, tokenizer: Any) -> None:
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     path = jsonl(json.dumps({"prompt": turns, "answer": "a"}), json.dumps({"prompt": "u", "answer": "a"}))
