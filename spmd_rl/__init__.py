@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spmd_rl.algo.batch import pack_sft as pack_sft
     from spmd_rl.algo.losses import grpo_loss as grpo_loss
     from spmd_rl.algo.losses import sft_loss as sft_loss
+    from spmd_rl.config import at_least as at_least
     from spmd_rl.controller.ahead import Ahead as Ahead
     from spmd_rl.controller.config import RunConfig as RunConfig
     from spmd_rl.controller.controller import Controller as Controller
@@ -51,6 +52,7 @@ _HOMES = {
     "algo.advantages": ("group_advantage", "rloo_advantage"),
     "algo.batch": ("pack", "pack_sft"),
     "algo.losses": ("grpo_loss", "sft_loss"),
+    "config": ("at_least",),
     "controller.ahead": ("Ahead",),
     "controller.config": ("RunConfig",),
     "controller.controller": ("Controller",),

@@ -22,6 +22,10 @@ class Config(grpo.Config):
     warmup_pairs: int = 256  # prompts and answers in each
     warmup_lr: float = 3e-3
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rl.at_least(self, {"warmup_steps": 0, "warmup_pairs": 1, "warmup_lr": 0})
+
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)

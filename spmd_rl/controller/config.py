@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from spmd_rl.config import at_least
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.sinks import check_sinks
 
 # a rank says that it lives once a second, half a second late where its main thread computes
 LEAST_S = {"deadline_s": 0.1, "between_calls_s": 0.1, "lost_after_s": 2.0, "start_s": 0.1, "grace_s": 0.0}
+LEAST = {"seed": 0, "save_every": 0, "keep_checkpoints": 1, "keep_best": 0}
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,11 @@ class RunConfig:
     trace: bool = True  # record what every process does when, in traces/ of the run's folder
 
     def __post_init__(self) -> None:
-        for name, least in (("save_every", 0), ("keep_checkpoints", 1), ("keep_best", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"run.{name} = {getattr(self, name)}: expected {least} or more")
-        for name, least_s in LEAST_S.items():
-            if not getattr(self, name) >= least_s:
-                raise ConfigError(f"run.{name} = {getattr(self, name):g}: expected {least_s:g} s or more")
+        at_least(self, LEAST | LEAST_S)
+        if self.seed >= 1 << 63:
+            raise ConfigError(f"seed = {self.seed}: expected less than 2^63")
+        if math.isinf(self.grace_s):
+            raise ConfigError("grace_s = inf: expected a number of seconds that ends")
         check_sinks(self.sinks)
 
     @property

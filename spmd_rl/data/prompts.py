@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.config import at_least
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
 from spmd_rl.errors import ConfigError, DataError
@@ -46,6 +47,9 @@ class PromptConfig:
     max_prompt_tokens: int = 0  # longer prompts are dropped and counted; 0 keeps all
     shuffle: bool = True
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, {"max_prompt_tokens": 0})
 
 
 class Prompts:
@@ -117,13 +121,14 @@ class _Entry:
 
 
 def _meta(record: Record, hidden: set[str]) -> dict[str, Any]:
-    """What a record holds beside `hidden`. Raises: DataError for a value that could not be handed to another process."""
+    """What a record holds beside `hidden`. Raises: DataError for a value that could not go to another process."""
     meta = {key: value for key, value in record.row.items() if key not in hidden}
     for item in meta.items():
         try:
             _encode(item)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise DataError(f"{record.where}: {item[0]}", f"this value cannot go to another process: {error}") from error
+            where = f"{record.where}: {item[0]}"
+            raise DataError(where, f"this value cannot go to another process: {error}") from error
     return meta
 
 

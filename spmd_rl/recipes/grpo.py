@@ -27,6 +27,10 @@ class Config:
     engine: rl.EngineConfig = field(default_factory=rl.EngineConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
 
+    def __post_init__(self) -> None:
+        least = {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2, "clip_low": 0, "clip_high": 0}
+        rl.at_least(self, least)
+
 
 def check(cfg: Config) -> None:
     """What can be refused before anything starts."""

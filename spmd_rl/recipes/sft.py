@@ -26,6 +26,9 @@ class Config:
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
 
+    def __post_init__(self) -> None:
+        rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
+
 
 def check(cfg: Config) -> None:
     """What can be refused before anything starts."""

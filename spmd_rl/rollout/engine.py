@@ -89,7 +89,8 @@ class EngineConfig:
         _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         enough = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
         _require(enough, "max_step_tokens", self.max_step_tokens, "0 (automatic), or at least max_batch")
-        _require(self.reward_deadline_s >= 0, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more")
+        fits = 0 <= self.reward_deadline_s < math.inf
+        _require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
         known = self.on_reward_error in ("raise", "skip")
         _require(known, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
         _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, '"float32" or "bfloat16"')

@@ -41,6 +41,7 @@ class TrainerConfig:
         for name in ("lr", "warmup_steps", "eps", "weight_decay", "clip_norm"):
             value = getattr(self, name)
             _require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
+        _require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
         _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
         fits = self.attention_split >= 0 and self.attention_split % 128 == 0
         _require(fits, "attention_split", self.attention_split, "0 (all), or a multiple of 128")

@@ -207,10 +207,17 @@ def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
         {"deadline_s": float("nan")},
         {"lost_after_s": 1.0},
         {"grace_s": -1.0},
+        {"seed": -1},
     ],
 )
 def test_settings_that_cannot_work_are_refused(setting: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="or more"):
+        RunConfig(**setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("setting", [{"seed": 1 << 63}, {"grace_s": float("inf")}])
+def test_settings_beyond_all_bounds_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} = .*: expected "):
         RunConfig(**setting)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,48 @@
+"""Counts that no run could work with are refused when the config is read, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.controller.recipe import Invocation, load_recipe
+from spmd_rl.errors import ConfigError
+
+ARITHMETIC = str(Path(__file__).parents[3] / "examples/arithmetic/recipe.py")
+RL = ("grpo", "grpo_async", ARITHMETIC)
+EVERY = (*RL, "sft")
+
+
+def configured(recipe: str, setting: str) -> object:
+    return load_recipe(recipe).configure(Invocation.parse([recipe, "--model=m", "--data=d.jsonl", f"--{setting}"]))
+
+
+REFUSED = [
+    *[(recipe, "steps=-1", "steps = -1: expected 0 or more") for recipe in EVERY],
+    *[(recipe, "prompts_per_step=0", "prompts_per_step = 0: expected 1 or more") for recipe in RL],
+    *[(recipe, "sampling.num_samples=1", "sampling.num_samples = 1: expected 2 or more") for recipe in RL],
+    *[(recipe, "sampling.num_samples=0", "sampling: num_samples must be at least 1") for recipe in RL],
+    *[(recipe, "sampling.max_tokens=0", "sampling: max_tokens must be at least 1") for recipe in RL],
+    *[(recipe, "clip_low=-0.1", "clip_low = -0.1: expected 0 or more") for recipe in RL],
+    *[(recipe, "clip_high=nan", "clip_high = nan: expected 0 or more") for recipe in RL],
+    *[(recipe, "prompts.max_prompt_tokens=-1", "max_prompt_tokens = -1: expected 0 or more") for recipe in EVERY],
+    *[(recipe, "run.save_every=-1", "run: save_every = -1: expected 0 or more") for recipe in EVERY],
+    ("grpo", "engine.reward_deadline_s=inf", "engine: reward_deadline_s must be 0 (none) or more, and finite"),
+    ("sft", "pairs_per_step=0", "pairs_per_step = 0: expected 1 or more"),
+    (ARITHMETIC, "warmup_steps=-1", "warmup_steps = -1: expected 0 or more"),
+    (ARITHMETIC, "warmup_pairs=0", "warmup_pairs = 0: expected 1 or more"),
+    (ARITHMETIC, "warmup_lr=-1", "warmup_lr = -1.0: expected 0 or more"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "setting", "sentence"), REFUSED)
+def test_a_count_that_cannot_work(recipe: str, setting: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as told:
+        configured(recipe, setting)
+    assert sentence in str(told.value)
+
+
+@pytest.mark.parametrize("recipe", EVERY)
+def test_the_least_that_works(recipe: str) -> None:
+    assert configured(recipe, "steps=0").steps == 0  # type: ignore[attr-defined]
