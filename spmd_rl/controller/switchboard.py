@@ -14,7 +14,7 @@ from spmd_rl.controller.account import in_call, refusals, remote_error
 from spmd_rl.controller.calls import CallRecord, Calls
 from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.config import RunConfig
-from spmd_rl.controller.family import await_end, end_children, parent_of
+from spmd_rl.controller.family import Lives, await_end, end_children, parent_of
 from spmd_rl.controller.patience import Notice, RecipeClock
 from spmd_rl.controller.roster import Roster
 from spmd_rl.controller.router import Router, Values
@@ -67,6 +67,7 @@ class Switchboard:
         self.roster = Roster(world_size, run.lost_after_s)
         self._run = run
         self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
+        self._lives = Lives(self._launcher)
         self._last_resort = last_resort
         self._lock = threading.RLock()  # the roster's
         self._snapshots = Snapshots()
@@ -140,6 +141,7 @@ class Switchboard:
         if isinstance(error, LostRankError) and error.exit_code == LostRankError.exit_code:
             self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
         self._router.close()
+        self._lives.close()
         self.trace.close()
         self._kill()
 
@@ -172,6 +174,8 @@ class Switchboard:
         if now >= self._next_ping:
             self._next_ping = now + PING_S
             self._router.post(self.roster.staying, Ping(self._run.lost_after_s))
+        for rank in self._lives.ended():
+            self.on_unreachable(rank)
         if lost := self.roster.lost(now):
             self._fail(self._lost_error(lost, now), lost)
         elif name := self.roster.ended_by:
@@ -200,6 +204,7 @@ class Switchboard:
 
     def _seat(self, hello: Hello, now: float) -> bool:
         if seated := self.roster.hello(hello, now):
+            self._lives.watch(hello)
             self._router.post([hello.rank], Ping(self._run.lost_after_s))
         return seated
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spmd_rl.controller.family import await_end, end_children, parent_of
+from spmd_rl.controller.family import Lives, await_end, end_children, parent_of
 from spmd_rl.controller.wire import Hello
 
 HERE = socket.gethostname()
@@ -26,6 +26,25 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def test_a_parent_is_known_and_a_missing_process_has_none(child: subprocess.Popen[bytes]) -> None:
     assert parent_of(child.pid) == os.getpid()
     assert parent_of(2**22 + 1) is None
+
+
+def test_an_end_is_told_once_at_the_second_look(child: subprocess.Popen[bytes]) -> None:
+    lives = Lives(os.getpid())
+    lives.watch(Hello(1, HERE, child.pid))
+    lives.watch(Hello(2, "elsewhere", child.pid))
+    assert lives.ended() == []
+    child.kill()
+    await_end([Hello(1, HERE, child.pid)])
+    assert [lives.ended() for _ in range(3)] == [[], [1], []]
+    lives.close()
+
+
+def test_the_children_of_others_are_not_watched(child: subprocess.Popen[bytes]) -> None:
+    lives = Lives(os.getppid())
+    lives.watch(Hello(1, HERE, child.pid))
+    child.kill()
+    await_end([Hello(1, HERE, child.pid)])
+    assert [lives.ended() for _ in range(3)] == [[], [], []]
 
 
 def test_a_stopped_child_is_ended(child: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,63 @@
+"""What a rank has forked shares its sockets, and must not hide its death."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(90)]
+
+END_S = 15.0  # far above what an end takes, far below the silence that is allowed
+
+RECIPE = """
+import json, os, threading
+from dataclasses import dataclass, field
+
+import spmd_rl as rl
+
+@dataclass(frozen=True)
+class Config:
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+
+class Parent(rl.Role):
+    @rl.collective
+    def fork(self) -> rl.Sharded[list[int]]:
+        child = os.fork()
+        if not child:
+            threading.Event().wait()
+        return [os.getpid(), child]
+
+    @rl.collective
+    def wait(self) -> None:
+        threading.Event().wait()
+
+def main(ctl, cfg):
+    parent = ctl.spawn(Parent, cfg, on=ctl.world.split({"parent": rl.RoleSplit()}).parent)
+    print(json.dumps([os.getpid(), *parent.fork.call()]), flush=True)
+    parent.wait.call()
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_death_of_a_rank_that_forked(
+    start: Callable[..., subprocess.Popen[str]], spmd_rl: list[str], tmp_path: Path, num_ranks: int
+) -> None:
+    (tmp_path / "forking.py").write_text(RECIPE)
+    process = start([*spmd_rl, "forking.py", f"--nproc={num_ranks}", "--run.lost_after_s=60"])
+    assert process.stdout is not None
+    controller, *pids = json.loads(process.stdout.readline())
+    alive = os.pidfd_open(controller)
+    os.kill(pids[-2], signal.SIGKILL)
+    assert select.select([alive], [], [], END_S)[0], "while what it forked lives"
+    os.close(alive)
+    for child in pids[1::2]:
+        os.kill(child, signal.SIGKILL)
+    assert process.communicate(timeout=60)[1].splitlines()[-1].startswith(f"lost rank {num_ranks - 1} (")
+    assert process.returncode == 1
