@@ -89,7 +89,8 @@ def make_importable(recipe: str) -> str:
     for name in (f"{SHIPPED}.{recipe}", recipe):
         if _exists(name):
             return name
-    shipped = [module.name for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__)]
+    beside = [module.name for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__)]
+    shipped = [name for name in beside if hasattr(importlib.import_module(f"{SHIPPED}.{name}"), "Config")]
     near = difflib.get_close_matches(recipe, shipped, 1)
     hint = f"did you mean {near[0]}" if near else f"shipped ones are {', '.join(shipped) or 'none'}"
     raise ConfigError(f"there is no recipe '{recipe}': {hint}? (a path must end in .py)")

@@ -69,3 +69,8 @@ def test_a_missing_recipe_names_the_nearest() -> None:
         load_recipe("gpro")
     with pytest.raises(ConfigError, match="there is no recipe at nowhere.py"):
         load_recipe("nowhere.py")
+
+
+def test_only_recipes_are_named_as_shipped() -> None:
+    with pytest.raises(ConfigError, match="shipped ones are grpo, grpo_async, sft"):
+        load_recipe("nope")
