@@ -1,11 +1,10 @@
 """Causal attention in which a query's bits depend on its own history alone.
 
 On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`, serves training
-(packed_attention.py) and decoding (paged_attention.py): the exact maximum over the visible keys, then exp(s - m), then
-sums of weighted values over blocks of 64 keys, and of weights over tiles of 16, counted from the start of the sequence,
-in ascending order. A key beyond a query's sight adds an exact zero, so padding and neighbours change nothing, and keys
-that no query of a call sees are left out. Queries are laid in rows of a fixed tile height, several query heads of one
-key-value head together.
+(packed_attention.py) and decoding (paged_attention.py): torch's softmax over keys in multiples of 16, then sums of
+weighted values over blocks of 64 keys, counted from the start of the sequence, in ascending order. A key beyond a
+query's sight adds an exact zero, so padding and neighbours change nothing, and keys that no query of a call sees are
+left out. Queries are laid in rows of a fixed tile height, several query heads of one key-value head together.
 
 Where neither applies, the same interface runs torch's scaled-dot-product attention.
 
@@ -17,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -30,101 +29,85 @@ from spmd_rl.kernels.differentiable import call
 from spmd_rl.kernels.tile import padded_rows
 
 KV_BLOCK = 64
-KEY_TILE = 16
 QUERY_TILE = 8
 MAX_SCORES = 1 << 24
 
 
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, num_rows: int) -> Tensor:
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
     """Softmax(q k^T) v with a fixed order of sums; differentiable in q, k and v.
 
-    Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D], visible [B, R] int64: how many keys
-    (from the first) each row sees, at least 1. Rows from `num_rows` on are padding. Returns [K, B, R, D], unset there.
+    Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D]; returns [K, B, R, D], unset in the
+    layout's padding.
     """
-    return call(_BlockedAttention, q, k, v, visible, scale, num_rows)
+    return call(_BlockedAttention, q, k, v, layout, scale)
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """q [K, B, R, D], k [K, B, W, D], visible [B, r], r <= R -> [K, B, r, W], unseen keys at minus infinity.
+def _weights(q: Tensor, k: Tensor, unseen: Tensor, scale: float) -> Tensor:
+    """q [K, B, R, D], k [K, B, W, D], unseen [B, r, W], r <= R -> what each row gives each key, [K, B, r, W].
 
     The product is taken at the full height R, so that its bits are the contract's; what follows is row by row.
     """
     num_groups, batch, rows, dim = q.shape
-    keys, live = k.shape[2], visible.shape[1]
+    keys, live = k.shape[2], unseen.shape[1]
     product = torch.bmm(q.reshape(-1, rows, dim), k.reshape(-1, keys, dim).transpose(1, 2))
-    scores = product.view(num_groups, batch, rows, keys)[:, :, :live].contiguous().mul_(scale)
-    unseen = torch.arange(keys, device=q.device) >= visible.unsqueeze(-1)
-    return scores.masked_fill_(unseen, -torch.inf)
+    return torch.add(unseen, product.view(num_groups, batch, rows, keys)[:, :, :live], alpha=scale).softmax(-1)
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Forward in the contract's order; backward recomputes the weights with plain matrix products, unless they take no
-    more room than the queries."""
+    """Forward in the contract's order; backward recomputes the weights, unless they take no more room than the
+    queries."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, num_rows: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
         out = torch.empty_like(q)
-        log_norm = q.new_empty(q.shape[:3])
-        width, kept = _width(visible), None
+        num_rows, width, kept = layout.num_used, layout.num_keys, None
         for rows in _row_slices(q, k):
             live = slice(rows.start, min(rows.stop, num_rows))
-            scores = _scores(q[:, :, rows], k[:, :, :width], visible[:, live], scale)
-            maximum = scores.amax(-1, keepdim=True)
-            weights = scores.sub_(maximum).exp_()
-            values, norm = _ascending_sums(weights, v[:, :, :width], rows.stop - rows.start)
-            out[:, :, live] = values.div_(norm)
+            weights = _weights(q[:, :, rows], k[:, :, :width], layout.unseen(live), scale)
+            out[:, :, live] = _ascending_sums(weights, v[:, :, :width], rows.stop - rows.start)
             if ctx.needs_input_grad[0] and live.stop - live.start == num_rows and weights.numel() <= q.numel():
-                kept = weights / norm
-            log_norm[:, :, live] = (norm.log_() + maximum).squeeze(-1)
-        ctx.save_for_backward(q, k, v, visible, out, log_norm, kept)
-        ctx.scale, ctx.num_rows = scale, num_rows
+                kept = weights
+        ctx.save_for_backward(q, k, v, kept)
+        ctx.layout, ctx.scale = layout, scale
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-        q, k, v, visible, out, log_norm, kept = ctx.saved_tensors
-        grad, width = grads[0], _width(visible)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, kept = ctx.saved_tensors
+        grad, num_rows, width = grads[0], ctx.layout.num_used, ctx.layout.num_keys
         grad_q, sums = torch.empty_like(q), []
-        grad_q[:, :, ctx.num_rows :] = 0
+        grad_q[:, :, num_rows:] = 0
         keys, values = k[:, :, :width], v[:, :, :width]
         for rows in _row_slices(q, k):
-            live = slice(rows.start, min(rows.stop, ctx.num_rows))
+            live = slice(rows.start, min(rows.stop, num_rows))
             weights = kept
             if weights is None:
-                weights = _scores(q[:, :, live], keys, visible[:, live], ctx.scale)
-                weights.sub_(log_norm[:, :, live].unsqueeze(-1)).exp_()
+                weights = _weights(q[:, :, rows], keys, ctx.layout.unseen(live), ctx.scale)
             grad_rows = grad[:, :, live]
             grad_v = weights.transpose(2, 3) @ grad_rows
-            grad_scores = grad_rows @ values.transpose(2, 3)
-            grad_scores -= (grad_rows * out[:, :, live]).sum(-1, keepdim=True)
-            grad_scores *= weights * ctx.scale
+            grad_weights = grad_rows @ values.transpose(2, 3)
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(ctx.scale)
             grad_q[:, :, live] = grad_scores @ keys
             sums.append((grad_scores.transpose(2, 3) @ q[:, :, live], grad_v))
         grad_k, grad_v = (reduce(Tensor.add_, parts) for parts in zip(*sums, strict=True))
         if width < k.shape[2]:
             grad_k, grad_v = (F.pad(one, (0, 0, 0, k.shape[2] - width)) for one in (grad_k, grad_v))
-        return grad_q, grad_k, grad_v, None, None, None
+        return grad_q, grad_k, grad_v, None, None
 
 
-def _width(visible: Tensor) -> int:
-    """Keys that any row sees, up to the row tile: beyond them all weights are exact zeros."""
-    return padded_rows(int(visible.max()))
-
-
-def _ascending_sums(weights: Tensor, v: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """Sum of weighted values [K, B, r, D] and of weights [K, B, r, 1], one block or tile of keys after the other.
+def _ascending_sums(weights: Tensor, v: Tensor, height: int) -> Tensor:
+    """Sum of weighted values [K, B, r, D], one block of keys after the other.
 
     The products are taken at the given height of rows, r or more.
     """
     num_groups, batch, rows, keys = weights.shape
     flat, values = weights.view(-1, rows, keys), v.reshape(-1, keys, v.shape[-1])
     tall = F.pad(flat, (0, 0, 0, height - rows)) if height > rows else flat
-    norm = weights.unflatten(-1, (-1, KEY_TILE)).sum(-1).cumsum(-1)[..., -1:]
     total = torch.bmm(tall[:, :, :KV_BLOCK], values[:, :KV_BLOCK])
     for start in range(KV_BLOCK, keys, KV_BLOCK):
         block = slice(start, start + KV_BLOCK)
         total += torch.bmm(tall[:, :, block], values[:, block])
-    return total.view(num_groups, batch, height, -1)[:, :, :rows], norm
+    return total.view(num_groups, batch, height, -1)[:, :, :rows]
 
 
 def _row_slices(q: Tensor, k: Tensor) -> list[slice]:
@@ -139,12 +122,13 @@ class RowLayout:
     """Where the flat tokens of a call go in [B, L] query positions, and back.
 
     `gather` [B * L] is the token at each query position (0 where padded), `scatter` [T'] the query position of each
-    token, T' = T padded to the row tile; `visible` [B, L * G] how many keys a row sees. Rows from `num_used` on are
-    padding in every sequence.
+    token, T' = T padded to the row tile; `visible` [B, L * G] how many keys a row sees (from the first), at least 1.
+    Rows from `num_used` on are padding in every sequence, and keys from `num_keys` on are seen by no row.
     """
 
     batch: int
     num_used: int
+    num_keys: int
     gather: Tensor
     scatter: Tensor
     visible: Tensor
@@ -170,8 +154,21 @@ class RowLayout:
         def tensor(array: NDArray[np.int64]) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-        num_used, seen = int(lengths.max()) * queries_per_key, visible.repeat(queries_per_key, axis=1)
-        return RowLayout(batch, num_used, tensor(gather.reshape(-1)), tensor(scatter), tensor(seen))
+        num_used, num_keys = int(lengths.max()) * queries_per_key, padded_rows(int(visible.max()))
+        seen = tensor(visible.repeat(queries_per_key, axis=1))
+        return RowLayout(batch, num_used, num_keys, tensor(gather.reshape(-1)), tensor(scatter), seen)
+
+    def unseen(self, rows: slice) -> Tensor:
+        """[B, r, W]: minus infinity where one of these rows does not see a key, else 0; all rows' serve every layer."""
+        return self._unseen if rows == slice(0, self.num_used) else self._hidden_from(rows)
+
+    @cached_property
+    def _unseen(self) -> Tensor:
+        return self._hidden_from(slice(0, self.num_used))
+
+    def _hidden_from(self, rows: slice) -> Tensor:
+        hidden = torch.arange(self.num_keys, device=self.visible.device) >= self.visible[:, rows].unsqueeze(-1)
+        return torch.where(hidden, -torch.inf, 0.0)
 
     def rows(self, q: Tensor, num_kv_heads: int) -> Tensor:
         """q [T, H, D] -> [K, B, L * G, D]."""
@@ -219,7 +216,7 @@ def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Ten
     """The op for the device at hand. Shape: as `blocked_attention`."""
     scale = q.shape[-1] ** -0.5
     if q.device.type == "cpu":
-        return blocked_attention(q, k, v, layout.visible, scale, layout.num_used)
+        return blocked_attention(q, k, v, layout, scale)
     return sdpa(q, k, v, layout.visible, scale)
 
 

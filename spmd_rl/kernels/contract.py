@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from spmd_rl.kernels.attention import KEY_TILE, KV_BLOCK, QUERY_TILE
+from spmd_rl.kernels.attention import KV_BLOCK, QUERY_TILE
 from spmd_rl.kernels.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
 from spmd_rl.kernels.linear import keeps_chain
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from spmd_rl.kernels.tile import ROW_TILE
 
-CONTRACT_VERSION = 1
+CONTRACT_VERSION = 2
 
 
 def contract(
@@ -21,7 +21,6 @@ def contract(
         "version": CONTRACT_VERSION,
         "row_tile": ROW_TILE,
         "kv_block": KV_BLOCK,
-        "key_tile": KEY_TILE,
         "query_tile": QUERY_TILE,
         "vocab_shards": NUM_VOCAB_SHARDS,
         "vocab_chunk": VOCAB_CHUNK,

@@ -22,7 +22,8 @@ from spmd_rl.kernels.upload import upload
 class KvCache:
     """Pages of keys and values for every layer; slot = page * page_size + offset.
 
-    It starts at zero and must stay finite: unused slots of a page are multiplied by exact zeros.
+    It starts at zero and must stay finite, and so must products with its keys: unused slots of a page are read, and
+    their values multiplied by exact zeros.
     Shape: each layer's keys and values are [num_pages, page_size, K, D] for FlashAttention, else
     [K, num_pages * page_size, D]. `allocate` makes its memory: so many bytes, uint8 and zero. `split`: how many tokens,
     a multiple of the page, are seen at once (splits.py); 0 for all.

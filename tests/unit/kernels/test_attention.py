@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
+from spmd_rl.kernels.tile import padded_rows
 
 CPU = torch.device("cpu")
 
@@ -76,7 +78,8 @@ class Paged:
             device=CPU,
         )
         if poison:
-            self.cache.data.fill_(3.0e38)
+            self.cache.data[:, 0] = 1.0e36
+            self.cache.data[:, 1] = 3.0e38
             for page in order[used:]:
                 self.cache.data[:, :, :, page * page_size : (page + 1) * page_size] = torch.nan
         self.done = [0] * len(lengths)
@@ -148,7 +151,7 @@ def test_alone_equals_packed_in_any_order(heads: Heads) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_poisoned_pages_do_not_leak(heads: Heads) -> None:
-    """NaN in pages of nobody, the largest finite numbers in unused slots of pages in use."""
+    """NaN in pages of nobody, the largest finite numbers (of keys: products) in unused slots of pages in use."""
     lengths = [70, 3, 64]
     q, k, v = qkv(lengths, heads)
     expected = packed(q, k, v, lengths, heads)
@@ -225,19 +228,35 @@ def test_control_same_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _mismatches(monkeypatch, "MAX_SCORES", 1 << 20) == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("KV_BLOCK", 32), ("KEY_TILE", 8)])
-def test_control_other_sums_fail(monkeypatch: pytest.MonkeyPatch, name: str, value: int) -> None:
-    assert _mismatches(monkeypatch, name, value) > 0
+def test_control_other_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _mismatches(monkeypatch, "KV_BLOCK", 32) > 0
 
 
 def test_control_descending_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    def descending(weights: Tensor, v: Tensor, height: int) -> tuple[Tensor, Tensor]:
+    def descending(weights: Tensor, v: Tensor, height: int) -> Tensor:
         blocks = range((weights.shape[-1] - 1) // 64 * 64, -1, -64)
-        total = sum(weights[..., b : b + 64] @ v[..., b : b + 64, :] for b in blocks)
-        norm = sum(weights[..., b : b + 64].sum(-1, keepdim=True) for b in blocks)
-        return torch.as_tensor(total), torch.as_tensor(norm)
+        return torch.as_tensor(sum(weights[..., b : b + 64] @ v[..., b : b + 64, :] for b in blocks))
 
     assert _mismatches(monkeypatch, "_ascending_sums", descending) > 0
+
+
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 64, 100, 1000])
+def test_softmax_is_that_of_the_keys_seen(width: int) -> None:
+    """Its bits depend neither on how many unseen keys follow, in steps of the row tile, nor on the row's place."""
+    scores = torch.randn(37, width, generator=torch.Generator().manual_seed(width)) * 3
+    least = padded_rows(width)
+    expected = F.pad(scores, (0, least - width), value=-torch.inf).softmax(-1)[:, :width]
+    for padded in (least + 16, least + 48, 1024, 4096):
+        actual = F.pad(scores, (0, padded - width), value=-torch.inf).softmax(-1)
+        assert torch.equal(actual[:, :width], expected)
+        assert not actual[:, width:].any()
+    alone = F.pad(scores[5:6], (0, least - width), value=-torch.inf).softmax(-1)[:, :width]
+    assert torch.equal(alone, expected[5:6])
+
+
+def test_control_softmax_of_other_keys_differs() -> None:
+    scores = torch.randn(37, 100, generator=torch.Generator().manual_seed(0)) * 3
+    assert not torch.equal(scores.roll(1, dims=-1).softmax(-1).roll(-1, dims=-1), scores.softmax(-1))
 
 
 def test_control_stale_key_fails() -> None:
