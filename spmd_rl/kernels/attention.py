@@ -50,7 +50,9 @@ def _weights(q: Tensor, k: Tensor, unseen: Tensor, scale: float) -> Tensor:
     num_groups, batch, rows, dim = q.shape
     keys, live = k.shape[2], unseen.shape[1]
     product = torch.bmm(q.reshape(-1, rows, dim), k.reshape(-1, keys, dim).transpose(1, 2))
-    return torch.add(unseen, product.view(num_groups, batch, rows, keys)[:, :, :live], alpha=scale).softmax(-1)
+    return (
+        torch.add(unseen, product.view(num_groups, batch, rows, keys)[:, :, :live], alpha=scale).softmax(-1).to(q.dtype)
+    )
 
 
 class _BlockedAttention(torch.autograd.Function):

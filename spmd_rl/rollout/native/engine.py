@@ -16,6 +16,7 @@ from spmd_rl.kernels import KvCache, contract, sample_and_score
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
+from spmd_rl.offload.host import HostMemory
 from spmd_rl.rollout.engine import EngineConfig, Progress, Request
 from spmd_rl.rollout.native.graphs import Draw
 from spmd_rl.rollout.native.pages import PagePool
@@ -78,7 +79,7 @@ class NativeEngine:
         self._num_steps = 0
         self._num_generated = 0
         self._steps: Steps | None = None
-        self._memory: ElasticMemory | None = None
+        self._memory: ElasticMemory | HostMemory | None = None
         self._in_flight: _Launched | None = None
         self.wake()
 
@@ -100,9 +101,7 @@ class NativeEngine:
                 launched, self._in_flight = self._in_flight, launched
             progress = self._collect(launched)
         except BaseException:
-            # pages that the plan promised may never have been written, or hold NaN that would outlive their tokens
-            self.sleep()
-            self.wake()
+            self._start_afresh()
             raise
         if not self._live:
             self._in_flight = None  # drew for sequences that turned out to have ended
@@ -120,9 +119,7 @@ class NativeEngine:
     def sleep(self) -> None:
         self.scheduler.forget(self.version or 0)
         self._in_flight = None
-        if self._memory is None:
-            self._steps = None
-        else:
+        if self._memory is not None:
             self._memory.unmap()
 
     def wake(self) -> None:
@@ -131,11 +128,19 @@ class NativeEngine:
             self._steps = Steps(self.model, cache, self.rows, self.device, graphs=self._ahead, draw=self._draw)
         elif self._memory is not None and not self._memory.is_mapped:
             self._memory.map()
-            self._memory.bytes.zero_()
+            if self._memory.bytes.is_cuda:
+                self._memory.bytes.zero_()
+
+    def _start_afresh(self) -> None:
+        """After a step that failed: pages that it promised may be unwritten, or hold NaN that outlives their tokens."""
+        self.sleep()
+        if isinstance(self._memory, HostMemory):
+            self._steps = self._memory = None
+        self.wake()
 
     @property
     def _is_awake(self) -> bool:
-        return self._steps is not None and (self._memory is None or self._memory.is_mapped)
+        return self._memory is not None and self._memory.is_mapped
 
     def _new_cache(self) -> KvCache:
         spec = self.spec
@@ -147,12 +152,15 @@ class NativeEngine:
             head_dim=spec.head_dim,
             dtype=getattr(torch, self.cfg.dtype),
             device=self.device,
-            allocate=self._elastic if self.device.type == "cuda" else None,
+            allocate=self._elastic,
             split=self.cfg.attention_split,
         )
 
     def _elastic(self, num_bytes: int) -> Tensor:
         """Memory that keeps its address while the engine sleeps, for the graphs recorded over it."""
+        if self.device.type == "cpu":
+            self._memory = HostMemory(num_bytes)
+            return self._memory.bytes
         self._memory = ElasticMemory(num_bytes, self.device)
         return self._memory.bytes.zero_()
 
