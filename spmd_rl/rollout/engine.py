@@ -101,6 +101,10 @@ def _require(holds: bool, key: str, value: object, wanted: str) -> None:
         raise ConfigError(f"{key} must be {wanted}, got {value!r}")
 
 
+_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+_NO_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")  # a changed copy takes less than a new one
+
+
 class Request(msgspec.Struct, frozen=True):
     """One sample to generate; `tokens`, `logprobs` and `versions` are what it already has from an earlier start.
 
@@ -112,9 +116,9 @@ class Request(msgspec.Struct, frozen=True):
     index: int
     prompt: NDArray[np.int32]
     sampling: SamplingConfig
-    tokens: NDArray[np.int32] = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
-    logprobs: NDArray[np.float32] = msgspec.field(default_factory=lambda: np.zeros(0, np.float32))
-    versions: NDArray[np.int32] = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
+    tokens: NDArray[np.int32] = _NO_TOKENS
+    logprobs: NDArray[np.float32] = _NO_LOGPROBS
+    versions: NDArray[np.int32] = _NO_TOKENS
 
     @property
     def num_tokens(self) -> int:
@@ -126,7 +130,7 @@ class Request(msgspec.Struct, frozen=True):
         return Request(self.uid, self.index, self.prompt, self.sampling, *answer)
 
     def sample(self, finish: FinishReason) -> Sample:
-        return Sample(
+        return _NO_SAMPLE.changed(
             prompt_uid=self.uid,
             index=self.index,
             tokens=self.tokens,
@@ -134,6 +138,7 @@ class Request(msgspec.Struct, frozen=True):
             versions=self.versions,
             finish=finish,
             temperature=self.sampling.scored_temperature,
+            parts={},
         )
 
 

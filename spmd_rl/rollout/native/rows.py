@@ -6,7 +6,7 @@ A sequence that leaves, for whatever reason, leaves as the `Request` that would 
 from __future__ import annotations
 
 from itertools import accumulate, count, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from spmd_rl.kernels.splits import ranges
 from spmd_rl.rollout.engine import Request
 
 NO_STOP_ID = -1
+SHARED_PAGE = -1
 _STATE = np.dtype(
     [
         *((name, np.int64) for name in ("uid", "index", "ticket", "seed", "top_k", "num_pages", "published")),
@@ -24,6 +25,14 @@ _STATE = np.dtype(
         ("greedy", np.bool_),
     ]
 )
+
+
+class Fork(NamedTuple):
+    """`row` goes on from the prompt of row `leader`, on page `last_page`, or on the leader's where that is full."""
+
+    row: int
+    leader: int
+    last_page: int = SHARED_PAGE
 
 
 class Rows:
@@ -111,27 +120,30 @@ class Rows:
         self.stop_ids[row] = NO_STOP_ID
         self.stop_ids[row, : len(stop_ids)] = stop_ids
 
-    def put_forks(self, leader: int, requests: list[Request], last_pages: list[int]) -> list[int]:
-        """Give each of `requests`, samples of the prompt that row `leader` computes, a row with all that it has.
+    def reserve(self, requests: list[Request]) -> list[int]:
+        """A row for each of `requests`, which `put_forks` will fill."""
+        rows = [self._free.pop() for _ in requests]
+        for row, request in zip(rows, requests, strict=True):
+            self.requests[row] = request
+        return rows
 
-        Their last pages are their own, unless the leader's is full.
-        """
-        rows = np.array([self._free.pop() for _ in requests], dtype=np.int64)
-        length, num_pages = self.length[leader], self.num_pages[leader]
-        self._bytes[rows] = self._bytes[leader]
-        self.stop_ids[rows] = self.stop_ids[leader]
-        self.tokens[rows, :length] = self.tokens[leader, :length]
-        self.pages[rows, :num_pages] = self.pages[leader, :num_pages]
-        if last_pages:
-            self.pages[rows, num_pages - 1] = last_pages
+    def put_forks(self, forks: list[Fork]) -> None:
+        """Give the reserved rows all that their leaders have, but for pages of their own."""
+        if not forks:
+            return
+        rows, leaders, own = np.array(forks, dtype=np.int64).T
+        requests = [request for row in rows.tolist() if (request := self.requests[row]) is not None]
+        length, num_pages = self.length[leaders], self.num_pages[leaders]
+        width, paged = int(length.max()), own != SHARED_PAGE
+        self._bytes[rows] = self._bytes[leaders]
+        self.stop_ids[rows] = self.stop_ids[leaders]
+        self.tokens[rows, :width] = self.tokens[leaders, :width]
+        self.pages[rows, : int(num_pages.max())] = self.pages[leaders, : int(num_pages.max())]
+        self.pages[rows[paged], num_pages[paged] - 1] = own[paged]
         self.computed[rows] = length
         self.ticket[rows] = [next(self._tickets) for _ in requests]
         self.uid[rows] = [request.uid for request in requests]
         self.index[rows] = [request.index for request in requests]
-        taken: list[int] = rows.tolist()
-        for row, request in zip(taken, requests, strict=True):
-            self.requests[row] = request
-        return taken
 
     def promise(self, rows: NDArray[np.int64]) -> None:
         """A step that is under way draws one more token for each of `rows`."""
@@ -161,7 +173,16 @@ class Rows:
         self.num_pages[row] += 1
 
     def held_pages(self, row: int) -> list[int]:
-        return self.pages[row, : self.num_pages[row]].tolist()
+        return self.held_by([row])[0]
+
+    def held_by(self, rows: list[int]) -> list[list[int]]:
+        """The pages of each of `rows`."""
+        nums = self.num_pages[rows].tolist()
+        tables = self.pages[rows, : max(nums, default=0)].tolist()
+        return [pages[:num] for pages, num in zip(tables, nums, strict=True)]
+
+    def last_page(self, row: int) -> int:
+        return int(self.pages[row, self.num_pages[row] - 1])
 
     def response(self, row: int) -> NDArray[np.int32]:
         return self.tokens[row, self.prompt_length[row] : self.length[row]]

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.pages import PagePool, extend_keys
 from spmd_rl.rollout.native.plan import Counters, Plan, share_budget
-from spmd_rl.rollout.native.rows import Rows
+from spmd_rl.rollout.native.rows import SHARED_PAGE, Fork, Rows
 from spmd_rl.rollout.native.stems import Stem, Stems
 
 REFILL_SHARE = 16  # prompts go in once one row in so many is free
@@ -112,8 +112,8 @@ class Scheduler:
         """Take `rows` out of the batch, their pages back to the pool."""
         left = set(rows)
         self.running = [row for row in self.running if row not in left]
-        for row in rows:
-            self.pool.release(self.rows.held_pages(row))
+        for row, pages in zip(rows, self.rows.held_by(rows), strict=True):
+            self.pool.release(pages)
             del self._keys[row]
             self._stems.leave(row)
         return self.rows.take(rows)
@@ -154,7 +154,7 @@ class Scheduler:
     def _admit(self, plan: Plan, budget: int) -> Plan:
         rows, starts, lengths = [], [], []
         copies: list[tuple[int, int]] = []
-        forks: list[tuple[int, int]] = []
+        forks: list[Fork] = []
         later: list[Request] = []
         while self.waiting and self.rows.num_free > len(later):
             request = self.waiting.popleft()
@@ -180,6 +180,7 @@ class Scheduler:
             lengths += [chunk, *(0 for _ in followers)]
         self.waiting.extendleft(reversed(later))
         self._num_later = len(later)
+        self.rows.put_forks(forks)
         if not rows:
             return replace(plan, copies=copies)
         return Plan(
@@ -187,10 +188,10 @@ class Scheduler:
             np.concatenate([plan.starts, np.array(starts)]),
             np.concatenate([plan.lengths, np.array(lengths)]),
             copies,
-            forks,
+            [(self.rows.last_page(fork.leader), fork.last_page) for fork in forks if fork.last_page != SHARED_PAGE],
         )
 
-    def _fork(self, leader: int, request: Request, num_kept: int, forks: list[tuple[int, int]]) -> list[int]:
+    def _fork(self, leader: int, request: Request, num_kept: int, forks: list[Fork]) -> list[int]:
         """Rows for the samples next in line of the prompt of row `leader`, which this step computes to its end.
 
         As many as there are pages for, and rows besides `num_kept`; none of them has an answer so far.
@@ -204,12 +205,11 @@ class Scheduler:
             same.append(self.waiting.popleft())
         if not same:
             return []
-        pages = self.rows.held_pages(leader)
-        own = [self.pool.allocate() for _ in same] if rest else []
-        forks += [(pages[full], page) for page in own]
-        rows = self.rows.put_forks(leader, same, own)
+        shared = self.rows.held_pages(leader)[:full]
+        rows = self.rows.reserve(same)
         for row in rows:
-            self.pool.hold(pages[:full])
+            forks.append(Fork(row, leader, self.pool.allocate() if rest else SHARED_PAGE))
+            self.pool.hold(shared)
             self._keys[row] = self._keys[leader].copy()
         self.running += rows
         self.counters.num_forks += len(rows)

@@ -63,7 +63,8 @@ class Stems:
             self._under_way.add(stem.tail)
 
     def leave(self, row: int) -> None:
-        self._under_way.discard(self._by_row.pop(row, (0, b""))[1])
+        if self._by_row:
+            self._under_way.discard(self._by_row.pop(row, (0, b""))[1])
 
     def publish(self, rows: NDArray[np.int64], computed: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
         """Let others copy the tails that `rows` have computed by now.
