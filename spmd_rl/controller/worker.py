@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -113,6 +114,8 @@ class Worker:
         if isinstance(command, Spawn):
             config = Codec(resolve(command.cfg_type)).unpack(value)
             self._roles[command.name] = resolve(command.role)(config, self._seats.place(command.placement))
+            gc.collect()
+            gc.freeze()  # roles and what they imported stay: a full collection would look through all of it
         else:
             if command.traces and not self._trace.on:
                 rank = self._seats.world.rank

@@ -44,5 +44,5 @@ class _SiluMul(torch.autograd.Function):
         gate, up, denominator = ctx.saved_tensors
         sigmoid, grad = denominator.reciprocal_(), grads[0].float()  # nobody else has it
         silu = sigmoid * gate
-        slope = torch.addcmul(silu, silu, sigmoid, value=-1).add_(sigmoid)
+        slope = torch.lerp(silu, silu.new_ones(()), sigmoid)
         return slope.mul_(grad).mul_(up).to(gate.dtype), silu.mul_(grad).to(up.dtype)

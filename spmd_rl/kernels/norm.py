@@ -59,9 +59,9 @@ class _RmsNorm(torch.autograd.Function):
             return *rms_norm_backward(grads[0], x, weight, rstd), None
         grad = grads[0].float()
         normed = x.float() * rstd
-        product = grad * normed
-        grad_weight = product.flatten(0, -2).sum(0)
-        along = product.mul_(weight).mean(-1, keepdim=True)
+        product = (grad * normed).flatten(0, -2)
+        grad_weight = product.sum(0)
+        along = product.mv(weight.float() / len(weight)).view_as(rstd)
         grad_x = (grad * weight).sub_(normed.mul_(along)).mul_(rstd)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
