@@ -7,7 +7,7 @@ Shape letters used here and in docstrings elsewhere:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, starmap
 from typing import Any, Literal, TypeVar
 
@@ -56,9 +56,7 @@ class Sample:
 
     def changed(self, **fields: Any) -> Sample:
         """A copy with these fields' values: `dataclasses.replace` takes five times as long."""
-        copy = _bare(Sample)
-        copy.__dict__.update(self.__dict__, **fields)
-        return copy
+        return _of(Sample, self.__dict__ | fields)
 
 
 @dataclass(frozen=True)
@@ -129,7 +127,25 @@ class GroupColumns:
         try:
             arrays = [_pieces(column, self.lengths) for column in (self.tokens, self.logprobs, self.versions)]
             rest = (self.finish, self.temperature, self.text, self.reward, self.parts)
-            samples = [_sample(values) for values in zip(self.prompt_uid, self.index, *arrays, *rest, strict=True)]
+            rows = zip(self.prompt_uid, self.index, *arrays, *rest, strict=True)
+            samples = [
+                _of(
+                    Sample,
+                    {
+                        "prompt_uid": uid,
+                        "index": index,
+                        "tokens": tokens,
+                        "logprobs": logprobs,
+                        "versions": versions,
+                        "finish": finish,
+                        "temperature": temperature,
+                        "text": text,
+                        "reward": reward,
+                        "parts": parts,
+                    },
+                )
+                for uid, index, tokens, logprobs, versions, finish, temperature, text, reward, parts in rows
+            ]
             parted = _pieces(samples, self.num_samples)
             groups = starmap(Group, zip(self.prompts, parted, self.skipped, strict=True))
             return list(groups)
@@ -137,15 +153,14 @@ class GroupColumns:
             raise ContractError(f"columns of groups that do not fit each other: {error}") from error
 
 
-_SAMPLE_FIELDS = tuple(field.name for field in fields(Sample))
-_bare = object.__new__
+_bare, _set = object.__new__, object.__setattr__
 
 
-def _sample(values: tuple[Any, ...]) -> Sample:
-    """A sample from its fields' values in order: a frozen dataclass's own `__init__` takes twice as long."""
-    sample = _bare(Sample)
-    sample.__dict__.update(zip(_SAMPLE_FIELDS, values))  # noqa: B905  being strict takes as long again
-    return sample
+def _of(kind: type[T], fields: dict[str, Any]) -> T:
+    """An instance with all its fields: a frozen dataclass's own `__init__` takes twice as long."""
+    made = _bare(kind)
+    _set(made, "__dict__", fields)
+    return made
 
 
 @dataclass(frozen=True)

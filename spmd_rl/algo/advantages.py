@@ -23,10 +23,7 @@ def group_advantage(groups: list[Group], *, use_std: bool = True) -> list[NDArra
 
     Source: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr.GRPO, which also packs with `aggregation="const"`).
     """
-    centred = [_centred(group) for group in groups]
-    if not use_std:
-        return centred
-    return [values / (_spread(values) + EPSILON) if len(values) else values for values in centred]
+    return [np.array(_standardised(values) if use_std else values) for values in map(_centred, groups)]
 
 
 def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
@@ -34,18 +31,22 @@ def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
 
     Source: Ahmadian et al. 2024.
     """
-    return [values * (len(values) / (len(values) - 1)) for values in map(_centred, groups)]
+    return [np.array(values) * (len(values) / (len(values) - 1)) for values in map(_centred, groups)]
 
 
-def _spread(centred: NDArray[np.float64]) -> float:
-    """The G - 1 standard deviation of values whose mean is zero (`np.std` takes ten times as long)."""
-    return math.sqrt(math.fsum(value * value for value in centred.tolist()) / (len(centred) - 1))
+def _standardised(centred: list[float]) -> list[float]:
+    """By the G - 1 standard deviation of values whose mean is zero."""
+    if not any(centred):
+        return centred
+    spread = math.sqrt(math.fsum([value * value for value in centred]) / (len(centred) - 1)) + EPSILON
+    return [value / spread for value in centred]
 
 
-def _centred(group: Group) -> NDArray[np.float64]:
-    values = [float(sample.reward) for sample in group.samples]  # plain: a group is too small for numpy to pay
+def _centred(group: Group) -> list[float]:
+    """Rewards less their mean; plain numbers, since a group is too small for numpy to pay."""
+    values = [float(sample.reward) for sample in group.samples]
     if group.skipped and not values:
-        return np.zeros(0)
+        return []
     if len(values) < 2:
         raise ConfigError(
             f"prompt {group.prompt.uid} has {len(values)} sample: a group advantage compares the samples of one "
@@ -58,6 +59,6 @@ def _centred(group: Group) -> NDArray[np.float64]:
         )
     # Equal rewards must give exactly zero, which subtracting a rounded mean does not promise.
     if values.count(values[0]) == len(values):
-        return np.zeros(len(values))
+        return [0.0] * len(values)
     mean = math.fsum(values) / len(values)
-    return np.array([value - mean for value in values])
+    return [value - mean for value in values]
