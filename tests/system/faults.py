@@ -14,7 +14,6 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,20 +57,31 @@ def install_in_rank() -> None:
 
 
 def _strike_frames(fault: Fault) -> None:
+    """In the one place where this side sends: the controller imports the recipe, but ranks do as well."""
     from spmd_rl.controller import dealer, frames, router
 
     sent = 0
 
-    def send(socket: Any, message: list[bytes], *to: bytes) -> None:
+    def struck(message: bytes) -> list[bytes]:
         nonlocal sent
         sent += 1
-        strikes = sent == fault.after
-        if strikes:
-            struck_file().touch()
-        for altered in _altered(fault, message) if strikes else [message]:
-            frames.send(socket, altered, *to)
+        if sent != fault.after:
+            return [message]
+        struck_file().touch()
+        return _altered(fault, message)
 
-    dealer.send = router.send = send  # type: ignore[assignment]
+    def send(socket: Any, message: bytes) -> None:
+        for altered in struck(message):
+            frames.send(socket, altered)
+
+    def send_to(socket: Any, identity: bytes, message: bytes) -> None:
+        for altered in struck(message):
+            frames.send_to(socket, identity, altered)
+
+    if fault.side == "controller":
+        router.send_to = send_to  # type: ignore[attr-defined]
+    else:
+        dealer.send = send  # type: ignore[attr-defined]
 
 
 def struck_file() -> Path:
@@ -79,20 +89,20 @@ def struck_file() -> Path:
     return Path(tempfile.gettempdir()) / "struck"
 
 
-def _altered(fault: Fault, frames: list[bytes]) -> Iterator[list[bytes]]:
+def _altered(fault: Fault, message: bytes) -> list[bytes]:
+    """What is sent in place of a message."""
     if fault.kind == "delay":
         time.sleep(fault.seconds)
     if fault.kind == "corrupt":
-        yield corrupted(frames, random.Random(fault.seed))
-    elif fault.kind != "drop":
-        yield from [frames] * (2 if fault.kind == "duplicate" else 1)
+        return [corrupted(message, random.Random(fault.seed))]
+    return [message] * {"drop": 0, "duplicate": 2}.get(fault.kind, 1)
 
 
-def corrupted(frames: list[bytes], rng: random.Random) -> list[bytes]:
+def corrupted(message: bytes, rng: random.Random) -> bytes:
     """The run's generation or the message's number with one bit turned; the rest is CURVE's to guard."""
-    first = bytearray(frames[0])
-    first[rng.randrange(16)] ^= 1 << rng.randrange(8)
-    return [bytes(first), *frames[1:]]
+    altered = bytearray(message)
+    altered[rng.randrange(16)] ^= 1 << rng.randrange(8)
+    return bytes(altered)
 
 
 def _strike_bytes(fault: Fault) -> None:
