@@ -77,7 +77,12 @@ def test_a_lost_cursor_shows(sync: Run) -> None:
 def test_lost_rollouts_show(ahead: Run) -> None:
     """Without the samples that were in flight, step 3 learns from others, of newer weights."""
     run = beside(ahead, "no-rollouts", until=CUT)
-    (run.folder / f"checkpoints/step_{CUT:06d}/ahead/values.msgpack").write_bytes(b"\x90")  # an empty list
+    checkpoint = run.folder / f"checkpoints/step_{CUT:06d}"
+    (checkpoint / "ahead/values.msgpack").write_bytes(b"\x90")  # an empty list
+    with pytest.raises(AssertionError, match=r"ahead/values.msgpack is not as it was written"):
+        run.finish()
+    state = checkpoint / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"checksums": {}}))
     lost, expected = run.finish(), Outcome.of(ahead.folder)
     assert lost.weights != expected.weights
     assert [row["version/lag_max"] for row in expected.metrics] == [0, 1, 1, 1, 1]
