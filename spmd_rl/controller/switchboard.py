@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from signal import Signals
 
+from spmd_rl.controller import last_words
 from spmd_rl.controller.account import in_call, refusals, remote_error
 from spmd_rl.controller.calls import CallRecord, Calls
 from spmd_rl.controller.codec import Packed
@@ -76,7 +76,8 @@ class Switchboard:
         self._next_ping = 0.0
         self.notice = Notice()
         self.recipe_clock = RecipeClock(run.between_calls_s)
-        self._stopping = False
+        self._stop: Stop | None = None  # once the world is ending: what every rank is told
+        self._told: list[int] = []  # the ranks that stayed when it began to
         self._router = Router(address, keys, generation, world_size, self, lifeline)
         self.endpoint = self._router.endpoint
         self._router.start()
@@ -205,12 +206,12 @@ class Switchboard:
     def _seat(self, hello: Hello, now: float) -> bool:
         if seated := self.roster.hello(hello, now):
             self._lives.watch(hello)
-            self._router.post([hello.rank], Ping(self._run.lost_after_s))
+            self._router.post([hello.rank], self._stop or Ping(self._run.lost_after_s))
         return seated
 
     def _fail(self, cause: SpmdError, lost: Sequence[int] = ()) -> None:
         """End the run in a turn of the sockets: the recipe may be busy, and hears of it at its next wait."""
-        if self._stopping:
+        if self._stop is not None:
             return
         self._lost.update(lost)
         self.calls.fail(cause)
@@ -224,24 +225,28 @@ class Switchboard:
         self._last_resort(exit_code)
 
     def _end_all(self, error: SpmdError | None) -> None:
-        if self._stopping:
-            return
-        self._stopping = True
-        seats = self.roster.seats
-        stop = Stop("", 0, [])
-        if error is not None:
-            stop = Stop(str(error), error.exit_code, [seats[rank].hello for rank in self._lost & seats.keys()])
-            if stop.lost and self._lost >= set(self.roster.staying):
-                print(error, file=sys.stderr, flush=True)  # no rank is left to say it
-        self._router.post(self.roster.staying, stop)
         with self._lock:
+            if self._stop is not None:
+                return
+            seats, staying = self.roster.seats, self.roster.staying
+            stop = Stop("", 0, [])
+            if error is not None:
+                stop = Stop(str(error), error.exit_code, [seats[rank].hello for rank in self._lost & seats.keys()])
+                if stop.lost and self._lost >= set(staying):
+                    last_words.write(str(error))  # as rank 0, which started this process: no rank is left to say it
+            self._stop, self._told = stop, staying
+            self._router.post(staying, stop)
             for rank in self._lost:
                 self.roster.gone(rank)
 
     def _kill(self) -> None:
-        """End what has not ended, on this host, once the launcher has seen the others' last words."""
+        """End what has not ended, on this host, once the launcher has seen the others' last words.
+
+        Who came after the world began to end is told so at once, and left to it.
+        """
         seats = self.roster.seats
-        left = [seats[rank].hello for rank in {*self._lost, *self.roster.staying} & seats.keys()]
+        stayed = set(self._told) & set(self.roster.staying)
+        left = [seats[rank].hello for rank in (self._lost | stayed) & seats.keys()]
         if left and self._launcher is not None:
             await_end([seat.hello for seat in seats.values() if seat.hello not in left])
             end_children(self._launcher, left)

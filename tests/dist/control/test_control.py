@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -156,6 +157,18 @@ def test_any_death_ends_all(chaos: Chaos, victim: int | str, sentence: str) -> N
     if isinstance(victim, int):
         assert "in actor.hang (phase rollout)" in last
     assert all(map(gone, everyone))
+
+
+def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Chaos) -> None:
+    """Nobody but the controller can say why: the launcher would add what became of them."""
+    process = chaos("hang", "--run.lost_after_s=3")
+    pids = report(process)
+    for pid in pids["ranks"]:
+        os.kill(pid, signal.SIGSTOP)
+    code, _, last = outcome(process)
+    assert code == 1
+    assert re.fullmatch(r"lost (rank [01] \(host \S+, pid \d+\)(, )?){1,2}, last heard [\d.]+ s ago, in .*", last), last
+    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -15,8 +17,8 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import derive
 from spmd_rl.controller.switchboard import STACKS_S, Switchboard
-from spmd_rl.controller.wire import Bye, Hello, Result, Stacks
-from spmd_rl.errors import DeadlineError, LostRankError
+from spmd_rl.controller.wire import Bye, Hello, Ping, Result, Stacks, Stop
+from spmd_rl.errors import ConfigError, DeadlineError, LostRankError
 
 
 def board(folder: Path, lifeline: socket.socket, start_s: float = 30.0) -> Switchboard:
@@ -91,3 +93,25 @@ def test_an_answer_that_comes_while_stacks_are_gathered_counts(tmp_path: Path, m
         assert late.collect(record, deadline_s=0.1)[0].body == b"\xc0"
         late.on_message(0, Bye(), NOTHING, 0)
         late.stop(None)
+
+
+def test_who_comes_while_the_world_ends_is_told_and_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    posted: list[tuple[list[int], object]] = []
+    monkeypatch.setattr(Router, "post", lambda self, ranks, message: posted.append((list(ranks), message)))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, subprocess.Popen(["sleep", "60"]) as rank:
+        ending = board(tmp_path, ours)
+        monkeypatch.setattr(ending, "_launcher", os.getpid())
+        close = ending._router.close
+
+        def come_late() -> None:
+            ending.on_message(0, Hello(0, socket.gethostname(), rank.pid), NOTHING, 0)
+            close()
+
+        monkeypatch.setattr(ending._router, "close", come_late)
+        ending.stop(ConfigError("the folder is another run's"))
+        ended = rank.poll()
+        rank.kill()
+        assert ended is None
+        told = Stop("the folder is another run's", 2, [])
+        assert [said for said in posted if not isinstance(said[1], Ping)] == [([], told), ([0], told)]
