@@ -11,26 +11,33 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.launched import Launched
+
 REPO = Path(__file__).parents[3]
 CHAOS = str(Path(__file__).with_name("chaos.py"))
 SPMD_RL = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[[list[str]], subprocess.Popen[str]]
+Launch = Callable[..., Launched]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def environment(tmp_path: Path) -> dict[str, str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
+    return base | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+
+
+@pytest.fixture
+def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
     """Start a command in `tmp_path`; at the end, its whole process group ends."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(command: list[str], **environment: str) -> subprocess.Popen[str]:
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
-        paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    def run(command: list[str]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
-            env=base | paths | environment,
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -47,11 +54,25 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
-def chaos(start: Start) -> Callable[..., subprocess.Popen[str]]:
+def launch(tmp_path: Path, environment: dict[str, str]) -> Iterator[Launch]:
+    """Start `spmd-rl` with these words in `tmp_path`, without its imports; at the end, its whole process group ends."""
+    launched: list[Launched] = []
+
+    def run(*words: str) -> Launched:
+        launched.append(Launched(list(words), tmp_path, environment))
+        return launched[-1]
+
+    yield run
+    for process in launched:
+        process.end()
+
+
+@pytest.fixture
+def chaos(launch: Launch) -> Launch:
     """Start the chaos recipe by `spmd-rl run` on two ranks."""
 
-    def run(scenario: str, *words: str, **environment: str) -> subprocess.Popen[str]:
-        return start([*SPMD_RL, CHAOS, "--nproc=2", f"--scenario={scenario}", *words], **environment)
+    def run(scenario: str, *words: str) -> Launched:
+        return launch("run", CHAOS, "--nproc=2", f"--scenario={scenario}", *words)
 
     return run
 

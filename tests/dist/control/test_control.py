@@ -15,14 +15,17 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT
+from tests.dist.launched import Launched
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(90)]
 
-Chaos = Callable[..., subprocess.Popen[str]]
+Process = subprocess.Popen[str] | Launched
+Start = Callable[[list[str]], subprocess.Popen[str]]
+Launch = Callable[..., Launched]
 END_S = 15.0  # far above what an end takes, far below any time-out
 
 
-def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def outcome(process: Process) -> tuple[int, str, str]:
     """Exit code, stdout, and the last line of stderr, which is the run's sentence."""
     out, err = process.communicate(timeout=60)
     lines = err.strip().splitlines()
@@ -30,7 +33,7 @@ def outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, lines[-1] if lines else ""
 
 
-def report(process: subprocess.Popen[str]) -> dict:
+def report(process: Process) -> dict:
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
 
@@ -43,22 +46,21 @@ def gone(pid: int) -> bool:
     return state == "Z"
 
 
-def test_calls_under_spmd_rl_run(chaos: Chaos) -> None:
+def test_calls_under_spmd_rl_run(chaos: Launch) -> None:
     code, out, last = outcome(chaos("fine"))
     assert code == 0, last
     assert "all fine" in out
 
 
-def test_calls_under_plain_torchrun(start: Chaos, torchrun: list[str]) -> None:
+def test_calls_under_plain_torchrun(start: Start, torchrun: list[str]) -> None:
     code, out, last = outcome(start([*torchrun, "--scenario=fine"]))
     assert code == 0, last
     assert "all fine" in out
 
 
-def test_own_role_example(start: Chaos, spmd_rl: list[str], repo: Path) -> None:
-    code, out, last = outcome(
-        start([*spmd_rl, str(repo / "examples/own_role/word_count.py"), "--nproc=2", "--text", "a b. c. d e f"])
-    )
+def test_own_role_example(launch: Launch, repo: Path) -> None:
+    recipe = str(repo / "examples/own_role/word_count.py")
+    code, out, last = outcome(launch("run", recipe, "--nproc=2", "--text", "a b. c. d e f"))
     assert code == 0, last
     assert "[2, 1, 3] on 2 ranks" in out
 
@@ -71,8 +73,8 @@ def test_own_role_example(start: Chaos, spmd_rl: list[str], repo: Path) -> None:
         (["--split.train.ranks=1", "--split.infer.ranks=all"], "buckets 96 slept"),
     ],
 )
-def test_weights_cross_a_link(start: Chaos, spmd_rl: list[str], repo: Path, split: list[str], expected: str) -> None:
-    code, out, last = outcome(start([*spmd_rl, str(repo / "tests/dist/control/linked.py"), "--nproc=2", *split]))
+def test_weights_cross_a_link(launch: Launch, repo: Path, split: list[str], expected: str) -> None:
+    code, out, last = outcome(launch("run", str(repo / "tests/dist/control/linked.py"), "--nproc=2", *split))
     assert code == 0, last
     assert expected in out
 
@@ -87,26 +89,26 @@ def test_weights_cross_a_link(start: Chaos, spmd_rl: list[str], repo: Path, spli
         ("exit", 1, "SystemExit"),
     ],
 )
-def test_errors_end_with_their_sentence(chaos: Chaos, tmp_path: Path, scenario: str, code: int, sentence: str) -> None:
+def test_errors_end_with_their_sentence(chaos: Launch, tmp_path: Path, scenario: str, code: int, sentence: str) -> None:
     got, _, last = outcome(chaos(scenario))
     assert got == code, last
     assert sentence in last
     assert not list(tmp_path.glob("spmd_rl-*")), "the run's private folder must not outlive it"
 
 
-def test_a_recipe_that_computes_for_ever_has_a_deadline(chaos: Chaos) -> None:
+def test_a_recipe_that_computes_for_ever_has_a_deadline(chaos: Launch) -> None:
     code, _, last = outcome(chaos("ever", "--run.between_calls_s=1"))
     assert code == 1
     assert "the recipe has made no call for 1 s: the controller is at chaos.py:" in last
 
 
-def test_a_worker_error_shows_its_traceback_above_the_sentence(chaos: Chaos) -> None:
+def test_a_worker_error_shows_its_traceback_above_the_sentence(chaos: Launch) -> None:
     _, err = chaos("raise").communicate(timeout=60)
     assert 'raise KeyError("no such thing")' in err
     assert "ChildFailedError" not in err
 
 
-def test_deadline_saves_all_stacks(chaos: Chaos, tmp_path: Path) -> None:
+def test_deadline_saves_all_stacks(chaos: Launch, tmp_path: Path) -> None:
     code, _, last = outcome(chaos("deadline"))
     assert code == 1
     assert "no answer from rank 0" in last
@@ -122,7 +124,7 @@ def test_deadline_saves_all_stacks(chaos: Chaos, tmp_path: Path) -> None:
     assert "threading.Event().wait()" in stacks[1]
 
 
-def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Chaos, tmp_path: Path) -> None:
+def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Launch, tmp_path: Path) -> None:
     """Also when the call's deadline passes while the stacks for it are being gathered."""
     process = chaos("hang", "--run.lost_after_s=4", "--run.deadline_s=3")
     os.kill(report(process)["ranks"][1], signal.SIGSTOP)
@@ -144,7 +146,7 @@ def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Chaos, tmp_path: 
         ("controller", "was killed by SIGKILL"),
     ],
 )
-def test_any_death_ends_all(chaos: Chaos, victim: int | str, sentence: str) -> None:
+def test_any_death_ends_all(chaos: Launch, victim: int | str, sentence: str) -> None:
     process = chaos("hang")
     pids = report(process)
     everyone = [pids["controller"], *pids["ranks"]]
@@ -159,7 +161,7 @@ def test_any_death_ends_all(chaos: Chaos, victim: int | str, sentence: str) -> N
     assert all(map(gone, everyone))
 
 
-def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Chaos) -> None:
+def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Launch) -> None:
     """Nobody but the controller can say why: the launcher would add what became of them."""
     process = chaos("hang", "--run.lost_after_s=3")
     pids = report(process)
@@ -172,7 +174,7 @@ def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Chaos) -> None
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_worker_is_lost_and_ended(chaos: Chaos, tmp_path: Path, victim: int) -> None:
+def test_a_stopped_worker_is_lost_and_ended(chaos: Launch, tmp_path: Path, victim: int) -> None:
     process = chaos("hang", "--run.lost_after_s=3")
     pids = report(process)
     os.kill(pids["ranks"][victim], signal.SIGSTOP)
@@ -187,7 +189,7 @@ def test_a_stopped_worker_is_lost_and_ended(chaos: Chaos, tmp_path: Path, victim
     assert "in hang" in stacks[1 - victim]
 
 
-def test_a_deadline_ends_a_stopped_worker(chaos: Chaos) -> None:
+def test_a_deadline_ends_a_stopped_worker(chaos: Launch) -> None:
     process = chaos("hang", "--run.deadline_s=2")
     pids = report(process)
     os.kill(pids["ranks"][1], signal.SIGSTOP)
@@ -200,7 +202,7 @@ def test_a_deadline_ends_a_stopped_worker(chaos: Chaos) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
-def test_a_stopped_controller_is_lost_and_ended(chaos: Chaos) -> None:
+def test_a_stopped_controller_is_lost_and_ended(chaos: Launch) -> None:
     process = chaos("hang", "--run.lost_after_s=3")
     pids = report(process)
     os.kill(pids["controller"], signal.SIGSTOP)
@@ -210,7 +212,7 @@ def test_a_stopped_controller_is_lost_and_ended(chaos: Chaos) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
-def test_the_launchers_death_ends_all(chaos: Chaos) -> None:
+def test_the_launchers_death_ends_all(chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)
     everyone = [os.pidfd_open(pid) for pid in [pids["controller"], *pids["ranks"]]]
@@ -221,7 +223,7 @@ def test_the_launchers_death_ends_all(chaos: Chaos) -> None:
     assert f"lost its launcher (pid {process.pid})" in outcome(process)[2]
 
 
-def test_ending_the_controller_ends_the_run_in_order(chaos: Chaos) -> None:
+def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)
     os.kill(pids["controller"], signal.SIGTERM)
@@ -231,23 +233,22 @@ def test_ending_the_controller_ends_the_run_in_order(chaos: Chaos) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
-def test_stacks_of_a_live_run(start: Chaos, chaos: Chaos, spmd_rl: list[str]) -> None:
+def test_stacks_of_a_live_run(launch: Launch, chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)
-    stacks = [*spmd_rl[:-1], "stacks"]
-    code, out, last = outcome(start([*stacks, "runs/run"]))
+    code, out, last = outcome(launch("stacks", "runs/run"))
     assert code == 0, last
     assert all(f"pid {pid}" in out for pid in pids["ranks"])
     assert "threading.Event().wait()" in out
     assert "actor.hang.call()" in out, "the controller's own stack"
     os.kill(pids["controller"], signal.SIGKILL)
     outcome(process)
-    code, _, last = outcome(start([*stacks, "runs/run"]))
+    code, _, last = outcome(launch("stacks", "runs/run"))
     assert code == 2
     assert last.startswith("no run is going on in runs/run")
 
 
-def test_ending_the_run_from_outside(chaos: Chaos) -> None:
+def test_ending_the_run_from_outside(chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)
     process.send_signal(signal.SIGTERM)
@@ -257,7 +258,7 @@ def test_ending_the_run_from_outside(chaos: Chaos) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
-def test_wrong_secret(start: Chaos, torchrun_with_a_stranger: list[str]) -> None:
+def test_wrong_secret(start: Start, torchrun_with_a_stranger: list[str]) -> None:
     began = time.monotonic()
     process = start(torchrun_with_a_stranger)
     _, err = process.communicate(timeout=60)

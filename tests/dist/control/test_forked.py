@@ -6,11 +6,12 @@ import json
 import os
 import select
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.dist.launched import Launched
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(90)]
 
@@ -46,12 +47,9 @@ def main(ctl, cfg):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_death_of_a_rank_that_forked(
-    start: Callable[..., subprocess.Popen[str]], spmd_rl: list[str], tmp_path: Path, num_ranks: int
-) -> None:
+def test_the_death_of_a_rank_that_forked(launch: Callable[..., Launched], tmp_path: Path, num_ranks: int) -> None:
     (tmp_path / "forking.py").write_text(RECIPE)
-    process = start([*spmd_rl, "forking.py", f"--nproc={num_ranks}", "--run.lost_after_s=60"])
-    assert process.stdout is not None
+    process = launch("run", "forking.py", f"--nproc={num_ranks}", "--run.lost_after_s=60")
     controller, *pids = json.loads(process.stdout.readline())
     alive = os.pidfd_open(controller)
     os.kill(pids[-2], signal.SIGKILL)

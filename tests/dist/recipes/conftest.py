@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.dist.launched import Launched
+
 REPO = Path(__file__).parents[3]
 EXAMPLE = REPO / "examples" / "arithmetic"
-COMMAND = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run"]
 SMALL = [
     f"--model={EXAMPLE / 'model'}",
     f"--data={EXAMPLE / 'train.jsonl'}",
@@ -53,23 +51,15 @@ def run(tmp_path: Path) -> Run:
     """Run a recipe to its end: `run("grpo", "--steps=3", nproc=2)`; `small=False` leaves out the small settings."""
 
     def whole(recipe: str, *words: str, nproc: int = 1, name: str = "r", small: bool = True) -> Ended:
-        command = [*COMMAND, recipe, *(SMALL if small else []), f"--nproc={nproc}", f"--run.name={name}", *words]
+        command = ["run", recipe, *(SMALL if small else []), f"--nproc={nproc}", f"--run.name={name}", *words]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
-        process = subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env=environment | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+        process = Launched(command, tmp_path, environment | paths)
         try:
             _, err = process.communicate(timeout=100)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+            process.end()
+        assert process.returncode is not None
         lines = err.strip().splitlines()
         return Ended(process.returncode, lines[-1] if lines else "", tmp_path / "runs" / name)
 

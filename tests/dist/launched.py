@@ -1,0 +1,92 @@
+"""`spmd-rl` in a process forked from one that has imported torch already: half of a small run's time is that import."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+TORCH = ["torch", "torch._dynamo", "torch.distributed.fsdp"]  # what the launcher imports, and its ranks share
+
+
+class Launched:
+    """A run with the face of a `subprocess.Popen`, in a process group of its own; `end` it."""
+
+    def __init__(self, words: list[str], folder: Path, environment: dict[str, str]) -> None:
+        context = _server()
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        ends = tuple(theirs for _, theirs in pipes)
+        self._process = context.Process(target=_run, args=(words, str(folder), environment, ends))
+        self._process.start()
+        self.stdout, self.stderr = (os.fdopen(os.dup(ours.fileno())) for ours, _ in pipes)
+        for end in (end for pipe in pipes for end in pipe):
+            end.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code of one that has ended; minus the signal that killed it."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What is left of stdout and stderr. Blocks: until both are closed. Raises: TimeoutError, and ends the run."""
+        with ThreadPoolExecutor(2) as pool:
+            reads = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                out, err = (read.result(timeout) for read in reads)
+            except TimeoutError:
+                os.killpg(self.pid, signal.SIGKILL)
+                raise
+        self._process.join()
+        return out, err
+
+    def end(self) -> None:
+        """Kill what is left of the process group, and close its streams."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.join()
+        self.stdout.close()
+        self.stderr.close()
+
+
+def _run(words: list[str], folder: str, environment: dict[str, str], ends: tuple[Connection, Connection]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None  # as if nobody had asked for it yet
+    for number, end in enumerate(ends, 1):
+        os.dup2(end.fileno(), number)
+        end.close()
+    from spmd_rl.cli import main
+
+    sys.argv = ["spmd-rl", *words]
+    sys.exit(main())
+
+
+@functools.cache
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(TORCH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
+        forkserver.ensure_running()
+    return context
