@@ -79,7 +79,7 @@ class Bridge(Role):
         """Make the plan, and share storage where both ends of this process hold the same box."""
         from spmd_rl.weights.executors import alias
 
-        self._plan = plan(src, dst, nodes)
+        self._plan = plan(src, dst, nodes, self.place.world.rank)
         if self._src is not None and self._dst is not None:
             alias(self._dst, self._src)
         return PlanSummary(self._plan.digest, self._plan.local_bytes, self._plan.wire_bytes)

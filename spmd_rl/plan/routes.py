@@ -71,24 +71,20 @@ def push_routes(train: Placement, infer: Placement, tensors: Mapping[Dims, int],
     for shape, count in tensors.items():
         boxes = [chunk_box(shape, part, num_shards) for part in range(num_shards)]
         shard_bytes = np.array([box.num_elements * ITEM_BYTES[dtype] for box in boxes])
-        for rank, sources in _sources(holders, infer.ranks, shard_bytes):
+        for rank, sources in _sources(holders, infer.ranks):
             routes.sizes[sources, rank] += shard_bytes * count
     return routes
 
 
-def _sources(
-    holders: NDArray[np.int64], ranks: tuple[int, ...], shard_bytes: NDArray[np.int64]
-) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """For each of `ranks` in turn, who sends it which shard: itself, else who has sent least of those that hold it.
+def _sources(holders: NDArray[np.int64], ranks: tuple[int, ...]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """For each of `ranks` in turn, who sends it which shard: itself, else those that hold it, in turns.
 
-    Shape: `holders` is [replicas, shards], `shard_bytes` and what is yielded [shards].
+    Shape: `holders` is [replicas, shards], what is yielded [shards].
     """
-    load = np.zeros_like(holders)
-    shards = np.arange(holders.shape[1])
+    num_replicas, num_shards = holders.shape
+    turn, shards = np.zeros(num_shards, np.int64), np.arange(num_shards)
     for rank in ranks:
-        replica = load.argmin(axis=0)  # the first of equals, which has the lowest rank
-        sent = shard_bytes.copy()
-        for row, shard in np.argwhere(holders == rank):
-            replica[shard], sent[shard] = row, 0
-        load[replica, shards] += sent
-        yield rank, holders[replica, shards]
+        senders = holders[turn % num_replicas, shards]
+        held = (holders == rank).any(axis=0)
+        yield rank, np.where(held, rank, senders)
+        turn += ~held

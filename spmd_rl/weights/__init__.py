@@ -2,7 +2,7 @@
 
     layout     Box, Piece, Layout: which box of which canonical tensor a rank holds, as plain data (no torch)
     held       Held: a rank's local tensors under their canonical names; `held.layout(rank)` describes them
-    plan       plan(src layouts, dst layouts) -> Plan: the moves, pure and the same on every rank
+    plan       plan(src layouts, dst layouts, nodes, rank) -> Plan: the moves of one rank, pure
     executors  execute(plan, rank, src, dst, group): run a plan; alias(dst, src): share storage once, copy never
     digest     digest(held): 64 bits a tensor; combine(...) adds shards up, whatever the layout
 

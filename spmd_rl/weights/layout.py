@@ -30,11 +30,17 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The common block, or None where there is no common element."""
-        start = tuple(map(max, self.offset, other.offset))
-        end = tuple(map(min, self.end, other.end))
-        if any(e <= s for s, e in zip(start, end, strict=True)):
-            return None if start else self
-        return Box(start, tuple(e - s for s, e in zip(start, end, strict=True)))
+        offset, extent = [], []
+        for ours, our_size, theirs, their_size in zip(
+            self.offset, self.extent, other.offset, other.extent, strict=True
+        ):
+            start = max(ours, theirs)
+            size = min(ours + our_size, theirs + their_size) - start
+            if size <= 0:
+                return None
+            offset.append(start)
+            extent.append(size)
+        return Box(tuple(offset), tuple(extent))
 
     def subtract(self, hole: Box) -> Iterator[Box]:
         """Disjoint blocks that cover this one less `hole`, a block inside it."""

@@ -1,23 +1,26 @@
 """The weight plan: which rank sends which box of which tensor to whom. Pure, no torch.
 
-For every box that a destination holds, sources are taken in the order self, same node, least loaded, lowest rank,
-until the box is covered; each element is written exactly once, and what a rank holds itself it never receives.
+Each rank plans what it sends and what it receives itself, from the layouts of all: the moves of a world grow with its
+square. For every box that a destination holds, each box of the sources that it meets comes from one of those who hold
+it: itself, else somebody on its host, else anybody, taken in turns. So each element is written exactly once, and what a
+rank holds itself it never receives.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from spmd_rl.errors import PlanError
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece
 
-SCHEMA = 1
+SCHEMA = 2
 BUCKET_BYTES = 256 << 20  # what is packed for one peer at once
+
+Held = list[tuple[int, Piece]]  # who holds what of one tensor, by rank
 
 
 @dataclass(frozen=True)
@@ -37,57 +40,120 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """All moves, ordered by (name, dst, offset): the same list on every rank."""
+    """What one rank sends and receives, ordered by (name, dst, offset), and what all ranks have to agree on.
+
+    `local_bytes` stay in their process, aliased or copied, and `wire_bytes` cross between ranks: of the whole world.
+    `digest` is the SHA-256 of what the plan was made from.
+    """
 
     moves: tuple[Move, ...]
+    local_bytes: int
+    wire_bytes: int
+    digest: str
+
+
+def plan(src: Sequence[Layout], dst: Sequence[Layout], nodes: Mapping[int, int] | None, rank: int) -> Plan:
+    """Plan what `rank` does so that every piece of `dst` is filled from the pieces of `src`.
+
+    `nodes` maps a rank to its host; None where all share one.
+    Raises: PlanError naming the tensor that one side lacks, that differs in shape, of which sources hold parts that
+    overlap, or, on the rank that needs it, that nobody holds in full.
+    """
+    sources, destinations = _by_name(src), _by_name(dst)
+    _check_names(sources, destinations)
+    moves: list[Move] = []
+    local_bytes = all_bytes = 0
+    for name, wanted in sorted(destinations.items()):
+        tensor = _Tensor(name, sources[name], wanted, nodes or {})
+        moves += tensor.moves_of(rank)
+        local_bytes += tensor.local_bytes
+        all_bytes += tensor.all_bytes
+    return Plan(tuple(moves), local_bytes, all_bytes - local_bytes, _digest(sources, destinations, nodes or {}))
+
+
+class _Holders:
+    """Those who hold one box of a tensor, and whose turn it is to send it."""
+
+    def __init__(self, ranks: list[int], wanted: Mapping[int, int], node_of: Mapping[int, int]) -> None:
+        self._ranks = ranks
+        self._node_of = node_of
+        self._served = sorted(wanted[rank] for rank in ranks if rank in wanted)  # by themselves
+        self._on_node: dict[int | None, list[int]] = defaultdict(list)
+        for rank in ranks:
+            self._on_node[node_of.get(rank)].append(rank)
+
+    def sender(self, index: int, rank: int) -> int:
+        """Who sends the box to `rank`, the destination numbered `index`."""
+        before = bisect_left(self._served, index)
+        if before < len(self._served) and self._served[before] == index:
+            return rank
+        near = self._on_node.get(self._node_of.get(rank)) or self._ranks
+        return near[(index - before) % len(near)]
+
+
+class _Tensor:
+    """The moves of one tensor."""
+
+    def __init__(self, name: str, sources: Held, wanted: Held, node_of: Mapping[int, int]) -> None:
+        self._name = name
+        self._wanted = wanted
+        self._own = {rank: piece.box for rank, piece in sources if piece.box.num_elements}
+        by_box: dict[Box, list[int]] = defaultdict(list)
+        for rank, box in self._own.items():
+            by_box[box].append(rank)
+        if not _disjoint(by_box):
+            raise PlanError(f"weight plan: ranks hold parts of tensor '{name}' that overlap and are not the same")
+        numbers = {rank: index for index, (rank, _) in enumerate(wanted)}
+        self._holders = {box: _Holders(by_box[box], numbers, node_of) for box in sorted(by_box)}
+
+    @property
+    def all_bytes(self) -> int:
+        return sum(piece.box.num_elements * ITEM_BYTES[piece.dtype] for _, piece in self._wanted)
 
     @property
     def local_bytes(self) -> int:
-        """What stays in its process: aliased or copied."""
-        return sum(move.num_bytes for move in self.moves if move.src == move.dst)
+        """What destinations hold as sources."""
+        common = ((piece, self._common(piece, self._own.get(rank))) for rank, piece in self._wanted)
+        return sum(box.num_elements * ITEM_BYTES[piece.dtype] for piece, box in common if box is not None)
 
-    @property
-    def wire_bytes(self) -> int:
-        """What crosses between ranks."""
-        return sum(move.num_bytes for move in self.moves if move.src != move.dst)
+    def moves_of(self, rank: int) -> Iterator[Move]:
+        """What `rank` sends and receives."""
+        own = self._own.get(rank)
+        for index, (target, piece) in enumerate(self._wanted):
+            if target == rank:
+                yield from self._received(index, rank, piece)
+            elif own and self._holders[own].sender(index, target) == rank and (box := self._common(piece, own)):
+                yield Move(self._name, box, piece.dtype, rank, target)
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the canonical form, for all ranks to agree on before the first byte."""
-        text = json.dumps([SCHEMA, [asdict(move) for move in self.moves]], sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+    def _received(self, index: int, rank: int, piece: Piece) -> Iterator[Move]:
+        """What fills `piece` of `rank`."""
+        missing = piece.box.num_elements
+        for box, holders in self._holders.items():
+            if (common := self._common(piece, box)) is not None:
+                missing -= common.num_elements
+                yield Move(self._name, common, piece.dtype, holders.sender(index, rank), rank)
+        if missing:
+            hole = _first_hole(piece.box, self._holders)
+            raise PlanError(
+                f"weight plan: no source rank holds rows {hole.offset} .. {hole.end} of tensor '{self._name}', "
+                f"which rank {rank} needs"
+            )
 
-
-def plan(src: Sequence[Layout], dst: Sequence[Layout], nodes: Mapping[int, int] | None = None) -> Plan:
-    """Plan the moves that fill every piece of `dst` from the pieces of `src`.
-
-    `nodes` maps a rank to its host; a source on the destination's own host is preferred.
-    Raises: PlanError naming the tensor that one side lacks, that differs in shape, or that nobody holds in full.
-    """
-    sources = _by_name(src)
-    destinations = _by_name(dst)
-    _check_names(sources, destinations)
-    node_of = nodes or {}
-    load: dict[int, int] = defaultdict(int)
-    moves: list[Move] = []
-    for name in sorted(destinations):
-        for rank, piece in destinations[name]:
-            found = _cover(rank, piece, sources[name], node_of, load)
-            moves.extend(sorted(found, key=lambda move: move.box))
-    return Plan(tuple(moves))
+    @staticmethod
+    def _common(piece: Piece, box: Box | None) -> Box | None:
+        """What `piece` wants of `box`."""
+        return piece.box.intersect(box) if box is not None and piece.box.num_elements else None
 
 
-def _by_name(layouts: Sequence[Layout]) -> dict[str, list[tuple[int, Piece]]]:
-    found: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+def _by_name(layouts: Sequence[Layout]) -> dict[str, Held]:
+    found: dict[str, Held] = defaultdict(list)
     for layout in sorted(layouts, key=lambda one: one.rank):
         for piece in layout.pieces:
             found[piece.name].append((layout.rank, piece))
     return dict(found)
 
 
-def _check_names(
-    sources: Mapping[str, list[tuple[int, Piece]]], destinations: Mapping[str, list[tuple[int, Piece]]]
-) -> None:
+def _check_names(sources: Mapping[str, Held], destinations: Mapping[str, Held]) -> None:
     for name in sorted(destinations.keys() ^ sources.keys()):
         here, there = ("engine", "trainer") if name in destinations else ("trainer", "engine")
         raise PlanError(f"weight plan: the {here} holds tensor '{name}', the {there} does not")
@@ -97,32 +163,31 @@ def _check_names(
             raise PlanError(f"weight plan: tensor '{name}' has different shapes on its ranks: {sorted(shapes)}")
 
 
-def _cover(
-    rank: int, piece: Piece, sources: list[tuple[int, Piece]], node_of: Mapping[int, int], load: dict[int, int]
-) -> list[Move]:
-    """The moves that fill `piece` on `rank`; adds their bytes to the load of the ranks that send them."""
+def _disjoint(boxes: Iterable[Box]) -> bool:
+    """Whether no two of these boxes, all different, have an element in common."""
+    beside: list[Box] = []  # those seen that reach as far down as the next one begins
+    for box in sorted(boxes):
+        beside = [one for one in beside if one.end[0] > box.offset[0]]
+        if any(box.intersect(one) for one in beside):
+            return False
+        beside.append(box)
+    return True
 
-    def preference(source: tuple[int, Piece]) -> tuple[bool, bool, int, int]:
-        other = source[0]
-        return other != rank, node_of.get(other) != node_of.get(rank), load[other], other
 
-    missing = [piece.box] if piece.box.num_elements else []
-    moves = []
-    for source, held in sorted(sources, key=preference):
-        left: list[Box] = []
-        for box in missing:
-            common = box.intersect(held.box)
-            if common is None:
-                left.append(box)
-                continue
-            left.extend(box.subtract(common))
-            moves.append(Move(piece.name, common, piece.dtype, source, rank))
-            if source != rank:
-                load[source] += moves[-1].num_bytes
-        missing = left
-    if missing:
-        raise PlanError(
-            f"weight plan: no source rank holds rows {missing[0].offset} .. {missing[0].end} of tensor '{piece.name}', "
-            f"which rank {rank} needs"
-        )
-    return moves
+def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:
+    """The first part of `wanted` that none of `boxes` covers."""
+    missing = [wanted]
+    for box in boxes:
+        common = ((one, one.intersect(box)) for one in missing)
+        missing = [left for one, hole in common for left in ([one] if hole is None else one.subtract(hole))]
+    return missing[0]
+
+
+def _digest(sources: Mapping[str, Held], destinations: Mapping[str, Held], nodes: Mapping[int, int]) -> str:
+    """All that a plan depends on, in one order."""
+    found = hashlib.sha256(repr((SCHEMA, sorted(nodes.items()))).encode())
+    for side in (sources, destinations):
+        for name, held in sorted(side.items()):
+            pieces = [(rank, one.shape, one.dtype, one.box.offset, one.box.extent) for rank, one in held]
+            found.update(repr((name, pieces)).encode())
+    return found.hexdigest()

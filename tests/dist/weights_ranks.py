@@ -58,8 +58,9 @@ def run(work: Path, split: str, dtype: torch.dtype, seats: Seats) -> dict[str, o
         engine = CausalLM(ModelSpec.from_folder(work)).to(dtype).requires_grad_(False)
     src = trainer.weight_source() if trainer else None
     dst = Held.whole(dict(engine.named_parameters())) if engine else None
-    made = plan(layouts(src, rank), layouts(dst, rank))
-    dtypes = {name: str(dtype).removeprefix("torch.") for move in made.moves for name in [move.name]}
+    sources, destinations = layouts(src, rank), layouts(dst, rank)
+    made = plan(sources, destinations, None, rank)
+    dtypes = {piece.name: piece.dtype for piece in destinations[0].pieces}
     aliased = alias(dst, src) if src and dst else 0
     pushes = []
     for seed in range(2):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ class Nested:
     note: str | None = None
 
 
-@settings(deadline=None)
 @given(st.lists(arrays, max_size=4), st.dictionaries(st.text(max_size=4), arrays, max_size=3), st.none() | st.text())
 def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str | None) -> None:
     value = Nested(many, named, note)
@@ -51,7 +50,6 @@ def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str
     assert pack(back) == pack(value)
 
 
-@settings(deadline=None)
 @given(
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0), st.lists(st.floats(allow_nan=False) | st.none(), max_size=3)
 )
@@ -163,7 +161,6 @@ def test_functions_cross_by_name() -> None:
         resolve("spmd_rl.controller.codec:nothing")
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_mutated_values_never_crash(data: st.DataObject) -> None:
     packed = pack(Nested([np.arange(5), np.ones((2, 3), np.float32)], {"k": np.zeros(1, np.bool_)}, "note"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.controller import wire
@@ -51,7 +51,6 @@ def test_oversize_is_refused_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -
         encode(wire.Dying("x" * 100))
 
 
-@settings(deadline=None)
 @given(st.sampled_from(TO_CONTROLLER), st.data())
 def test_mutated_headers_never_crash(message: wire.Message, data: st.DataObject) -> None:
     header = bytearray(encode(message))
@@ -64,7 +63,6 @@ def test_mutated_headers_never_crash(message: wire.Message, data: st.DataObject)
     assert isinstance(decoded, wire.Message)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_never_crashes(header: bytes) -> None:
     with pytest.raises(MALFORMED):

@@ -126,7 +126,7 @@ def run_paged(
     return torch.cat([torch.cat(parts) for parts in outs])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     lengths=st.lists(st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 90, 128, 150]), min_size=1, max_size=6),
     heads=st.sampled_from(HEADS),

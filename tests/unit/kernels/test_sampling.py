@@ -72,7 +72,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert sample_tokens(logits, torch.ones(1), keys(1), greedy=torch.tensor([True])).item() == 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.permutations(range(20)), seed=st.integers(0, 2**63 - 1))
 def test_draws_do_not_depend_on_company(rows: list[int], seed: int) -> None:
     logits = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))

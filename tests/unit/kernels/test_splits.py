@@ -58,7 +58,7 @@ def merged(splits: Splits, starts: np.ndarray, data: list[tuple[Tensor, Tensor, 
 SEQUENCES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SEQUENCES, st.integers(1, 16), st.integers(0, 9))
 def test_splits_merge_to_attention_over_all_keys(sequences: list[tuple[int, int]], size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

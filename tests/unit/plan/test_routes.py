@@ -40,8 +40,11 @@ def by_every_move(train: Placement, infer: Placement, tensors: dict[Dims, int]) 
         whole = Piece("any", shape, "bfloat16", Box((0,) * len(shape), shape))
         shards = [Piece("any", shape, "float32", chunk_box(shape, part, num_shards)) for part in range(num_shards)]
         source = [Layout(rank, (shards[seat % num_shards],)) for seat, rank in enumerate(train.ranks)]
-        for move in plan(source, [Layout(rank, (whole,)) for rank in infer.ranks]).moves:
-            moved[move.src, move.dst] += move.num_bytes * count
+        destination = [Layout(rank, (whole,)) for rank in infer.ranks]
+        for rank in infer.ranks:
+            for move in plan(source, destination, None, rank).moves:
+                if move.dst == rank:
+                    moved[move.src, rank] += move.num_bytes * count
     return moved
 
 

@@ -137,7 +137,7 @@ def play(engine, schedule: Schedule) -> dict:
 def test_any_schedule_gives_the_same_bits(model, new_engine, alone):
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=12)
     @given(schedule=schedules())
     @example(schedule=TIGHT)
     @example(schedule=TOGETHER)

@@ -58,7 +58,7 @@ class Pool(RuleBasedStateMachine):
         assert self.pool.num_available == NUM_PAGES - len(self.held())
 
 
-Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestPool = Pool.TestCase
 
 

@@ -150,7 +150,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 def test_any_load_finishes_with_every_page_back():
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @example(
         requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=6, page_size=4, spare_pages=10, spare_tokens=12,
         prefix_cache=True, ahead=False, min_tail=16, moves=[],

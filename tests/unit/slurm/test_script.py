@@ -34,7 +34,7 @@ def read_back(job: Job) -> list[str]:
     return done.stdout.decode().split("\0")[:-1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(words=WORDS)
 @example(
     words=["a b", "it's", '"q"', "$HOME `id` $(id)", "line\nline", "\r\n", "\\", "\\n", "-n", "--", "!", "#", "*", ""]

@@ -22,7 +22,7 @@ from spmd_rl.train.role import Trainer
 from spmd_rl.types import Batch
 from tests.dist.train_case import make_batch
 
-ANY = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def _scores(trainer: Trainer, batch: Batch, **options: int) -> NDArray[np.float32]:

@@ -25,7 +25,7 @@ def _engine(dtype: torch.dtype) -> dict[str, nn.Parameter]:
 
 
 def _pushed(src: Held, dst: Held) -> tuple[int, int]:
-    traffic = execute(plan([src.layout(0)], [dst.layout(0)]), 0, src, dst, None)
+    traffic = execute(plan([src.layout(0)], [dst.layout(0)], None, 0), 0, src, dst, None)
     assert traffic.sent_bytes == traffic.received_bytes == 0
     return traffic.aliased_bytes, traffic.copied_bytes
 
@@ -70,7 +70,7 @@ def test_a_held_tensor_must_be_its_box() -> None:
 @pytest.mark.parametrize("limit", [16, 64, 100, 4096])
 def test_buckets_keep_to_their_size_and_lose_nothing(limit: int) -> None:
     layout = Held.whole({"a": torch.zeros(9, 5), "b": torch.zeros(3), "c": torch.zeros(2, 2)}).layout
-    moves = plan([layout(0)], [layout(1)]).moves
+    moves = plan([layout(0)], [layout(1)], None, 0).moves
     (buckets,) = _buckets(moves, "dst", limit).values()
     assert sum(move.num_bytes for bucket in buckets for move in bucket) == sum(move.num_bytes for move in moves)
     for bucket in buckets:
