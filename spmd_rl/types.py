@@ -7,13 +7,15 @@ Shape letters used here and in docstrings elsewhere:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, starmap
-from typing import Any, Literal, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
+from spmd_rl.columns import Columns, end_to_end, pieces, places
 from spmd_rl.errors import ContractError
 from spmd_rl.partition import balanced
 
@@ -33,6 +35,23 @@ class Prompt:
     answer: str = ""
     source: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
+
+    def changed(self, **values: Any) -> Prompt:
+        """A copy with these fields' values: `dataclasses.replace` takes five times as long."""
+        return _of(Prompt, self.__dict__ | values)
+
+    @staticmethod
+    def to_columns(prompts: list[Prompt]) -> PromptColumns:
+        """How a list of prompts crosses between processes."""
+        return PromptColumns(
+            lengths=np.array([len(prompt.tokens) for prompt in prompts], np.int64),
+            uid=[prompt.uid for prompt in prompts],
+            tokens=end_to_end([prompt.tokens for prompt in prompts], np.int32),
+            text=[prompt.text for prompt in prompts],
+            answer=[prompt.answer for prompt in prompts],
+            source=[prompt.source for prompt in prompts],
+            meta=[prompt.meta for prompt in prompts],
+        )
 
 
 @dataclass(frozen=True)
@@ -54,113 +73,181 @@ class Sample:
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
 
-    def changed(self, **fields: Any) -> Sample:
-        """A copy with these fields' values: `dataclasses.replace` takes five times as long."""
-        return _of(Sample, self.__dict__ | fields)
-
-
-@dataclass(frozen=True)
-class Group:
-    """All samples of one prompt, in sample-index order; `skipped` says of those that could not be graded why."""
-
-    prompt: Prompt
-    samples: list[Sample]
-    skipped: list[str] = field(default_factory=list)
-
-    @property
-    def rewards(self) -> NDArray[np.float64]:
-        return np.array([sample.reward for sample in self.samples], dtype=np.float64)
+    def changed(self, **values: Any) -> Sample:
+        """A copy with these fields' values, as `Prompt.changed`."""
+        return _of(Sample, self.__dict__ | values)
 
     @staticmethod
-    def to_columns(groups: list[Group]) -> GroupColumns:
-        """How a list of groups crosses between processes.
+    def to_columns(samples: list[Sample]) -> SampleColumns:
+        """How a list of samples crosses between processes.
 
         Raises: ContractError when the arrays of a sample differ in length.
         """
-        samples = [sample for group in groups for sample in group.samples]
         lengths = [len(sample.tokens) for sample in samples]
         for sample, length in zip(samples, lengths, strict=True):
             if len(sample.logprobs) != length or len(sample.versions) != length:
                 raise ContractError(f"prompt {sample.prompt_uid}, sample {sample.index}: a token without its log-prob")
-        return GroupColumns(
-            prompts=[group.prompt for group in groups],
-            num_samples=[len(group.samples) for group in groups],
-            skipped=[group.skipped for group in groups],
+        return SampleColumns(
+            lengths=np.array(lengths, np.int64),
             prompt_uid=[sample.prompt_uid for sample in samples],
             index=[sample.index for sample in samples],
-            lengths=lengths,
-            tokens=_end_to_end([sample.tokens for sample in samples], np.int32),
-            logprobs=_end_to_end([sample.logprobs for sample in samples], np.float32),
-            versions=_end_to_end([sample.versions for sample in samples], np.int32),
+            tokens=end_to_end([sample.tokens for sample in samples], np.int32),
+            logprobs=end_to_end([sample.logprobs for sample in samples], np.float32),
+            versions=end_to_end([sample.versions for sample in samples], np.int32),
             finish=[sample.finish for sample in samples],
-            temperature=[sample.temperature for sample in samples],
+            temperature=np.array([sample.temperature for sample in samples], np.float64),
             text=[sample.text for sample in samples],
-            reward=[sample.reward for sample in samples],
+            reward=np.array([sample.reward for sample in samples], np.float64),
             parts=[sample.parts for sample in samples],
         )
 
 
 @dataclass(frozen=True)
-class GroupColumns:
-    """Groups as they travel: a column for each field of their samples, whose arrays lie end to end.
+class Group:
+    """All samples of one prompt, in sample-index order; `skipped` says of those that could not be graded why.
 
-    `num_samples` is a number a prompt, `lengths` a number a sample.
+    A group from another process is a row of the columns that came. Its fields are cut from them when somebody asks for
+    one, and are what counts from then on, since lists may be changed.
     """
 
-    prompts: list[Prompt]
-    num_samples: list[int]
-    skipped: list[list[str]]
+    prompt: Prompt
+    samples: list[Sample]
+    skipped: list[str] = field(default_factory=list)
+
+    _row: ClassVar[tuple[GroupColumns, int] | None] = None  # of a group that nobody has looked into
+
+    if not TYPE_CHECKING:  # to the type checker there are just the fields
+
+        def __getattr__(self, name: str) -> Any:
+            if self._row is None:
+                raise AttributeError(f"a Group has no {name}")
+            columns, row = self.__dict__.pop("_row")
+            self.__dict__.update(columns.groups[row])
+            return getattr(self, name)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples) if self._row is None else int(self._row[0].lengths[self._row[1]])
+
+    @property
+    def rewards(self) -> NDArray[np.float64]:
+        if self._row is None:
+            return np.array([sample.reward for sample in self.samples], dtype=np.float64)
+        columns, row = self._row
+        return columns.samples.reward[columns.ends[row] : columns.ends[row + 1]].copy()
+
+    @staticmethod
+    def to_columns(groups: Sequence[Group]) -> GroupColumns:
+        """How groups cross between processes, and are reckoned with: the columns that they came in, or new ones.
+
+        Raises: ContractError when the arrays of a sample differ in length.
+        """
+        rows = [group._row for group in groups if group._row is not None]
+        if not groups or len(rows) < len(groups):
+            return GroupColumns(
+                lengths=np.array([len(group.samples) for group in groups], np.int64),
+                prompts=Prompt.to_columns([group.prompt for group in groups]),
+                samples=Sample.to_columns([sample for group in groups for sample in group.samples]),
+                skipped=[group.skipped for group in groups],
+            )
+        runs: list[list[Any]] = []
+        for columns, row in rows:
+            if runs and runs[-1][0] is columns and runs[-1][2] == row:
+                runs[-1][2] = row + 1
+            else:
+                runs.append([columns, row, row + 1])
+        whole = GroupColumns.join([columns[start:stop] for columns, start, stop in runs])
+        for row, group in enumerate(groups):
+            group.__dict__["_row"] = (whole, row)  # whoever asks next has them at once
+        return whole
+
+
+@dataclass(frozen=True)
+class PromptColumns(Columns):
+    """Prompts as they travel; `lengths` counts tokens."""
+
+    END_TO_END = ("tokens",)
+
+    uid: list[int]
+    tokens: NDArray[np.int32]
+    text: list[str]
+    answer: list[str]
+    source: list[str]
+    meta: list[dict[str, Any]]
+
+    def rows(self) -> list[Prompt]:
+        """The prompts again. Raises: ValueError when the columns do not fit each other."""
+        self.check()
+        tokens = pieces(self.tokens, self.ends.tolist())
+        return _rows(Prompt, self.uid, tokens, self.text, self.answer, self.source, self.meta)
+
+
+@dataclass(frozen=True)
+class SampleColumns(Columns):
+    """Samples as they travel; `lengths` counts tokens."""
+
+    END_TO_END = ("tokens", "logprobs", "versions")
+
     prompt_uid: list[int]
     index: list[int]
-    lengths: list[int]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     finish: list[FinishReason]
-    temperature: list[float]
+    temperature: NDArray[np.float64]
     text: list[str]
-    reward: list[float]
+    reward: NDArray[np.float64]
     parts: list[dict[str, float]]
+
+    def rows(self) -> list[Sample]:
+        """The samples again. Raises: ValueError when the columns do not fit each other."""
+        self.check()
+        ends = self.ends.tolist()
+        arrays = [pieces(array, ends) for array in (self.tokens, self.logprobs, self.versions)]
+        rest = (self.finish, self.temperature.tolist(), self.text, self.reward.tolist(), self.parts)
+        return _rows(Sample, self.prompt_uid, self.index, *arrays, *rest)
+
+
+@dataclass(frozen=True)
+class GroupColumns(Columns):
+    """Groups as they travel; `lengths` counts samples."""
+
+    END_TO_END = ("samples",)
+
+    prompts: PromptColumns
+    samples: SampleColumns
+    skipped: list[list[str]]
 
     def rows(self) -> list[Group]:
         """The groups again. Raises: ContractError when the columns do not fit each other."""
         try:
-            arrays = [_pieces(column, self.lengths) for column in (self.tokens, self.logprobs, self.versions)]
-            rest = (self.finish, self.temperature, self.text, self.reward, self.parts)
-            rows = zip(self.prompt_uid, self.index, *arrays, *rest, strict=True)
-            samples = [
-                _of(
-                    Sample,
-                    {
-                        "prompt_uid": uid,
-                        "index": index,
-                        "tokens": tokens,
-                        "logprobs": logprobs,
-                        "versions": versions,
-                        "finish": finish,
-                        "temperature": temperature,
-                        "text": text,
-                        "reward": reward,
-                        "parts": parts,
-                    },
-                )
-                for uid, index, tokens, logprobs, versions, finish, temperature, text, reward, parts in rows
-            ]
-            parted = _pieces(samples, self.num_samples)
-            groups = starmap(Group, zip(self.prompts, parted, self.skipped, strict=True))
-            return list(groups)
+            self.check()
         except ValueError as error:
             raise ContractError(f"columns of groups that do not fit each other: {error}") from error
+        return [_of(Group, {"_row": (self, row)}) for row in range(len(self))]
+
+    @cached_property
+    def groups(self) -> list[dict[str, Any]]:
+        """The fields of every group, made when somebody looks into the first."""
+        samples = pieces(self.samples.rows(), self.ends.tolist())
+        rows = zip(self.prompts.rows(), samples, self.skipped, strict=True)
+        return [{"prompt": prompt, "samples": own, "skipped": skipped} for prompt, own, skipped in rows]
 
 
 _bare, _set = object.__new__, object.__setattr__
 
 
-def _of(kind: type[T], fields: dict[str, Any]) -> T:
+def _of(kind: type[T], values: dict[str, Any]) -> T:
     """An instance with all its fields: a frozen dataclass's own `__init__` takes twice as long."""
     made = _bare(kind)
-    _set(made, "__dict__", fields)
+    _set(made, "__dict__", values)
     return made
+
+
+def _rows(kind: Any, *columns: Sequence[Any]) -> list[Any]:
+    """An instance for each row of columns in the order of its fields."""
+    names = [entry.name for entry in fields(kind)]
+    return [_of(kind, dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -199,9 +286,7 @@ class Batch:
     def take(self, indices: list[int] | NDArray[np.intp]) -> Batch:
         """The sequences `indices`, in that order, with the same denominator."""
         rows = np.asarray(indices, dtype=np.int64)
-        lengths = self.lengths[rows].astype(np.int64)
-        starts = np.cumsum(self.lengths, dtype=np.int64)[rows] - lengths
-        flat = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        flat = places(self.lengths, rows)
         return Batch(
             tokens=self.tokens[flat],
             lengths=self.lengths[rows],
@@ -218,15 +303,3 @@ class Batch:
     def shard(self, num_shards: int) -> list[Batch]:
         """The batch in `num_shards` parts of nearly equal token count; a part may have no sequence."""
         return [self.take(part) for part in balanced(self.lengths.tolist(), num_shards)]
-
-
-def _end_to_end(pieces: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
-
-
-def _pieces(whole: Any, sizes: list[int]) -> list[Any]:
-    """A sequence cut into pieces of these sizes. Raises: ValueError when they are not its parts."""
-    ends = [0, *accumulate(sizes)]
-    if ends[-1] != len(whole) or min(sizes, default=0) < 0:
-        raise ValueError(f"pieces of {ends[-1]} for a whole of {len(whole)}")
-    return [whole[start:end] for start, end in pairwise(ends)]

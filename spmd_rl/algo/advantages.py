@@ -12,8 +12,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.types import Group
+from spmd_rl.types import Group, GroupColumns
 
 EPSILON = 1e-6
 
@@ -23,7 +24,12 @@ def group_advantage(groups: list[Group], *, use_std: bool = True) -> list[NDArra
 
     Source: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr.GRPO, which also packs with `aggregation="const"`).
     """
-    return [np.array(_standardised(values) if use_std else values) for values in map(_centred, groups)]
+    columns = Group.to_columns(groups)
+    centred = _centred(columns)
+    if not use_std:
+        return pieces(centred, columns.ends)
+    spread = np.sqrt(_sums(centred * centred, columns) / _others(columns)) + EPSILON
+    return pieces(centred / np.repeat(spread, columns.lengths), columns.ends)
 
 
 def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
@@ -31,34 +37,45 @@ def rloo_advantage(groups: list[Group]) -> list[NDArray[np.float64]]:
 
     Source: Ahmadian et al. 2024.
     """
-    return [np.array(values) * (len(values) / (len(values) - 1)) for values in map(_centred, groups)]
+    columns = Group.to_columns(groups)
+    factor = columns.lengths / _others(columns)
+    return pieces(_centred(columns) * np.repeat(factor, columns.lengths), columns.ends)
 
 
-def _standardised(centred: list[float]) -> list[float]:
-    """By the G - 1 standard deviation of values whose mean is zero."""
-    if not any(centred):
-        return centred
-    spread = math.sqrt(math.fsum([value * value for value in centred]) / (len(centred) - 1)) + EPSILON
-    return [value / spread for value in centred]
-
-
-def _centred(group: Group) -> list[float]:
-    """Rewards less their mean; plain numbers, since a group is too small for numpy to pay."""
-    values = [float(sample.reward) for sample in group.samples]
-    if group.skipped and not values:
-        return []
-    if len(values) < 2:
-        raise ConfigError(
-            f"prompt {group.prompt.uid} has {len(values)} sample: a group advantage compares the samples of one "
-            "prompt, so it needs at least 2 (raise sampling.num_samples)"
-        )
-    if not all(map(math.isfinite, values)):
-        bad = next(index for index, value in enumerate(values) if not math.isfinite(value))
-        raise DataError(
-            f"prompt {group.prompt.uid}, sample {bad}", f"the reward is {values[bad]}, not a number to learn from"
-        )
+def _centred(columns: GroupColumns) -> NDArray[np.float64]:
+    """Rewards less the mean of their group."""
+    _check(columns)
+    rewards, sizes = columns.samples.reward, columns.lengths
+    centred = rewards - np.repeat(_sums(rewards, columns) / np.maximum(sizes, 1), sizes)
     # Equal rewards must give exactly zero, which subtracting a rounded mean does not promise.
-    if values.count(values[0]) == len(values):
-        return [0.0] * len(values)
-    mean = math.fsum(values) / len(values)
-    return [value - mean for value in values]
+    other = rewards != rewards[np.repeat(columns.ends[:-1], sizes)]
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    return np.where(np.bincount(group, other, len(sizes))[group] > 0, centred, 0.0)
+
+
+def _sums(values: NDArray[np.float64], columns: GroupColumns) -> NDArray[np.float64]:
+    """Of each group, rounded once."""
+    return np.array([math.fsum(part) for part in pieces(values.tolist(), columns.ends.tolist())])
+
+
+def _others(columns: GroupColumns) -> NDArray[np.int64]:
+    """How many samples each sample of a group is compared with; 1 where there are none."""
+    return np.maximum(columns.lengths - 1, 1)
+
+
+def _check(columns: GroupColumns) -> None:
+    sizes = columns.lengths.tolist()
+    for uid, size, skipped in zip(columns.prompts.uid, sizes, columns.skipped, strict=True):
+        if size < 2 and not (skipped and size == 0):
+            raise ConfigError(
+                f"prompt {uid} has {size} sample: a group advantage compares the samples of one "
+                "prompt, so it needs at least 2 (raise sampling.num_samples)"
+            )
+    finite = np.isfinite(columns.samples.reward)
+    if not finite.all():
+        bad = int(finite.argmin())
+        group = int(np.searchsorted(columns.ends, bad, side="right")) - 1
+        raise DataError(
+            f"prompt {columns.prompts.uid[group]}, sample {bad - columns.ends[group]}",
+            f"the reward is {columns.samples.reward[bad]}, not a number to learn from",
+        )

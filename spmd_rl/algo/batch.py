@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from typing import Literal
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
+from spmd_rl.columns import end_to_end, ends, places
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types import Batch, Group
 
@@ -36,31 +38,34 @@ def pack(
 
     `max_response_tokens` is the fixed length that `aggregation="const"` divides by.
     """
-    if [len(group.samples) for group in groups] != [len(values) for values in advantages]:
+    columns = Group.to_columns(groups)
+    prompts, samples = columns.prompts, columns.samples
+    if columns.lengths.tolist() != [len(values) for values in advantages]:
         raise ContractError("pack needs one advantage for each sample of each group, in the same order")
-    prompts = [group.prompt for group in groups for _ in group.samples]
-    samples = [sample for group in groups for sample in group.samples]
-    if not samples and (reasons := [reason for group in groups for reason in group.skipped]):
+    if not len(samples) and (reasons := [*chain(*columns.skipped)]):
         raise DataError("no sample of this step could be graded", reasons[0])
-    pieces = [part for prompt, sample in zip(prompts, samples, strict=True) for part in (prompt.tokens, sample.tokens)]
-    sizes = np.array([len(part) for part in pieces], dtype=np.int32).reshape(-1, 2)
-    if not sizes[:, 0].all():
-        bare = prompts[int(sizes[:, 0].argmin())].uid
+    prompt = np.repeat(np.arange(len(prompts)), columns.lengths)  # of each sample
+    asked = prompts.lengths[prompt]
+    if not asked.all():
+        bare = prompts.uid[prompt[asked.argmin()]]
         raise ConfigError(f"prompt {bare} has no tokens: the first response token has nothing to be predicted from")
+    sizes = np.stack([asked, samples.lengths], axis=1)
     mask = np.repeat(np.tile([False, True], len(samples)), sizes.reshape(-1))
-    roll, versions = np.zeros(len(mask), np.float32), np.full(len(mask), NO_VERSION, np.int32)
-    roll[mask] = _joined([sample.logprobs for sample in samples], np.float32)
-    versions[mask] = _joined([sample.versions for sample in samples], np.int32)
+    asking, answering = np.flatnonzero(~mask), np.flatnonzero(mask)
+    tokens, versions = np.empty(len(mask), np.int32), np.empty(len(mask), np.int32)
+    roll = np.zeros(len(mask), np.float32)
+    tokens[asking], tokens[answering] = prompts.tokens[places(prompts.lengths, prompt)], samples.tokens
+    versions[asking], versions[answering] = NO_VERSION, samples.versions
+    roll[answering] = samples.logprobs
     rows = _Rows(
-        tokens=_joined(pieces, np.int32),
+        tokens=tokens,
         lengths=sizes.sum(1, dtype=np.int32),
         mask=mask,
         roll_logprobs=roll,
         versions=versions,
-        temperature=np.array([sample.temperature for sample in samples], dtype=np.float32),
+        temperature=samples.temperature.astype(np.float32),
     )
-    spread = [value for values in advantages for value in values.tolist()]
-    return _lay_out(rows, spread, aggregation, max_response_tokens)
+    return _lay_out(rows, end_to_end(advantages, np.float64), aggregation, max_response_tokens)
 
 
 def pack_sft(
@@ -71,17 +76,17 @@ def pack_sft(
 ) -> Batch:
     """Lay (tokens, mask) pairs end to end for supervised training; the mask marks the tokens to learn."""
     lengths = np.array([len(tokens) for tokens, _ in pairs], dtype=np.int32)
-    mask = _joined([mask for _, mask in pairs], np.bool_)
+    mask = end_to_end([mask for _, mask in pairs], np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
     rows = _Rows(
-        tokens=_joined([tokens for tokens, _ in pairs], np.int32),
+        tokens=end_to_end([tokens for tokens, _ in pairs], np.int32),
         lengths=lengths,
         mask=mask,
         roll_logprobs=np.zeros(len(mask), np.float32),
         versions=np.full(len(mask), NO_VERSION, np.int32),
         temperature=np.ones(len(pairs), np.float32),
     )
-    return _lay_out(rows, [0.0] * len(pairs), aggregation, max_response_tokens)
+    return _lay_out(rows, np.zeros(len(pairs)), aggregation, max_response_tokens)
 
 
 @dataclass(frozen=True)
@@ -118,28 +123,30 @@ class _Rows:
     temperature: NDArray[np.float32]
 
 
-def _joined(pieces: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
-    return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.zeros(0, dtype)
-
-
-def _lay_out(rows: _Rows, advantages: list[float], aggregation: Aggregation, max_response_tokens: int | None) -> Batch:
+def _lay_out(
+    rows: _Rows, advantages: NDArray[np.float64], aggregation: Aggregation, max_response_tokens: int | None
+) -> Batch:
     num_sequences = len(rows.lengths)
     if num_sequences == 0:
         raise ContractError("cannot pack a batch of no sequences")
-    sequence = np.repeat(np.arange(num_sequences), rows.lengths)
-    num_learned = np.bincount(sequence, weights=rows.mask, minlength=num_sequences).astype(np.int64)
+    num_learned = np.diff(ends(rows.mask)[ends(rows.lengths)])
     return Batch(
         tokens=rows.tokens,
         lengths=rows.lengths,
         mask=rows.mask,
-        weight=np.where(rows.mask, _sequence_weights(num_learned, aggregation)[sequence], 0).astype(np.float32),
-        advantages=np.where(rows.mask, np.asarray(advantages)[sequence], 0).astype(np.float32),
+        weight=_spread(_sequence_weights(num_learned, aggregation), rows),
+        advantages=_spread(advantages, rows),
         roll_logprobs=rows.roll_logprobs,
         versions=rows.versions,
         temperature=rows.temperature,
         index=np.arange(num_sequences, dtype=np.int32),
         denominator=_denominator(num_learned, aggregation, max_response_tokens),
     )
+
+
+def _spread(values: NDArray[np.float64], rows: _Rows) -> NDArray[np.float32]:
+    """A value a sequence, spread over its tokens in the mask."""
+    return np.where(rows.mask, np.repeat(values.astype(np.float32), rows.lengths), np.float32(0))
 
 
 def _sequence_weights(num_learned: NDArray[np.int64], aggregation: Aggregation) -> NDArray[np.float64]:

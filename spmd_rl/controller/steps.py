@@ -62,6 +62,6 @@ class Step:
     def log(self, *what: Any) -> None:
         """Hand what the recipe knows of this step to the observer."""
         groups = [item for listed in what if isinstance(listed, list) for item in listed if isinstance(item, Group)]
-        self.rewards += [sample.reward for group in groups for sample in group.samples]
+        self.rewards += Group.to_columns(groups).samples.reward.tolist()
         if self.observer is not None:
             self.observer.on_log(self, what)

@@ -61,13 +61,15 @@ class Prompts:
     def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
         records = read_records(cfg.path)
         encoded = encode_prompts(records, cfg, tokenizer)
-        hidden = {cfg.prompt_key, cfg.answer_key}
+        hidden, source = {cfg.prompt_key, cfg.answer_key}, Path(records[0].where.rpartition(":")[0]).stem
         kept = [
-            _Entry(
-                tokens,
-                text,
-                record.text(cfg.answer_key) if cfg.answer_key else "",
-                _meta(record, hidden),
+            Prompt(
+                uid=-1,  # of no draw yet
+                tokens=tokens,
+                text=text,
+                answer=record.text(cfg.answer_key) if cfg.answer_key else "",
+                source=source,
+                meta=_meta(record, hidden),
             )
             for record, (text, tokens) in zip(records, encoded, strict=True)
             if not cfg.max_prompt_tokens or len(tokens) <= cfg.max_prompt_tokens
@@ -76,7 +78,6 @@ class Prompts:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
         self.num_dropped = len(records) - len(kept)
         self._entries = kept
-        self._source = Path(records[0].where.rpartition(":")[0]).stem
         self._order = Order(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def __len__(self) -> int:
@@ -93,13 +94,13 @@ class Prompts:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises: DataError when it was taken over other data."""
         if state["digest"] != self._digest:
-            raise DataError(self._source, "the prompts are not those the saved position was taken in")
+            raise DataError(self._entries[0].source, "the prompts are not those the saved position was taken in")
         self._order.drawn = state["drawn"]
 
     def _draw(self) -> Prompt:
         uid = self._order.drawn
         entry = self._entries[self._order.next()]
-        return Prompt(uid, entry.tokens, entry.text, entry.answer, self._source, dict(entry.meta))
+        return entry.changed(uid=uid, meta=entry.meta.copy())
 
     @cached_property
     def _digest(self) -> str:
@@ -110,14 +111,6 @@ class Prompts:
             for part in (entry.tokens.tobytes(), rest):
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class _Entry:
-    tokens: NDArray[np.int32]
-    text: str
-    answer: str
-    meta: dict[str, Any]
 
 
 def _meta(record: Record, hidden: set[str]) -> dict[str, Any]:

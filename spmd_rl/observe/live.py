@@ -38,7 +38,7 @@ class LiveView:
         self._live.start()
 
     def show(self, groups: Sequence[types.Group]) -> None:
-        if shown := [group for group in groups if group.samples]:
+        if shown := [group for group in groups if group.num_samples]:
             self._sample = _sample(shown[-1])
 
     def close(self) -> None:

@@ -83,14 +83,14 @@ class Observer:
     ) -> None:
         """A step has ended, and the next one's clock starts; `catch_up` writes it, and asks for `more` metrics."""
         self.catch_up()
-        self._unwritten = _Step(index, self._timed(groups) | dict(metrics), groups, more)
+        self._unwritten = _Step(index, self._timed() | dict(metrics), groups, more)
 
     def catch_up(self) -> None:
         """Write the last step's line and samples and show it, if that is not done yet."""
         if self._unwritten is None:
             return
         (index, metrics, groups, more), self._unwritten = self._unwritten, None
-        full = metrics | dict(more())
+        full = metrics | _rate(metrics, groups) | dict(more())
         self._rows.append(self._log.write(index, full))
         self._sinks.write(self._rows[-1])
         if groups:
@@ -111,17 +111,21 @@ class Observer:
         self._painter.finish(self._rows)
         write_report([self._run.path])
 
-    def _timed(self, groups: Sequence[Group]) -> dict[str, float]:
-        """What the clock here knows of the step: phases, the whole, and the rate of generation."""
+    def _timed(self) -> dict[str, float]:
+        """What the clock here knows of the step: its phases, and the whole."""
         now = self._clock()
         times = {f"time/{name}": seconds for name, seconds in self._phases_s.items()}
         times["time/step"] = now - self._step_began
         self._step_began, self._phases_s = now, {}
-        rollout_s = times.get("time/rollout", 0.0)
-        if groups and rollout_s > 0:
-            num_tokens = sum(len(sample.tokens) for group in groups for sample in group.samples)
-            times["rollout/tokens_per_s"] = num_tokens / rollout_s
         return times
+
+
+def _rate(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
+    """The rate of generation, where there was any."""
+    rollout_s = metrics.get("time/rollout", 0.0)
+    if not groups or rollout_s <= 0:
+        return {}
+    return {"rollout/tokens_per_s": len(Group.to_columns(groups).samples.tokens) / rollout_s}
 
 
 def _view(progress: Progress, title: str, tty: bool) -> View:

@@ -14,15 +14,17 @@ import os
 import tomllib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.claim import CLAIM_FILE, claim
 from spmd_rl.observe.metrics import naming
-from spmd_rl.types import Group, Prompt, Sample
+from spmd_rl.types import Group
 
 _encode_lines = msgspec.json.Encoder().encode_lines
 
@@ -61,8 +63,7 @@ class RunFolder:
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         """One line a sample: what was asked, answered and rewarded, with tokens, log-probs and versions."""
-        rows = [_sample_row(group.prompt, sample) for group in groups for sample in group.samples]
-        write_whole(self.samples / f"step_{step:05d}.jsonl", _json_lines(rows))
+        write_whole(self.samples / f"step_{step:05d}.jsonl", _json_lines(_sample_rows(groups)))
 
     def drop_samples(self, after: int) -> None:
         """Remove the samples of the steps after `after`, which a resumed run will write again."""
@@ -137,17 +138,12 @@ def _json_lines(rows: list[_SampleRow]) -> str:
     return json.dumps(msgspec.to_builtins(rows[0])) + "\n"
 
 
-def _sample_row(prompt: Prompt, sample: Sample) -> _SampleRow:
-    return _SampleRow(
-        prompt.uid,
-        sample.index,
-        prompt.text,
-        prompt.answer,
-        sample.text,
-        sample.reward,
-        sample.finish,
-        sample.tokens.tolist(),
-        sample.logprobs.tolist(),
-        sample.versions.tolist(),
-        sample.parts,
-    )
+def _sample_rows(groups: Sequence[Group]) -> list[_SampleRow]:
+    columns = Group.to_columns(groups)
+    samples, prompts = columns.samples, columns.prompts
+    ends, sizes = samples.ends.tolist(), columns.lengths.tolist()
+    asked = [[*chain(*map(repeat, column, sizes))] for column in (prompts.text, prompts.answer)]
+    per_token = [pieces(column.tolist(), ends) for column in (samples.tokens, samples.logprobs, samples.versions)]
+    given = (samples.text, samples.reward.tolist(), samples.finish)
+    uids = chain(*map(repeat, prompts.uid, sizes))
+    return list(map(_SampleRow, uids, samples.index, *asked, *given, *per_token, samples.parts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from spmd_rl.algo.metrics import group_metrics
@@ -49,11 +50,9 @@ class Recorder:
 
     def on_step(self, step: Step) -> None:
         groups, metrics = self._logged.pop(step.index, ([], {}))
-        for reason in [reason for group in groups for reason in group.skipped]:
-            print(f"step {step.index + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
         if self._observer is not None:
             full = metrics | {"perf/controller_share": step.controller_share}
-            self._observer.on_step(step.index + 1, full, groups, partial(group_metrics, groups, step.index))
+            self._observer.on_step(step.index + 1, full, groups, partial(_account, groups, step.index))
 
     def catch_up(self) -> None:
         if self._observer is not None:
@@ -65,6 +64,13 @@ class Recorder:
             self._observer.close()
         else:
             self._sinks.close()
+
+
+def _account(groups: list[Group], version: int) -> dict[str, float]:
+    """What the groups of the step that learned from them say of it, and on stderr which samples it goes on without."""
+    for reason in chain(*Group.to_columns(groups).skipped):
+        print(f"step {version + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
+    return group_metrics(groups, version)
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:

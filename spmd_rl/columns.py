@@ -1,0 +1,99 @@
+"""Many small objects as a few long columns: how they cross between processes, and are reckoned with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows as columns, to be read only: lists, arrays, and columns of what each row has many of.
+
+    `lengths` says how many entries of a row lie in the columns `END_TO_END`; others have one entry a row.
+    """
+
+    END_TO_END: ClassVar[tuple[str, ...]]
+
+    lengths: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, rows: slice) -> Self:
+        """The columns of rows next to each other."""
+        start, stop, _ = rows.indices(len(self))
+        if stop - start == len(self):
+            return self
+        entries = slice(self.ends[start], self.ends[stop])
+        return type(self)(**{name: own[entries if name in self.END_TO_END else rows] for name, own in self._named()})
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts, of which there is at least one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(**{name: _joined([getattr(part, name) for part in parts]) for name, _ in parts[0]._named()})
+
+    @cached_property
+    def ends(self) -> NDArray[np.int64]:
+        """Where each row's entries end, after a 0."""
+        return ends(self.lengths)
+
+    def check(self) -> None:
+        """Raises: ValueError when the columns do not fit each other."""
+        if self.lengths.ndim != 1 or (self.lengths < 0).any():
+            raise ValueError("lengths are numbers of entries")
+        for name, column in self._named():
+            size = self.ends[-1] if name in self.END_TO_END else len(self)
+            if getattr(column, "ndim", 1) != 1 or len(column) != size:
+                raise ValueError(f"{name} has not {size} entries")
+            if isinstance(column, Columns):
+                column.check()
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in _names(type(self))]
+
+
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], Columns):
+        return type(parts[0]).join(parts)
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    whole: list[Any] = []
+    for part in parts:
+        whole += part
+    return whole
+
+
+@cache
+def _names(kind: type[Columns]) -> tuple[str, ...]:
+    return tuple(entry.name for entry in fields(kind))
+
+
+def end_to_end(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    """Any number of arrays, none included, as one of that dtype."""
+    return np.concatenate(arrays).astype(dtype, copy=False) if len(arrays) else np.zeros(0, dtype)
+
+
+def ends(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Where each of sequences that lie end to end ends, after a 0."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def pieces(whole: Any, cuts: Iterable[int]) -> list[Any]:
+    """A sequence, cut at these places."""
+    return [whole[start:end] for start, end in pairwise(cuts)]
+
+
+def places(lengths: NDArray[np.integer], rows: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Where the entries of `rows` lie, row by row, among rows of these lengths that lie end to end."""
+    own = lengths[rows].astype(np.int64)
+    starts, own_starts = np.cumsum(lengths, dtype=np.int64)[rows] - own, np.cumsum(own) - own
+    return np.arange(own.sum()) + np.repeat(starts - own_starts, own)
