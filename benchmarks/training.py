@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.shapes import random_weights, write_config
 from spmd_rl.algo.batch import pack
+from spmd_rl.batch import Batch
 from spmd_rl.mesh.place import Seats
 from spmd_rl.mesh.split import Split, plan_split
 from spmd_rl.mesh.world import World, join
@@ -21,7 +22,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
-from spmd_rl.types import Batch, Group, Prompt, Sample
+from spmd_rl.types import Group, Prompt, Sample
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 896
 PACK_TOKENS = 16384

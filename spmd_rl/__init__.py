@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spmd_rl.algo.batch import pack_sft as pack_sft
     from spmd_rl.algo.losses import grpo_loss as grpo_loss
     from spmd_rl.algo.losses import sft_loss as sft_loss
+    from spmd_rl.batch import Batch as Batch
     from spmd_rl.config import at_least as at_least
     from spmd_rl.controller.ahead import Ahead as Ahead
     from spmd_rl.controller.config import RunConfig as RunConfig
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.role import Rollout as Rollout
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.role import Trainer as Trainer
-    from spmd_rl.types import Batch as Batch
     from spmd_rl.types import Group as Group
     from spmd_rl.types import Prompt as Prompt
     from spmd_rl.types import Sample as Sample
@@ -52,6 +52,7 @@ _HOMES = {
     "algo.advantages": ("group_advantage", "rloo_advantage"),
     "algo.batch": ("pack", "pack_sft"),
     "algo.losses": ("grpo_loss", "sft_loss"),
+    "batch": ("Batch",),
     "config": ("at_least",),
     "controller.ahead": ("Ahead",),
     "controller.config": ("RunConfig",),
@@ -68,7 +69,7 @@ _HOMES = {
     "rollout.role": ("Rollout",),
     "train.config": ("TrainerConfig",),
     "train.role": ("Trainer",),
-    "types": ("Batch", "Group", "Prompt", "Sample"),
+    "types": ("Group", "Prompt", "Sample"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
@@ -50,15 +50,14 @@ class Columns:
         """Raises: ValueError when the columns do not fit each other."""
         if self.lengths.ndim != 1 or (self.lengths < 0).any():
             raise ValueError("lengths are numbers of entries")
+        num_rows, num_entries = len(self), int(self.ends[-1])
         for name, column in self._named():
-            size = self.ends[-1] if name in self.END_TO_END else len(self)
+            size = num_entries if name in self.END_TO_END else num_rows
             if getattr(column, "ndim", 1) != 1 or len(column) != size:
                 raise ValueError(f"{name} has not {size} entries")
-            if isinstance(column, Columns):
-                column.check()
 
     def _named(self) -> list[tuple[str, Any]]:
-        return [(name, getattr(self, name)) for name in _names(type(self))]
+        return [(name, getattr(self, name)) for name in self.__match_args__]
 
 
 def _joined(parts: list[Any]) -> Any:
@@ -72,11 +71,6 @@ def _joined(parts: list[Any]) -> Any:
     return whole
 
 
-@cache
-def _names(kind: type[Columns]) -> tuple[str, ...]:
-    return tuple(entry.name for entry in fields(kind))
-
-
 def end_to_end(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
     """Any number of arrays, none included, as one of that dtype."""
     return np.concatenate(arrays).astype(dtype, copy=False) if len(arrays) else np.zeros(0, dtype)
@@ -87,9 +81,9 @@ def ends(lengths: NDArray[Any]) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def pieces(whole: Any, cuts: Iterable[int]) -> list[Any]:
-    """A sequence, cut at these places."""
-    return [whole[start:end] for start, end in pairwise(cuts)]
+def pieces(whole: Any, ends: NDArray[np.int64]) -> list[Any]:
+    """A sequence cut into the pieces that end there."""
+    return [whole[start:end] for start, end in pairwise(ends.tolist())]
 
 
 def places(lengths: NDArray[np.integer], rows: NDArray[np.integer]) -> NDArray[np.int64]:

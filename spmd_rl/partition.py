@@ -6,6 +6,7 @@ Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982,
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 
 # A partial solution: its parts that have items, as (weight, items), heaviest first.
@@ -22,9 +23,9 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
     if num_parts == 1:
         return [list(range(len(weights)))]
-    alike: dict[int, list[int]] = {}
+    alike: defaultdict[int, list[int]] = defaultdict(list)
     for item, weight in enumerate(weights):
-        alike.setdefault(int(weight), []).append(item)
+        alike[weight].append(item)
     # Differencing would cancel equal weights against each other, one by one: they are dealt out, and it gets the rest.
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     rest: list[tuple[int, int]] = []

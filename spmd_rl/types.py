@@ -1,25 +1,25 @@
-"""The nouns that travel between controller, trainer and engine. numpy only: no torch, no tokenizer.
+"""What is asked, answered and graded: the nouns that travel between controller and engine. numpy only.
 
-Shape letters used here and in docstrings elsewhere:
-    N sequences of a batch, T tokens of all of them laid end to end, G samples of one prompt,
-    R response tokens of one sample, V vocabulary.
+Shape letters used here and in docstrings elsewhere: G samples of one prompt, R response tokens of one sample,
+V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.columns import Columns, end_to_end, pieces, places
+from spmd_rl.columns import Columns, end_to_end, pieces
 from spmd_rl.errors import ContractError
-from spmd_rl.partition import balanced
 
 T = TypeVar("T")
+_Row = tuple["GroupColumns", int]  # and which of its rows
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -45,7 +45,7 @@ class Prompt:
         """How a list of prompts crosses between processes."""
         return PromptColumns(
             lengths=np.array([len(prompt.tokens) for prompt in prompts], np.int64),
-            uid=[prompt.uid for prompt in prompts],
+            uid=np.array([prompt.uid for prompt in prompts], np.int64),
             tokens=end_to_end([prompt.tokens for prompt in prompts], np.int32),
             text=[prompt.text for prompt in prompts],
             answer=[prompt.answer for prompt in prompts],
@@ -89,8 +89,8 @@ class Sample:
                 raise ContractError(f"prompt {sample.prompt_uid}, sample {sample.index}: a token without its log-prob")
         return SampleColumns(
             lengths=np.array(lengths, np.int64),
-            prompt_uid=[sample.prompt_uid for sample in samples],
-            index=[sample.index for sample in samples],
+            prompt_uid=np.array([sample.prompt_uid for sample in samples], np.int64),
+            index=np.array([sample.index for sample in samples], np.int64),
             tokens=end_to_end([sample.tokens for sample in samples], np.int32),
             logprobs=end_to_end([sample.logprobs for sample in samples], np.float32),
             versions=end_to_end([sample.versions for sample in samples], np.int32),
@@ -106,23 +106,25 @@ class Sample:
 class Group:
     """All samples of one prompt, in sample-index order; `skipped` says of those that could not be graded why.
 
-    A group from another process is a row of the columns that came. Its fields are cut from them when somebody asks for
-    one, and are what counts from then on, since lists may be changed.
+    A group from another process is a row of the columns it came in: its fields are made when somebody looks at one.
     """
 
     prompt: Prompt
     samples: list[Sample]
     skipped: list[str] = field(default_factory=list)
 
-    _row: ClassVar[tuple[GroupColumns, int] | None] = None  # of a group that nobody has looked into
+    _row: ClassVar[_Row | None] = None  # of a group that nobody has looked into
+    _before: ClassVar[tuple[_Row, list[Sample]] | None] = None  # of one that was: its row and samples then
 
     if not TYPE_CHECKING:  # to the type checker there are just the fields
 
         def __getattr__(self, name: str) -> Any:
             if self._row is None:
                 raise AttributeError(f"a Group has no {name}")
-            columns, row = self.__dict__.pop("_row")
-            self.__dict__.update(columns.groups[row])
+            columns, number = row = self.__dict__.pop("_row")
+            prompt, samples, skipped = columns.groups[number]
+            looked = {"prompt": prompt, "samples": samples.copy(), "skipped": skipped, "_before": (row, samples)}
+            self.__dict__.update(looked)
             return getattr(self, name)
 
     @property
@@ -131,10 +133,7 @@ class Group:
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        if self._row is None:
-            return np.array([sample.reward for sample in self.samples], dtype=np.float64)
-        columns, row = self._row
-        return columns.samples.reward[columns.ends[row] : columns.ends[row + 1]].copy()
+        return Group.to_columns([self]).samples.reward.copy()
 
     @staticmethod
     def to_columns(groups: Sequence[Group]) -> GroupColumns:
@@ -142,7 +141,7 @@ class Group:
 
         Raises: ContractError when the arrays of a sample differ in length.
         """
-        rows = [group._row for group in groups if group._row is not None]
+        rows = [row for group in groups if (row := group._row or group._row_before())]
         if not groups or len(rows) < len(groups):
             return GroupColumns(
                 lengths=np.array([len(group.samples) for group in groups], np.int64),
@@ -151,15 +150,22 @@ class Group:
                 skipped=[group.skipped for group in groups],
             )
         runs: list[list[Any]] = []
-        for columns, row in rows:
-            if runs and runs[-1][0] is columns and runs[-1][2] == row:
-                runs[-1][2] = row + 1
+        for columns, number in rows:
+            if runs and runs[-1][0] is columns and runs[-1][2] == number:
+                runs[-1][2] = number + 1
             else:
-                runs.append([columns, row, row + 1])
+                runs.append([columns, number, number + 1])
         whole = GroupColumns.join([columns[start:stop] for columns, start, stop in runs])
-        for row, group in enumerate(groups):
-            group.__dict__["_row"] = (whole, row)  # whoever asks next has them at once
+        if len(runs) > 1:  # whoever asks next has them as they are now
+            for number, group in enumerate(groups):
+                if group._row:
+                    group.__dict__["_row"] = (whole, number)
         return whole
+
+    def _row_before(self) -> _Row | None:
+        """The row that the group was, if its samples are the same still."""
+        row, samples = self._before or (None, [])
+        return row if len(samples) == len(self.samples) and all(map(is_, samples, self.samples)) else None
 
 
 @dataclass(frozen=True)
@@ -168,7 +174,7 @@ class PromptColumns(Columns):
 
     END_TO_END = ("tokens",)
 
-    uid: list[int]
+    uid: NDArray[np.int64]
     tokens: NDArray[np.int32]
     text: list[str]
     answer: list[str]
@@ -178,8 +184,8 @@ class PromptColumns(Columns):
     def rows(self) -> list[Prompt]:
         """The prompts again. Raises: ValueError when the columns do not fit each other."""
         self.check()
-        tokens = pieces(self.tokens, self.ends.tolist())
-        return _rows(Prompt, self.uid, tokens, self.text, self.answer, self.source, self.meta)
+        tokens = pieces(self.tokens, self.ends)
+        return list(map(Prompt, self.uid.tolist(), tokens, self.text, self.answer, self.source, self.meta))
 
 
 @dataclass(frozen=True)
@@ -188,8 +194,8 @@ class SampleColumns(Columns):
 
     END_TO_END = ("tokens", "logprobs", "versions")
 
-    prompt_uid: list[int]
-    index: list[int]
+    prompt_uid: NDArray[np.int64]
+    index: NDArray[np.int64]
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
@@ -202,10 +208,28 @@ class SampleColumns(Columns):
     def rows(self) -> list[Sample]:
         """The samples again. Raises: ValueError when the columns do not fit each other."""
         self.check()
-        ends = self.ends.tolist()
-        arrays = [pieces(array, ends) for array in (self.tokens, self.logprobs, self.versions)]
-        rest = (self.finish, self.temperature.tolist(), self.text, self.reward.tolist(), self.parts)
-        return _rows(Sample, self.prompt_uid, self.index, *arrays, *rest)
+        numbers = [column.tolist() for column in (self.prompt_uid, self.index, self.temperature, self.reward)]
+        arrays = [pieces(column, self.ends) for column in (self.tokens, self.logprobs, self.versions)]
+        return [
+            _of(
+                Sample,
+                {
+                    "prompt_uid": uid,
+                    "index": index,
+                    "tokens": tokens,
+                    "logprobs": logprobs,
+                    "versions": versions,
+                    "finish": finish,
+                    "temperature": temperature,
+                    "text": text,
+                    "reward": reward,
+                    "parts": parts,
+                },
+            )
+            for uid, index, temperature, reward, tokens, logprobs, versions, finish, text, parts in zip(
+                *numbers, *arrays, self.finish, self.text, self.parts, strict=True
+            )
+        ]
 
 
 @dataclass(frozen=True)
@@ -221,17 +245,17 @@ class GroupColumns(Columns):
     def rows(self) -> list[Group]:
         """The groups again. Raises: ContractError when the columns do not fit each other."""
         try:
-            self.check()
+            for columns in (self, self.prompts, self.samples):
+                columns.check()
         except ValueError as error:
             raise ContractError(f"columns of groups that do not fit each other: {error}") from error
-        return [_of(Group, {"_row": (self, row)}) for row in range(len(self))]
+        return [_of(Group, {"_row": (self, number)}) for number in range(len(self))]
 
     @cached_property
-    def groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[tuple[Prompt, list[Sample], list[str]]]:
         """The fields of every group, made when somebody looks into the first."""
-        samples = pieces(self.samples.rows(), self.ends.tolist())
-        rows = zip(self.prompts.rows(), samples, self.skipped, strict=True)
-        return [{"prompt": prompt, "samples": own, "skipped": skipped} for prompt, own, skipped in rows]
+        samples = pieces(self.samples.rows(), self.ends)
+        return list(zip(self.prompts.rows(), samples, self.skipped, strict=True))
 
 
 _bare, _set = object.__new__, object.__setattr__
@@ -242,64 +266,3 @@ def _of(kind: type[T], values: dict[str, Any]) -> T:
     made = _bare(kind)
     _set(made, "__dict__", values)
     return made
-
-
-def _rows(kind: Any, *columns: Sequence[Any]) -> list[Any]:
-    """An instance for each row of columns in the order of its fields."""
-    names = [entry.name for entry in fields(kind)]
-    return [_of(kind, dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences ready to train on, laid end to end.
-
-    Shape: `tokens`, `mask`, `weight`, `advantages`, `roll_logprobs`, `versions` are [T]; `lengths`, `temperature`,
-    `index` are [N].
-    Entry t of the per-token arrays speaks of token t (predicted from the tokens before it in its sequence);
-    the first token of a sequence is never in the mask.
-    `weight` and `denominator`: the loss is sum(weight * per-token loss) / denominator. Both are fixed for the whole
-    batch before it is split over ranks and micro-batches, so that the loss does not depend on either.
-    `versions`: the weights that made each token, -1 where no engine did.
-    `index`: the sequence's place in the batch before any split.
-    """
-
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-    weight: NDArray[np.float32]
-    advantages: NDArray[np.float32]
-    roll_logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    temperature: NDArray[np.float32]
-    index: NDArray[np.int32]
-    denominator: float
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    def take(self, indices: list[int] | NDArray[np.intp]) -> Batch:
-        """The sequences `indices`, in that order, with the same denominator."""
-        rows = np.asarray(indices, dtype=np.int64)
-        flat = places(self.lengths, rows)
-        return Batch(
-            tokens=self.tokens[flat],
-            lengths=self.lengths[rows],
-            mask=self.mask[flat],
-            weight=self.weight[flat],
-            advantages=self.advantages[flat],
-            roll_logprobs=self.roll_logprobs[flat],
-            versions=self.versions[flat],
-            temperature=self.temperature[rows],
-            index=self.index[rows],
-            denominator=self.denominator,
-        )
-
-    def shard(self, num_shards: int) -> list[Batch]:
-        """The batch in `num_shards` parts of nearly equal token count; a part may have no sequence."""
-        return [self.take(part) for part in balanced(self.lengths.tolist(), num_shards)]

@@ -55,7 +55,7 @@ def _centred(columns: GroupColumns) -> NDArray[np.float64]:
 
 def _sums(values: NDArray[np.float64], columns: GroupColumns) -> NDArray[np.float64]:
     """Of each group, rounded once."""
-    return np.array([math.fsum(part) for part in pieces(values.tolist(), columns.ends.tolist())])
+    return np.array([*map(math.fsum, pieces(values.tolist(), columns.ends))])
 
 
 def _others(columns: GroupColumns) -> NDArray[np.int64]:
@@ -65,7 +65,7 @@ def _others(columns: GroupColumns) -> NDArray[np.int64]:
 
 def _check(columns: GroupColumns) -> None:
     sizes = columns.lengths.tolist()
-    for uid, size, skipped in zip(columns.prompts.uid, sizes, columns.skipped, strict=True):
+    for uid, size, skipped in zip(columns.prompts.uid.tolist(), sizes, columns.skipped, strict=True):
         if size < 2 and not (skipped and size == 0):
             raise ConfigError(
                 f"prompt {uid} has {size} sample: a group advantage compares the samples of one "

@@ -18,9 +18,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.batch import Batch
 from spmd_rl.columns import end_to_end, ends, places
 from spmd_rl.errors import ConfigError, ContractError, DataError
-from spmd_rl.types import Batch, Group
+from spmd_rl.types import Group
 
 Aggregation = Literal["token", "sample", "const"]
 

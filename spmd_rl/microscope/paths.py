@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_rl.batch import Batch
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import Tap
@@ -25,7 +26,6 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import prefixes
 from spmd_rl.train.fsdp2 import Scorer
 from spmd_rl.train.microbatch import inverse_temperature, lay_out, num_needed, split
-from spmd_rl.types import Batch
 
 
 class Path(Protocol):

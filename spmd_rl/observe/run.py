@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError
@@ -140,10 +141,10 @@ def _json_lines(rows: list[_SampleRow]) -> str:
 
 def _sample_rows(groups: Sequence[Group]) -> list[_SampleRow]:
     columns = Group.to_columns(groups)
-    samples, prompts = columns.samples, columns.prompts
-    ends, sizes = samples.ends.tolist(), columns.lengths.tolist()
+    samples, prompts, sizes = columns.samples, columns.prompts, columns.lengths.tolist()
+    which = (np.repeat(prompts.uid, sizes).tolist(), samples.index.tolist())
     asked = [[*chain(*map(repeat, column, sizes))] for column in (prompts.text, prompts.answer)]
-    per_token = [pieces(column.tolist(), ends) for column in (samples.tokens, samples.logprobs, samples.versions)]
-    given = (samples.text, samples.reward.tolist(), samples.finish)
-    uids = chain(*map(repeat, prompts.uid, sizes))
-    return list(map(_SampleRow, uids, samples.index, *asked, *given, *per_token, samples.parts))
+    answered = (samples.text, samples.reward.tolist(), samples.finish)
+    arrays = (samples.tokens, samples.logprobs, samples.versions)
+    per_token = [pieces(array.tolist(), samples.ends) for array in arrays]
+    return list(map(_SampleRow, *which, *asked, *answered, *per_token, samples.parts))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.algo.losses import Loss, LossInput
+from spmd_rl.batch import Batch
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.train.backend import Backend
@@ -27,7 +28,6 @@ from spmd_rl.train.determinism import deterministic
 from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_needed, split
 from spmd_rl.train.tally import Tally
-from spmd_rl.types import Batch
 
 COMPARED, MISMATCHED, MAX_DLOGP = "onpolicy/compared_tokens", "onpolicy/mismatched_tokens", "onpolicy/max_abs_dlogp"
 

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.batch import Batch
 from spmd_rl.kernels.upload import upload
 from spmd_rl.partition import balanced
 from spmd_rl.train import prefixes
-from spmd_rl.types import Batch
 
 
 def num_needed(lengths: Sequence[int], max_tokens: int) -> int:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.batch import Batch
 from spmd_rl.kernels.splits import ranges
-from spmd_rl.types import Batch
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.batch import Scores
 from spmd_rl.algo.losses import Loss
+from spmd_rl.batch import Batch
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.place import Place
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.types import Batch
 
 if TYPE_CHECKING:
     from spmd_rl.weights.held import Held

@@ -9,7 +9,8 @@ import numpy as np
 
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.batch import Aggregation, pack
-from spmd_rl.types import Batch, Group, Prompt, Sample
+from spmd_rl.batch import Batch
+from spmd_rl.types import Group, Prompt, Sample
 
 VOCAB = 50
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.batch import Scores, pack, pack_sft
+from spmd_rl.batch import Batch
 from spmd_rl.errors import ConfigError, ContractError, DataError
-from spmd_rl.types import Batch, Group, Prompt, Sample
+from spmd_rl.types import Group, Prompt, Sample
 
 
 def _groups(lengths: list[list[int]]) -> list[Group]:

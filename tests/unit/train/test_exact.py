@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spmd_rl.algo.losses import grpo_loss, sft_loss
+from spmd_rl.batch import Batch
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.role import Trainer
-from spmd_rl.types import Batch
 from tests.dist.train_case import make_batch
 
 ANY = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from spmd_rl.algo.batch import pack_sft
 from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.batch import Batch
 from spmd_rl.train import prefixes
-from spmd_rl.types import Batch
 
 Pair = tuple[NDArray[np.int32], NDArray[np.bool_]]
 

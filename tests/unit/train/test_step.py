@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spmd_rl.algo.losses import grpo_loss, sft_loss
+from spmd_rl.batch import Batch
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import init_weights
@@ -16,7 +17,6 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.role import Trainer
-from spmd_rl.types import Batch
 from tests.dist.train_case import make_batch
 
 
