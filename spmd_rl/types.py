@@ -113,10 +113,11 @@ class Group:
     samples: list[Sample]
     skipped: list[str] = field(default_factory=list)
 
-    _row: ClassVar[_Row | None] = None  # of a group that nobody has looked into
-    _before: ClassVar[tuple[_Row, list[Sample]] | None] = None  # of one that was: its row and samples then
-
-    if not TYPE_CHECKING:  # to the type checker there are just the fields
+    if TYPE_CHECKING:
+        _row: ClassVar[_Row | None]  # of a group that nobody has looked into
+        _before: ClassVar[tuple[_Row, list[Sample]] | None]  # of one that somebody has: its row, and samples then
+    else:
+        _row = _before = None  # annotated, they would cross between processes as fields do
 
         def __getattr__(self, name: str) -> Any:
             if self._row is None:
@@ -133,7 +134,10 @@ class Group:
 
     @property
     def rewards(self) -> NDArray[np.float64]:
-        return Group.to_columns([self]).samples.reward.copy()
+        if self._row is None:
+            return np.array([sample.reward for sample in self.samples], np.float64)
+        columns, number = self._row
+        return columns.samples.reward[columns.ends[number] : columns.ends[number + 1]].copy()
 
     @staticmethod
     def to_columns(groups: Sequence[Group]) -> GroupColumns:

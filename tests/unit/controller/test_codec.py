@@ -115,10 +115,20 @@ def test_lists_of_groups_cross_as_columns() -> None:
 
 def test_columns_that_do_not_fit_are_refused() -> None:
     columns = Group.to_columns([Group(Prompt(0, np.zeros(1, np.int32)), [sample(0, 3)])])
-    empty = ({name: []} for name in ("num_samples", "skipped", "text"))
-    for wrong in ({"lengths": [4]}, {"lengths": [-1]}, {"num_samples": [2]}, *empty):
+    long, flat = np.array([4]), np.zeros((1, 1), np.int64)
+    wrongs = [
+        *({"lengths": lengths} for lengths in (np.array([2]), np.array([-1]), flat)),
+        {"skipped": []},
+        *({"prompts": {name: wrong}} for name, wrong in (("lengths", long), ("text", []), ("uid", flat))),
+        *({"samples": {name: wrong}} for name, wrong in (("lengths", long), ("text", []), ("reward", np.zeros(0)))),
+    ]
+    for wrong in wrongs:
+        changed = {
+            name: dataclasses.replace(getattr(columns, name), **value) if isinstance(value, dict) else value
+            for name, value in wrong.items()
+        }
         with pytest.raises(ContractError, match="do not fit each other"):
-            unpack(pack(dataclasses.replace(columns, **wrong)), list[Group])
+            unpack(pack(dataclasses.replace(columns, **changed)), list[Group])
     with pytest.raises(ContractError, match="Expected `object`, got `array`"):
         unpack(Codec(list[Group]).pack(["no group"]), list[Group])
     lacking = dataclasses.replace(sample(0, 3), logprobs=np.zeros(2, np.float32))
