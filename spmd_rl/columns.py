@@ -14,9 +14,9 @@ from numpy.typing import DTypeLike, NDArray
 
 @dataclass(frozen=True)
 class Columns:
-    """Rows as columns, to be read only: lists, arrays, and columns of what each row has many of.
+    """Rows as columns, to be read only: arrays, lists, and columns again.
 
-    `lengths` says how many entries of a row lie in the columns `END_TO_END`; others have one entry a row.
+    Those named in `END_TO_END` have `lengths` entries for each row, end to end; others have one.
     """
 
     END_TO_END: ClassVar[tuple[str, ...]]
@@ -48,8 +48,8 @@ class Columns:
 
     def check(self) -> None:
         """Raises: ValueError when the columns do not fit each other."""
-        if self.lengths.ndim != 1 or (self.lengths < 0).any():
-            raise ValueError("lengths are numbers of entries")
+        if self.lengths.ndim != 1 or (self.ends[1:] < self.ends[:-1]).any():
+            raise ValueError("lengths are numbers of entries, and so is their sum")
         num_rows, num_entries = len(self), int(self.ends[-1])
         for name, column in self._named():
             size = num_entries if name in self.END_TO_END else num_rows

@@ -117,7 +117,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
     columns = Group.to_columns([Group(Prompt(0, np.zeros(1, np.int32)), [sample(0, 3)])])
     long, flat = np.array([4]), np.zeros((1, 1), np.int64)
     wrongs = [
-        *({"lengths": lengths} for lengths in (np.array([2]), np.array([-1]), flat)),
+        *({"lengths": lengths} for lengths in (np.array([2]), np.array([-1]), np.array([2, -1]), flat)),
         {"skipped": []},
         *({"prompts": {name: wrong}} for name, wrong in (("lengths", long), ("text", []), ("uid", flat))),
         *({"samples": {name: wrong}} for name, wrong in (("lengths", long), ("text", []), ("reward", np.zeros(0)))),

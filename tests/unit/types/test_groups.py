@@ -117,3 +117,11 @@ def test_columns_join_and_are_cut() -> None:
     parts = GroupColumns.join([whole[:1], whole[1:3], whole[3:]])
     assert [plain(group) for group in parts.rows()] == [plain(group) for group in groups]
     assert [plain(group) for group in whole[2:].rows()] == [plain(group) for group in groups[2:]]
+
+
+def test_lengths_that_only_seem_to_fit_are_refused() -> None:
+    columns = Prompt.to_columns([Prompt(uid, np.zeros(int(uid == 0), np.int32)) for uid in range(3)])
+    assert len(columns.rows()) == 3
+    for lengths in ([2, -1, 0], [2**63 - 1, 2**63 - 1, 3]):  # the second's sum is 1 too, as 64 bits have it
+        with pytest.raises(ValueError, match="lengths are numbers of entries"):
+            replace(columns, lengths=np.array(lengths)).rows()
