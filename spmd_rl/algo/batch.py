@@ -46,24 +46,19 @@ def pack(
     if not len(samples) and (reasons := [*chain(*columns.skipped)]):
         raise DataError("no sample of this step could be graded", reasons[0])
     prompt = np.repeat(np.arange(len(prompts)), columns.lengths)  # of each sample
-    asked = prompts.lengths[prompt]
-    if not asked.all():
-        bare = prompts.uid[prompt[asked.argmin()]]
-        raise ConfigError(f"prompt {bare} has no tokens: the first response token has nothing to be predicted from")
-    sizes = np.stack([asked, samples.lengths], axis=1)
-    mask = np.repeat(np.tile([False, True], len(samples)), sizes.reshape(-1))
-    asking, answering = np.flatnonzero(~mask), np.flatnonzero(mask)
-    tokens, versions = np.empty(len(mask), np.int32), np.empty(len(mask), np.int32)
-    roll = np.zeros(len(mask), np.float32)
-    tokens[asking], tokens[answering] = prompts.tokens[places(prompts.lengths, prompt)], samples.tokens
-    versions[asking], versions[answering] = NO_VERSION, samples.versions
-    roll[answering] = samples.logprobs
+    if (bare := prompts.uid[prompt][prompts.lengths[prompt] == 0]).size:
+        raise ConfigError(f"prompt {bare[0]} has no tokens: the first response token has nothing to be predicted from")
+    # Where prompts and samples lie behind each other, a sequence is a row of these and a row of those.
+    lengths = np.concatenate([prompts.lengths, samples.lengths])
+    pairs = np.stack([prompt, len(prompts) + np.arange(len(samples))], axis=1)
+    flat = places(lengths, pairs.reshape(-1))
+    asked = len(prompts.tokens)
     rows = _Rows(
-        tokens=tokens,
-        lengths=sizes.sum(1, dtype=np.int32),
-        mask=mask,
-        roll_logprobs=roll,
-        versions=versions,
+        tokens=np.concatenate([prompts.tokens, samples.tokens])[flat],
+        lengths=lengths[pairs].sum(1, dtype=np.int32),
+        mask=flat >= asked,
+        roll_logprobs=np.concatenate([np.zeros(asked, np.float32), samples.logprobs])[flat],
+        versions=np.concatenate([np.full(asked, NO_VERSION, np.int32), samples.versions])[flat],
         temperature=samples.temperature.astype(np.float32),
     )
     return _lay_out(rows, end_to_end(advantages, np.float64), aggregation, max_response_tokens)
