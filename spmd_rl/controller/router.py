@@ -6,7 +6,7 @@ import math
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from signal import Signals
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
-from spmd_rl.controller.frames import send_to
+from spmd_rl.controller.frames import LAST, LATER, send
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.turns import Turns
 from spmd_rl.controller.waker import Waker
@@ -30,7 +30,7 @@ from spmd_rl.controller.wire import (
 TICK_S = 0.25
 MOMENT_S = 0.005  # a call that takes longer takes long
 
-Values = Mapping[tuple[int, ...], Packed]  # by the ranks that receive them
+Values = Sequence[tuple[tuple[int, ...], Packed]]  # each with the ranks that receive it
 
 
 class Listener(Protocol):
@@ -72,11 +72,11 @@ class Router:
         self._receive = self._router.recv
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._unknown: Counter[str] = Counter()
-        self._identities = [b"rank-%d" % rank for rank in range(world_size)]
-        self._ranks = {identity: rank for rank, identity in enumerate(self._identities)}
+        identities = [b"rank-%d" % rank for rank in range(world_size)]
+        self._ranks = {identity: rank for rank, identity in enumerate(identities)}
         known: dict[bytes, tuple[ToController, bytes]] = {}
         self._incoming = [Incoming(generation, decode_at_controller, known, None) for _ in range(world_size)]
-        self._outgoing = [Outgoing(generation) for _ in range(world_size)]
+        self._outgoing = [(identity, Outgoing(generation)) for identity in identities]
         self._client_key = keys.client.public
         self._listener = listener
         self._lifeline = lifeline
@@ -113,7 +113,7 @@ class Router:
 
     def post(self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0) -> None:
         """Send a message to each of `ranks`, in order with all others."""
-        self.post_each(encode(message), {tuple(ranks): value}, call)
+        self.post_each(encode(message), [(tuple(ranks), value)], call)
 
     def post_each(self, header: bytes, values: Values, call: int = 0) -> None:
         """Send a header with each value: any two of these reach the ranks that they share in the same order."""
@@ -203,11 +203,13 @@ class Router:
     def _send(self) -> None:
         while self._outbox:
             header, values, call = self._outbox.popleft()
-            router, identities, outgoing = self._router, self._identities, self._outgoing
-            for ranks, value in values.items():
+            router, outgoing = self._router, self._outgoing
+            for ranks, value in values:
                 for rank in ranks:
+                    identity, numbered = outgoing[rank]
                     try:
-                        send_to(router, identities[rank], outgoing[rank].frame(header, value, call))
+                        send(router, identity, LATER)
+                        send(router, numbered.frame(header, value, call), LAST)
                     except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
                         self._listener.on_unreachable(rank)
 
