@@ -111,8 +111,6 @@ class Dealer:
             if not turns.take(TICK_S):
                 continue
             try:
-                if self._outbox:
-                    self._send()
                 if reply is not None:
                     header, value, call = reply
                     send(self._socket, self._outgoing.frame(header, value, call), LAST)

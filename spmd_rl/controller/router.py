@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import time
@@ -22,6 +23,7 @@ from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
     Message,
     Refusal,
+    Result,
     ToController,
     decode_at_controller,
     encode,
@@ -36,8 +38,11 @@ Values = Sequence[tuple[tuple[int, ...], Packed]]  # each with the ranks that re
 class Listener(Protocol):
     """What the sockets report to; its methods run on the thread whose turn it is, one at a time, and must not block."""
 
+    def on_result(self, call: int, rank: int, value: Packed) -> bool:
+        """Take what a call returned on a rank; False counts it as dropped."""
+
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
-        """Take a message, which answers `call` if it is an answer; False counts it as dropped."""
+        """Take any other message, which answers `call` if it is an answer; False counts it as dropped."""
 
     def on_tick(self, now: float) -> None:
         """Called a few times a second."""
@@ -73,19 +78,20 @@ class Router:
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._unknown: Counter[str] = Counter()
         identities = [b"rank-%d" % rank for rank in range(world_size)]
-        self._ranks = {identity: rank for rank, identity in enumerate(identities)}
         known: dict[bytes, tuple[ToController, bytes]] = {}
         self._incoming = [Incoming(generation, decode_at_controller, known, None) for _ in range(world_size)]
+        self._senders = dict(zip(identities, enumerate(self._incoming), strict=True))
         self._outgoing = [(identity, Outgoing(generation)) for identity in identities]
         self._client_key = keys.client.public
         self._listener = listener
+        self._on_result = listener.on_result
         self._lifeline = lifeline
         self._outbox: deque[tuple[bytes, Values, int]] = deque()
         self._waker = Waker()
         self._next_tick = 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], object]] = {
-            self._router: self._take_next,
+            self._router: self._take_ready,
             self._zap: self._admit,
             self._waker.fileno(): self._woken,
             self._lifeline.fileno(): self._parent_lost,
@@ -146,44 +152,46 @@ class Router:
         self._context.destroy(linger=1000)
         self._waker.close()
 
-    def take(self, rank: int, frame: bytes) -> None:
-        """Act on what came from the socket of `rank`, in one's turn."""
-        incoming = self._incoming[rank]
-        if taken := incoming.take(frame):
-            message, value, call = taken
-            if not self._listener.on_message(rank, message, value, call):
-                incoming.refuse(Refusal.UNASKED)
-
-    def _take_next(self) -> bool:
-        """Receive a message and act on it; False when none came within a moment.
+    def take(self, receive: Callable[[], bytes]) -> None:
+        """Act on the next message, in one's turn; `receive` gives its frames.
 
         It comes behind its sender's identity. A frame where an identity should be is one too many of the message
         before, and refused; asking the socket after each frame whether more follow takes longer than the frame does.
-        Blocks: for a moment at most.
         """
-        try:
-            rank = self._ranks.get(self._receive())
-            if rank is None:
-                self._unknown[Refusal.STRANGER] += 1
-            else:
-                self.take(rank, self._receive())
-        except zmq.Again:
-            return False
-        return True
+        sender = self._senders.get(receive())
+        if sender is None:
+            self._unknown[Refusal.STRANGER] += 1
+            return
+        rank, incoming = sender
+        taken = incoming.take(receive())
+        if taken is None:
+            return
+        message, value, call = taken
+        if type(message) is Result:
+            asked = self._on_result(call, rank, value)
+        else:
+            asked = self._listener.on_message(rank, message, value, call)
+        if not asked:
+            incoming.refuse(Refusal.UNASKED)
+
+    def _take_ready(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            self.take(self._receive)
 
     def _listen(self, done: Callable[[], object], end: float) -> None:
         """Wait for workers alone, while they answer; a few times a second look after all else, and at the time."""
-        while not done():
-            if self._turns.due:
-                self._turns.due = False
-                self._handle(0.0)
-                if time.monotonic() >= end:
-                    return
-                continue
-            if self._outbox:
-                self._send()
-            if not self._take_next():
-                return
+        turns, take, receive = self._turns, self.take, self._receive
+        try:
+            while not done():
+                if turns.due:
+                    turns.due = False
+                    self._handle(0.0)
+                    if time.monotonic() >= end:
+                        return
+                else:
+                    take(receive)
+        except zmq.Again:  # none answered for a moment
+            return
 
     def _handle(self, seconds: float) -> None:
         if self._outbox:

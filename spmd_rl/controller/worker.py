@@ -8,8 +8,9 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,7 +44,8 @@ ENDPOINT_KEY = "spmd_rl/endpoint"
 _RESULT = encode(Result())
 
 
-class _Served(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Served:
     """One endpoint of a role that lives here."""
 
     what: str

@@ -34,6 +34,10 @@ class Ears:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
+    def on_result(self, call: int, rank: int, value: Packed) -> bool:
+        self.heard.append(value)
+        return True
+
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
         self.heard.append(message)
         return True
@@ -54,12 +58,12 @@ def test_the_controller_takes_none(tmp_path: Path) -> None:
     ears, (ours, theirs) = Ears(), socket.socketpair()
     with ours, theirs, closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, ears, ours)) as router:
         router.start()
-        router.take(1, Outgoing(GENERATION).frame(encode(Hello(1, "host", 1))))
+        router.take(iter([b"rank-1", Outgoing(GENERATION).frame(encode(Hello(1, "host", 1)))]).__next__)
         fuzzer = Fuzzer(1, GENERATION, TO_CONTROLLER, decode_at_controller)
         for count in range(WARM + FRAMES):
             if count == WARM:
                 before = peak_kib()
-            router.take(1, fuzzer.frame(1))
+            router.take(iter([b"rank-1", fuzzer.frame(1)]).__next__)
         assert peak_kib() - before < GROWTH_KIB
         assert sum(router.refused.values()) == WARM + FRAMES
         assert router.refused.keys() <= set(Refusal)
