@@ -29,7 +29,7 @@ class Turns:
         self._lock = threading.Lock()
         self._taken = False  # by anybody, since the stand-in looked last
         self._wanted = False
-        self.due = False  # for `handle`, by those who wait in another way: set when it is asked, and a few times a second
+        self.due = False  # for those who wait in another way: time for `handle`, when asked and a few times a second
         self._closing = threading.Event()
         self._stand_in = threading.Thread(target=self._stand_ins, name=name, daemon=True)
 
