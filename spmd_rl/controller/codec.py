@@ -33,14 +33,8 @@ DType = Literal[
 _DTYPES = typing.get_args(DType)
 
 
-class Packed(msgspec.Struct, frozen=True, gc=False):
-    """An encoded value. Equal values have equal bytes, which is how ranks are compared."""
-
-    body: bytes
-    payload: bytes
-
-
-NOTHING = Packed(b"", b"")  # goes with a message that needs no value
+Packed = tuple[bytes, bytes]  # body and payload of an encoded value; equal values have equal bytes
+NOTHING: Packed = (b"", b"")  # goes with a message that needs no value
 
 
 class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -55,7 +49,7 @@ _encode_reference = msgspec.msgpack.Encoder().encode
 _decode_reference = msgspec.msgpack.Decoder(_ArrayRef).decode
 _array = np.ndarray
 _EMPTY = bytearray()  # and bytes are another bytearray, in half of the time that its constructor takes
-_open = threading.local()  # of the value that this thread is decoding: its `payload`, and the `places` of its arrays
+_open = threading.local()  # of the value that this thread is decoding: the `buffer` of its arrays, and their `places`
 
 
 class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,11 +81,12 @@ class Codec:
 
         Raises: ContractError saying where the value does not fit the annotation.
         """
-        body, payload = packed.body, _EMPTY + packed.payload  # a buffer of its own, which all arrays share
+        body, payload = packed
+        buffer = _EMPTY + payload  # of the receiver's own, shared by all arrays
         try:
             if build := self._known.get(body):
-                return build(payload)
-            _open.payload, _open.places = payload, {}
+                return build(buffer)
+            _open.buffer, _open.places = buffer, {}
             value = self._decode(body)
             if self._finish is not None:
                 value = self._finish(value)
@@ -118,7 +113,7 @@ def pack(value: Any) -> Packed:
                 f"a value of {len(body)} + {packer.size} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain "
                 f"data) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
             )
-        return Packed(body, b"".join(packer.chunks))
+        return body, b"".join(packer.chunks)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise ContractError(f"a value cannot cross between processes: {error}") from error
     finally:
@@ -213,7 +208,7 @@ def _array_in(code: int, data: memoryview) -> NDArray[Any]:
         raise msgspec.ValidationError(f"unknown extension {code}")
     reference = _decode_reference(data)
     dtype, shape, offset = _NATIVE[reference.dtype], tuple(reference.shape), reference.offset
-    array = _array(shape, dtype, _open.payload, offset)
+    array = _array(shape, dtype, _open.buffer, offset)
     _open.places[id(array)] = shape, dtype, offset
     return array
 

@@ -211,7 +211,7 @@ class Dealer:
                 self._end(sentence, exit_code)
 
     def _post_stacks(self) -> None:
-        self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), Packed(b"", flight_record()))
+        self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), (b"", flight_record()))
 
     def _die(self, why: str) -> None:
         counts = "".join(f"; {count} frames refused: {reason}" for reason, count in self.refused.items())

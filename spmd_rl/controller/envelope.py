@@ -38,12 +38,12 @@ class Outgoing:
 
     def frame(self, header: bytes, value: Packed = NOTHING, call: int = 0) -> bytes:
         """The next message; `call` is the number of the one that it issues or answers, if any."""
-        body = value.body
+        body, payload = value
         body_at = PREAMBLE_BYTES + len(header)
         number = self._next
         self._next = number + 1
         preamble = _write_preamble(self._generation, number, call, body_at, body_at + len(body))
-        return b"".join((preamble, header, body, value.payload))
+        return b"".join((preamble, header, body, payload))
 
 
 class Incoming(Generic[M]):
@@ -86,8 +86,8 @@ class Incoming(Generic[M]):
         self._next = number + 1
         message, body = said
         if len(frame) < LARGE_BYTES:
-            return message, Packed(body, frame[payload_at:]), call
-        return message, Packed(body, memoryview(frame)[payload_at:]), call  # type: ignore[arg-type]  # which is no copy
+            return message, (body, frame[payload_at:]), call
+        return message, (body, memoryview(frame)[payload_at:]), call  # type: ignore[arg-type]  # which is no copy
 
     def refuse(self, reason: Refusal) -> None:
         """Count what is not taken."""

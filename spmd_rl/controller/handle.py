@@ -97,4 +97,4 @@ class RemoteEndpoint(Bound[..., Any]):
 
 def _same(one: Packed, other: Packed) -> bool:
     """Whether two values have the same bytes; parts of large frames, which are no `bytes`, would compare slowly."""
-    return one.body == other.body and bytes(one.payload) == bytes(other.payload)
+    return one[0] == other[0] and bytes(one[1]) == bytes(other[1])

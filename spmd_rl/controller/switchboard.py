@@ -158,7 +158,7 @@ class Switchboard:
                 case Failure():
                     return self.calls.failed(call, rank, message)
                 case Stacks():
-                    self._snapshots.take(rank, message, value.payload)
+                    self._snapshots.take(rank, message, value[1])
                 case Signalled(name):
                     self.roster.signalled(rank, name, now)
                 case Dying(why):

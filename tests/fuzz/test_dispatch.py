@@ -90,12 +90,12 @@ def test_mutated_values_are_refused_or_are_arrays() -> None:
     rng = np.random.default_rng(3)
     codec, refused = Codec(dict[str, NDArray[np.generic]]), 0
     for _ in range(10_000):
-        body = bytearray(good.body)
+        body = bytearray(good[0])
         for _ in range(rng.integers(1, 4)):
             body[rng.integers(len(body))] = rng.integers(256)
-        payload = good.payload[: rng.choice([len(good.payload), rng.integers(len(good.payload))])]
+        payload = good[1][: rng.choice([len(good[1]), rng.integers(len(good[1]))])]
         try:
-            value = codec.unpack(Packed(bytes(body), payload))
+            value = codec.unpack((bytes(body), payload))
         except ContractError:
             refused += 1
             continue
