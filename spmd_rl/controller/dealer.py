@@ -120,10 +120,12 @@ class Dealer:
                     self._handle(0.0)
                 if self._inbox:
                     return self._inbox.popleft()
-                if order := self.take(self._receive()):
+                try:
+                    frame = self._receive()
+                except zmq.Again:  # nothing came within a tick
+                    continue
+                if order := self.take(frame):
                     return order
-            except zmq.Again:  # nothing came within a tick
-                pass
             finally:
                 turns.leave()
 

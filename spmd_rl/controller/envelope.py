@@ -87,7 +87,7 @@ class Incoming(Generic[M]):
         message, body = said
         if len(frame) < LARGE_BYTES:
             return message, (body, frame[payload_at:]), call
-        return message, (body, memoryview(frame)[payload_at:]), call  # type: ignore[arg-type]  # which is no copy
+        return message, (body, memoryview(frame)[payload_at:]), call  # type: ignore[return-value]  # and no copy
 
     def refuse(self, reason: Refusal) -> None:
         """Count what is not taken."""

@@ -37,7 +37,7 @@ def like(value: Any, places: Mapping[int, Place]) -> Build | None:
         return _array_like(*places[id(value)])
     if kind in _CONSTANTS:
         return lambda payload: value
-    if kind is list and all(type(item) is _array for item in value):
+    if kind is list and all(type(item) is _array and id(item) in places for item in value):
         return _arrays_like([places[id(item)] for item in value])
     if kind is list or kind is tuple:
         return _items_like([like(item, places) for item in value], kind is tuple)

@@ -181,17 +181,17 @@ class Router:
     def _listen(self, done: Callable[[], object], end: float) -> None:
         """Wait for workers alone, while they answer; a few times a second look after all else, and at the time."""
         turns, take, receive = self._turns, self.take, self._receive
-        try:
-            while not done():
-                if turns.due:
-                    turns.due = False
-                    self._handle(0.0)
-                    if time.monotonic() >= end:
-                        return
-                else:
-                    take(receive)
-        except zmq.Again:  # none answered for a moment
-            return
+        while not done():
+            if turns.due:
+                turns.due = False
+                self._handle(0.0)
+                if time.monotonic() >= end:
+                    return
+                continue
+            try:
+                take(receive)
+            except zmq.Again:  # none answered for a moment
+                return
 
     def _handle(self, seconds: float) -> None:
         if self._outbox:
