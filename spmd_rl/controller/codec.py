@@ -33,14 +33,8 @@ DType = Literal[
 _DTYPES = typing.get_args(DType)
 
 
-class Packed(msgspec.Struct, frozen=True, gc=False):
-    """An encoded value. Equal values have equal bytes, which is how ranks are compared."""
-
-    body: bytes
-    payload: bytes
-
-
-NOTHING = Packed(b"", b"")  # goes with a message that needs no value
+Packed = tuple[bytes, bytes]  # body and payload of an encoded value; equal values have equal bytes
+NOTHING: Packed = (b"", b"")  # goes with a message that needs no value
 
 
 class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -54,7 +48,8 @@ _NATIVE = {name: dtype for dtype, name in _NAMES.items()}
 _encode_reference = msgspec.msgpack.Encoder().encode
 _decode_reference = msgspec.msgpack.Decoder(_ArrayRef).decode
 _array = np.ndarray
-_open = threading.local()  # of the value that this thread is decoding: its `payload`, and how to read its `arrays`
+_EMPTY = bytearray()  # and bytes are another bytearray, in half of the time that its constructor takes
+_open = threading.local()  # of the value that this thread is decoding: the `buffer` of its arrays, and their `places`
 
 
 class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,60 +60,65 @@ class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Codec:
-    """How the values of one annotation cross; without `functions` nothing is imported to decode one."""
+    """How the values of one annotation cross; without `functions` nothing is imported to decode one.
 
-    def __init__(self, annotation: Any, *, functions: bool = True, finish: Callable[[Any], Any] | None = None) -> None:
-        self._columns = _columns(annotation)
-        self._finish = self._columns.type.rows if self._columns else finish
+    `pack` encodes one, as the function of that name does.
+    """
+
+    def __init__(self, annotation: Any, *, functions: bool = True) -> None:
+        columns = _columns(annotation)
+        self.pack: Callable[[Any], Packed] = functools.partial(_pack_columns, columns.of) if columns else pack
+        self._finish = columns.type.rows if columns else None
         self._known: dict[bytes, Build | None] = {}
         self._decode = msgspec.msgpack.Decoder(
-            self._columns.type if self._columns else annotation,
+            columns.type if columns else annotation,
             dec_hook=functools.partial(_custom, functions),
             ext_hook=_array_in,
         ).decode
-
-    def pack(self, value: Any) -> Packed:
-        """Encode a value that is made of plain data, dataclasses, arrays and importable functions.
-
-        Raises: ContractError naming what cannot cross.
-        """
-        columns = self._columns
-        if columns and isinstance(value, list) and all(isinstance(item, columns.of) for item in value):
-            value = columns.of.to_columns(value)
-        return pack(value)
 
     def unpack(self, packed: Packed) -> Any:
         """Decode a value.
 
         Raises: ContractError saying where the value does not fit the annotation.
         """
-        body, payload = packed.body, bytearray(packed.payload)  # a buffer of its own, which all arrays share
+        body, payload = packed
+        buffer = _EMPTY + payload  # of the receiver's own, shared by all arrays
         try:
             if build := self._known.get(body):
-                return build(payload)
-            _open.payload, _open.arrays = payload, {}
+                return build(buffer)
+            _open.buffer, _open.places = buffer, {}
             value = self._decode(body)
             if self._finish is not None:
                 value = self._finish(value)
             if body not in self._known:
-                remember(self._known, body, like(value, _open.arrays))
+                remember(self._known, body, like(value, _open.places))
             return value
-        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ContractError(str(error)) from error
 
 
 def pack(value: Any) -> Packed:
-    """Encode a value as `Codec.pack` does, without columns.
+    """Encode a value that is made of plain data, dataclasses, arrays and importable functions.
 
-    Raises: ContractError when it exceeds what another process would take.
+    Raises: ContractError naming what cannot cross, or when it exceeds what another process would take.
     """
     try:
         packer = _idle.pop()
     except IndexError:  # others are at it, on other threads
         packer = _Packer()
     try:
-        return packer.pack(value)
+        body = packer.encode(value)
+        if len(body) > MAX_BODY_BYTES or packer.size > MAX_PAYLOAD_BYTES:
+            raise ContractError(
+                f"a value of {len(body)} + {packer.size} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain "
+                f"data) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
+            )
+        return body, b"".join(packer.chunks)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise ContractError(f"a value cannot cross between processes: {error}") from error
     finally:
+        packer.chunks.clear()
+        packer.size = 0
         _idle.append(packer)
 
 
@@ -126,37 +126,32 @@ class _Packer:
     """Encodes one value at a time. It is kept for the next: to make one takes as long as to use it."""
 
     def __init__(self) -> None:
-        self._chunks: list[bytes] = []
-        self._size = 0
-        self._encode = msgspec.msgpack.Encoder(enc_hook=self._reference).encode
-
-    def pack(self, value: Any) -> Packed:
-        self._chunks, self._size = [], 0
-        try:
-            body = self._encode(value)
-        except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-            raise ContractError(f"a value cannot cross between processes: {error}") from error
-        if len(body) > MAX_BODY_BYTES or self._size > MAX_PAYLOAD_BYTES:
-            raise ContractError(
-                f"a value of {len(body)} + {self._size} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain "
-                f"data) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
-            )
-        return Packed(body, b"".join(self._chunks))
+        self.chunks: list[bytes] = []
+        self.size = 0
+        self.encode = msgspec.msgpack.Encoder(enc_hook=self._reference).encode
 
     def _reference(self, item: Any) -> Any:
         """What stands in the body for `item`; the bytes of an array go to the payload."""
         if not isinstance(item, _array):
             return _scalar_or_function(item)
-        reference = _reference(item.dtype, item.shape, self._size)
-        raw = item.tobytes()
-        if len(raw) % ALIGN_BYTES:
-            raw += bytes(-len(raw) % ALIGN_BYTES)
-        self._chunks.append(raw)
-        self._size += len(raw)
-        return reference
+        raw, offset = item.tobytes(), self.size
+        size = len(raw)
+        if size % ALIGN_BYTES:
+            raw += bytes(-size % ALIGN_BYTES)
+            size = len(raw)
+        self.chunks.append(raw)
+        self.size = offset + size
+        return _reference(item.dtype, item.shape, offset)
 
 
 _idle: list[_Packer] = []
+
+
+def _pack_columns(of: Any, value: Any) -> Packed:
+    """Encode a list of the class `of` by columns, and anything else as it is."""
+    if isinstance(value, list) and all(isinstance(item, of) for item in value):
+        value = of.to_columns(value)
+    return pack(value)
 
 
 @functools.lru_cache(1024)
@@ -211,22 +206,11 @@ def _columns(annotation: Any) -> _Columns | None:
 def _array_in(code: int, data: memoryview) -> NDArray[Any]:
     if code != _ARRAY:
         raise msgspec.ValidationError(f"unknown extension {code}")
-    read = _reader(_decode_reference(data))
-    array = read(_open.payload)
-    _open.arrays[id(array)] = read
-    return array
-
-
-def _reader(reference: _ArrayRef) -> Build:
+    reference = _decode_reference(data)
     dtype, shape, offset = _NATIVE[reference.dtype], tuple(reference.shape), reference.offset
-
-    def read(payload: bytearray) -> NDArray[Any]:
-        try:
-            return _array(shape, dtype, payload, offset)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise msgspec.ValidationError(f"an array of shape {shape} outside its payload") from error
-
-    return read
+    array = _array(shape, dtype, _open.buffer, offset)
+    _open.places[id(array)] = shape, dtype, offset
+    return array
 
 
 def _scalar_or_function(item: Any) -> Any:

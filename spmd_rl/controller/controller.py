@@ -50,7 +50,7 @@ class ControllerWorld:
     def build(self, placements: list[Placement]) -> None:
         """Build the meshes of `placements` on every rank of the world."""
         record = self._board.calls.open("world.split", tuple(range(self.size)))
-        self._board.issue(record, encode(Split(placements, self._board.traces)), {record.ranks: NOTHING})
+        self._board.issue(record, encode(Split(placements, self._board.traces)), [(record.ranks, NOTHING)])
         self._board.collect(record)
 
 
@@ -83,7 +83,7 @@ class Controller:
         handle = Handle(name, role, on, self._board)
         value = pack(cfg)
         record = self._board.calls.open(f"{name}.__init__", on.ranks)
-        self._board.issue(record, encode(Spawn(name, name_of(role), on, name_of(type(cfg)))), {on.ranks: value})
+        self._board.issue(record, encode(Spawn(name, name_of(role), on, name_of(type(cfg)))), [(on.ranks, value)])
         self._board.collect(record)
         self._handles[name] = handle
         return cast(R, handle)

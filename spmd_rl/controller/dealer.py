@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.family import end_siblings
-from spmd_rl.controller.frames import send
+from spmd_rl.controller.frames import LAST, send
 from spmd_rl.controller.last_words import end_process
 from spmd_rl.controller.secret import FILE_ENV, SECRET_ENV, Keys
 from spmd_rl.controller.stacks import all_stacks, flight_record, place_of_main_thread
@@ -26,6 +26,7 @@ from spmd_rl.controller.vigil import Vigil
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
     Bye,
+    Call,
     Command,
     Dying,
     Hello,
@@ -45,21 +46,24 @@ TICK_S = 0.25
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HANDSHAKE_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
+Order = tuple[Command | Stop, Packed, int]  # for the main thread: a message, its value and the number of its call
+Reply = tuple[bytes, Packed, int]  # a header, its value and the number of the call that it answers, if any
+
 
 class Dealer:
     """Owns the worker's DEALER socket. `post` may be called from any thread.
 
     The thread that waits for commands handles whatever arrives; while it runs one, a thread of this object stands in
-    (turns.py), which leaves further commands in `inbox`.
+    (turns.py), which keeps further commands for it.
     `abandon` is called when the controller has been given up, before the process ends; `on_tick` a few times a second.
     """
 
     def __init__(
         self, endpoint: str, keys: Keys, generation: int, hello: Hello, abandon: Callable[[], None] = lambda: None
     ) -> None:
-        self.inbox: deque[tuple[Command | Stop, Packed, int]] = deque()
-        self.outbox: deque[tuple[bytes, Packed, int]] = deque()  # sent in the next turn: `next`, if that follows
         self.on_tick: Callable[[], None] = lambda: None
+        self._inbox: deque[Order] = deque()  # what the stand-in took
+        self._outbox: deque[Reply] = deque()
         self._hello = hello
         self._endpoint = endpoint
         self._abandon = abandon
@@ -76,7 +80,7 @@ class Dealer:
         self._next_watch = 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], None]] = {
-            self._socket: lambda: self.take(self._receive()),
+            self._socket: self._keep_next,
             self._monitor: self._disconnected,
             self._waker.fileno(): self._woken,
         }
@@ -93,21 +97,37 @@ class Dealer:
 
     def post(self, message: Message, value: Packed = NOTHING) -> None:
         """Send a message to the controller, in order with all others."""
-        self.outbox.append((encode(message), value, 0))
+        self._outbox.append((encode(message), value, 0))
         self._turns.now_or_next(self._send)
 
-    def next(self) -> tuple[Command | Stop, Packed, int]:
-        """The next command, its value and its number.
+    def next(self, reply: Reply | None = None) -> Order:
+        """The next command, once the reply to the last is sent.
 
+        It sleeps on the controller alone, which takes half of what polling does; all else is seen to in time.
         Blocks: on the controller; this process ends if it is lost.
         """
-        while not self.inbox:
-            if self._turns.take(TICK_S):
+        turns = self._turns
+        while True:
+            if not turns.take(TICK_S):
+                continue
+            try:
+                if reply is not None:
+                    header, value, call = reply
+                    send(self._socket, self._outgoing.frame(header, value, call), LAST)
+                    reply = None
+                if turns.due:
+                    turns.due = False
+                    self._handle(0.0)
+                if self._inbox:
+                    return self._inbox.popleft()
                 try:
-                    self._listen()
-                finally:
-                    self._turns.leave()
-        return self.inbox.popleft()
+                    frame = self._receive()
+                except zmq.Again:  # nothing came within a tick
+                    continue
+                if order := self.take(frame):
+                    return order
+            finally:
+                turns.leave()
 
     def close(self) -> signal.Signals | None:
         """Send what is queued and close; returns the signal that came too late for the controller, if one did.
@@ -122,34 +142,25 @@ class Dealer:
         late = self._waker.close()
         return self._vigil.signal or next(iter(late), None)
 
-    def take(self, frame: bytes) -> None:
-        """Act on what the socket received, in one's turn."""
-        if taken := self._incoming.take(frame):
-            if isinstance(taken[0], Command):
-                self.inbox.append(taken)
-            else:
-                self._act(*taken)
+    def take(self, frame: bytes) -> Order | None:
+        """What the socket received, in one's turn: an order for the main thread, or done at once."""
+        taken = self._incoming.take(frame)
+        if taken is None:
+            return None
+        message, value, call = taken
+        if type(message) is Call or isinstance(message, Command):  # most are calls, and the first is quickly asked
+            return message, value, call
+        if isinstance(message, Stop) and not message.exit_code:
+            return message, value, call
+        self._act(message)
+        return None
 
-    def _listen(self) -> None:
-        """Wait for a command, from the controller alone, which takes half of what polling does.
-
-        All else is seen to when it is time to.
-        """
-        while not self.inbox:
-            if self.outbox:
-                self._send()
-            if self._turns.due:
-                self._turns.due = False
-                self._handle(0.0)
-                continue
-            try:
-                frame = self._receive()
-            except zmq.Again:  # nothing came within a tick
-                continue
-            self.take(frame)
+    def _keep_next(self) -> None:
+        if order := self.take(self._receive()):
+            self._inbox.append(order)
 
     def _handle(self, seconds: float) -> None:
-        if self.outbox:
+        if self._outbox:
             self._send()
         for source, _ in self._poller.poll(math.ceil(seconds * 1000)):
             self._handlers[source]()
@@ -157,7 +168,7 @@ class Dealer:
             self._next_watch = now + TICK_S
             self._watch(now)
             self.on_tick()
-        if self.outbox:
+        if self._outbox:
             self._send()
 
     def _woken(self) -> None:
@@ -184,27 +195,25 @@ class Dealer:
             self._die(why)
 
     def _send(self) -> None:
-        while self.outbox:
-            header, value, call = self.outbox.popleft()
-            send(self._socket, self._outgoing.frame(header, value, call))
+        while self._outbox:
+            header, value, call = self._outbox.popleft()
+            send(self._socket, self._outgoing.frame(header, value, call), LAST)
 
-    def _act(self, message: ToWorker, value: Packed, call: int) -> None:
+    def _act(self, message: ToWorker) -> None:
         match message:
             case Ping(lost_after_s):
                 self._vigil.pinged(lost_after_s, time.monotonic())
                 self.post(Pong())
             case StackRequest():
                 self._post_stacks()
-            case Stop(sentence, exit_code, lost) if exit_code:
+            case Stop(sentence, exit_code, lost):
                 self._post_stacks()
                 self.post(Bye())
                 end_siblings(lost)
                 self._end(sentence, exit_code)
-            case Stop():
-                self.inbox.append((message, value, call))
 
     def _post_stacks(self) -> None:
-        self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), Packed(b"", flight_record()))
+        self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), (b"", flight_record()))
 
     def _die(self, why: str) -> None:
         counts = "".join(f"; {count} frames refused: {reason}" for reason, count in self.refused.items())

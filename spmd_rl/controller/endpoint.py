@@ -15,9 +15,9 @@ import inspect
 import itertools
 import typing
 from collections.abc import Callable
+from types import MethodType
 from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-import msgspec
 import numpy as np
 
 from spmd_rl.controller.codec import Codec
@@ -95,45 +95,53 @@ def endpoints(role: type[Role]) -> dict[str, Endpoint[Any, Any]]:
 
 
 class Signature:
-    """An endpoint's parameters and result as the wire sees them; `arguments` decodes to a dict of them by name."""
+    """An endpoint's parameters and result as the wire sees them: all arguments of a call are one tuple, in order."""
 
     def __init__(self, endpoint: Endpoint[Any, Any]) -> None:
         self.where = endpoint.function.__qualname__
+        self._function = endpoint.function
         self._signature = inspect.signature(endpoint.function)
         hints = self._hints(endpoint)
         parameters = list(self._signature.parameters.values())[1:]
         for parameter in parameters:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name not in hints:
                 raise ConfigError(f"{self.where}: parameter '{parameter.name}' needs a name and a type to cross by")
-        self._names = [parameter.name for parameter in parameters]
+        self.names = tuple(parameter.name for parameter in parameters)
+        self._by_name = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
         if "return" not in hints:
             raise ConfigError(f"{self.where} needs a return type to cross by")
         self.sharded = {name: _element(hint) for name, hint in hints.items() if _is_sharded(hint)}
-        self.scatters = bool(self.sharded.keys() - {"return"})
+        self._is_sharded = [name in self.sharded for name in self.names]
+        self.scatters = any(self._is_sharded)
         self.gathers = "return" in self.sharded
         if endpoint.local and self.sharded:
             raise ConfigError(f"{self.where} is @local: one rank serves it, so nothing of it can be Sharded")
         self.result = Codec(hints["return"], functions=False)
-        fields = [(parameter.name, hints[parameter.name]) for parameter in parameters]
-        arguments = msgspec.defstruct(endpoint.name, fields, forbid_unknown_fields=True)
-        self.arguments = Codec(arguments, finish=msgspec.structs.asdict)
+        self.arguments = Codec(tuple[tuple(hints[name] for name in self.names)])  # type: ignore[misc]
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name, defaults included. Raises: TypeError as the method itself would."""
-        if len(args) == len(self._names) and not kwargs:
-            return dict(zip(self._names, args))  # noqa: B905  as long as each other: seen just now
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments, defaults included. Raises: TypeError as the method itself would."""
+        if len(args) == len(self.names) and not kwargs and not self._by_name:
+            return args
         bound = self._signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
-        return dict(list(bound.arguments.items())[1:])
+        return tuple(bound.arguments.values())[1:]
 
-    def scatter(self, arguments: dict[str, Any], num_shards: int) -> list[dict[str, Any]]:
+    def method(self, role: Role) -> Callable[..., Any]:
+        """The endpoint of `role`, which takes all arguments by their places."""
+        method, by_name = MethodType(self._function, role), self._by_name
+        if not by_name:
+            return method
+        num_placed = len(self.names) - len(by_name)
+        return lambda *values: method(*values[:num_placed], **dict(zip(by_name, values[num_placed:], strict=True)))
+
+    def scatter(self, arguments: tuple[Any, ...], num_shards: int) -> list[tuple[Any, ...]]:
         """Each shard's arguments."""
-        parts = {name: shard(value, num_shards) for name, value in arguments.items() if name in self.sharded}
-        shards = [arguments.copy() for _ in range(num_shards)]
-        for name in parts:
-            for own, part in zip(shards, parts[name], strict=True):
-                own[name] = part
-        return shards
+        columns = []
+        for place, is_sharded in enumerate(self._is_sharded):
+            value = arguments[place]
+            columns.append(shard(value, num_shards) if is_sharded else [value] * num_shards)
+        return list(zip(*columns))  # noqa: B905  as long as each other, all of them
 
     def gather(self, parts: list[Any]) -> Any:
         """One result from the shards' results."""
@@ -151,7 +159,10 @@ def shard(value: Any, num_shards: int) -> list[Any]:
     if isinstance(value, _SLICED):
         return [value[cut] for cut in _cuts(len(value), num_shards)]
     if hasattr(value, "shard"):
-        return list(value.shard(num_shards))
+        parts = list(value.shard(num_shards))
+        if len(parts) != num_shards:
+            raise ContractError(f"{type(value).__name__}.shard({num_shards}) gave {len(parts)} parts")
+        return parts
     raise ContractError(f"a {type(value).__name__} cannot be sharded: it is no list or array and has no shard(n)")
 
 
@@ -167,7 +178,10 @@ def join(parts: list[Any], annotation: Any) -> Any:
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     if isinstance(parts[0], list):
-        return [item for part in parts for item in part]
+        joined: list[Any] = []
+        for part in parts:
+            joined += part
+        return joined
     if isinstance(parts[0], tuple):
         return tuple(item for part in parts for item in part)
     if hasattr(annotation, "join"):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from spmd_rl.controller import codec, wire
 from spmd_rl.controller.codec import NOTHING, Packed
@@ -22,7 +22,7 @@ from spmd_rl.controller.wire import MALFORMED, Refusal
 
 M = TypeVar("M")
 
-PREAMBLE = struct.Struct(">QQQII")
+PREAMBLE = struct.Struct("<QQQII")
 PREAMBLE_BYTES = PREAMBLE.size
 _PLACES_AT = PREAMBLE_BYTES - 8  # of body and payload: what header and body mean depends on these too
 LARGE_BYTES = 1 << 16
@@ -38,12 +38,12 @@ class Outgoing:
 
     def frame(self, header: bytes, value: Packed = NOTHING, call: int = 0) -> bytes:
         """The next message; `call` is the number of the one that it issues or answers, if any."""
-        body = value.body
+        body, payload = value
         body_at = PREAMBLE_BYTES + len(header)
         number = self._next
         self._next = number + 1
         preamble = _write_preamble(self._generation, number, call, body_at, body_at + len(body))
-        return b"".join((preamble, header, body, value.payload))
+        return b"".join((preamble, header, body, payload))
 
 
 class Incoming(Generic[M]):
@@ -73,7 +73,7 @@ class Incoming(Generic[M]):
         except struct.error:
             self.refuse(Refusal.PREAMBLE)
             return None
-        if (generation != self._generation or number != self._next) and (why := self._stale(generation, number)):
+        if (number != self._next or generation != self._generation) and (why := self._stale(generation, number)):
             self.refuse(why)
             return None
         said = self._known.get(frame[_PLACES_AT:payload_at]) if payload_at <= MAX_KNOWN_BYTES else None
@@ -85,8 +85,9 @@ class Incoming(Generic[M]):
             said = learned
         self._next = number + 1
         message, body = said
-        whole: Any = frame if len(frame) < LARGE_BYTES else memoryview(frame)  # of which a part is no copy
-        return message, Packed(body, whole[payload_at:]), call
+        if len(frame) < LARGE_BYTES:
+            return message, (body, frame[payload_at:]), call
+        return message, (body, memoryview(frame)[payload_at:]), call  # type: ignore[return-value]  # and no copy
 
     def refuse(self, reason: Refusal) -> None:
         """Count what is not taken."""

@@ -70,29 +70,31 @@ class RemoteEndpoint(Bound[..., Any]):
         board.issue(record, header, values)
         return record
 
-    def _packed(self, arguments: dict[str, Any], ranks: tuple[int, ...]) -> Values:
+    def _packed(self, arguments: tuple[Any, ...], ranks: tuple[int, ...]) -> Values:
         """The packed arguments by the ranks that receive them: each value is packed once."""
         if not self._signature.scatters:
-            return {ranks: pack(arguments)}
+            return [(ranks, pack(arguments))]
         shards = self._handle.shards
         scattered = self._signature.scatter(arguments, len(shards))
-        return {ranks: pack(own) for ranks, own in zip(shards, scattered, strict=True)}
+        return [(ranks, pack(own)) for ranks, own in zip(shards, scattered)]  # noqa: B905  a shard's arguments for each
 
     def _finish(self, record: CallRecord, deadline_s: float | None = None) -> Any:
-        by_rank = self._handle.board.collect(record, deadline_s)
-        if not self._signature.gathers:
-            return self._value(by_rank, record.ranks)
-        return self._signature.gather([self._value(by_rank, shard) for shard in self._handle.shards])
+        by_rank, signature = self._handle.board.collect(record, deadline_s), self._signature
+        unpack, values = signature.result.unpack, []
+        for ranks in self._handle.shards if signature.gathers else (record.ranks,):
+            if len(ranks) > 1:
+                self._agree(by_rank, ranks)
+            values.append(unpack(by_rank[ranks[0]]))
+        return signature.gather(values) if signature.gathers else values[0]
 
-    def _value(self, by_rank: dict[int, Packed], ranks: tuple[int, ...]) -> Any:
-        """The one answer of ranks that must agree. Raises: ContractError naming those that do not."""
+    def _agree(self, by_rank: dict[int, Packed], ranks: tuple[int, ...]) -> None:
+        """Raises: ContractError naming those of `ranks` whose answer is not that of the first."""
         expected = by_rank[ranks[0]]
-        if len(ranks) > 1 and (odd := [rank for rank in ranks if not _same(by_rank[rank], expected)]):
+        if odd := [rank for rank in ranks if not _same(by_rank[rank], expected)]:
             differs = f"the result of ranks {odd} differs from rank {ranks[0]}'s"
             raise ContractError(f"{self._what}: {differs}; mark it Sharded or agree")
-        return self._signature.result.unpack(expected)
 
 
 def _same(one: Packed, other: Packed) -> bool:
     """Whether two values have the same bytes; parts of large frames, which are no `bytes`, would compare slowly."""
-    return one.body == other.body and bytes(one.payload) == bytes(other.payload)
+    return one[0] == other[0] and bytes(one[1]) == bytes(other[1])

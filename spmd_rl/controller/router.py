@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from signal import Signals
 from typing import Protocol
 
@@ -15,13 +16,14 @@ from zmq.utils import z85
 
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
-from spmd_rl.controller.frames import send_to
+from spmd_rl.controller.frames import LAST, LATER, send
 from spmd_rl.controller.secret import Keys
 from spmd_rl.controller.turns import Turns
 from spmd_rl.controller.waker import Waker
 from spmd_rl.controller.wire import (
     Message,
     Refusal,
+    Result,
     ToController,
     decode_at_controller,
     encode,
@@ -30,14 +32,17 @@ from spmd_rl.controller.wire import (
 TICK_S = 0.25
 MOMENT_S = 0.005  # a call that takes longer takes long
 
-Values = Mapping[tuple[int, ...], Packed]  # by the ranks that receive them
+Values = Sequence[tuple[tuple[int, ...], Packed]]  # each with the ranks that receive it
 
 
 class Listener(Protocol):
     """What the sockets report to; its methods run on the thread whose turn it is, one at a time, and must not block."""
 
+    def on_result(self, call: int, rank: int, value: Packed) -> bool:
+        """Take what a call returned on a rank; False counts it as dropped."""
+
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
-        """Take a message, which answers `call` if it is an answer; False counts it as dropped."""
+        """Take any other message, which answers `call` if it is an answer; False counts it as dropped."""
 
     def on_tick(self, now: float) -> None:
         """Called a few times a second."""
@@ -72,20 +77,21 @@ class Router:
         self._receive = self._router.recv
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self._unknown: Counter[str] = Counter()
-        self._identities = [b"rank-%d" % rank for rank in range(world_size)]
-        self._ranks = {identity: rank for rank, identity in enumerate(self._identities)}
+        identities = [b"rank-%d" % rank for rank in range(world_size)]
         known: dict[bytes, tuple[ToController, bytes]] = {}
         self._incoming = [Incoming(generation, decode_at_controller, known, None) for _ in range(world_size)]
-        self._outgoing = [Outgoing(generation) for _ in range(world_size)]
+        self._senders = dict(zip(identities, enumerate(self._incoming), strict=True))
+        self._outgoing = [(identity, Outgoing(generation)) for identity in identities]
         self._client_key = keys.client.public
         self._listener = listener
+        self._on_result = listener.on_result
         self._lifeline = lifeline
         self._outbox: deque[tuple[bytes, Values, int]] = deque()
         self._waker = Waker()
         self._next_tick = 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], object]] = {
-            self._router: self._take_next,
+            self._router: self._take_ready,
             self._zap: self._admit,
             self._waker.fileno(): self._woken,
             self._lifeline.fileno(): self._parent_lost,
@@ -113,7 +119,7 @@ class Router:
 
     def post(self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0) -> None:
         """Send a message to each of `ranks`, in order with all others."""
-        self.post_each(encode(message), {tuple(ranks): value}, call)
+        self.post_each(encode(message), [(tuple(ranks), value)], call)
 
     def post_each(self, header: bytes, values: Values, call: int = 0) -> None:
         """Send a header with each value: any two of these reach the ranks that they share in the same order."""
@@ -146,43 +152,45 @@ class Router:
         self._context.destroy(linger=1000)
         self._waker.close()
 
-    def take(self, rank: int, frame: bytes) -> None:
-        """Act on what came from the socket of `rank`, in one's turn."""
-        incoming = self._incoming[rank]
-        if taken := incoming.take(frame):
-            message, value, call = taken
-            if not self._listener.on_message(rank, message, value, call):
-                incoming.refuse(Refusal.UNASKED)
-
-    def _take_next(self) -> bool:
-        """Receive a message and act on it; False when none came within a moment.
+    def take(self, receive: Callable[[], bytes]) -> None:
+        """Act on the next message, in one's turn; `receive` gives its frames.
 
         It comes behind its sender's identity. A frame where an identity should be is one too many of the message
         before, and refused; asking the socket after each frame whether more follow takes longer than the frame does.
-        Blocks: for a moment at most.
         """
-        try:
-            rank = self._ranks.get(self._receive())
-            if rank is None:
-                self._unknown[Refusal.STRANGER] += 1
-            else:
-                self.take(rank, self._receive())
-        except zmq.Again:
-            return False
-        return True
+        sender = self._senders.get(receive())
+        if sender is None:
+            self._unknown[Refusal.STRANGER] += 1
+            return
+        rank, incoming = sender
+        taken = incoming.take(receive())
+        if taken is None:
+            return
+        message, value, call = taken
+        if type(message) is Result:
+            asked = self._on_result(call, rank, value)
+        else:
+            asked = self._listener.on_message(rank, message, value, call)
+        if not asked:
+            incoming.refuse(Refusal.UNASKED)
+
+    def _take_ready(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            self.take(self._receive)
 
     def _listen(self, done: Callable[[], object], end: float) -> None:
         """Wait for workers alone, while they answer; a few times a second look after all else, and at the time."""
+        turns, take, receive = self._turns, self.take, self._receive
         while not done():
-            if self._turns.due:
-                self._turns.due = False
+            if turns.due:
+                turns.due = False
                 self._handle(0.0)
                 if time.monotonic() >= end:
                     return
                 continue
-            if self._outbox:
-                self._send()
-            if not self._take_next():
+            try:
+                take(receive)
+            except zmq.Again:  # none answered for a moment
                 return
 
     def _handle(self, seconds: float) -> None:
@@ -203,11 +211,13 @@ class Router:
     def _send(self) -> None:
         while self._outbox:
             header, values, call = self._outbox.popleft()
-            router, identities, outgoing = self._router, self._identities, self._outgoing
-            for ranks, value in values.items():
+            router, outgoing = self._router, self._outgoing
+            for ranks, value in values:
                 for rank in ranks:
+                    identity, numbered = outgoing[rank]
                     try:
-                        send_to(router, identities[rank], outgoing[rank].frame(header, value, call))
+                        send(router, identity, LATER)
+                        send(router, numbered.frame(header, value, call), LAST)
                     except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
                         self._listener.on_unreachable(rank)
 

@@ -27,7 +27,6 @@ from spmd_rl.controller.wire import (
     Failure,
     Hello,
     Ping,
-    Result,
     Signalled,
     StackRequest,
     Stacks,
@@ -62,6 +61,7 @@ class Switchboard:
         last_resort: Callable[[int], object] = os._exit,
     ) -> None:
         self.calls = Calls(self._until)
+        self.on_result = self.calls.answer
         self.traces = str(run.traces or "")
         self.trace = Trace(run.traces, "controller")
         self.roster = Roster(world_size, run.lost_after_s)
@@ -147,9 +147,7 @@ class Switchboard:
         self._kill()
 
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
-        """Take a worker's message; False when it was not asked for."""
-        if isinstance(message, Result):
-            return self.calls.answer(call, rank, value)
+        """Take a worker's message, unless it is a result; False when it was not asked for."""
         now = time.monotonic()
         with self._lock:
             if isinstance(message, Hello):
@@ -160,7 +158,7 @@ class Switchboard:
                 case Failure():
                     return self.calls.failed(call, rank, message)
                 case Stacks():
-                    self._snapshots.take(rank, message, value.payload)
+                    self._snapshots.take(rank, message, value[1])
                 case Signalled(name):
                     self.roster.signalled(rank, name, now)
                 case Dying(why):

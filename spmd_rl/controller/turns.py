@@ -29,7 +29,7 @@ class Turns:
         self._lock = threading.Lock()
         self._taken = False  # by anybody, since the stand-in looked last
         self._wanted = False
-        self.due = False  # set a few times a second: a clock for those who handle much
+        self.due = False  # for those who wait in another way: time for `handle`, when asked and a few times a second
         self._closing = threading.Event()
         self._stand_in = threading.Thread(target=self._stand_ins, name=name, daemon=True)
 
@@ -73,6 +73,7 @@ class Turns:
     def now_or_next(self, act: Callable[[], None]) -> None:
         """Run `act` now if nobody has the turn, else wake who has: `handle` does it before and after it waits."""
         if not self._lock.acquire(False):
+            self.due = True
             self._waker.wake()
             return
         try:

@@ -8,6 +8,7 @@ numbers them. Whatever is not exactly one of these types, or exceeds the limits,
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import final
 
 import msgspec
 
@@ -102,14 +103,18 @@ class StackRequest(Message, frozen=True):
     pass
 
 
-class Split(Message, frozen=True):
+class Command(Message, frozen=True):
+    """A message that is answered, by a Result or a Failure, in its turn."""
+
+
+class Split(Command, frozen=True):
     """Build these meshes. Goes to every rank of the world. `traces` is the folder for its spans, "" for none."""
 
     placements: list[Placement]
     traces: str = ""
 
 
-class Spawn(Message, frozen=True):
+class Spawn(Command, frozen=True):
     """Build the role `role` ("module:qualname") as `name`, with this message's value, a `cfg_type`, for its config."""
 
     name: str
@@ -118,7 +123,7 @@ class Spawn(Message, frozen=True):
     cfg_type: str
 
 
-class Call(Message, frozen=True):
+class Call(Command, frozen=True):
     """Run an endpoint of the role named `name`, with the arguments that are this message's value."""
 
     name: str
@@ -126,6 +131,7 @@ class Call(Message, frozen=True):
     phase: str = ""
 
 
+@final
 class Stop(Message, frozen=True):
     """End, orderly after the commands before it when `exit_code` is 0, else at once and because of `sentence`.
 
@@ -137,7 +143,6 @@ class Stop(Message, frozen=True):
     lost: list[Hello]
 
 
-Command = Split | Spawn | Call
 Reply = Result | Failure
 ToController = Hello | Result | Failure | Pong | Stacks | Signalled | Dying | Bye
 ToWorker = Ping | StackRequest | Split | Spawn | Call | Stop

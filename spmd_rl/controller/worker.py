@@ -8,16 +8,16 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address
 from spmd_rl.controller.codec import NOTHING, Codec, Packed, resolve
-from spmd_rl.controller.dealer import Dealer
+from spmd_rl.controller.dealer import Dealer, Reply
 from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.supervisor import ControllerProcess
 from spmd_rl.controller.wire import (
@@ -44,10 +44,12 @@ ENDPOINT_KEY = "spmd_rl/endpoint"
 _RESULT = encode(Result())
 
 
-class _Served(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Served:
     """One endpoint of a role that lives here."""
 
     what: str
+    names: tuple[str, ...]
     run: Callable[..., Any]
     arguments: Codec
     result: Codec
@@ -69,25 +71,23 @@ class Worker:
         Blocks: between commands, on the controller; the process ends if it is lost.
         """
         dealer.on_tick = lambda: self._trace.flush()
+        reply: Reply | None = None
         while True:
-            command, value, number = dealer.next()
-            if isinstance(command, Stop):
+            command, value, number = dealer.next(reply)
+            if type(command) is Stop:  # isinstance takes ten times as long to say no of a message
                 self._trace.close()
                 return
-            header, result = self.answer(command, value, number)
-            dealer.outbox.append((header, result, number))
-
-    def answer(self, command: Command, value: Packed, number: int) -> tuple[bytes, Packed]:
-        """Run one command: the header of the reply, and its value; whatever it raises becomes the reply."""
-        try:
-            if isinstance(command, Call):
-                return _RESULT, self._call(command, value, number)
-            self._build(command, value)
-        except BaseException as error:  # user code may raise anything: the controller decides what it ends
-            if os.getpid() != self._pid:  # in a process that it forked
-                raise
-            return encode(failure_of(error)), NOTHING
-        return _RESULT, NOTHING
+            header, result = _RESULT, NOTHING
+            try:
+                if type(command) is Call:
+                    result = self._call(command, value, number)
+                else:
+                    self._build(command, value)
+            except BaseException as error:  # user code may raise anything: the controller decides what it ends
+                if os.getpid() != self._pid:  # in a process that it forked
+                    raise
+                header = encode(failure_of(error))
+            reply = header, result, number
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed:
         served = self._known.get((call.name, call.endpoint)) or self._learn(call.name, call.endpoint)
@@ -96,27 +96,27 @@ class Worker:
             try:
                 arguments = served.arguments.unpack(value)
             except ContractError as error:
-                raise ContractError(f"{served.what}: {error}") from error
-            return served.result.pack(served.run(**arguments))
+                raise ContractError(f"{served.what}({', '.join(served.names)}): {error}") from error
+            return served.result.pack(served.run(*arguments))
         finally:
             if self._trace.on:
                 self._trace.add(served.what, began_ns, now_ns(), role=call.name, phase=call.phase, call=number)
 
     def _learn(self, name: str, endpoint: str) -> _Served:
         role = self._roles[name]
-        known = endpoints(type(role))[endpoint]
-        signature = Signature(known)
-        served = _Served(f"{name}.{endpoint}", MethodType(known.function, role), signature.arguments, signature.result)
+        signature = Signature(endpoints(type(role))[endpoint])
+        method, arguments, result = signature.method(role), signature.arguments, signature.result
+        served = _Served(f"{name}.{endpoint}", signature.names, method, arguments, result)
         self._known[name, endpoint] = served
         return served
 
-    def _build(self, command: Split | Spawn, value: Packed) -> None:
+    def _build(self, command: Command, value: Packed) -> None:
         if isinstance(command, Spawn):
             config = Codec(resolve(command.cfg_type)).unpack(value)
             self._roles[command.name] = resolve(command.role)(config, self._seats.place(command.placement))
             gc.collect()
             gc.freeze()  # roles and what they imported stay: a full collection would look through all of it
-        else:
+        elif isinstance(command, Split):
             if command.traces and not self._trace.on:
                 rank = self._seats.world.rank
                 self._trace = Trace(Path(command.traces), f"rank {rank}", rank=rank)

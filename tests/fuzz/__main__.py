@@ -171,7 +171,7 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
             nonlocal calls
             calls += 1
             say(Ping(60.0))
-            say(Call(NAME, "echo"), pack({"value": calls}), calls)
+            say(Call(NAME, "echo"), pack((calls,)), calls)
             _, answer, call = hear(Result)
             assert (call, answer) == (calls, pack(calls))
 

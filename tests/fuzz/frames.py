@@ -61,7 +61,7 @@ class Fuzzer:
         preamble = self._noise(PREAMBLE_BYTES)
         if kind > 0.2:
             preamble = self._preamble(expected, len(header), wrong=good or kind < 0.4)
-        return preamble + header + VALUE.body + VALUE.payload + self._noise(16)
+        return preamble + header + b"".join(VALUE) + self._noise(16)
 
     def _header(self) -> bytes:
         draw = self._rng.random()
@@ -91,7 +91,7 @@ class Fuzzer:
 
     def _preamble(self, expected: int, header_bytes: int, wrong: bool) -> bytes:
         call, body_at = self._rng.choice([0, 1, 2**64 - 1]), PREAMBLE_BYTES + header_bytes
-        places = [body_at, body_at + len(VALUE.body)]
+        places = [body_at, body_at + len(VALUE[0])]
         if not wrong:
             return PREAMBLE.pack(self._generation, expected, call, *places)
         draw = self._rng.random()

@@ -70,18 +70,20 @@ def _strike_frames(fault: Fault) -> None:
         struck_file().touch()
         return _altered(fault, message)
 
-    def send(socket: Any, message: bytes) -> None:
-        for altered in struck(message):
-            frames.send(socket, altered)
+    identity: bytes | None = None
 
-    def send_to(socket: Any, identity: bytes, message: bytes) -> None:
-        for altered in struck(message):
-            frames.send_to(socket, identity, altered)
+    def send(socket: Any, frame: bytes, flags: int) -> None:
+        nonlocal identity
+        if flags == frames.LATER:
+            identity = frame
+            return
+        for altered in struck(frame):
+            if identity is not None:
+                frames.send(socket, identity, frames.LATER)
+            frames.send(socket, altered, frames.LAST)
 
-    if fault.side == "controller":
-        router.send_to = send_to  # type: ignore[attr-defined]
-    else:
-        dealer.send = send  # type: ignore[attr-defined]
+    side = router if fault.side == "controller" else dealer
+    side.send = send  # type: ignore[attr-defined]
 
 
 def struck_file() -> Path:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from spmd_rl.controller.calls import Calls
-from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.wire import Failure
 from spmd_rl.errors import LostRankError
 
-ANSWER = Packed(b"x", b"")
+ANSWER = b"x", b""
 
 
 def until(done: Callable[[], bool], seconds: float) -> bool:

@@ -48,12 +48,33 @@ def test_signature_knows_what_is_sharded() -> None:
     assert signature.scatters
     assert signature.gathers
     arguments = signature.bind((["a", "b", "c"],), {})
-    assert arguments == {"words": ["a", "b", "c"], "scale": 1.0}
-    shards = [{"words": ["a", "b"], "scale": 1.0}, {"words": ["c"], "scale": 1.0}]
-    assert signature.scatter(arguments, 2) == shards
+    assert arguments == (["a", "b", "c"], 1.0)
+    assert signature.scatter(arguments, 2) == [(["a", "b"], 1.0), (["c"], 1.0)]
     assert signature.gather([[1.0, 2.0], [3.0]]) == [1.0, 2.0, 3.0]
     with pytest.raises(TypeError):
         signature.bind((), {"word": []})
+
+
+def test_arguments_cross_in_order_also_those_that_go_by_name() -> None:
+    class Named(Role):
+        @collective
+        def shift(self, words: Sharded[list[str]], /, by: int = 1, *, sign: str = "+", end: str) -> str:
+            return f"{words}{sign}{by}{end}"
+
+        @collective
+        def plain(self) -> int:
+            return 3
+
+    role = Named(None, None)  # type: ignore[arg-type]
+    signature = Signature(endpoints(Named)["shift"])
+    for args, kwargs in [((["a"],), {"end": "."}), ((["a"], 2), {"end": ".", "sign": "-"})]:
+        arguments = signature.arguments.unpack(signature.arguments.pack(signature.bind(args, kwargs)))
+        assert signature.method(role)(*arguments) == role.shift(*args, **kwargs)
+    for wrong in ((["a"], 2, "-", "."), (["a"],)):
+        with pytest.raises(TypeError):
+            signature.bind(wrong, {})
+    none = Signature(endpoints(Named)["plain"])
+    assert none.method(role)(*none.arguments.unpack(none.arguments.pack(none.bind((), {})))) == 3
 
 
 def test_signatures_that_cannot_cross_are_refused() -> None:
@@ -106,8 +127,14 @@ def test_classes_bring_their_own_shard_and_join() -> None:
         def join(parts: list[Even]) -> Even:
             return Even([item for row in zip(*(part.items for part in parts), strict=True) for item in row])
 
+    class Uneven:
+        def shard(self, num_shards: int) -> list[int]:
+            return [0] * (num_shards + 1)
+
     assert join(shard(Even([1, 2, 3, 4]), 2), Even).items == [1, 2, 3, 4]
     with pytest.raises(ContractError, match="no shard"):
         shard(3, 2)
+    with pytest.raises(ContractError, match=r"Uneven.shard\(2\) gave 3 parts"):
+        shard(Uneven(), 2)
     with pytest.raises(ContractError, match="no join"):
         join([3, 4], int)

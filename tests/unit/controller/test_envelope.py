@@ -5,11 +5,11 @@ from types import ModuleType
 import pytest
 
 from spmd_rl.controller import codec, wire
-from spmd_rl.controller.codec import NOTHING, Packed
+from spmd_rl.controller.codec import NOTHING
 from spmd_rl.controller.envelope import LARGE_BYTES, PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
 from spmd_rl.controller.known import MAX_KNOWN, MAX_KNOWN_BYTES
 
-VALUE = Packed(b"body", b"payload")
+VALUE = b"body", b"payload"
 
 
 def taker(generation: int = 7) -> Incoming[bytes]:
@@ -47,11 +47,11 @@ def test_numbers_that_begin_anywhere_are_taken_from_there_on() -> None:
 
 def test_a_large_payload_is_not_copied_out_of_its_frame() -> None:
     outgoing, incoming = Outgoing(7), taker()
-    frame = outgoing.frame(b"header", Packed(b"body", bytes(LARGE_BYTES)))
+    frame = outgoing.frame(b"header", (b"body", bytes(LARGE_BYTES)))
     taken = incoming.take(frame)
     assert taken
-    assert taken == (b"header", Packed(b"body", bytes(LARGE_BYTES)), 0)
-    assert taken[1].payload.obj is frame  # type: ignore[attr-defined]
+    assert taken == (b"header", (b"body", bytes(LARGE_BYTES)), 0)
+    assert taken[1][1].obj is frame  # type: ignore[attr-defined]
 
 
 def test_a_duplicate_is_taken_once() -> None:
@@ -105,7 +105,7 @@ def test_misshapen_frames_are_refused(frame: bytes) -> None:
 def test_a_head_that_is_known_is_not_taken_from_a_frame_that_ends_early() -> None:
     outgoing, incoming = Outgoing(7), taker()
     assert incoming.take(outgoing.frame(b"header", VALUE))
-    cut = outgoing.frame(b"header", VALUE)[: -len(VALUE.payload) - 1]
+    cut = outgoing.frame(b"header", VALUE)[: -len(VALUE[1]) - 1]
     assert incoming.take(cut) is None
     assert incoming.refused == {"malformed preamble": 1}
 

@@ -31,6 +31,10 @@ class Events:
     def __init__(self) -> None:
         self.seen: queue.Queue[tuple[int, object]] = queue.Queue()
 
+    def on_result(self, call: int, rank: int, value: Packed) -> bool:
+        self.seen.put((rank, value))
+        return True
+
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
         self.seen.put((rank, message))
         return True

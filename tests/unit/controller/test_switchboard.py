@@ -12,12 +12,12 @@ from signal import SIGTERM
 
 import pytest
 
-from spmd_rl.controller.codec import NOTHING, Packed
+from spmd_rl.controller.codec import NOTHING
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import derive
 from spmd_rl.controller.switchboard import STACKS_S, Switchboard
-from spmd_rl.controller.wire import Bye, Hello, Ping, Result, Stacks, Stop
+from spmd_rl.controller.wire import Bye, Hello, Ping, Stacks, Stop
 from spmd_rl.errors import ConfigError, DeadlineError, LostRankError
 
 
@@ -88,9 +88,9 @@ def test_an_answer_that_comes_while_stacks_are_gathered_counts(tmp_path: Path, m
         late = board(tmp_path, ours)
         late.on_message(0, Hello(0, "host", 2**22), NOTHING, 0)
         record = late.calls.open("actor.work", (0,))
-        answer = threading.Timer(0.3, late.on_message, [0, Result(), Packed(b"\xc0", b""), record.number])
+        answer = threading.Timer(0.3, late.on_result, [record.number, 0, (b"\xc0", b"")])
         answer.start()
-        assert late.collect(record, deadline_s=0.1)[0].body == b"\xc0"
+        assert late.collect(record, deadline_s=0.1)[0][0] == b"\xc0"
         late.on_message(0, Bye(), NOTHING, 0)
         late.stop(None)
 

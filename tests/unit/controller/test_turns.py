@@ -130,6 +130,7 @@ def test_what_is_queued_wakes_who_waits(pipe: Pipe, monkeypatch: pytest.MonkeyPa
     began = time.monotonic()
     pipe.outbox.append("letter")
     turns.now_or_next(pipe.flush)
+    assert turns.due, "who waits in another way is told as well"
     waiting.join(WAIT_S)
     assert pipe.sent == ["letter"]
     assert time.monotonic() - began < WAIT_S / 2, "it need not wait for the tick"
