@@ -78,6 +78,7 @@ class Switchboard:
         self.recipe_clock = RecipeClock(run.between_calls_s)
         self._stop: Stop | None = None  # once the world is ending: what every rank is told
         self._told: list[int] = []  # the ranks that stayed when it began to
+        self._heeded = False  # by one of them at least, which says why the run ended
         self._router = Router(address, keys, generation, world_size, self, lifeline)
         self.endpoint = self._router.endpoint
         self._router.start()
@@ -165,6 +166,7 @@ class Switchboard:
                     self._fail(LostRankError(f"{self.roster.seats[rank]} {why}, {in_call(self.calls.oldest(rank))}"))
                     self.roster.gone(rank)
                 case Bye():
+                    self._heeded = True
                     self.roster.gone(rank)
             return True
 
@@ -242,6 +244,8 @@ class Switchboard:
 
         Who came after the world began to end is told so at once, and left to it.
         """
+        if self._stop is not None and self._stop.sentence and self._told and not self._heeded:
+            last_words.write(self._stop.sentence)
         seats = self.roster.seats
         stayed = set(self._told) & set(self.roster.staying)
         left = [seats[rank].hello for rank in (self._lost | stayed) & seats.keys()]

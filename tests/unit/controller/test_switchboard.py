@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from signal import SIGTERM
 
 import pytest
 
+from spmd_rl.controller import last_words, switchboard
 from spmd_rl.controller.codec import NOTHING
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.router import Router
@@ -115,3 +117,24 @@ def test_who_comes_while_the_world_ends_is_told_and_not_killed(tmp_path: Path, m
         assert ended is None
         told = Stop("the folder is another run's", 2, [])
         assert [said for said in posted if not isinstance(said[1], Ping)] == [([], told), ([0], told)]
+
+
+@pytest.mark.parametrize("heeded", [True, False])
+def test_the_controller_says_why_where_no_rank_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heeded: bool
+) -> None:
+    """Two ranks are stopped, and one is given up before the other, which is told and does not hear."""
+    monkeypatch.setattr(Router, "post", lambda self, ranks, message: None)
+    monkeypatch.setattr(switchboard, "FAILED_BYE_S", 0.2)
+    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "error.json"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ending = board(tmp_path, ours)
+        for rank in range(2):
+            ending.on_message(rank, Hello(rank, "host", 2**22 + rank), NOTHING, 0)
+        ending.on_unreachable(0)
+        if heeded:
+            ending.on_message(1, Bye(), NOTHING, 0)
+        ending.stop(ending.calls.cause)
+    said = [json.loads(file.read_text())["message"] for file in tmp_path.glob("error.json")]
+    assert said == ([] if heeded else [str(ending.calls.cause)])
