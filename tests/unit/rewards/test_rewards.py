@@ -92,6 +92,7 @@ def test_a_wrong_name_is_told_with_the_fix(name: str, sentence: str) -> None:
         ("1 / 0", "importing it raised ZeroDivisionError"),
         ("import no_such_package", "importing it raised ModuleNotFoundError: No module named 'no_such_package'"),
         ("def f(", "importing it raised SyntaxError"),
+        ("raise SystemExit(0)", "importing it raised SystemExit: 0"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(tmp_path: Path, source: str, sentence: str) -> None:
@@ -118,6 +119,17 @@ def _raises(prompt: Prompt, sample: Sample) -> float:
     raise KeyError("gold")
 
 
+class _Silent(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+    __str__ = __repr__
+
+
+def _raises_silently(prompt: Prompt, sample: Sample) -> float:
+    raise _Silent
+
+
 @pytest.mark.parametrize(
     ("reward", "problem"),
     [
@@ -129,6 +141,8 @@ def _raises(prompt: Prompt, sample: Sample) -> float:
         (lambda p, s: {"reward": 1.0, 3: "good"}, "as '3': 'good'"),
         (lambda p, s: 10**400, "returned no finite number as 'reward': 1000"),
         (lambda p, s: sys.exit(0), "raised SystemExit: 0"),
+        (lambda p, s: _Silent(), "returned no finite number as 'reward': a _Silent"),
+        (_raises_silently, "raised _Silent: a _Silent"),
         (lambda p, s: p.tokens.fill(0), "raised ValueError: assignment destination is read-only"),
         (lambda p, s: s.tokens.sort(), "raised ValueError: sort array is read-only"),
         (lambda p, s: np.negative(s.logprobs, out=s.logprobs), "raised ValueError: output array is read-only"),
@@ -141,6 +155,14 @@ def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
     ) as told:
         Grader(reward).grade(PROMPT, sample("84"))
     assert problem in str(told.value)
+
+
+@pytest.mark.parametrize("reward", [lambda p, s: "x" * 10**6, lambda p, s: {"form": "x" * 10**6}])
+def test_not_all_of_a_long_value_is_shown(reward: Any) -> None:
+    with pytest.raises(DataError) as told:
+        Grader(reward).grade(PROMPT, sample("84"))
+    assert "xxx..." in str(told.value)
+    assert len(str(told.value)) < 1000
 
 
 def _hangs(prompt: Prompt, sample: Sample) -> float:
