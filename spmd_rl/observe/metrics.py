@@ -123,8 +123,9 @@ def keep_until(path: Path, step: int) -> None:
     """Drop the lines after `step`, which a resumed run will write again."""
     kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
     part = path.with_suffix(".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    os.replace(part, path)
+    with naming(path):
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, path)
 
 
 def _number(value: float) -> float | int:
