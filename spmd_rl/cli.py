@@ -35,6 +35,7 @@ from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import plan_split
+from spmd_rl.observe.streams import let_streams_last
 
 USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]"
 HELP = {"--help", "-h"}
@@ -153,6 +154,7 @@ def _help(words: list[str]) -> int:
 
 
 def _rank_main(words: list[str]) -> int:
+    let_streams_last()
     last_words.are_not_of_children()
     match words:
         case ["run", *rest]:
