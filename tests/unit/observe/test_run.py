@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,3 +130,21 @@ def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(tmp_path: Path) ->
     with pytest.raises(OSError, match="No space left on device") as told:
         keep_until(path, 1)
     assert told.value.filename == str(path)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        (
+            {"ok": 1.0, "note": "good", "per_rank": np.zeros(2)},
+            r"step 3: logged what is no number: note .str., per_rank",
+        ),
+        ({"step": 9.0}, "step 3: logged 'step', which each line has already"),
+    ],
+)
+def test_what_cannot_be_a_metric_is_named(tmp_path: Path, metrics: dict[str, Any], sentence: str) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    with pytest.raises(DataError, match=sentence):
+        log.write(3, metrics)
+    log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
