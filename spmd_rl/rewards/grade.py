@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -69,10 +70,13 @@ class Grader(AbstractContextManager["Grader"]):
             if not signal.getitimer(signal.ITIMER_REAL)[1]:  # no alarm that repeats, as ours does
                 signal.signal(signal.SIGALRM, self._ring)
                 signal.setitimer(signal.ITIMER_REAL, self._deadline_s, self._deadline_s)
+        switches = _torch_switches()
         try:
             return self._reward(prompt, sample)
         finally:
             self._due = math.inf
+            if switches and switches != _torch_switches():
+                _set_torch_switches(*switches)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
         left = self._due - time.monotonic()
@@ -100,6 +104,18 @@ class Grader(AbstractContextManager["Grader"]):
 
 class _Overdue(BaseException):
     """No Exception: a reward that survives its own errors must not survive this."""
+
+
+def _torch_switches() -> tuple[bool, Any] | None:
+    """What engine and trainer compute by in this process, and a judge that is a model may set: gradients, the dtype."""
+    torch = sys.modules.get("torch")
+    return (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
+
+
+def _set_torch_switches(gradients: bool, dtype: Any) -> None:
+    torch = sys.modules["torch"]
+    torch.set_grad_enabled(gradients)
+    torch.set_default_dtype(dtype)
 
 
 def _shown(value: object, as_text: Callable[[object], str] = repr) -> str:

@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rewards import match
@@ -113,6 +114,20 @@ def test_a_reward_may_leave_its_directory(tmp_path: Path) -> None:
     with Grader(lambda p, s: os.chdir(tmp_path) or 1.0) as grader:
         grader.grade(PROMPT, sample("x"))
     assert Path.cwd() == here
+
+
+@pytest.mark.parametrize("ends", [lambda: 1.0, lambda: 1 / 0])
+def test_a_judge_leaves_torch_as_it_was(ends: Any) -> None:
+    """Else the next tokens and the next gradient would be computed by its switches."""
+
+    def judge(prompt: Prompt, sample: Sample) -> float:
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        return ends()
+
+    with suppress(DataError):
+        Grader(judge).grade(PROMPT, sample("x"))
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (True, torch.float32)
 
 
 def _raises(prompt: Prompt, sample: Sample) -> float:
