@@ -35,10 +35,12 @@ from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import plan_split
+from spmd_rl.observe.streams import let_streams_last
 
 USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]"
 HELP = {"--help", "-h"}
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
+HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
 END_S = 5  # for the ranks to end after the run's grace
 
 
@@ -61,6 +63,11 @@ def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
     except KeyboardInterrupt:
         last_words.write("ended by SIGINT")
         return 128 + signal.SIGINT
+    except Exception as error:  # noqa: BLE001  nobody foresaw it: its traceback, and one sentence like any other's
+        from spmd_rl.controller.process import explain
+
+        last_words.write(str(explain(error, verbose=False)))
+        return 1
 
 
 def _main(words: list[str]) -> int:
@@ -102,7 +109,7 @@ def _main(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     """Check the config here, where a mistake costs nothing, then launch."""
-    for number in ENDINGS:
+    for number in _endings():
         signal.signal(number, _end_before_launch)
     invocation = Invocation.parse(words)
     recipe = load_recipe(invocation.recipe)
@@ -113,9 +120,14 @@ def _run(words: list[str]) -> int:
     if num_ranks and hasattr(cfg, "split"):
         plan_split(cfg.split, num_ranks)
     exit_code = launch(num_ranks, ["run", *words], invocation.max_restarts, run_config(cfg).grace_s)
-    for number in ENDINGS:
+    for number in _endings():
         signal.signal(number, signal.SIG_IGN)  # all is over and said
     return exit_code
+
+
+def _endings() -> list[signal.Signals]:
+    """The signals that end a run."""
+    return [*ENDINGS, *([HANG_UP] if signal.getsignal(HANG_UP) != signal.SIG_IGN else [])]
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:
@@ -142,6 +154,8 @@ def _help(words: list[str]) -> int:
 
 
 def _rank_main(words: list[str]) -> int:
+    let_streams_last()
+    last_words.are_not_of_children()
     match words:
         case ["run", *rest]:
             return _rank(rest)
@@ -149,7 +163,9 @@ def _rank_main(words: list[str]) -> int:
             from spmd_rl.controller.process import run_controller
             from spmd_rl.recipes.recorder import Recorder
 
-            return run_controller(Lifeline(int(descriptor), Path(folder)), address, Invocation.parse(rest), Recorder)
+            lifeline = Lifeline(int(descriptor), Path(folder))
+            exit_code = run_controller(lifeline, address, Invocation.parse(rest), Recorder)
+            return last_words.leave("the controller", exit_code)
         case ["check", *rest]:
             from spmd_rl.check import check
 
@@ -170,7 +186,7 @@ def _rank(words: list[str]) -> int:
     controller = ControllerProcess(world, words) if world.rank == 0 else None
     from spmd_rl.controller.worker import run_worker
 
-    return run_worker(world, controller)
+    return last_words.leave(f"rank {world.rank}", run_worker(world, controller))
 
 
 def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) -> int:
@@ -202,8 +218,9 @@ def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) 
             max_restarts=max_restarts,
             start_method="fork",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle=",".join(number.name for number in ENDINGS),
         )
-        for number in ENDINGS:
+        for number in _endings():
             signal.signal(number, _end_in_launch)  # until torchrun's own are there, with the ranks
         try:
             elastic_launch(config, _forked_rank)(words)
@@ -220,11 +237,14 @@ def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) 
 def _end_in_launch(number: int, frame: FrameType | None) -> None:
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    raise SignalException("", signal.Signals(number))
+    if number == HANG_UP:
+        signal.signal(HANG_UP, signal.SIG_IGN)  # a shell that ends repeats what the terminal said
+    raise SignalException("", signal.SIGTERM if number == HANG_UP else signal.Signals(number))
 
 
 def _forked_rank(words: list[str]) -> None:
     logging.disable(logging.NOTSET)
+    signal.signal(HANG_UP, signal.SIG_IGN)  # the launcher's affair, who is told as well
     _keep_from_children(_pipes())
     exit_code = _guarded(_rank_main, words)
     if executors := sys.modules.get("concurrent.futures.process"):

@@ -162,6 +162,10 @@ class Controller:
         self._checkpoints.settle()
         notice.grace_s = 0.0  # what follows is done by the same command, should it be ended
 
+    def close(self) -> None:
+        """The recipe has returned, perhaps from within its loop: the last checkpoint begun is to be whole."""
+        self._checkpoints.settle()
+
     def _save_and_end(self, record: Record, notice: Notice) -> NoReturn:
         """The last act of a run that is ended from outside: what remains of its grace is for this checkpoint."""
         if not self._parts:

@@ -13,13 +13,23 @@ from typing import NoReturn
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 ATTEMPT = "attempt_"  # torchrun's log folder has one of these for each start of the ranks
+LEAVE_S = 5.0  # for what was started here to end, once the run has
 
 
 def write(sentence: str) -> None:
-    """Leave `sentence` for torchrun's report, and on stderr where that has no place for it. The first one stands."""
+    """Leave `sentence` for torchrun's report, and on stderr where that has no place for it. The first one stands.
+
+    It is a single line, whatever a library's error has put into it.
+    """
+    sentence = "; ".join(line.strip() for line in sentence.splitlines() if line.strip())
     path = os.environ.get(ERROR_FILE_ENV)
     if not (path and _left(Path(path), sentence)):
         print(sentence, file=sys.stderr)
+
+
+def are_not_of_children() -> None:
+    """Have whatever is forked from here leave its words to its own stderr: it ends without the run."""
+    os.register_at_fork(after_in_child=lambda: os.environ.pop(ERROR_FILE_ENV, None))
 
 
 def _left(path: Path, sentence: str) -> bool:
@@ -59,9 +69,31 @@ def _read(start: Path) -> list[str]:
     return [json.loads(file.read_text())["message"] for file in files]
 
 
+def leave(who: str, exit_code: int) -> int:
+    """The run is over: have this process end by `exit_code` within `LEAVE_S`, whatever user code has started in it.
+
+    A reward function's pool, with a request that nobody answers, would hold it for ever.
+    """
+    limit = threading.Timer(LEAVE_S, _abandon, [who, exit_code])
+    limit.daemon = True
+    limit.start()
+    return exit_code
+
+
+def _abandon(who: str, exit_code: int) -> NoReturn:
+    threads = {thread for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread()}
+    left = [thread.name for thread in threads] + [child.name for child in multiprocessing.active_children()]
+    print(f"{who} has ended without what still ran in it: {', '.join(left) or 'an exit handler'}", file=sys.stderr)
+    _end(exit_code)
+
+
 def end_process(sentence: str, exit_code: int) -> NoReturn:
     """Leave `sentence` and end now, whatever the other threads are doing."""
     write(sentence)
+    _end(exit_code)
+
+
+def _end(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     for child in multiprocessing.active_children():  # such as a reward function's pool: it does not end by itself

@@ -71,7 +71,9 @@ def _run(recipe: Recipe, cfg: Any, board: Switchboard, observer: Observer, priva
     with contextlib.closing(StackServer(private, run.path, board.stacks)):
         board.wait_for_all()
         with board.recipe_clock.running(time.monotonic()):
-            recipe.main(Controller(run, board, observer), cfg)
+            controller = Controller(run, board, observer)
+            recipe.main(controller, cfg)
+            controller.close()
         observer.close()
 
 

@@ -14,13 +14,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from spmd_rl.config import load
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.errors import ConfigError
 
 SHIPPED = "spmd_rl.recipes"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"spmd-rl run: {message}")
 
 
 @dataclass(frozen=True)
@@ -37,16 +42,13 @@ class Invocation:
     @classmethod
     def parse(cls, words: list[str]) -> Invocation:
         """Read the words after `run`. Raises: ConfigError."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser = _Parser(add_help=False, allow_abbrev=False)
         parser.add_argument("recipe")
         parser.add_argument("--config", type=Path)
         parser.add_argument("--nproc", type=int)
         parser.add_argument("--max-restarts", type=int, default=0)
         parser.add_argument("--verbose", action="store_true")
-        try:
-            known, rest = parser.parse_known_args(words)
-        except (argparse.ArgumentError, SystemExit) as error:
-            raise ConfigError(f"spmd-rl run: {error}") from error
+        known, rest = parser.parse_known_args(words)
         for name, count in (("--nproc", known.nproc), ("--max-restarts", known.max_restarts)):
             if count is not None and count < 0:
                 raise ConfigError(f"{name}={count}: expected 0 or more")
@@ -98,7 +100,10 @@ def make_importable(recipe: str) -> str:
 
 def load_recipe(recipe: str) -> Recipe:
     """Import a recipe. Raises: ConfigError when it is missing or is no recipe."""
-    module = importlib.import_module(make_importable(recipe))
+    try:
+        module = importlib.import_module(make_importable(recipe))
+    except SystemExit as error:  # it would end this process as if all were done
+        raise ConfigError(f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})") from error
     _check_file(module, recipe)
     config, main = getattr(module, "Config", None), getattr(module, "main", None)
     if not dataclasses.is_dataclass(config) or not isinstance(config, type) or not callable(main):
@@ -116,7 +121,7 @@ def _check_file(module: ModuleType, recipe: str) -> None:
 def _exists(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):
+    except (ImportError, ValueError):
         return False
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from spmd_rl.controller.checkpoints import Checkpoints, best_first
 from spmd_rl.errors import ConfigError
+from spmd_rl.observe.claim import claim
 
 USAGE = "usage: spmd-rl rewind RUN best|STEP"
 LATER = "later"  # where those after it are kept
@@ -27,7 +29,7 @@ def main(words: list[str]) -> int:
 def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
     """Move the checkpoints after the wanted one to `later/`; returns that one, and where the others are.
 
-    Raises: ConfigError when there is no such checkpoint.
+    Raises: ConfigError when there is no such checkpoint, or a run is writing them.
     """
     saved = Checkpoints(folder, 1, 0).saved()
     named = {str(record.next_step): path for path, record in saved.items()}
@@ -36,10 +38,14 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
     if wanted not in named:
         raise ConfigError(f"no checkpoint '{wanted}' in {folder}: there are {', '.join(named) or 'none'}")
     chosen = named[wanted]
-    aside = folder / LATER
-    aside.mkdir(exist_ok=True)
     later = list(saved)[list(saved).index(chosen) + 1 :]
-    return chosen, [path.rename(_free(aside / path.name)) for path in later]
+    claimed = claim(folder.parent, wait_s=0.0)
+    try:
+        aside = folder / LATER
+        aside.mkdir(exist_ok=True)
+        return chosen, [path.rename(_free(aside / path.name)) for path in later]
+    finally:
+        os.close(claimed)
 
 
 def _free(path: Path) -> Path:

@@ -35,7 +35,7 @@ class ControllerProcess:
     """Rank 0's view of the controller. From its construction on, the controller's failure ends this process."""
 
     def __init__(self, world: World, arguments: list[str]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="spmd_rl-", dir=os.environ.get("XDG_RUNTIME_DIR")))
+        self._folder = private_folder()
         self._secret_file = "" if secret.given() else str(secret.create(self._folder))
         self._addresses: queue.SimpleQueue[Address] = queue.SimpleQueue()
         self._given_up = False
@@ -66,12 +66,12 @@ class ControllerProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait(self) -> int:
-        """The controller's exit code. Blocks: for `EXIT_S` at most, then kills it."""
+        """The controller's exit code. Blocks: for `EXIT_S` at most. Raises: DeadlineError, once it has killed it."""
         try:
             return self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return 1
+            raise DeadlineError(f"the controller (pid {self._process.pid}) did not end with its run") from None
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -95,6 +95,13 @@ class ControllerProcess:
         if code and not self._given_up:
             shutil.rmtree(self._folder, ignore_errors=True)
             end_process(f"the controller (pid {self._process.pid}) {ending(code)}", 1)
+
+
+def private_folder() -> Path:
+    """A new folder that is ours alone, in the user's runtime folder if there is one on this host: a batch system's
+    jobs hold the name of that of another."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(tempfile.mkdtemp(prefix="spmd_rl-", dir=runtime if os.access(runtime, os.W_OK | os.X_OK) else None))
 
 
 class Lifeline:

@@ -82,7 +82,7 @@ def _read_jsonl(file: Path) -> list[Record]:
 
 def _parse_line(where: str, line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8-sig"))  # from bytes it would guess at UTF-16
     except UnicodeDecodeError as error:
         raise DataError(where, f"not UTF-8 at byte {error.start + 1}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError

@@ -59,10 +59,7 @@ class ModelSpec:
             raise ConfigError(f"no model folder at {folder}")
         if not path.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")
-        try:
-            raw = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from None
+        raw = _read_object(path)
         try:
             return _from_config(raw, _eos_ids(Path(folder), raw))
         except KeyError as error:
@@ -107,6 +104,23 @@ class ModelSpec:
         return shapes | {f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
 
 
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return raw
+
+
+def _size(raw: dict[str, Any], field: str) -> int:
+    """A field that counts something. Raises: ConfigError when there is nothing to count."""
+    if (size := int(raw[field])) < 1:
+        raise ConfigError(f"{field} {size}: expected 1 or more")
+    return size
+
+
 def _from_config(raw: dict[str, Any], eos_ids: tuple[int, ...]) -> ModelSpec:
     family = raw["model_type"]
     if family not in FAMILIES:
@@ -115,18 +129,18 @@ def _from_config(raw: dict[str, Any], eos_ids: tuple[int, ...]) -> ModelSpec:
         raise ConfigError("use_sliding_window is on, and sliding-window attention is not supported")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
-    hidden, heads = int(raw["hidden_size"]), int(raw["num_attention_heads"])
+    hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
     attention_bias = bool(raw.get("attention_bias", False))
     kv_heads = int(raw.get("num_key_value_heads") or heads)
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    max_positions = int(raw["max_position_embeddings"])
+    max_positions = _size(raw, "max_position_embeddings")
     return ModelSpec(
         family=family,
-        vocab_size=int(raw["vocab_size"]),
+        vocab_size=_size(raw, "vocab_size"),
         hidden_size=hidden,
-        intermediate_size=int(raw["intermediate_size"]),
-        num_layers=int(raw["num_hidden_layers"]),
+        intermediate_size=_size(raw, "intermediate_size"),
+        num_layers=_size(raw, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=int(raw.get("head_dim") or hidden // heads),
@@ -184,7 +198,7 @@ def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     value = raw.get("eos_token_id")
     generation = folder / "generation_config.json"
     if generation.is_file():
-        value = json.loads(generation.read_text()).get("eos_token_id", value)
+        value = _read_object(generation).get("eos_token_id", value)
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list) else (int(value),)

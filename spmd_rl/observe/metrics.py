@@ -74,11 +74,19 @@ class MetricsLog:
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Append the line of `step`, with the time of writing as `unix_s`; the row as `read_metrics` gives it."""
-        bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+        """Append the line of `step`, with the time of writing as `unix_s`; the row as `read_metrics` gives it.
+
+        Raises: DataError for a metric that is no number, or has a name that a line has already.
+        """
+        try:
+            bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
+        except TypeError:
+            raise DataError(f"step {step}", f"logged what is no number: {', '.join(_no_numbers(metrics))}") from None
         if bad:
             warnings.warn(f"step {step}: not a finite number, written as null: {', '.join(bad)}", stacklevel=2)
         row: dict[str, Any] = {"step": step, "unix_s": round(time.time(), 3)}
+        if taken := row.keys() & metrics.keys():
+            raise DataError(f"step {step}", f"logged {min(taken)!r}, which each line has already: choose another name")
         row |= {name: None if name in bad else _number(value) for name, value in metrics.items()}
         with naming(self.path):
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -87,6 +95,14 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _no_numbers(metrics: Mapping[str, object]) -> Iterator[str]:
+    for name, value in metrics.items():
+        try:
+            math.isfinite(value)  # type: ignore[arg-type]
+        except TypeError:
+            yield f"{name} ({type(value).__name__})"
 
 
 @contextmanager
@@ -123,8 +139,9 @@ def keep_until(path: Path, step: int) -> None:
     """Drop the lines after `step`, which a resumed run will write again."""
     kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
     part = path.with_suffix(".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    os.replace(part, path)
+    with naming(path):
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, path)
 
 
 def _number(value: float) -> float | int:

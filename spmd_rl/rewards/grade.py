@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
@@ -15,6 +16,8 @@ from typing import Any
 from spmd_rl.errors import DataError
 from spmd_rl.rewards.load import Reward
 from spmd_rl.types import Prompt, Sample
+
+LONGEST_SHOWN = 200  # characters
 
 
 class Grader(AbstractContextManager["Grader"]):
@@ -52,11 +55,12 @@ class Grader(AbstractContextManager["Grader"]):
         except BaseException as error:  # the function is the user's: whatever it raises is told with the sample it met
             if os.getpid() != self._pid:  # a process that it forked ends as it likes
                 raise
-            raise DataError(self._where(prompt, sample), f"raised {type(error).__name__}: {error}") from error
+            problem = f"raised {type(error).__name__}: {_shown(error, str)}"
+            raise DataError(self._where(prompt, sample), problem) from error
         if not isinstance(result, Mapping):
             return sample.changed(reward=self._number(result, "reward", prompt, sample))
         if "reward" not in result:
-            raise DataError(self._where(prompt, sample), f"returned a dict without the key 'reward': {dict(result)}")
+            raise DataError(self._where(prompt, sample), f"returned a dict without the key 'reward': {_shown(result)}")
         parts = {str(key): self._number(value, str(key), prompt, sample) for key, value in result.items()}
         return sample.changed(reward=parts["reward"], parts=parts)
 
@@ -66,10 +70,13 @@ class Grader(AbstractContextManager["Grader"]):
             if not signal.getitimer(signal.ITIMER_REAL)[1]:  # no alarm that repeats, as ours does
                 signal.signal(signal.SIGALRM, self._ring)
                 signal.setitimer(signal.ITIMER_REAL, self._deadline_s, self._deadline_s)
+        switches = _torch_switches()
         try:
             return self._reward(prompt, sample)
         finally:
             self._due = math.inf
+            if switches and switches != _torch_switches():
+                _set_torch_switches(*switches)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
         left = self._due - time.monotonic()
@@ -84,13 +91,14 @@ class Grader(AbstractContextManager["Grader"]):
         except Exception:  # noqa: BLE001  whatever a type of the user's raises here, it is no number
             number = math.nan
         if not math.isfinite(number):
-            raise DataError(self._where(prompt, sample), f"returned no finite number as {key!r}: {value!r}")
+            problem = f"returned no finite number as {_shown(key)}: {_shown(value)}"
+            raise DataError(self._where(prompt, sample), problem)
         return number
 
     def _where(self, prompt: Prompt, sample: Sample) -> str:
         code = getattr(self._reward, "__code__", None)
         name = f"{Path(code.co_filename).stem}:{code.co_qualname}" if code else repr(self._reward)
-        shown = f"prompt {_short(prompt.text)}, answer {_short(prompt.answer)}, response {_short(sample.text)}"
+        shown = f"prompt {_shown(prompt.text)}, answer {_shown(prompt.answer)}, response {_shown(sample.text)}"
         return f"reward {name} on prompt {prompt.uid} sample {sample.index} ({shown})"
 
 
@@ -98,5 +106,22 @@ class _Overdue(BaseException):
     """No Exception: a reward that survives its own errors must not survive this."""
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 200 else text[:200] + "...")
+def _torch_switches() -> tuple[bool, Any] | None:
+    """What engine and trainer compute by in this process, and a judge that is a model may set: gradients, the dtype."""
+    torch = sys.modules.get("torch")
+    return (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
+
+
+def _set_torch_switches(gradients: bool, dtype: Any) -> None:
+    torch = sys.modules["torch"]
+    torch.set_grad_enabled(gradients)
+    torch.set_default_dtype(dtype)
+
+
+def _shown(value: object, as_text: Callable[[object], str] = repr) -> str:
+    """A value of the user's in a sentence: the beginning of a long one, the type of one that raises when shown."""
+    try:
+        text = as_text(value)
+    except Exception:  # noqa: BLE001  whatever a type of the user's raises here, the sample at hand is the news
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "..."

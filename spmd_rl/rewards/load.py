@@ -44,7 +44,7 @@ def _import_module(name: str, module: str) -> ModuleType:
                 "or start from the folder it is in"
             ) from error
         raise _broken(name, error) from error
-    except Exception as error:  # any error of the user's own module becomes one sentence
+    except (Exception, SystemExit) as error:  # any error of the user's own module becomes one sentence
         raise _broken(name, error) from error
 
 
@@ -61,13 +61,13 @@ def _import_file(name: str, path: Path) -> ModuleType:
     sys.modules[key] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # any error of the user's own file becomes one sentence
+    except (Exception, SystemExit) as error:  # any error of the user's own file becomes one sentence
         del sys.modules[key]
         raise _broken(name, error) from error
     return module
 
 
-def _broken(name: str, error: Exception) -> ConfigError:
+def _broken(name: str, error: BaseException) -> ConfigError:
     return ConfigError(f"reward {name!r}: importing it raised {type(error).__name__}: {error}")
 
 

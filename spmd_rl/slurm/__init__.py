@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 def _option(text: str) -> tuple[str, str | None]:
     """`--exclusive` or `--mem=0` as a name and a value."""
     name, equals, value = text.removeprefix("--").partition("=")
-    if not text.startswith("--") or not name:
+    if not text.startswith("--") or not re.fullmatch(r"[\w-]+", name):
         raise ConfigError(f"--slurm={text}: write it as --slurm=--exclusive or --slurm=--mem=0")
     return name, value if equals else None
 

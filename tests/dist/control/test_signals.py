@@ -51,6 +51,26 @@ def main(ctl, cfg):
     ctl.spawn(Late, cfg, on=ctl.world.split({"late": rl.RoleSplit()}).late).arm.call()
 """
 
+HUNG_UP = """
+import os, signal, time
+from dataclasses import dataclass
+
+import spmd_rl as rl
+
+@dataclass(frozen=True)
+class Config: ...
+
+class Terminal(rl.Role):
+    @rl.collective
+    def close(self) -> None:
+        for _ in range(2):  # the kernel, and the shell
+            os.killpg(os.getpgrp(), signal.SIGHUP)
+        time.sleep(2)
+
+def main(ctl, cfg):
+    ctl.spawn(Terminal, cfg, on=ctl.world.split({"terminal": rl.RoleSplit()}).terminal).close.call()
+"""
+
 
 def ended(start: Start, spmd_rl: list[str], folder: Path, recipe: str) -> tuple[int, list[str]]:
     (folder / "signalled.py").write_text(recipe)
@@ -59,7 +79,7 @@ def ended(start: Start, spmd_rl: list[str], folder: Path, recipe: str) -> tuple[
     return process.returncode, err.splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize(
     ("module", "moment"),
     [
@@ -73,9 +93,21 @@ def test_the_launcher_while_it_starts(
 ) -> None:
     recipe = AT_AN_IMPORT.format(module=module, number=number.name)
     code, err = ended(start, spmd_rl, tmp_path, recipe)
+    if number == signal.SIGHUP and not moment:
+        number = signal.SIGTERM  # what the ranks are told
     assert err == [f"the run was ended by {number.name}{moment}"]
     assert code == 128 + number
     assert not list(tmp_path.glob("spmd_rl-*")), "torchrun's logs"
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "sentence"),
+    [([], 143, ["the run was ended from outside: every rank got SIGTERM"]), (["nohup"], 0, [])],
+)
+def test_the_terminal_is_closed(
+    start: Start, spmd_rl: list[str], tmp_path: Path, before: list[str], code: int, sentence: list[str]
+) -> None:
+    assert ended(start, [*before, *spmd_rl], tmp_path, HUNG_UP) == (code, sentence)
 
 
 def test_a_rank_while_it_starts(start: Start, spmd_rl: list[str], tmp_path: Path) -> None:

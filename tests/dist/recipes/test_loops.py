@@ -145,3 +145,40 @@ def test_same_command_goes_on(run: Any) -> None:
     assert min(row["train/grad_norm"] for row in whole.metrics) > 0
     assert [row["step"] for row in second.metrics] == [1, 2, 3, 4, 5]
     assert drawn(second, 5) == drawn(whole, 5)
+
+
+EARLY = """
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import spmd_rl as rl
+
+@dataclass(frozen=True)
+class Config:
+    run: rl.RunConfig = field(default_factory=lambda: rl.RunConfig(save_every=1))
+
+class Slow(rl.Role):
+    @rl.collective
+    def save(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    @rl.collective
+    def saved(self) -> None:
+        self.folder.mkdir()
+
+    @rl.collective
+    def load(self, folder: str) -> None: ...
+
+def main(ctl, cfg):
+    slow = ctl.spawn(Slow, cfg, on=ctl.world.split({"slow": rl.RoleSplit()}).slow)
+    for step in ctl.steps(9, ctl.resume(slow=slow)):
+        if step.index == 1:
+            break
+"""
+
+
+def test_a_recipe_that_stops_early_leaves_its_checkpoint_whole(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "early.py").write_text(EARLY)
+    ended = run("early.py", small=False)
+    assert ended.code == 0, ended.sentence
+    assert (ended.folder / "checkpoints/step_000001/slow").is_dir()

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
 FUNCTIONS = """
 import multiprocessing, os, sys, tempfile, time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 FORK = multiprocessing.get_context("fork")
 pools = []
 
@@ -33,6 +33,12 @@ def process_with_a_time_limit(prompt, sample):
         assert judge.exitcode == -15
     return float(sample.index)
 
+def a_request_that_nobody_answers(prompt, sample):
+    pools or pools.append(ThreadPoolExecutor(1))
+    if prompt.uid == 3:
+        pools[0].submit(time.sleep, 1000)
+    return float(sample.index)
+
 def another_directory(prompt, sample):
     os.chdir(tempfile.mkdtemp())
     return float(sample.index)
@@ -45,7 +51,10 @@ def no_text(prompt, sample):
 """
 
 
-@pytest.mark.parametrize("function", ["executor", "process_with_a_time_limit", "another_directory"])
+GO_ON = ["executor", "process_with_a_time_limit", "a_request_that_nobody_answers", "another_directory"]
+
+
+@pytest.mark.parametrize("function", GO_ON)
 def test_the_run_goes_on(run: Any, tmp_path: Path, function: str) -> None:
     ended = run("grpo", f"--reward={_file(tmp_path)}:{function}", "--steps=2", "--run.save_every=1", nproc=2)
     assert ended.code == 0, ended.sentence

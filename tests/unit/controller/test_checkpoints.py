@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from spmd_rl.controller.pending import Pending
 from spmd_rl.controller.rewind import rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import Placement
+from spmd_rl.observe.claim import claim
 
 
 class Cursor:
@@ -250,3 +252,16 @@ def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:
     ours.settle()
     assert rewind(folder, "2")[1] == [folder / "later/step_000003.1"]
     assert all((folder / "later" / name).is_dir() for name in ("step_000003", "step_000003.1", "step_000004"))
+
+
+def test_a_live_run_is_not_rewound(tmp_path: Path) -> None:
+    ours = checkpoints(tmp_path)
+    for step in (1, 2):
+        ours.save(Record(step, 0, 1.0 / step), {"prompts": Cursor(step)})
+        ours.settle()
+    live = claim(tmp_path)
+    with pytest.raises(ConfigError, match="another run is going on in"):
+        rewind(tmp_path / "checkpoints", "best")
+    assert list(ours.saved()) == [tmp_path / "checkpoints/step_000001", tmp_path / "checkpoints/step_000002"]
+    os.close(live)
+    assert rewind(tmp_path / "checkpoints", "best")[0].name == "step_000001"

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +31,51 @@ def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest
     assert last_words.of_the_start_before() == "the cause of 9"
     monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "attempt_9/1/error.json"))
     assert "without a word" in last_words.of_the_start_before()
+
+
+def test_they_are_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(last_words.ERROR_FILE_ENV, raising=False)
+    last_words.write("rank 0: RuntimeError: no such shape\n\nException raised from here\n")
+    assert capfd.readouterr().err == "rank 0: RuntimeError: no such shape; Exception raised from here\n"
+
+
+FORKED = """
+import os
+from spmd_rl.controller import last_words
+last_words.are_not_of_children()
+if child := os.fork():
+    os.waitpid(child, 0)
+last_words.write("of the rank" if child else "of the child")
+"""
+LEFT = """
+import multiprocessing, threading, time
+from spmd_rl.controller import last_words
+last_words.LEAVE_S = 0.2
+threading.Thread(target=time.sleep, args=(60,), name="judge").start()
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), name="pool").start()
+raise SystemExit(last_words.leave("rank 0", 7))
+"""
+
+
+def test_what_a_rank_forked_has_no_say(tmp_path: Path) -> None:
+    folder = tmp_path / "attempt_0/0"
+    folder.mkdir(parents=True)
+    ended = _python(FORKED, **{last_words.ERROR_FILE_ENV: str(folder / "error.json")})
+    assert (ended.returncode, ended.stderr) == (0, "of the child\n")
+    assert last_words.of_the_last_start(tmp_path) == ["of the rank"]
+
+
+def test_nothing_that_user_code_left_running_holds_a_process() -> None:
+    began = time.monotonic()
+    ended = _python(LEFT)
+    assert ended.stderr == "rank 0 has ended without what still ran in it: judge, pool\n"
+    assert ended.returncode == 7
+    assert time.monotonic() - began < 30
+
+
+def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("folder", [None, "missing"])

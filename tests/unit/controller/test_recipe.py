@@ -36,6 +36,11 @@ def test_unreadable_words_are_config_errors(words: list[str]) -> None:
         Invocation.parse(words)
 
 
+def test_words_without_a_recipe_are_told_so() -> None:
+    with pytest.raises(ConfigError, match="spmd-rl run: the following arguments are required: recipe"):
+        Invocation.parse(["--steps=3"])
+
+
 def test_a_recipe_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "recipe_of_this_test.py").write_text(RECIPE)
@@ -51,6 +56,7 @@ def test_a_recipe_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     [
         ("bare_recipe_of_this_test.py", "x = 1", "needs a dataclass Config and a function main"),
         ("json.py", RECIPE, "has the name of another module"),
+        ("leaving_recipe_of_this_test.py", "raise SystemExit(0)", "importing it ends the process"),
     ],
 )
 def test_what_is_no_recipe(
@@ -67,6 +73,8 @@ def test_what_is_no_recipe(
 def test_a_missing_recipe_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="there is no recipe 'gpro'"):
         load_recipe("gpro")
+    with pytest.raises(ConfigError, match="there is no recipe '..'"):
+        load_recipe("..")
     with pytest.raises(ConfigError, match="there is no recipe at nowhere.py"):
         load_recipe("nowhere.py")
 

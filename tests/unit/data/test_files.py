@@ -47,6 +47,20 @@ def test_bytes_that_are_not_utf8(tmp_path: Path) -> None:
         read_records(str(path))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_utf16_is_told_at_its_first_line(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}', encoding=encoding)
+    with pytest.raises(DataError, match=r"x\.jsonl:1: not (UTF-8 at byte 1|valid JSON)"):
+        read_records(str(path))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\r\n{"a": 2}\r\n', encoding="utf-8-sig")
+    assert [record.row for record in read_records(str(path))] == [{"a": 1}, {"a": 2}]
+
+
 def test_missing_empty_or_unknown_files(jsonl: Jsonl, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         read_records(str(tmp_path / "none.jsonl"))

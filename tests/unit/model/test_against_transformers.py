@@ -144,6 +144,8 @@ def test_bad_folders_end_in_one_sentence(tmp_path: Path) -> None:
     for changes, sentence in [
         ({"model_type": "mamba"}, "mamba"),
         ({"hidden_size": "wide"}, "wrong kind"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: expected 1 or more"),
+        ({"vocab_size": -1}, "vocab_size -1: expected 1 or more"),
         ({"num_key_value_heads": 4}, "multiple"),
         ({"hidden_size": 64}, "is \\["),
         ({"num_hidden_layers": 4}, "lacks"),
@@ -158,7 +160,14 @@ def test_bad_folders_end_in_one_sentence(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):
         ModelSpec.from_folder(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"config\.json holds no JSON object"):
+        ModelSpec.from_folder(folder)
     (folder / "config.json").write_text(good)
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"generation_config\.json is not JSON"):
+        ModelSpec.from_folder(folder)
+    (folder / "generation_config.json").unlink()
     (folder / "model.safetensors").write_bytes(b"garbage" * 10)
     with pytest.raises(ConfigError, match="safetensors"):
         _ours(folder)

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,3 +121,30 @@ def test_a_resumed_run_writes_the_later_lines_again(tmp_path: Path) -> None:
 def test_metric_names_are_unique_and_explained() -> None:
     assert len(KNOWN) == len(METRICS)
     assert all("/" in metric.name and metric.meaning for metric in METRICS)
+
+
+def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    (tmp_path / "metrics.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as told:
+        keep_until(path, 1)
+    assert told.value.filename == str(path)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        (
+            {"ok": 1.0, "note": "good", "per_rank": np.zeros(2)},
+            r"step 3: logged what is no number: note .str., per_rank",
+        ),
+        ({"step": 9.0}, "step 3: logged 'step', which each line has already"),
+    ],
+)
+def test_what_cannot_be_a_metric_is_named(tmp_path: Path, metrics: dict[str, Any], sentence: str) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    with pytest.raises(DataError, match=sentence):
+        log.write(3, metrics)
+    log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []

@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rewards import match
@@ -92,6 +93,7 @@ def test_a_wrong_name_is_told_with_the_fix(name: str, sentence: str) -> None:
         ("1 / 0", "importing it raised ZeroDivisionError"),
         ("import no_such_package", "importing it raised ModuleNotFoundError: No module named 'no_such_package'"),
         ("def f(", "importing it raised SyntaxError"),
+        ("raise SystemExit(0)", "importing it raised SystemExit: 0"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused(tmp_path: Path, source: str, sentence: str) -> None:
@@ -114,8 +116,33 @@ def test_a_reward_may_leave_its_directory(tmp_path: Path) -> None:
     assert Path.cwd() == here
 
 
+@pytest.mark.parametrize("ends", [lambda: 1.0, lambda: 1 / 0])
+def test_a_judge_leaves_torch_as_it_was(ends: Any) -> None:
+    """Else the next tokens and the next gradient would be computed by its switches."""
+
+    def judge(prompt: Prompt, sample: Sample) -> float:
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        return ends()
+
+    with suppress(DataError):
+        Grader(judge).grade(PROMPT, sample("x"))
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == (True, torch.float32)
+
+
 def _raises(prompt: Prompt, sample: Sample) -> float:
     raise KeyError("gold")
+
+
+class _Silent(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+    __str__ = __repr__
+
+
+def _raises_silently(prompt: Prompt, sample: Sample) -> float:
+    raise _Silent
 
 
 @pytest.mark.parametrize(
@@ -129,6 +156,8 @@ def _raises(prompt: Prompt, sample: Sample) -> float:
         (lambda p, s: {"reward": 1.0, 3: "good"}, "as '3': 'good'"),
         (lambda p, s: 10**400, "returned no finite number as 'reward': 1000"),
         (lambda p, s: sys.exit(0), "raised SystemExit: 0"),
+        (lambda p, s: _Silent(), "returned no finite number as 'reward': a _Silent"),
+        (_raises_silently, "raised _Silent: a _Silent"),
         (lambda p, s: p.tokens.fill(0), "raised ValueError: assignment destination is read-only"),
         (lambda p, s: s.tokens.sort(), "raised ValueError: sort array is read-only"),
         (lambda p, s: np.negative(s.logprobs, out=s.logprobs), "raised ValueError: output array is read-only"),
@@ -141,6 +170,14 @@ def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
     ) as told:
         Grader(reward).grade(PROMPT, sample("84"))
     assert problem in str(told.value)
+
+
+@pytest.mark.parametrize("reward", [lambda p, s: "x" * 10**6, lambda p, s: {"form": "x" * 10**6}])
+def test_not_all_of_a_long_value_is_shown(reward: Any) -> None:
+    with pytest.raises(DataError) as told:
+        Grader(reward).grade(PROMPT, sample("84"))
+    assert "xxx..." in str(told.value)
+    assert len(str(told.value)) < 1000
 
 
 def _hangs(prompt: Prompt, sample: Sample) -> float:

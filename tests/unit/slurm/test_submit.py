@@ -66,6 +66,7 @@ def test_what_slurm_gets_is_the_dry_run(elsewhere: Path, capsys: pytest.CaptureF
         (["no_such_recipe"], "no recipe 'no_such_recipe'"),
         ([RECIPE, "--nodes=two"], "--nodes"),
         ([RECIPE, "--slurm=exclusive"], "--slurm=--exclusive"),
+        ([RECIPE, "--slurm=--exclusive\ntouch here"], "--slurm=--exclusive"),
         ([RECIPE, "--partition=a\nb"], "--partition"),
         ([RECIPE, "--nodes=0"], "--nodes=0: expected 1 or more"),
         ([RECIPE, "--gpus-per-node=-2"], "--gpus-per-node=-2: expected 1 or more"),
