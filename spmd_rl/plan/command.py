@@ -35,10 +35,11 @@ def main(words: list[str]) -> int:
         raise ConfigError(f"--gpu-gib={options.gpu_gib:g}: expected more than 0, and finite")
     config = [f"--config={options.config}"] if options.config else []
     invocation = Invocation.parse([options.recipe, *config, *rest])
-    resolved = resolve(load_recipe(options.recipe).configure(invocation), options.world)
+    capacity_bytes = None if options.gpu_gib is None else int(options.gpu_gib * 2**30)
+    resolved = resolve(load_recipe(options.recipe).configure(invocation), options.world, capacity_bytes)
     print("\n".join(lines(resolved)))
-    if options.gpu_gib is not None:
-        resolved.require(int(options.gpu_gib * 2**30))
+    if capacity_bytes is not None:
+        resolved.require(capacity_bytes)
         print(f"fits in {options.gpu_gib:g} GiB")
     return 0
 

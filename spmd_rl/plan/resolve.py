@@ -68,8 +68,10 @@ class Resolved:
                 raise PlanError(f"rank {rank}: {error}") from None
 
 
-def resolve(cfg: Any, world_size: int) -> Resolved:
-    """Raises: PlanError when the split does not fit; ConfigError when the model folder does not serve."""
+def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Resolved:
+    """The plan for devices of this memory, of which an engine takes its part; None where that is not known.
+
+    Raises: PlanError when the split does not fit; ConfigError when the model folder does not serve."""
     split = getattr(cfg, "split", None)
     if split is None:
         raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
@@ -81,12 +83,12 @@ def resolve(cfg: Any, world_size: int) -> Resolved:
         if spec is not None and name in placements and missing:
             raise PlanError(f"split.{name} cannot be planned: this recipe's config has no `{missing[0]}`")
     routes = _routes(placements, spec, cfg, world_size)
-    ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size))
+    ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size, capacity_bytes))
     return Resolved(world_size, placements, spec, routes, ledgers)
 
 
 def _ledgers(
-    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int
+    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int, capacity_bytes: int | None
 ) -> Iterator[tuple[int, Ledger]]:
     """Each rank's: what the roles on it take, what a push packs, and what the GPU itself does.
 
@@ -94,7 +96,7 @@ def _ledgers(
     """
     on_gpu = any(getattr(cfg, PARTS[name][0]).dtype == "bfloat16" for name in placements if name in PARTS)
     num_communicators = _num_communicators(placements, routes)
-    of_roles = cache(lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu)))
+    of_roles = cache(lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu, capacity_bytes)))
     ranks = {name: set(place.ranks) for name, place in placements.items()}
     for rank in range(world_size):
         roles = tuple(name for name in ranks if rank in ranks[name])
@@ -108,7 +110,12 @@ def _ledgers(
 
 
 def _role_ledgers(
-    roles: tuple[str, ...], placements: Placements, spec: ModelSpec, cfg: Any, on_gpu: bool
+    roles: tuple[str, ...],
+    placements: Placements,
+    spec: ModelSpec,
+    cfg: Any,
+    on_gpu: bool,
+    capacity_bytes: int | None,
 ) -> Iterator[Ledger]:
     """What a trainer and an engine take of a rank that serves `roles`."""
     if "train" in roles:
@@ -137,7 +144,7 @@ def _role_ledgers(
         yield engine_ledger(
             spec.num_parameters,
             0 if aliased else element_bytes,  # the engine can be the trainer's own memory
-            _kv_tokens(placements.infer, spec, cfg) * token_bytes,
+            _kv_bytes(spec, cfg.engine, token_bytes, capacity_bytes),
             sleeps="train" in roles,
             step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
         )
@@ -182,12 +189,13 @@ def _num_gathered(spec: ModelSpec) -> int:
     return spec.num_parameters - (spec.num_layers - 2) * layer
 
 
-def _kv_tokens(infer: Placement, spec: ModelSpec, cfg: Any) -> int:
-    """Tokens whose keys and values one engine's pages hold: those given, else a full batch of whole contexts."""
-    if cfg.engine.num_pages:
-        return int(cfg.engine.num_pages * (cfg.engine.page_size or GPU_PAGE_SIZE))
-    sequences = -(-cfg.prompts_per_step // infer.data_size) * cfg.sampling.num_samples
-    return min(cfg.engine.max_batch, sequences) * spec.max_positions
+def _kv_bytes(spec: ModelSpec, cfg: EngineConfig, token_bytes: int, capacity_bytes: int | None) -> int:
+    """What one engine's pages take: those given, else a full batch of whole contexts, as far as its memory goes."""
+    if cfg.num_pages:
+        return cfg.num_pages * (cfg.page_size or GPU_PAGE_SIZE) * token_bytes
+    context = spec.max_positions * token_bytes
+    wanted = cfg.max_batch * context
+    return wanted if capacity_bytes is None else max(context, min(wanted, int(capacity_bytes * cfg.memory_fraction)))
 
 
 def _routes(placements: Placements, spec: ModelSpec | None, cfg: Any, world_size: int) -> Routes:
