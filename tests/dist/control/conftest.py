@@ -30,8 +30,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
-    """Start a command in `tmp_path`; at the end, its whole process group ends."""
+    """Start a command in `tmp_path`, heeding a terminal that closes; at the end, its whole process group ends."""
     started: list[subprocess.Popen[str]] = []
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started these tests may ignore it
 
     def run(command: list[str]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -47,6 +48,7 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
         return process
 
     yield run
+    signal.signal(signal.SIGHUP, inherited)
     for process in started:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
