@@ -78,7 +78,7 @@ class Switchboard:
         self.recipe_clock = RecipeClock(run.between_calls_s)
         self._stop: Stop | None = None  # once the world is ending: what every rank is told
         self._told: list[int] = []  # the ranks that stayed when it began to
-        self._heeded = False  # by one of them at least, which says why the run ended
+        self._unsaid = False  # why it ends, until one of them has heard it, who says so
         self._router = Router(address, keys, generation, world_size, self, lifeline)
         self.endpoint = self._router.endpoint
         self._router.start()
@@ -166,7 +166,7 @@ class Switchboard:
                     self._fail(LostRankError(f"{self.roster.seats[rank]} {why}, {in_call(self.calls.oldest(rank))}"))
                     self.roster.gone(rank)
                 case Bye():
-                    self._heeded = True
+                    self._unsaid = False
                     self.roster.gone(rank)
             return True
 
@@ -232,9 +232,9 @@ class Switchboard:
             stop = Stop("", 0, [])
             if error is not None:
                 stop = Stop(str(error), error.exit_code, [seats[rank].hello for rank in self._lost & seats.keys()])
-                if stop.lost and self._lost >= set(staying):
-                    last_words.write(str(error))  # as rank 0, which started this process: no rank is left to say it
-            self._stop, self._told = stop, staying
+            self._stop, self._told, self._unsaid = stop, staying, error is not None and bool(staying)
+            if self._lost >= set(staying):
+                self._say(stop)
             self._router.post(staying, stop)
             for rank in self._lost:
                 self.roster.gone(rank)
@@ -244,14 +244,20 @@ class Switchboard:
 
         Who came after the world began to end is told so at once, and left to it.
         """
-        if self._stop is not None and self._stop.sentence and self._told and not self._heeded:
-            last_words.write(self._stop.sentence)
+        if self._stop is not None:
+            self._say(self._stop)
         seats = self.roster.seats
         stayed = set(self._told) & set(self.roster.staying)
         left = [seats[rank].hello for rank in (self._lost | stayed) & seats.keys()]
         if left and self._launcher is not None:
             await_end([seat.hello for seat in seats.values() if seat.hello not in left])
             end_children(self._launcher, left)
+
+    def _say(self, stop: Stop) -> None:
+        """Leave the last words as rank 0, which started this process, if no rank is left to do it."""
+        if self._unsaid:
+            self._unsaid = False
+            last_words.write(stop.sentence)
 
     def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
         """Who is lost, and in which call."""
