@@ -130,7 +130,9 @@ class DecodeSplits:
         self.num_keys, self.rows = keys.view(-1), rows.masked_fill_(keys == 0, -1)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        again = q[: self.batch].unsqueeze(1).expand(-1, self.num_splits, -1, -1).flatten(0, 1).contiguous()
+        from spmd_rl.kernels.merge_triton import repeat_rows
+
+        again = repeat_rows(q[: self.batch], self.num_splits)
         partial, sums = torch.empty_like(again), again.new_empty(again.shape[:2], dtype=torch.float32)
         decode_attention(again, keys, values, self.pages, self.num_keys, partial, sums)
         out = q.new_empty(q.shape)

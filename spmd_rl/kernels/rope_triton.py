@@ -2,7 +2,7 @@
 
 A program of the forward pass takes heads of one token, as many at a time as the norm's tile has rows, and sums each
 along the norm's tree. The half that a column is turned with is read a second time, from the nearest cache. Keys may go
-straight to their pages, and the values with them.
+straight to their pages, and the values with them. Positions and slots are read early (`overlap_triton`).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.kv_write import KvPlace
 from spmd_rl.kernels.norm_triton import NUM_WARPS, norm_tile
-from spmd_rl.kernels.overlap_triton import overlapping, wait
+from spmd_rl.kernels.overlap_triton import let_next_begin, overlapping, wait
 from spmd_rl.kernels.tile import dense, dense_heads
 
 MANY_TOKENS = 1024  # from here on tokens alone fill the processor
@@ -127,11 +127,12 @@ def _forward(
 ) -> None:  # fmt: skip
     """Programs share a token's groups of heads: first those of queries, then of keys, then of values."""
     token = tl.program_id(0).to(tl.int64)
-    wait()
+    let_next_begin()
     slot = token
     if slots is not None:
         slot = tl.load(slots + token, mask=token < num_slots, other=-1).to(tl.int64)
     c, s = _angles(positions, cos, sin, token, 1, DIM, BLOCK)
+    wait()
     for group in range(tl.program_id(1), groups, tl.num_programs(1)):
         key_group = group - tl.cdiv(Q_HEADS, HEADS)
         value_group = key_group - tl.cdiv(K_HEADS, HEADS)

@@ -28,13 +28,15 @@ HEAVY = {
     "math_verify": "rewards",
     "triton": "kernels",
     "flash_attn": "kernels",
+    "cutlass": "kernels",
+    "quack": "kernels",
     "cupy": "offload",
     "torch_memory_saver": "offload",
     "sglang": "rollout",
     "megatron": "train",
     "transformer_engine": "train",
 }
-AT_MODULE_LEVEL = {"rich", "triton"}  # rich: the one file that needs it is imported late; triton: its decorators
+AT_MODULE_LEVEL = {"rich", "triton", "flash_attn", "cutlass", "quack"}  # decorators, base classes: such files come late
 
 
 def room_edges(modules: Iterable[Module]) -> Iterator[tuple[str, str, str]]:

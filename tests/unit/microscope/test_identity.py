@@ -25,7 +25,7 @@ from spmd_rl.microscope.taps import MARK
         ("void pytorch_flash::flash_fwd_splitkv_kernel<Kernel_traits<128, 64>>(Params)", ("", "keys split", "")),
         ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at",
          ("keys in blocks of 128", "one split", "wgmma")),
-        ("kernel_cutlass_kernel_spmd_rlkernelsflash_decode_kernel_classlocalsTwoOnAnSm_object_at",
+        ("kernel_cutlass_kernel_spmd_rlkernelsflash_decode_cuteDecoding_object_at",
          ("keys in blocks of 128", "one split", "wgmma")),
         ("_forward", ("", "", "")),
     ],

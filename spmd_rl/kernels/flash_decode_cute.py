@@ -1,0 +1,107 @@
+"""FlashAttention-4's kernel for decoding, built otherwise.
+
+It begins before the kernel ahead of it has ended, and by then asks for the keys and values of the last page but the
+newest's box, which that kernel may still be writing. It reads no more of a page than is in use, where the package reads
+pages whole. And where there are more blocks of threads than SMs, two share an SM, with one stage of keys and values
+instead of two and half of the registers each: alone, a block reads nothing while it starts and while it ends, and a
+block of decoding is short. What is summed, and in which order, does not change, nor do bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.pipeline import PipelineUserType, make_pipeline_state
+from cutlass.utils import LayoutEnum
+from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
+from flash_attn.cute.utils import AuxData
+from quack import copy_utils, layout_utils, sm90_utils
+
+from spmd_rl.kernels.flash_decode import BOX_ROWS
+
+REGISTERS = {1: (256, 56), 2: (208, 48)}  # blocks on an SM: of a consumer's thread, and a producer's; 128 of each
+
+
+class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
+    # The package sets these in its call for one block on an SM, whatever it is built with.
+    num_mma_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][0], lambda self, value: None)
+    num_producer_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][1], lambda self, value: None)
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def __call__(
+        self, q: Any, keys: Any, values: Any, out: Any, log_sum: Any, num_keys: Any, pages: Any, stream: Any
+    ) -> None:
+        self.caches = keys, values
+        scale, nothing = cutlass.Float32(self.tile_hdim**-0.5), (None, None, None, None)
+        given = q, keys, values, out, log_sum, scale, *nothing[:3], num_keys, pages, *nothing
+        FlashAttentionForwardSm90.__call__(self, *given, AuxData(None, None), stream)
+
+    def kernel(self, mQ: Any, mK: Any, mV: Any, *rest: Any) -> Any:
+        """The package's, with keys and values copied in boxes of a few rows instead of pages."""
+        (atom_k, mK), (atom_v, mV) = map(self.in_boxes, self.caches)
+        launcher = super().kernel(mQ, mK, mV, *rest[:8], atom_k, atom_v, *rest[10:])
+        launch = launcher.launch
+        launcher.launch = lambda **config: launch(
+            **(config | {"min_blocks_per_mp": self.blocks_on_an_sm, "use_pdl": True})
+        )
+        return launcher
+
+    def in_boxes(self, cache: Any) -> Any:
+        """How to copy a box, as wide as a row of swizzled memory, and the cache [page_size, D, K, num_pages]."""
+        box = BOX_ROWS, 64 if self.tile_hdim % 64 == 0 else 32
+        layout = sm90_utils.make_smem_layout(cache.element_type, LayoutEnum.ROW_MAJOR, box, None)
+        cache = layout_utils.select(cache, [1, 3, 2, 0])
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cache, layout, box, 1)
+
+    def load(self, mQ: Any, mK: Any, mV: Any, sQ: Any, sK: Any, sV: Any, *rest: Any) -> None:
+        cute.arch.griddepcontrol_launch_dependents()
+        _, atom_k, atom_v, pipeline_k, pipeline_v, _, _, table, _, _, describe, scheduler = rest
+        _, head, sequence, _ = scheduler().initial_work_tile_info().tile_idx
+        self.num_keys = describe(sequence).seqlen_k
+        newest = cutlass.max(self.num_keys - 1, 0)
+        self.last_block, self.num_ready = newest // self.tile_n, newest // BOX_ROWS * BOX_ROWS
+        self.beyond = cute.size(mK, mode=[3])  # a page that is not there: copied as zeros, without a read
+        self.boxes = {}
+        for name, atom, pages, shared in (("K", atom_k, mK, sK), ("V", atom_v, mV, sV)):
+            pages = cute.local_tile(pages[None, None, head, None], (self.tile_n, self.tile_hdim), (0, 0, None))
+            _, to, given = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), pages, shared)
+            self.boxes[name] = atom, given, to
+        self.ask_early(table[sequence, self.last_block], (("K", pipeline_k), ("V", pipeline_v)))
+        cute.arch.griddepcontrol_wait()
+        super().load(mQ, mK, mV, sQ, sK, sV, *rest)
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def ask_early(self, page: Any, pipelines: Any) -> None:
+        """The last page's boxes but the newest key's, before the stage expects them."""
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
+            state = make_pipeline_state(PipelineUserType.Producer, self.num_stages)
+            for name, keys_or_values in cutlass.const_expr(pipelines):
+                self.copy(name, self.last_block, page, keys_or_values.producer_get_barrier(state), 0, early=True)
+
+    def load_KV(
+        self, copy: Any, paged: Any, shared: Any, block: Any, *, pipeline_kv: Any, producer_state: Any,
+        K_or_V: str, page_idx: Any,
+    ) -> None:  # fmt: skip
+        barrier = pipeline_kv.producer_get_barrier(producer_state)
+        self.copy(K_or_V, block, page_idx, barrier, producer_state.index, early=False)
+        pipeline_kv.producer_commit(producer_state)
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def copy(self, name: Any, block: Any, page: Any, barrier: Any, stage: Any, early: Any) -> None:
+        """Those boxes of a page that are asked for early, or the others."""
+        atom, given, to = self.boxes[name]
+        for box in cutlass.range_constexpr(cute.size(given, mode=[0, 1])):
+            first = block * self.tile_n + box * BOX_ROWS % self.tile_n  # of block -1 where there are no keys
+            is_early = (block == self.last_block) & (first < self.num_ready)
+            page_or_none = cutlass.Int32(cutlass.select_((first >= 0) & (first < self.num_keys), page, self.beyond))
+            if is_early == early:
+                ends = given[(None, box), page_or_none], to[(None, box), stage]
+                one_box = [cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends]
+                cute.copy(atom, *one_box, tma_bar_ptr=barrier)
+
+    def mma(self, *args: Any) -> None:
+        cute.arch.griddepcontrol_wait()
+        super().mma(*args)
