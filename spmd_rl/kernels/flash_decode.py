@@ -18,24 +18,24 @@ VERIFIED_VERSION = "4.0.0b19"  # what `flash_decode_cute` is built on; another r
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, pages: Tensor, num_keys: Tensor, out: Tensor, log_sum: Tensor | None = None
 ) -> None:
-    """Each query over the first keys of its pages, into `out` and, if wanted, `log_sum`.
+    """Each query over the first keys of its pages, S times over other pages, into `out` and, if wanted, `log_sum`.
 
     All but the queries and each sequence's newest key and value is read early (`overlap_triton`).
-    Shape: q and out [B, H, D]; keys and values [num_pages, page_size, K, D]; pages [B, P] and num_keys [B] int32;
-    log_sum [B, H] fp32.
+    Shape: q [B, H, D]; keys and values [num_pages, page_size, K, D]; pages [B * S, P] and num_keys [B * S] int32; out
+    [B * S, H, D]; log_sum [B * S, H] fp32.
     """
     q, out = q.unsqueeze(1), out.unsqueeze(1)
     log_sum = None if log_sum is None else log_sum.unsqueeze(2)
     heads, dim, kv_heads = *q.shape[2:], keys.shape[2]
     if keys.shape[1] == TILE[1] and _verified():
-        blocks = 2 if len(q) * kv_heads > _num_sms(q.device) else 1
-        run = _compiled(blocks, dim, heads // kv_heads, log_sum is not None)
+        blocks = 2 if len(pages) * kv_heads > _num_sms(q.device) else 1
+        run = _compiled(blocks, dim, heads // kv_heads, log_sum is not None, len(pages) > len(q))
         run(q, keys, values, out, log_sum, num_keys, pages)
         return
     from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a tile
 
     _flash_attn_fwd(
-        q,
+        q.repeat_interleave(len(pages) // len(q), 0),
         keys,
         values,
         seqused_k=num_keys,
@@ -59,7 +59,7 @@ def _num_sms(device: torch.device) -> int:
 
 
 @cache
-def _compiled(blocks: int, dim: int, groups: int, with_log_sum: bool) -> Callable[..., None]:
+def _compiled(blocks: int, dim: int, groups: int, with_log_sum: bool, repeats: bool) -> Callable[..., None]:
     """The kernel for so many blocks on an SM and such heads, compiled at its first call: (q, keys, values, out,
     log_sum, num_keys, pages)."""
     import cutlass.cute as cute
@@ -80,7 +80,7 @@ def _compiled(blocks: int, dim: int, groups: int, with_log_sum: bool) -> Callabl
         num_threads=256,
         intra_wg_overlap=blocks == 1,
     )
-    kernel.blocks_on_an_sm = blocks
+    kernel.blocks_on_an_sm, kernel.repeats, kernel.asks_early = blocks, repeats, blocks == 1 or repeats
     compiled: Callable[..., None] | None = None
 
     def described(x: Tensor | None) -> Any:

@@ -1,10 +1,11 @@
 """FlashAttention-4's kernel for decoding, built otherwise.
 
-It begins before the kernel ahead of it has ended, and by then asks for the keys and values of the last page but the
-newest's box, which that kernel may still be writing. It reads no more of a page than is in use, where the package reads
-pages whole. And where there are more blocks of threads than SMs, two share an SM, with one stage of keys and values
-instead of two and half of the registers each: alone, a block reads nothing while it starts and while it ends, and a
-block of decoding is short. What is summed, and in which order, does not change, nor do bits.
+It begins before the kernel ahead of it has ended. Where blocks of threads are few or long, they have by then asked for
+the keys and values of the last page but the newest's box, which that kernel may still be writing. No more of a page is
+read than is in use, where the package reads pages whole. And where there are more blocks than SMs, two share an SM,
+with one stage of keys and values instead of two and half of the registers each: alone, a block reads nothing while it
+starts and while it ends, and a block of decoding is short. Queries that see several splits are not copied for each.
+What is summed, and in which order, does not change, nor do bits.
 """
 
 from __future__ import annotations
@@ -44,8 +45,14 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         (atom_k, mK), (atom_v, mV) = map(self.in_boxes, self.caches)
         launcher = super().kernel(mQ, mK, mV, *rest[:8], atom_k, atom_v, *rest[10:])
         launch = launcher.launch
+        pages = rest[6]
         launcher.launch = lambda **config: launch(
-            **(config | {"min_blocks_per_mp": self.blocks_on_an_sm, "use_pdl": True})
+            **config
+            | {
+                "grid": (*config["grid"][:2], cute.size(pages, mode=[0])),
+                "min_blocks_per_mp": self.blocks_on_an_sm,
+                "use_pdl": True,
+            }
         )
         return launcher
 
@@ -61,17 +68,25 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         _, atom_k, atom_v, pipeline_k, pipeline_v, _, _, table, _, _, describe, scheduler = rest
         _, head, sequence, _ = scheduler().initial_work_tile_info().tile_idx
         self.num_keys = describe(sequence).seqlen_k
-        newest = cutlass.max(self.num_keys - 1, 0)
-        self.last_block, self.num_ready = newest // self.tile_n, newest // BOX_ROWS * BOX_ROWS
         self.beyond = cute.size(mK, mode=[3])  # a page that is not there: copied as zeros, without a read
         self.boxes = {}
         for name, atom, pages, shared in (("K", atom_k, mK, sK), ("V", atom_v, mV, sV)):
             pages = cute.local_tile(pages[None, None, head, None], (self.tile_n, self.tile_hdim), (0, 0, None))
             _, to, given = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), pages, shared)
             self.boxes[name] = atom, given, to
-        self.ask_early(table[sequence, self.last_block], (("K", pipeline_k), ("V", pipeline_v)))
+        if self.asks_early:
+            newest = cutlass.max(self.num_keys - 1, 0)
+            self.last_block, self.num_ready = newest // self.tile_n, newest // BOX_ROWS * BOX_ROWS
+            self.ask_early(table[sequence, self.last_block], (("K", pipeline_k), ("V", pipeline_v)))
         cute.arch.griddepcontrol_wait()
-        super().load(mQ, mK, mV, sQ, sK, sV, *rest)
+        super().load(self.repeated(mQ, table) if self.repeats else mQ, mK, mV, sQ, sK, sV, *rest)
+
+    def repeated(self, queries: Any, table: Any) -> Any:
+        """Queries [G * 1, D, K, B], each as often as it has rows in the table of pages, without a copy."""
+        shape, stride = queries.shape, queries.stride
+        times = cute.size(table, mode=[0]) // shape[3]
+        layout = cute.make_layout((*shape[:3], (times, shape[3])), stride=(*stride[:3], (0, stride[3])))
+        return cute.make_tensor(queries.iterator, layout)
 
     @cute.jit  # type: ignore[untyped-decorator]
     def ask_early(self, page: Any, pipelines: Any) -> None:
@@ -93,14 +108,18 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
     def copy(self, name: Any, block: Any, page: Any, barrier: Any, stage: Any, early: Any) -> None:
         """Those boxes of a page that are asked for early, or the others."""
         atom, given, to = self.boxes[name]
-        for box in cutlass.range_constexpr(cute.size(given, mode=[0, 1])):
-            first = block * self.tile_n + box * BOX_ROWS % self.tile_n  # of block -1 where there are no keys
-            is_early = (block == self.last_block) & (first < self.num_ready)
+        high = self.tile_n // BOX_ROWS
+        for row in cutlass.range_constexpr(high):
+            first = block * self.tile_n + row * BOX_ROWS  # of block -1 where there are no keys
             page_or_none = cutlass.Int32(cutlass.select_((first >= 0) & (first < self.num_keys), page, self.beyond))
+            is_early = cutlass.Boolean(False)
+            if cutlass.const_expr(self.asks_early):
+                is_early = (block == self.last_block) & (first < self.num_ready)
             if is_early == early:
-                ends = given[(None, box), page_or_none], to[(None, box), stage]
-                one_box = [cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends]
-                cute.copy(atom, *one_box, tma_bar_ptr=barrier)
+                for box in cutlass.range_constexpr(row, cute.size(given, mode=[0, 1]), high):
+                    ends = given[(None, box), page_or_none], to[(None, box), stage]
+                    one_box = [cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends]
+                    cute.copy(atom, *one_box, tma_bar_ptr=barrier)
 
     def mma(self, *args: Any) -> None:
         cute.arch.griddepcontrol_wait()

@@ -123,18 +123,15 @@ class DecodeSplits:
 
     def __init__(self, pages: Tensor, num_keys: Tensor, page_size: int, size: int) -> None:
         self.batch, self.pages = len(pages), pages.reshape(-1, size // page_size)
-        self.num_splits = len(self.pages) // self.batch
-        split = torch.arange(self.num_splits, dtype=torch.int32, device=pages.device)
+        split = torch.arange(len(self.pages) // self.batch, dtype=torch.int32, device=pages.device)
         keys = (num_keys.unsqueeze(1) - split * size).clamp_(0, size)
         rows = torch.arange(len(self.pages), dtype=torch.int32, device=pages.device).view(keys.shape)
         self.num_keys, self.rows = keys.view(-1), rows.masked_fill_(keys == 0, -1)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        from spmd_rl.kernels.merge_triton import repeat_rows
-
-        again = repeat_rows(q[: self.batch], self.num_splits)
-        partial, sums = torch.empty_like(again), again.new_empty(again.shape[:2], dtype=torch.float32)
-        decode_attention(again, keys, values, self.pages, self.num_keys, partial, sums)
+        partial = q.new_empty(len(self.pages), *q.shape[1:])
+        sums = q.new_empty(partial.shape[:2], dtype=torch.float32)
+        decode_attention(q[: self.batch], keys, values, self.pages, self.num_keys, partial, sums)
         out = q.new_empty(q.shape)
         merge_ranges(partial, sums, self.rows, out[: self.batch])
         return out

@@ -1,7 +1,4 @@
-"""Merging ranges of keys on NVIDIA GPUs: a program for each query head, the same for trainer and engine.
-
-And, for decoding, the queries before that: once for each range.
-"""
+"""Merging ranges of keys on NVIDIA GPUs: a program for each query head, the same for trainer and engine."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
@@ -11,13 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_rl.kernels.overlap_triton import overlapping, wait
-
-
-def repeat_rows(x: Tensor, times: int) -> Tensor:
-    """Each row so many times: [M, ...], dense, to [M * times, ...]."""
-    out, width = x.new_empty(len(x) * times, *x.shape[1:]), x[0].numel()
-    _repeat[(len(out),)](x, out, times, width, triton.next_power_of_2(width), num_warps=4, **overlapping())
-    return out
 
 
 def merge_ranges_gpu(
@@ -33,14 +23,6 @@ def merge_ranges_gpu(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["times"])
-def _repeat(x, out, times, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    wait()
-    value = tl.load(x + row // times * WIDTH + column, mask=column < WIDTH)
-    tl.store(out + row * WIDTH + column, value, mask=column < WIDTH)
-
-
 @triton.jit
 def _merge(
     partial, log_sum, rows, out, merged, sum_row, sum_head, merged_row, merged_head, heads,
@@ -49,8 +31,8 @@ def _merge(
 ) -> None:  # fmt: skip
     query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     which, column = tl.arange(0, RANGE_BLOCK), tl.arange(0, DIM_BLOCK)
+    place = tl.load(rows + query * RANGES + which, mask=which < RANGES, other=-1).to(tl.int64)  # made early
     wait()
-    place = tl.load(rows + query * RANGES + which, mask=which < RANGES, other=-1).to(tl.int64)
     log_sums = tl.load(log_sum + place * sum_row + head * sum_head, mask=place >= 0, other=float("-inf"))
     highest = tl.max(log_sums, 0)
     weights = tl.exp(log_sums - highest)

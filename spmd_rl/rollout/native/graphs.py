@@ -25,6 +25,7 @@ from spmd_rl.rollout.native.staged import Fields, Staged
 GraphMemory = Any  # torch's handle of a pool
 Outputs = TypeVar("Outputs")
 Draw = Callable[..., tuple[Tensor, Tensor]]  # takes what `sample_and_score` takes
+TURNS = 2  # a step may be launched before the host has taken what the step before it drew
 
 
 def batch_sizes(largest: int) -> list[int]:
@@ -53,6 +54,17 @@ def record(work: Callable[[], Outputs], memory: GraphMemory) -> tuple[torch.cuda
     return graph, outputs
 
 
+class _Pinned:
+    """Memory of the host that graphs write: what each of the last steps drew.
+
+    Shape: tokens [TURNS, N] int64, logprobs [TURNS, N] fp32.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.tokens = torch.empty(TURNS, num_rows, dtype=torch.int64, pin_memory=True)
+        self.logprobs = torch.empty(TURNS, num_rows, dtype=torch.float32, pin_memory=True)
+
+
 class DecodeGraphs:
     """Graphs over one cache. Ranks: any, each on its own."""
 
@@ -64,6 +76,8 @@ class DecodeGraphs:
         self._sizes = batch_sizes(rows.num_rows)
         self.device = cache.data.device
         self._newest = torch.zeros(rows.num_rows + 1, dtype=torch.int64, device=self.device)
+        self._for_host = _Pinned(rows.num_rows)
+        self.turn = 0
         self._remembered = np.zeros(rows.num_rows, dtype=np.int64)  # the ticket whose newest token is there
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
         self._latest: _Recorded | None = None
@@ -76,7 +90,8 @@ class DecodeGraphs:
     def launch(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Queue one decoding step of `rows`, whose newest tokens were drawn here, remembered, or are known to the host.
 
-        Shape: rows [M]; returns tokens [M] int64 and log-probs [M] fp32, valid until the next launch.
+        Shape: rows [M]; returns where the host finds tokens [M] int64 and log-probs [M] fp32 once the step has run,
+        until the next but one is launched.
         """
         state = self._rows
         fresh = rows[self._remembered[rows] != state.ticket[rows]]
@@ -93,17 +108,20 @@ class DecodeGraphs:
         if recorded is not self._latest:
             recorded.forget()  # its rows have moved on in other graphs
             self._latest = recorded
-        tokens, logprobs = recorded.replay(rows)
-        return tokens[: len(rows)], logprobs[: len(rows)]
+        recorded.replay(rows)
+        now = self.turn % TURNS
+        self.turn += 1
+        return self._for_host.tokens[now, : len(rows)], self._for_host.logprobs[now, : len(rows)]
 
     def remember(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
         """`tokens` [M] are now the newest of `rows` [M]."""
         self._newest.index_copy_(0, upload(rows, self.device), tokens)
         self._remembered[rows] = self._rows.ticket[rows]
 
-    def step(self, inputs: dict[str, Tensor], filtered: bool) -> tuple[Tensor, Tensor]:
+    def step(self, inputs: dict[str, Tensor], filtered: bool) -> None:
         """The work of one step, as it is recorded."""
         from spmd_rl.kernels.decode_inputs_triton import decode_inputs
+        from spmd_rl.kernels.decode_outputs_triton import decode_outputs
 
         now = decode_inputs(
             self._newest,
@@ -124,20 +142,22 @@ class DecodeGraphs:
             greedy=inputs["greedy"],
             **filters,
         )
-        self._newest.index_copy_(0, inputs["rows"], tokens)
-        return tokens, logprobs
+        host = self._for_host
+        decode_outputs(tokens, logprobs, inputs["rows"], self._newest, host.tokens, host.logprobs, inputs["turn"])
 
-    def record(self, inputs: dict[str, Tensor], filtered: bool) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor]]:
-        return record(lambda: self.step(inputs, filtered), self._memory)
+    def record(self, inputs: dict[str, Tensor], filtered: bool) -> torch.cuda.CUDAGraph:
+        return record(lambda: self.step(inputs, filtered), self._memory)[0]
 
 
 class _Recorded:
     """One graph with the memory it reads its batch from."""
 
     def __init__(self, graphs: DecodeGraphs, size: int, width: int, filtered: bool) -> None:
+        self._graphs = graphs
         self._state = graphs._rows
         self._width = width
         fields: Fields = {
+            "turn": ((1,), np.int64),
             "rows": ((size,), np.int64),
             "positions": ((size,), np.int64),
             "answer_starts": ((size,), np.int64),
@@ -152,25 +172,25 @@ class _Recorded:
         self._batch: tuple[bytes, ...] = ()
         self._staged = Staged(fields, graphs.device)
         self._upload(np.zeros(0, dtype=np.int64))
-        self._graph, self._outputs = graphs.record(self._staged.tensors, filtered)
+        self._graph = graphs.record(self._staged.tensors, filtered)
 
     def forget(self) -> None:
         """What was uploaded is out of date."""
         self._batch = ()
 
-    def replay(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    def replay(self, rows: NDArray[np.int64]) -> None:
         state = self._state
         batch = (rows.tobytes(), state.ticket[rows].tobytes(), state.num_pages[rows].tobytes())
         if batch != self._batch:
             self._upload(rows)
             self._batch = batch
         self._graph.replay()
-        return self._outputs
 
     def _upload(self, rows: NDArray[np.int64]) -> None:
         state = self._state
         pages = state.pages[rows, : self._width]
         columns: dict[str, NDArray[Any]] = {
+            "turn": np.array([self._graphs.turn]),
             "rows": rows,
             "positions": state.length[rows] - 1,
             "answer_starts": state.prompt_length[rows],

@@ -19,13 +19,13 @@ from spmd_rl.rollout.native.rows import Rows
 
 
 class Drawn:
-    """Tokens and log-probs on their way to the host."""
+    """Tokens and log-probs on their way to the host, from the device or written there by it."""
 
-    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+    def __init__(self, tokens: Tensor, logprobs: Tensor, device: torch.device) -> None:
         self._tokens = tokens.to("cpu", non_blocking=True)
         self._logprobs = logprobs.to("cpu", non_blocking=True)
         self._arrived: torch.cuda.Event | None = None
-        if tokens.is_cuda:
+        if device.type == "cuda":
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -66,7 +66,7 @@ class Steps:
         if plan.copies:
             self.cache.copy_pages(*zip(*plan.copies, strict=True))
         if self._decode is not None and ready.all() and (plan.lengths == 1).all():
-            return Drawn(*self._decode.launch(plan.rows))
+            return Drawn(*self._decode.launch(plan.rows), self._device)
         chunks = self._chunks(plan)
         hidden = self._prompts.hidden(chunks) if self._prompts is not None else None
         if hidden is None:
@@ -74,7 +74,7 @@ class Steps:
         if plan.forks:
             self.cache.copy_pages(*zip(*plan.forks, strict=True))
         if not ready.any():
-            return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0))
+            return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0), self._device)
         last = self._tensor(np.cumsum(plan.lengths)[ready] - 1)  # of a fork, that of the row before it
         return self._draw(plan.rows[ready], self._model.logits(hidden.index_select(0, last)))
 
@@ -124,7 +124,7 @@ class Steps:
         )
         if self._decode is not None:
             self._decode.remember(rows, tokens)
-        return Drawn(tokens, logprobs)
+        return Drawn(tokens, logprobs, self._device)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return upload(array, self._device)
