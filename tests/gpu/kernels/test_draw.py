@@ -41,7 +41,7 @@ def _check(logits: Tensor, inv_temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("width", [8, 600, VOCAB])
 def test_near_ties_within_blocks_and_across(width: int) -> None:
-    """Sums that differ by a few roundings at most: wherever they lie, the exact noise decides, and then the lowest id."""
+    """Sums that differ by a few roundings at most: wherever they lie, the exact noise decides, then the lowest id."""
     noise = _noise()[2]
     gaps = torch.randint(-3, 3, noise.shape, device="cuda") * 2.0**-20
     columns = torch.randint(width, (NUM_ROWS, 300), device="cuda") + (VOCAB - width) // 2
