@@ -15,7 +15,7 @@ from torch import Tensor
 from spmd_rl.kernels.overlap_triton import overlapping, wait
 
 SUM_WARPS = 4
-UNROLLED = tl.constexpr(4)
+UNROLLED = tl.constexpr(2)
 GRADIENT_BLOCK = 4096
 
 

@@ -22,9 +22,9 @@ from spmd_rl.kernels.logprob_triton import combined, shard_shape, sum_shard
 from spmd_rl.kernels.overlap_triton import overlapping, wait
 from spmd_rl.kernels.tile import dense
 
-BLOCK = 512
+BLOCK = 256
 BOUND_WARPS = 1
-NUM_PROGRAMS = 4096
+NUM_PROGRAMS = 8192
 MARGIN = tl.constexpr(1e-3)
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 
