@@ -113,7 +113,8 @@ def sum_shard(
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
-        shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - maximum
+        score = tl.load(logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        shifted = score * scale - maximum
         term = tl.where(inside, tl.exp(shifted), 0.0)
         total += term
         first_moment += tl.where(inside, term * shifted, 0.0)
