@@ -15,31 +15,46 @@ from torch import Tensor
 from spmd_rl.kernels.overlap_triton import overlapping, wait
 
 SUM_WARPS = 4
+UNROLLED = tl.constexpr(2)
 GRADIENT_BLOCK = 4096
 
 
 def logprob_forward(
-    logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int, maxima: Tensor | None = None
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward pass.
+    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward pass."""
+    num_rows, vocab = logits.shape
+    shape = shard_shape(vocab, num_shards, chunk)
+    maxima = logits.new_empty(num_rows, num_shards)
+    _shard_maxima[(num_rows, num_shards)](logits, inv_temperature, maxima, vocab, **shape)
+    sums = logits.new_empty(2, num_rows, num_shards)
+    _shard_sums[(num_rows, num_shards)](
+        logits, inv_temperature, maxima, sums[0], sums[1], vocab, num_shards,
+        BLOCK=triton.next_power_of_2(num_shards), **shape,
+    )  # fmt: skip
+    return combined(logits, targets, inv_temperature, maxima, sums)
 
-    Shape: `maxima` [M, any], if there are any, cover each row's logits * inv_temperature.
+
+def shard_shape(vocab: int, num_shards: int, chunk: int) -> dict[str, int | bool]:
+    """Options for the launch of a kernel that calls `sum_shard`: all that the order of its additions depends on."""
+    shard = triton.cdiv(vocab, num_shards)
+    return {"SHARD": shard, "CHUNK": chunk, "num_warps": SUM_WARPS, "enable_fp_fusion": False} | overlapping()
+
+
+def combined(
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor, maxima: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `logprob_forward` returns, of what `sum_shard` has made of each shard.
+
+    Shape: `maxima` [M, any] cover each row's logits * inv_temperature; sums [2, M, shards].
     """
     num_rows, vocab = logits.shape
-    shard = triton.cdiv(vocab, num_shards)
-    shape = {"SHARD": shard, "CHUNK": chunk, "num_warps": SUM_WARPS, "enable_fp_fusion": False} | overlapping()
-    grid = (num_rows, num_shards)
-    if maxima is None:
-        maxima = logits.new_empty(num_rows, num_shards)
-        _shard_maxima[grid](logits, inv_temperature, maxima, vocab, **shape)
-    sums, weighted = logits.new_empty(2, num_rows, num_shards)
-    splits = maxima.shape[1]
-    block = triton.next_power_of_2(splits)
-    _shard_sums[grid](logits, inv_temperature, maxima, sums, weighted, vocab, splits, BLOCK=block, **shape)
     logprob, entropy, norms = logits.new_empty(num_rows), logits.new_empty(num_rows), logits.new_empty(2, num_rows)
+    splits = maxima.shape[1]
     _combine[(num_rows,)](
-        logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, norms[0], norms[1],
-        vocab, splits, NUM_SHARDS=num_shards, BLOCK=block, num_warps=1, enable_fp_fusion=False, **overlapping(),
+        logits, targets, inv_temperature, maxima, sums[0], sums[1], logprob, entropy, norms[0], norms[1],
+        vocab, splits, NUM_SHARDS=sums.shape[2], BLOCK=triton.next_power_of_2(splits), num_warps=1,
+        enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
     return logprob, entropy, norms
 
@@ -81,19 +96,30 @@ def _shard_sums(
 ) -> None:  # fmt: skip
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
+    at = row * tl.num_programs(1) + shard
+    sum_shard(logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits, BLOCK, SHARD, CHUNK)
+
+
+@triton.jit
+def sum_shard(
+    logits, inv_temperature, maxima, summed, weighted, row, shard, vocab, splits,
+    BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Leave a shard's sums of exp(z - m) and of exp(z - m) * (z - m), where m is the greatest of a row's `maxima`."""
     scale = tl.load(inv_temperature + row)
     maximum = _maximum(maxima, row, splits, BLOCK)
     total, first_moment = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
-    for start in range(0, SHARD, CHUNK):
+    for start in tl.range(0, SHARD, CHUNK, loop_unroll_factor=UNROLLED):
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
-        shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - maximum
+        score = tl.load(logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        shifted = score * scale - maximum
         term = tl.where(inside, tl.exp(shifted), 0.0)
         total += term
         first_moment += tl.where(inside, term * shifted, 0.0)
-    tl.store(sums + row * tl.num_programs(1) + shard, tl.sum(total, axis=0))
-    tl.store(weighted + row * tl.num_programs(1) + shard, tl.sum(first_moment, axis=0))
+    tl.store(summed, tl.sum(total, axis=0))
+    tl.store(weighted, tl.sum(first_moment, axis=0))
 
 
 @triton.jit(do_not_specialize=["splits"])

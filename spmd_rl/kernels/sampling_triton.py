@@ -1,9 +1,11 @@
-"""Gumbel-max on NVIDIA GPUs in one pass over the logits: noise is made, used and forgotten in registers.
+"""Gumbel-max on NVIDIA GPUs: noise is made, used and forgotten in registers.
 
-The noise is defined in float64, which is slow to make for a whole vocabulary. So a pass with a float32 estimate, good
-to far better than MARGIN, keeps each lane's best entry of a split. The best of all gets the exact noise; should other
-lanes come near it, so do they; should a lane have had a second such entry, the split is gone through again. A maximum
-is exact, so neither this nor the split of the vocabulary shows in the result.
+The noise -log(-log1p(-v)) is defined in float64, which is slow to make for a whole vocabulary. But -log1p(-v) >= v, so
+it is at most -log(v), and next to that where it is great. A pass with this bound in float32, raised by far more than
+its error, leaves the highest bound of each block of the vocabulary. Rounding is monotone, so no entry of a block comes
+out above the bound of its block. Then a program a row goes through the block with the highest bound again, with exact
+noise, and through others as long as their bounds reach the best so far: hardly ever one. It does so beside the sums of
+the log-prob, which need nothing but the maxima that the first pass has come across.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -16,12 +18,13 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
-from spmd_rl.kernels.logprob_triton import logprob_forward
+from spmd_rl.kernels.logprob_triton import combined, shard_shape, sum_shard
 from spmd_rl.kernels.overlap_triton import overlapping, wait
 from spmd_rl.kernels.tile import dense
 
-BLOCK = 512
-NUM_PROGRAMS = 1024
+BLOCK = 256
+BOUND_WARPS = 1
+NUM_PROGRAMS = 8192
 MARGIN = tl.constexpr(1e-3)
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 
@@ -31,132 +34,137 @@ def gumbel_argmax(scores: Tensor, inv_temperature: Tensor, keys: Tensor, greedy:
 
     Shape: scores [M, V] fp32, all else [M]; returns [M] int64.
     """
-    return _draw(dense(scores), inv_temperature, keys, None, greedy)[0]
+    scores = dense(scores)
+    num_rows, vocab = scores.shape
+    bounds, _ = _bounds(scores, inv_temperature, keys, None, greedy)
+    drawn = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    _draw[(num_rows,)](
+        scores, inv_temperature, keys, None, greedy, bounds, drawn, vocab,
+        BLOCK, triton.next_power_of_2(bounds.shape[1]), num_warps=4, enable_fp_fusion=False, **overlapping(),
+    )  # fmt: skip
+    return drawn
 
 
 def gumbel_argmax_and_logprob(
     logits: Tensor, inv_temperature: Tensor, bases: Tensor, positions: Tensor, greedy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The draw, and its log-probability, which takes the maxima that the draw has come across.
+    """The draw, and its log-probability.
 
     Shape: logits [M, V] fp32, all else [M]; returns [M] int64 and [M] fp32.
     """
     logits = dense(logits)
-    drawn, maxima = _draw(logits, inv_temperature, bases, positions, greedy)
-    return drawn, logprob_forward(logits, drawn, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK, maxima)[0]
+    num_rows, vocab = logits.shape
+    bounds, maxima = _bounds(logits, inv_temperature, bases, positions, greedy)
+    drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    sums = logits.new_empty(2, num_rows, NUM_VOCAB_SHARDS)
+    _draw_and_sum[(num_rows, NUM_VOCAB_SHARDS + 1)](
+        logits, inv_temperature, bases, positions, greedy, bounds, drawn, maxima, sums[0], sums[1],
+        vocab, maxima.shape[1], BLOCK, triton.next_power_of_2(bounds.shape[1]), NUM_VOCAB_SHARDS,
+        **shard_shape(vocab, NUM_VOCAB_SHARDS, VOCAB_CHUNK),
+    )  # fmt: skip
+    return drawn, combined(logits, drawn, inv_temperature, maxima, sums)[0]
 
 
-def _draw(
+def _bounds(
     scores: Tensor, inv_temperature: Tensor, keys: Tensor, positions: Tensor | None, greedy: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The token of each row, and the greatest scores * inv_temperature of each of its splits."""
+    """What no entry of a block comes out above [M, blocks], and maxima of scores * inv_temperature [M, any]."""
     num_rows, vocab = scores.shape
-    split_size = triton.cdiv(vocab, max(NUM_PROGRAMS // num_rows, 8) * BLOCK) * BLOCK
-    splits = triton.cdiv(vocab, split_size)
-    best, maxima = scores.new_empty(2, num_rows, splits)
-    token = torch.empty(num_rows, splits, dtype=torch.int32, device=scores.device)
-    _best_of_split[(num_rows, splits)](
-        scores, inv_temperature, keys, positions, greedy, best, maxima, token, vocab,
-        split_size, BLOCK, num_warps=4, enable_fp_fusion=False, **overlapping(),
+    blocks = triton.cdiv(vocab, BLOCK)
+    blocks_each = triton.cdiv(blocks, triton.cdiv(NUM_PROGRAMS, num_rows))
+    splits = triton.cdiv(blocks, blocks_each)
+    bounds, maxima = scores.new_empty(num_rows, blocks), scores.new_empty(num_rows, splits)
+    _bound[(num_rows, splits)](
+        scores, inv_temperature, keys, positions, greedy, bounds, maxima, vocab, blocks_each,
+        BLOCK, num_warps=BOUND_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
-    drawn = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
-    _best_of_row[(num_rows,)](
-        best, token, drawn, vocab, splits, triton.next_power_of_2(splits), num_warps=1, **overlapping()
-    )
-    return drawn, maxima
+    return bounds, maxima
 
 
-@triton.jit(do_not_specialize=["vocab", "splits"])
-def _best_of_row(best, token, drawn, vocab, splits, BLOCK: tl.constexpr) -> None:
-    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    wait()
-    top = tl.load(best + row * splits + split, mask=split < splits, other=float("-inf"))
-    ids = tl.load(token + row * splits + split, mask=split < splits, other=vocab - 1)
-    tl.store(drawn + row, tl.min(tl.where(top == tl.max(top, axis=0), ids, vocab - 1), axis=0).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["split_size"])
-def _best_of_split(
-    scores, inv_temperature, keys, positions, greedy, best, maxima, token, vocab, split_size, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["blocks_each"])
+def _bound(
+    scores, inv_temperature, keys, positions, greedy, bounds, maxima, vocab, blocks_each, BLOCK: tl.constexpr
 ) -> None:
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
+    key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, row)
+    blocks, lane = tl.cdiv(vocab, BLOCK), tl.arange(0, BLOCK)
+    steps = (lane + 1).to(tl.uint64) * GAMMA
+    maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for after in range(min(blocks_each, blocks - split * blocks_each)):
+        block = split * blocks_each + after
+        column = block * BLOCK + lane
+        score = tl.load(scores + row * vocab + column, mask=column < vocab, other=float("-inf"))
+        bound = score * scale
+        maximum = tl.maximum(maximum, bound)
+        if is_greedy:
+            bound = score
+        else:
+            bound += _noise_bound(key + block.to(tl.uint64) * (BLOCK * GAMMA % (1 << 64)) + steps)
+        tl.store(bounds + row * blocks + block, tl.max(bound, axis=0))
+    tl.store(maxima + row * tl.num_programs(1) + split, tl.max(maximum, axis=0))
+
+
+@triton.jit
+def _draw(
+    scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+) -> None:
+    wait()
+    _draw_row(scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK, BLOCKS)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _draw_and_sum(
+    logits, inv_temperature, keys, positions, greedy, bounds, drawn, maxima, sums, weighted, vocab, splits,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_SHARDS: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    row, shard = tl.program_id(0).to(tl.int64), NUM_SHARDS - tl.program_id(1)
+    wait()
+    if shard == NUM_SHARDS:
+        _draw_row(logits, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK, BLOCKS)
+    else:
+        at = row * NUM_SHARDS + shard
+        sum_shard(
+            logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits, BLOCKS, SHARD, CHUNK
+        )
+
+
+@triton.jit
+def _draw_row(
+    scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+) -> None:
+    """Looks through blocks, the highest bound first, as long as one may hold a better entry or an equal lower one."""
+    row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
+    key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, row)
+    blocks = tl.cdiv(vocab, BLOCK)
+    bound = tl.load(bounds + row * blocks + block, mask=block < blocks, other=float("-inf"))
+    highest, top, chosen = tl.max(bound, axis=0), tl.full((), float("-inf"), tl.float32), vocab - 1
+    while highest > float("-inf"):
+        at = tl.min(tl.where(bound == highest, block, BLOCKS), axis=0)
+        column = at * BLOCK + tl.arange(0, BLOCK)
+        entry = tl.load(scores + row * vocab + column, mask=column < vocab, other=float("-inf"))
+        if not is_greedy:
+            entry = entry * scale + _noise(key + (column + 1).to(tl.uint64) * GAMMA)
+        best = tl.max(entry, axis=0)
+        first = tl.min(tl.where(entry == best, column, vocab - 1), axis=0)
+        chosen = tl.where(best > top, first, tl.where(best == top, tl.minimum(first, chosen), chosen))
+        top = tl.maximum(top, best)
+        in_reach = (bound > top) | ((bound == top) & (block * BLOCK < chosen))
+        bound = tl.where(in_reach & (block != at), bound, float("-inf"))
+        highest = tl.max(bound, axis=0)
+    tl.store(drawn + row, chosen.to(tl.int64))
+
+
+@triton.jit
+def _settings(inv_temperature, keys, positions, greedy, row) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A row's key, scale, and whether it is greedy."""
     key = tl.load(keys + row).to(tl.uint64)
     if positions is not None:
         key = _mix(key + (tl.load(positions + row) + 1).to(tl.uint64) * GAMMA)
     is_greedy = False
-    scored_scale = tl.load(inv_temperature + row)
-    scale = scored_scale
     if greedy is not None:
         is_greedy = tl.load(greedy + row)
-        scale = tl.where(is_greedy, 1.0, scale)
-    logits = scores + row * vocab
-    first = split * split_size + tl.arange(0, BLOCK)
-    top, second = tl.full((BLOCK,), float("-inf"), tl.float32), tl.full((BLOCK,), float("-inf"), tl.float32)
-    top_id = tl.full((BLOCK,), 0, tl.int32) + vocab - 1
-    maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
-    state = key + (first + 1).to(tl.uint64) * GAMMA
-    for start in range(0, split_size, BLOCK):
-        column = first + start
-        score = tl.load(logits + column, mask=column < vocab, other=float("-inf"))
-        maximum = tl.maximum(maximum, score * scored_scale)
-        estimate = score * scale
-        if not is_greedy:
-            estimate += _rough_noise(_bits(state))
-        state += BLOCK * GAMMA % (1 << 64)
-        better = estimate > top
-        second = tl.maximum(second, tl.where(better, top, estimate))
-        top_id = tl.where(better, column, top_id)
-        top = tl.where(better, estimate, top)
-    highest = tl.max(top, axis=0)
-    near = highest - MARGIN - 1e-5 * tl.abs(highest)
-    if (tl.max(second, axis=0) >= near) & (highest > float("-inf")):
-        top, top_id = _exact_lanes(logits, key, scale, is_greedy, vocab, split * split_size, split_size, near, BLOCK)
-        highest, chosen = _best(top, top_id, vocab)
-    elif tl.sum((top >= near).to(tl.int32), axis=0) > 1:
-        exact = _exact(logits, key, scale, is_greedy, top_id, top >= near)
-        highest, chosen = _best(exact, top_id, vocab)
-    else:
-        chosen = tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0)
-        highest = _exact(logits, key, scale, is_greedy, chosen, chosen < vocab)
-    at = row * tl.num_programs(1) + split
-    tl.store(best + at, highest)
-    tl.store(maxima + at, tl.max(maximum, axis=0))
-    tl.store(token + at, chosen)
-
-
-@triton.jit
-def _exact(logits, key, scale, is_greedy, column, mask) -> tl.tensor:
-    exact = tl.load(logits + column, mask=mask, other=float("-inf")) * scale
-    if not is_greedy:
-        exact += _noise(_bits(key + (column + 1).to(tl.uint64) * GAMMA))
-    return exact
-
-
-@triton.jit
-def _best(top, top_id, vocab) -> tuple[tl.tensor, tl.tensor]:
-    highest = tl.max(top, axis=0)
-    return highest, tl.min(tl.where(top == highest, top_id, vocab - 1), axis=0)
-
-
-@triton.jit
-def _exact_lanes(
-    logits, key, scale, is_greedy, vocab, begin, size, near, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Each lane's best entry and its id, of blocks with any near the top."""
-    top = tl.full((BLOCK,), float("-inf"), tl.float32)
-    top_id = tl.full((BLOCK,), 0, tl.int32) + vocab - 1
-    for start in range(0, size, BLOCK):
-        column = begin + start + tl.arange(0, BLOCK)
-        estimate = tl.load(logits + column, mask=column < vocab, other=float("-inf")) * scale
-        if not is_greedy:
-            estimate += _rough_noise(_bits(key + (column + 1).to(tl.uint64) * GAMMA))
-        if tl.max(estimate, axis=0) >= near:
-            exact = _exact(logits, key, scale, is_greedy, column, column < vocab)
-            better = exact > top
-            top_id = tl.where(better, column, top_id)
-            top = tl.where(better, exact, top)
-    return top, top_id
+    return key, tl.load(inv_temperature + row), is_greedy
 
 
 @triton.jit
@@ -168,26 +176,24 @@ def _mix(x) -> tl.tensor:
 
 
 @triton.jit
-def _bits(state) -> tl.tensor:
-    """32 random bits of a state, as in `sampling.gumbel_noise`."""
-    return (_mix(state) >> 32).to(tl.uint32)
-
-
-@triton.jit
-def _noise(bits) -> tl.tensor:
-    v = (bits.to(tl.float64) + 0.5) * 2.0**-32
+def _noise(state) -> tl.tensor:
+    """As `sampling.gumbel_noise`."""
+    v = ((_mix(state) >> 32).to(tl.uint32).to(tl.float64) + 0.5) * 2.0**-32
     return (-tl.log(-libdevice.log1p(-v))).to(tl.float32)
 
 
 @triton.jit
-def _rough_noise(bits) -> tl.tensor:
-    v = (bits.to(tl.float32) + 0.5) * 2.0**-32
-    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.0**-32
-    return -_rough_log(tl.where(v < 0.01, v * (1.0 + v * (0.5 + v * 0.33333334)), -_rough_log(rest)))
+def _noise_bound(state) -> tl.tensor:
+    """MARGIN - log(bits / 2^32), by the processor's own logarithm, whose error is below 1e-5 here.
 
-
-@triton.jit
-def _rough_log(x) -> tl.tensor:
-    """The processor's own logarithm: its error stays below 1e-6, and below 1e-6 of the exponent for the tiny."""
-    log2 = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    return log2 * 0.6931472
+    Of `_mix` this needs the upper half, but not the last step, which moves no bits below 2^31, and none by more than 1.
+    """
+    x = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    low, high = x.to(tl.uint32), (x >> 32).to(tl.uint32)
+    bits = tl.umulhi(low, tl.full((), 0x133111EB, tl.uint32)) + low * 0x94D049BB + high * 0x133111EB
+    log2 = tl.inline_asm_elementwise(
+        "{.reg .f32 x; cvt.rn.f32.u32 x, $1; lg2.approx.ftz.f32 $0, x;}",
+        "=f,r", [bits], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.fma(log2, -0.6931471805599453, 32 * 0.6931471805599453 + MARGIN)
