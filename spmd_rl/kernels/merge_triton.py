@@ -18,33 +18,36 @@ def merge_ranges_gpu(
     merged = log_sum if merged_log_sum is None else merged_log_sum
     _merge[(len(rows), heads)](
         partial, log_sum, rows, out, merged, *log_sum.stride(), *merged.stride(), heads,
-        dim, triton.next_power_of_2(dim), rows.shape[1], triton.next_power_of_2(rows.shape[1]),
-        merged_log_sum is not None, num_warps=1, enable_fp_fusion=False, **overlapping(),
+        dim, triton.next_power_of_2(dim), rows.shape[1], merged_log_sum is not None,
+        num_warps=1, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
 
 
 @triton.jit
 def _merge(
     partial, log_sum, rows, out, merged, sum_row, sum_head, merged_row, merged_head, heads,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, RANGES: tl.constexpr, RANGE_BLOCK: tl.constexpr,
-    WITH_LOG_SUM: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, RANGES: tl.constexpr, WITH_LOG_SUM: tl.constexpr,
 ) -> None:  # fmt: skip
-    query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    which, column = tl.arange(0, RANGE_BLOCK), tl.arange(0, DIM_BLOCK)
-    place = tl.load(rows + query * RANGES + which, mask=which < RANGES, other=-1).to(tl.int64)  # made early
-    wait()
-    log_sums = tl.load(log_sum + place * sum_row + head * sum_head, mask=place >= 0, other=float("-inf"))
-    highest = tl.max(log_sums, 0)
-    weights = tl.exp(log_sums - highest)
-    values = tl.zeros([DIM_BLOCK], dtype=tl.float32)
-    total = 0.0
+    """All loads are under way before the first is used."""
+    query, head, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM_BLOCK)
+    places, log_sums, parts = (), (), ()
     for i in tl.static_range(RANGES):
-        chosen = which == i
-        row = tl.sum(tl.where(chosen, place, 0), 0)
-        weight = tl.sum(tl.where(chosen, weights, 0.0), 0)
-        seen = (row >= 0) & (column < DIM)
-        part = tl.load(partial + (row * heads + head) * DIM + column, mask=seen, other=0.0).to(tl.float32) * weight
-        values = part if i == 0 else tl.where(row >= 0, values + part, values)
+        places += (tl.load(rows + query * RANGES + i).to(tl.int64),)  # made early
+    wait()
+    for i in tl.static_range(RANGES):
+        at = log_sum + places[i] * sum_row + head * sum_head
+        log_sums += (tl.load(at, mask=places[i] >= 0, other=float("-inf")),)
+    for i in tl.static_range(RANGES):
+        seen = (places[i] >= 0) & (column < DIM)
+        parts += (tl.load(partial + (places[i] * heads + head) * DIM + column, mask=seen, other=0.0),)
+    highest = log_sums[0]
+    for i in tl.static_range(1, RANGES):
+        highest = tl.maximum(highest, log_sums[i])
+    total = tl.exp(log_sums[0] - highest)
+    values = parts[0].to(tl.float32) * total
+    for i in tl.static_range(1, RANGES):
+        weight = tl.exp(log_sums[i] - highest)
+        values = tl.where(places[i] >= 0, values + parts[i].to(tl.float32) * weight, values)
         total += weight
     tl.store(out + (query * heads + head) * DIM + column, values / total, mask=column < DIM)
     if WITH_LOG_SUM:
