@@ -42,8 +42,8 @@ CASES = [
     *(Case(32, batch, 500) for batch in (1, 64, 256)),
     Case(32, 64, 2300),
     *(Case(32, 64, context, least_share=0.9) for context in (2048, 8192)),
-    *(Case(32, 1, 32768, split, least_speed=3 * 0.36) for split in (1024, 2048, 4096)),  # three times what it was
-    *(Case(32, 4, 32768, split, least_speed=3 * 1.42) for split in (1024, 2048, 4096)),
+    *(Case(32, 1, 32768, split, least_speed=3 * 0.36) for split in (1024, 2048, 4096, 8192)),  # three times what it was
+    *(Case(32, 4, 32768, split, least_speed=3 * 1.42) for split in (1024, 2048, 4096, 8192)),
     *(Case(32, batch, 32768) for batch in (1, 4)),
 ]
 COLD_BYTES = 1 << 30
