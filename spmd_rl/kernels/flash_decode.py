@@ -76,7 +76,7 @@ def _compiled(blocks: int, dim: int, groups: int, with_log_sum: bool, repeats: b
         pack_gqa=groups > 1,
         tile_m=TILE[0],
         tile_n=TILE[1],
-        num_stages=3 - blocks,
+        num_stages=2,
         num_threads=256,
         intra_wg_overlap=blocks == 1,
     )

@@ -30,6 +30,16 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
     # The package sets these in its call for one block on an SM, whatever it is built with.
     num_mma_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][0], lambda self, value: None)
     num_producer_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][1], lambda self, value: None)
+    sV_layout = property(lambda self: self.values_layout, lambda self, value: self.lay_out_values(value))
+
+    def lay_out_values(self, layout: Any) -> None:
+        """Two blocks on an SM have room for two pages of keys each, but for one of values: its stages are one."""
+        if self.blocks_on_an_sm == 2:
+            rows, columns, stages = layout.outer.shape
+            nowhere = 0 if isinstance(stages, int) else (0,) * len(stages)
+            outer = cute.make_layout((rows, columns, stages), stride=(*layout.outer.stride[:2], nowhere))
+            layout = cute.make_composed_layout(layout.inner, 0, outer)
+        self.values_layout = layout
 
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(
@@ -101,6 +111,9 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         K_or_V: str, page_idx: Any,
     ) -> None:  # fmt: skip
         barrier = pipeline_kv.producer_get_barrier(producer_state)
+        if K_or_V == "V" and self.blocks_on_an_sm == 2:
+            index, phase = producer_state.index, producer_state.phase
+            pipeline_kv.sync_object_empty.wait(1 - index, phase ^ index)  # until the page before it is read
         self.copy(K_or_V, block, page_idx, barrier, producer_state.index, early=False)
         pipeline_kv.producer_commit(producer_state)
 
