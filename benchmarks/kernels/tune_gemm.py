@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.decode_gemm import cold_weights, floor_us, microseconds, shapes
+from spmd_rl.kernels.linear_cute import shared_matmul_into
 from spmd_rl.kernels.linear_gluon import ring_matmul_into
-from spmd_rl.kernels.linear_tiles import REFERENCE, Ring, Tile, choose_ring, choose_tile
+from spmd_rl.kernels.linear_tiles import REFERENCE, Ring, Share, Tile, choose_ring, choose_share, choose_tile
 from spmd_rl.kernels.linear_triton import matmul_into
 
 CLEARLY = 1.03
@@ -100,22 +101,25 @@ def early_and_late(ring: tuple[int, ...]) -> list[Ring]:
     return [Ring(*ring), Ring(*ring)._replace(late=True)]
 
 
-def multiply(out: Tensor, x: Tensor, weight: Tensor, one: Tile | Ring) -> None:
-    if isinstance(one, Ring):
+def multiply(out: Tensor, x: Tensor, weight: Tensor, one: Tile | Ring | Share) -> None:
+    if isinstance(one, Share):
+        shared_matmul_into(out, x, weight, None, one)
+    elif isinstance(one, Ring):
         ring_matmul_into(out, x, weight, None, one)
     else:
         matmul_into(out, x, weight, None, one)
 
 
-def time_tiles(m: int, n: int, k: int, dtype: torch.dtype, weights: list[Tensor]) -> dict[Tile | Ring, float]:
+def time_tiles(m: int, n: int, k: int, dtype: torch.dtype, weights: list[Tensor]) -> dict[Tile | Ring | Share, float]:
     x, out = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, device="cuda", dtype=dtype)
-    tiles = {chosen(m, n, k), *(Tile(*one) for one in CANDIDATES[max(m, 16)])}
+    tiles = {chosen(m, n, k, dtype), *(Tile(*one) for one in CANDIDATES[max(m, 16)])}
     tiles |= {ring for one in RINGS[m] for ring in early_and_late(one)}
     return {tile: microseconds(lambda w, tile=tile: multiply(out, x, w, tile), weights) for tile in tiles}
 
 
-def chosen(m: int, n: int, k: int) -> Tile | Ring:
-    return choose_ring(m, n, k) or choose_tile(m, n)
+def chosen(m: int, n: int, k: int, dtype: torch.dtype) -> Tile | Ring | Share:
+    share = choose_share(m, n, k) if dtype == torch.bfloat16 else None
+    return share or choose_ring(m, n, k) or choose_tile(m, n)
 
 
 def main() -> None:
@@ -124,7 +128,7 @@ def main() -> None:
     for n, k, dtype in dict.fromkeys(shapes().values()):
         weights = cold_weights(n, k)
         for m in RINGS:
-            times, ours = time_tiles(m, n, k, dtype, weights), chosen(m, n, k)
+            times, ours = time_tiles(m, n, k, dtype, weights), chosen(m, n, k, dtype)
             best = min(times, key=times.__getitem__)
             better = f"; {best} takes {times[best]:.1f}" if times[ours] > CLEARLY * times[best] else ""
             print(f"{n}x{k} M={m}: {times[ours]:.1f} us, floor {floor_us(m, n, k):.1f}{better}", flush=True)

@@ -8,11 +8,12 @@ then for data whose halves cancel, so that nothing but the rounding of the chain
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear_tiles import REFERENCE, choose_gated_tile, choose_ring, choose_tile
+from spmd_rl.kernels.linear_tiles import REFERENCE, Share, choose_gated_tile, choose_ring, choose_share, choose_tile
 from spmd_rl.kernels.tile import dense
 
 CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # rows taken from a larger product
@@ -35,7 +36,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     weight = dense(given)
     num_rows = x.shape[0]
     out, done = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype), 0
-    for rows in (num_rows,) if num_rows in WHOLE else CHUNKS:
+    shared = _share(out, x, given, gated=False) is not None
+    for rows in () if shared else (num_rows,) if num_rows in WHOLE else CHUNKS:
         while num_rows - done >= rows and _takes(rows, x, weight, bias, out_dtype):
             part = slice(done, done + rows)
             _cublas(out[part], x[part], weight, bias)
@@ -48,21 +50,38 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
     """`linear_triton.matmul_into`, or what has its bits and is faster for these shapes."""
     (num_rows, k), n = x.shape, out.shape[1]
-    ring = choose_ring(num_rows, n, k, gated)
-    # A weight that would be copied first is one that a kernel of a graph writes, which a ring must not read early.
-    if ring is None or not _is_dense(weight) or not _has_wgmma(x.device):
+    share, ring = _share(out, x, weight, gated), choose_ring(num_rows, n, k, gated)
+    if share is not None:
+        from spmd_rl.kernels.linear_cute import shared_matmul_into
+
+        shared_matmul_into(out, dense(x), weight, bias, share, gated)
+    elif ring is not None and _may_be_early(weight):
+        from spmd_rl.kernels.linear_gluon import ring_matmul_into
+
+        ring_matmul_into(out, dense(x), weight, bias, ring, gated)
+    else:
         from spmd_rl.kernels.linear_triton import matmul_into
 
         tile = choose_gated_tile(num_rows, n) if gated else choose_tile(num_rows, n)
         matmul_into(out, x, weight, bias, tile, gated)
-    else:
-        from spmd_rl.kernels.linear_gluon import ring_matmul_into
-
-        ring_matmul_into(out, dense(x), weight, bias, ring, gated)
 
 
-def _is_dense(weight: Tensor) -> bool:
-    return weight.is_contiguous() and weight.data_ptr() % 16 == 0
+def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> Share | None:
+    """Chosen where results go to memory in units of 16 bytes, and the package for such kernels is there."""
+    share = choose_share(x.shape[0], out.shape[1], x.shape[1], gated)
+    if share is None or out.dtype != torch.bfloat16 or out.stride(0) % 8 or out.data_ptr() % 16:
+        return None
+    return share if _may_be_early(weight) and _has_cute() else None
+
+
+def _may_be_early(weight: Tensor) -> bool:
+    """A weight that would be copied first is one that a kernel of a graph writes, which no ring must read early."""
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and _has_wgmma(weight.device)
+
+
+@cache
+def _has_cute() -> bool:
+    return find_spec("quack") is not None
 
 
 @cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -42,12 +43,31 @@ class Ring(NamedTuple):
     late: bool = False
 
 
+class Share(NamedTuple):
+    """What a block of `linear_cute` handles, as a `Ring`; so many `blocks` have the same rows of the weight."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    blocks: int
+
+
 PART = 64  # a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
 LARGE_BYTES = 24 << 20  # a weight of so much comes in equal shares, or in tiles that gain nothing by beginning early
 HEAD_ROWS = 1 << 15  # weights with more rows are the head's, whose product is long beside its two ends
 EVEN_ROWS = 64  # of x: with more, a share reads more of x than of the weight
 BLOCKS = 128  # shares for a Hopper GPU's 132 multiprocessors: the widths of models are multiples of it
 BLOCK_BYTES = 220 << 10  # of shared memory for a ring's stages, if a multiprocessor holds one block
+SHARED_ROWS = range(33, 257)  # of x: with fewer, what a block reads of it is little beside the weight
+SHARED_WIDTH = 4096  # for more than EVEN_ROWS, cuBLAS or tiles are as good with wider weights
+SHARED_BYTES = 224 << 10  # as BLOCK_BYTES, for shares
+SHARED_STAGE_BYTES = 32 << 10
+MULTIPROCESSORS = 132
+WGMMA_ROWS = 64  # of its first operand
+COLUMNS = 192  # of so many rows that a block adds up; with more, each reads too much of x
+EIGHT = 8  # a share's rows are multiples of it
+BUCKET = 32  # numbers of rows that take the same shares
 STAGE_BYTES = 48 << 10  # a longer stage arrives late, a shorter one costs more barriers
 REFERENCE = Tile(128, 128, 64, 8, 3)
 ANY = 1 << 31
@@ -180,6 +200,42 @@ def even_ring(m: int, n: int, gated: bool = False) -> Ring | None:
     steps = (512, 256, 128) if share == 1 else (128, 64)
     k = next((k for k in steps if k * bytes_of_step <= min(STAGE_BYTES, room // 3)), 128)
     return Ring(rows, height, k, room // (k * bytes_of_step))
+
+
+def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:
+    """For a weight of [n, k], or of [2 n, k]; None for few rows, small weights, heads, and too large shares."""
+    halves = 2 if gated else 1
+    large = 2 * halves * n * k >= LARGE_BYTES and n <= (HEAD_ROWS if m <= EVEN_ROWS else SHARED_WIDTH)
+    if m not in SHARED_ROWS or not large or k % PART or n % EIGHT:
+        return None
+    return _best_share(_rounded(m, 1, BUCKET), n, halves)
+
+
+@cache
+def _best_share(m: int, n: int, halves: int) -> Share | None:
+    """The equal shares for which least goes through shared memory."""
+    found = [share for blocks in (1, 2) if (share := _share(m, n, halves, blocks)) is not None]
+    return min(found, key=lambda share: _traffic(share, halves), default=None)
+
+
+def _share(m: int, n: int, halves: int, blocks: int) -> Share | None:
+    rows, height = _rounded(m, blocks), _rounded(n, MULTIPROCESSORS // blocks)
+    if rows * -(-halves * height // WGMMA_ROWS) > COLUMNS:
+        return None
+    bytes_of_step = 2 * (rows + halves * height)
+    k = next((k for k in (256, 128) if k * bytes_of_step <= SHARED_STAGE_BYTES), PART)
+    return Share(rows, height, k, SHARED_BYTES // (k * bytes_of_step), blocks)
+
+
+def _traffic(share: Share, halves: int) -> int:
+    """Rows of operands that come into shared memory, and that wgmma reads there: x for every 64 rows of the weight."""
+    height = halves * share.n
+    return height + share.m + -(-height // WGMMA_ROWS) * (WGMMA_ROWS + share.m)
+
+
+def _rounded(n: int, parts: int, unit: int = EIGHT) -> int:
+    """A part's size, in whole units."""
+    return -(-n // (parts * unit)) * unit
 
 
 def _power_of_two(n: int) -> int:

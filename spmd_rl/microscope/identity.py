@@ -159,6 +159,8 @@ def identify(name: str) -> Kernel:
         return replace(short, tile=f"tile {tile[1] or tile[2]}", splits=splits, instruction=instruction)
     if "splitkv" in name.lower():
         return replace(short, splits="keys split")
+    if "linear_cute" in name:
+        return Kernel("CuTe ring", "weight first", "one chain", "wgmma")
     if "flash" in name.lower() and ("cute" in name.lower() or name.startswith("kernel_cutlass")):
         return Kernel("FlashAttention-4", "keys in blocks of 128", "one split", "wgmma")
     return replace(short, splits=splits)

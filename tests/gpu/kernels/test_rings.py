@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import silu_mul
 from spmd_rl.kernels.linear_plan import ours_into
-from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, Ring, even_ring
+from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, Ring, Share, choose_share, even_ring
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.linear_triton import matmul_into
@@ -30,10 +30,25 @@ def about(columns: int, ring: Ring) -> int:
     return columns if ring.n & (ring.n - 1) == 0 else -(-columns // ring.n) * ring.n
 
 
+def shares(gated: bool = False) -> list[Share]:
+    """For one block of all rows and for two, and as many rows of the weight as there are and few."""
+    found = [choose_share(m, n, 16384, gated) for m, n in ((64, 2560), (64, 9728 if gated else 24576), (256, 2560))]
+    return [share for share in found if share is not None]
+
+
 def tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     matmul_into(out, x, weight, bias, REFERENCE)
     return out
+
+
+def poisoned(m: int, n: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((m + 2, n + 8), float("nan"), device="cuda", dtype=dtype)
+
+
+def whole(room: Tensor, m: int, n: int) -> Tensor:
+    assert bool(room[m:].isnan().all()) and bool(room[:, n:].isnan().all())
+    return room[:m, :n]
 
 
 def ringed(
@@ -48,10 +63,9 @@ def ringed(
     from spmd_rl.kernels.linear_gluon import ring_matmul_into
 
     m, n = len(x), len(weight) // (2 if gated else 1)
-    room = torch.full((m + 2, n + 8), float("nan"), device="cuda", dtype=dtype)
+    room = poisoned(m, n, dtype)
     ring_matmul_into(room[:m, :n], x, weight, bias, ring, gated)
-    assert bool(room[m:].isnan().all()) and bool(room[:, n:].isnan().all())
-    return room[:m, :n]
+    return whole(room, m, n)
 
 
 @pytest.mark.parametrize("k", [64, 1088, 4096])
@@ -76,11 +90,39 @@ def test_gated(ring: Ring, rows, unequal) -> None:
         assert unequal(ringed(ring, x, weight, dtype=torch.bfloat16, gated=True), silu_mul(gate, up)) == 0
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 64])
-def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(num_rows: int, rows, unequal) -> None:
+@pytest.mark.parametrize("share", shares(), ids=str)
+def test_shares(share: Share, rows, unequal) -> None:
+    from spmd_rl.kernels.linear_cute import shared_matmul_into
+
+    for n, k in ((2600, 1088), (share.n, 64), (1096, 4096)):
+        weight, bias = rows("normal", n, k), rows("normal", 1, n)[0]
+        for m in (1, share.m - 1, share.m, share.m + 1, 2 * share.m + 3):
+            for kind, added in (("normal", None), ("cancelling", None), ("normal", bias)):
+                x, room = rows(kind, m, k), poisoned(m, n, torch.bfloat16)
+                shared_matmul_into(room[:m, :n], x, weight, added, share)
+                assert unequal(whole(room, m, n), tiled(x, weight, added, torch.bfloat16)) == 0
+
+
+@pytest.mark.parametrize("share", shares(gated=True), ids=str)
+def test_gated_shares(share: Share, rows, unequal) -> None:
+    from spmd_rl.kernels.linear_cute import shared_matmul_into
+
+    for n in (1096, share.n):
+        weight = rows("normal", 2 * n, 1088)
+        for m in (1, share.m, 2 * share.m + 3):
+            x, room = rows("normal", m, 1088) * 0.1, poisoned(m, n, torch.bfloat16)
+            shared_matmul_into(room[:m, :n], x, weight, None, share, gated=True)
+            gate, up = tiled(x, weight, dtype=torch.bfloat16).chunk(2, dim=-1)
+            assert unequal(whole(room, m, n), silu_mul(gate, up)) == 0
+
+
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 2048), (16, 2048), (64, 2048), (64, 4096), (200, 4096)])
+def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(
+    num_rows: int, width: int, rows, unequal
+) -> None:
     """Every product reads what the one before it wrote; weights change between replays, as when new ones arrive."""
-    weights = [rows("normal", 2048, 2048) / 45 for _ in range(16)]
-    x, outs = rows("normal", num_rows, 2048), [rows("normal", num_rows, 2048) for _ in range(16)]
+    weights = [rows("normal", width, width) / width**0.5 for _ in range(16)]
+    x, outs = rows("normal", num_rows, width), [rows("normal", num_rows, width) for _ in range(16)]
 
     def chain() -> None:
         for before, out, weight in zip([x, *outs], outs, weights, strict=False):
@@ -108,6 +150,19 @@ def test_a_weight_that_is_copied_first_takes_a_tile(monkeypatch: pytest.MonkeyPa
     assert unequal(out, tiled(x, weight, dtype=torch.bfloat16)) == 0
     with pytest.raises(ImportError):
         ours_into(out, x, weight.contiguous(), None)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_without_its_package_a_share_has_a_substitute(
+    gated: bool, monkeypatch: pytest.MonkeyPatch, rows, unequal
+) -> None:
+    x, weight = rows("normal", 64, 4096) * 0.1, rows("normal", 8192, 4096)
+    outs = [x.new_empty(64, 4096 if gated else 8192) for _ in range(2)]
+    ours_into(outs[0], x, weight, None, gated)
+    monkeypatch.setattr("spmd_rl.kernels.linear_plan._has_cute", lambda: False)
+    monkeypatch.delattr("spmd_rl.kernels.linear_cute.shared_matmul_into")
+    ours_into(outs[1], x, weight, None, gated)
+    assert unequal(*outs) == 0
 
 
 def test_control_another_chain_fails(rows, unequal) -> None:

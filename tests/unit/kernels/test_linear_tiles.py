@@ -8,11 +8,15 @@ from spmd_rl.kernels.linear_tiles import (
     BLOCKS,
     GATED_RINGS,
     LARGE_BYTES,
+    MULTIPROCESSORS,
     PART,
     RINGS,
+    SHARED_ROWS,
     Ring,
+    Share,
     choose_gated_tile,
     choose_ring,
+    choose_share,
     even_ring,
 )
 
@@ -73,3 +77,27 @@ def test_more_rows_than_the_last_bucket_have_no_ring() -> None:
 def test_large_weights_are_shared_evenly(n: int, k: int, gated: bool, rows: int | None) -> None:
     assert getattr(choose_ring(16, n, k, gated), "n", None) == rows
     assert (2 * n * k * (2 if gated else 1) >= LARGE_BYTES) == (rows in (20, 32, 48) or n in (4160, 151936))
+
+
+LARGE = ((2560, 9728), (4096, 4096), (4096, 12288), (6144, 2560), (9728, 2560), (12288, 4096), (24576, 4096))
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_shares_cover_a_product_with_a_block_for_each_multiprocessor(halves: int) -> None:
+    found = [(m, n, choose_share(m, n, k, halves == 2)) for m in SHARED_ROWS for n, k in LARGE]
+    assert sum(share is not None for *_, share in found) > 100
+    for m, n, share in found:
+        if share is not None:
+            high = -(-halves * share.n // WGMMA_ROWS) * WGMMA_ROWS
+            assert -(-m // share.m) <= share.blocks and share.blocks * -(-n // share.n) <= MULTIPROCESSORS
+            assert share.stages * (share.k * (share.m + halves * share.n) * 2 + 16) + 1024 <= SHARED_BYTES
+            assert share.m * (high + 8) * 2 <= SHARED_BYTES  # results that are turned over
+            assert (high - halves * share.n) * PART <= share.stages * share.k * share.m  # read behind the last tile
+            assert share.stages >= 3 and share.m % 8 == share.n % 8 == 0
+
+
+def test_few_rows_small_weights_and_heads_have_no_share() -> None:
+    assert choose_share(64, 2560, 9728) == Share(32, 40, 128, 12, 2)
+    for m, n, k in ((32, 2560, 9728), (257, 2560, 9728), (65, 6144, 4096), (64, 4096, 1024), (64, 151936, 4096)):
+        assert choose_share(m, n, k) is None
+    assert choose_share(64, 2560, 9720) is choose_share(64, 4100, 4096) is None

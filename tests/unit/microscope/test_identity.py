@@ -80,6 +80,8 @@ def test_gate_and_up_in_one_product_have_a_tile_of_their_own(rows: int, tile: Ti
 def test_a_product_out_of_a_ring_is_named() -> None:
     kernels = Kernels({(0, Point(0, "act")): (identify("_ring_matmul"),)}, (0,), (1,), (16,), {})
     assert str(kernels.at(Point(0, "act"), 0, 3072)[0]) == "Triton _ring_matmul (weight first, one chain, wgmma)"
+    shared = identify("kernel_cutlass_kernel_spmd_rlkernelslinear_cuteProduct_object_at__CopyAtom")
+    assert str(shared) == "CuTe ring (weight first, one chain, wgmma)"
 
 
 def event(ts: float, cat: str, name: str, **args: Any) -> dict[str, Any]:
