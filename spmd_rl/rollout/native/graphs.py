@@ -7,6 +7,7 @@ the last one. Entries that no row fills are padding: their K/V is written nowher
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -45,12 +46,20 @@ def table_width(num_pages: int, max_pages: int, split_pages: int) -> int:
 
 def record(work: Callable[[], Outputs], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Outputs]:
     """Do `work` once, which compiles what is not compiled yet, then record it; `memory` is shared between graphs that
-    never run at the same time."""
+    never run at the same time.
+
+    Python's collector rests meanwhile: letting go of other graphs or of device memory would end the recording.
+    """
     work()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
-        outputs = work()
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=memory):
+            outputs = work()
+    finally:
+        if collects:
+            gc.enable()
     return graph, outputs
 
 
@@ -108,9 +117,8 @@ class DecodeGraphs:
         if recorded is not self._latest:
             recorded.forget()  # its rows have moved on in other graphs
             self._latest = recorded
-        recorded.replay(rows)
-        now = self.turn % TURNS
-        self.turn += 1
+        recorded.replay(rows, self.turn)
+        now, self.turn = self.turn, (self.turn + 1) % TURNS
         return self._for_host.tokens[now, : len(rows)], self._for_host.logprobs[now, : len(rows)]
 
     def remember(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
@@ -153,7 +161,6 @@ class _Recorded:
     """One graph with the memory it reads its batch from."""
 
     def __init__(self, graphs: DecodeGraphs, size: int, width: int, filtered: bool) -> None:
-        self._graphs = graphs
         self._state = graphs._rows
         self._width = width
         fields: Fields = {
@@ -171,26 +178,26 @@ class _Recorded:
         }
         self._batch: tuple[bytes, ...] = ()
         self._staged = Staged(fields, graphs.device)
-        self._upload(np.zeros(0, dtype=np.int64))
+        self._upload(np.zeros(0, dtype=np.int64), graphs.turn)
         self._graph = graphs.record(self._staged.tensors, filtered)
 
     def forget(self) -> None:
         """What was uploaded is out of date."""
         self._batch = ()
 
-    def replay(self, rows: NDArray[np.int64]) -> None:
+    def replay(self, rows: NDArray[np.int64], turn: int) -> None:
         state = self._state
         batch = (rows.tobytes(), state.ticket[rows].tobytes(), state.num_pages[rows].tobytes())
         if batch != self._batch:
-            self._upload(rows)
+            self._upload(rows, turn)
             self._batch = batch
         self._graph.replay()
 
-    def _upload(self, rows: NDArray[np.int64]) -> None:
+    def _upload(self, rows: NDArray[np.int64], turn: int) -> None:
         state = self._state
         pages = state.pages[rows, : self._width]
         columns: dict[str, NDArray[Any]] = {
-            "turn": np.array([self._graphs.turn]),
+            "turn": np.array([turn]),
             "rows": rows,
             "positions": state.length[rows] - 1,
             "answer_starts": state.prompt_length[rows],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,20 @@ def test_graphs_give_the_samples_of_single_steps(model: CausalLM, alone: Samples
     assert unequal(finish(engine, workload()), alone) == 0
     assert {sample.finish for sample in alone.values()} == {"stop", "length"}
     assert engine.stats()["num_graphs"] > 2
+
+
+def test_an_engine_let_go_of_frees_its_memory(model: CausalLM) -> None:
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    gc.disable()
+    try:
+        engine = new_engine(model)
+        finish(engine, workload()[:4])
+        during = torch.cuda.memory_allocated()
+        del engine
+        assert torch.cuda.memory_allocated() - before < (during - before) / 100
+    finally:
+        gc.enable()
 
 
 def test_attention_in_splits(model: CausalLM, alone: Samples) -> None:

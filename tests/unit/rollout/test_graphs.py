@@ -1,8 +1,19 @@
-"""The sizes in which decoding steps are recorded."""
+"""The sizes in which decoding steps are recorded, and the host's side of their turns, with no GPU."""
 
 from __future__ import annotations
 
-from spmd_rl.rollout.native.graphs import batch_sizes, table_width
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.rollout.native import graphs
+from spmd_rl.rollout.native.graphs import TURNS, DecodeGraphs, batch_sizes, table_width
+from spmd_rl.rollout.native.rows import Rows
 
 
 def test_sizes_end_at_the_largest() -> None:
@@ -14,3 +25,49 @@ def test_page_tables_hold_whole_splits() -> None:
     assert table_width(num_pages=3, max_pages=70, split_pages=0) == 70
     widths = [table_width(num_pages, max_pages=70, split_pages=16) for num_pages in (1, 16, 17, 32, 33, 64, 65, 70)]
     assert widths == [16, 16, 32, 32, 64, 64, 80, 80]
+
+
+class Pinned:
+    def __init__(self, num_rows: int) -> None:
+        self.tokens = torch.arange(TURNS * num_rows).view(TURNS, num_rows)
+        self.logprobs = -self.tokens.float()
+
+
+class Staged:
+    uploaded: ClassVar[list[int]] = []
+
+    def __init__(self, fields: object, device: torch.device) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def upload(self, columns: dict[str, np.ndarray], padding: object) -> None:
+        self.uploaded.append(int(columns["turn"][0]))
+
+
+@pytest.fixture
+def decode_graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
+    monkeypatch.setattr(graphs, "_Pinned", Pinned)
+    monkeypatch.setattr(graphs, "Staged", Staged)
+    monkeypatch.setattr(graphs, "record", lambda work, memory: (SimpleNamespace(replay=lambda: None), None))
+    monkeypatch.setattr(Staged, "uploaded", [])
+    cache = SimpleNamespace(data=torch.zeros(1), split=0, page_size=4)
+    return DecodeGraphs(None, cache, Rows(6, 64, 4), None, None)
+
+
+def test_steps_take_turns_in_the_hosts_memory(decode_graphs: DecodeGraphs) -> None:
+    """A step's place is told to the device whenever its rows are; between, it counts by itself."""
+    three, two = np.array([0, 2, 5]), np.array([1, 3])
+    places = [decode_graphs.launch(rows)[0][0].item() // 6 for rows in (three, three, three, two, two, three)]
+    assert places == [0, 1, 0, 1, 0, 1]
+    # each size once as it is recorded, then for three rows first, for two, for three again
+    assert Staged.uploaded == [0, 0, 1, 1, 1]
+
+
+def test_graphs_let_go_of_are_gone_without_the_collector(decode_graphs: DecodeGraphs, request) -> None:
+    """What they hold is device memory, and letting go of it late would end a recording under way."""
+    made = DecodeGraphs(None, decode_graphs._cache, Rows(6, 64, 4), None, None)
+    made.launch(np.array([0]))
+    gone = weakref.ref(made)
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    del made
+    assert gone() is None
