@@ -112,6 +112,8 @@ def _option(text: str) -> tuple[str, str | None]:
     name, equals, value = text.removeprefix("--").partition("=")
     if not text.startswith("--") or not re.fullmatch(r"[\w-]+", name):
         raise ConfigError(f"--slurm={text}: write it as --slurm=--exclusive or --slurm=--mem=0")
+    if name in (*FLAGS, "requeue", "no-requeue"):
+        raise ConfigError(f"--slurm={text}: write it as {text}")
     return name, value if equals else None
 
 

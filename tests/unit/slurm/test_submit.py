@@ -66,6 +66,8 @@ def test_what_slurm_gets_is_the_dry_run(elsewhere: Path, capsys: pytest.CaptureF
         (["no_such_recipe"], "no recipe 'no_such_recipe'"),
         ([RECIPE, "--nodes=two"], "--nodes"),
         ([RECIPE, "--slurm=exclusive"], "--slurm=--exclusive"),
+        ([RECIPE, "--slurm=--nodes=5"], "--slurm=--nodes=5: write it as --nodes=5"),
+        ([RECIPE, "--slurm=--no-requeue"], "write it as --no-requeue"),
         ([RECIPE, "--slurm=--exclusive\ntouch here"], "--slurm=--exclusive"),
         ([RECIPE, "--partition=a\nb"], "--partition"),
         ([RECIPE, "--nodes=0"], "--nodes=0: expected 1 or more"),
