@@ -34,7 +34,13 @@ setup(
         "matplotlib>=3.9",
     ],
     extras_require={
-        "gpu": ["flash-attn-4>=4.0.0b19", "torch-memory-saver>=0.0.9", "cuda-python>=12.9"],
+        "gpu": [
+            "flash-attn-4==4.0.0b19",  # these three as in kernels/verified.py
+            "quack-kernels==0.6.3",
+            "nvidia-cutlass-dsl==4.6.0",
+            "torch-memory-saver>=0.0.9",
+            "cuda-python>=12.9",
+        ],
         "sglang": ["sglang>=0.5.16"],
         "megatron": ["megatron-core>=0.16", "transformer-engine[pytorch]>=2.10"],
         "math": ["math-verify>=0.8"],

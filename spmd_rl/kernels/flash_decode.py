@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.verified import has_flash
+
 TILE = (64, 128)  # the fewest query rows that the tensor cores take, and the key blocks of training
 BOX_ROWS = 32  # keys or values of a page that are copied at a time
-VERIFIED_VERSION = "4.0.0b19"  # what `flash_decode_cute` is built on; another runs as it is
 
 
 def decode_attention(
@@ -27,7 +27,7 @@ def decode_attention(
     q, out = q.unsqueeze(1), out.unsqueeze(1)
     log_sum = None if log_sum is None else log_sum.unsqueeze(2)
     heads, dim, kv_heads = *q.shape[2:], keys.shape[2]
-    if keys.shape[1] == TILE[1] and _verified():
+    if keys.shape[1] == TILE[1] and has_flash():
         blocks = 2 if len(pages) * kv_heads > _num_sms(q.device) else 1
         run = _compiled(blocks, dim, heads // kv_heads, log_sum is not None, len(pages) > len(q))
         run(q, keys, values, out, log_sum, num_keys, pages)
@@ -46,11 +46,6 @@ def decode_attention(
         out=out,
         lse=log_sum,
     )
-
-
-@cache
-def _verified() -> bool:
-    return version("flash-attn-4") == VERIFIED_VERSION
 
 
 @cache
@@ -80,7 +75,7 @@ def _compiled(blocks: int, dim: int, groups: int, with_log_sum: bool, repeats: b
         num_threads=256,
         intra_wg_overlap=blocks == 1,
     )
-    kernel.blocks_on_an_sm, kernel.repeats, kernel.asks_early = blocks, repeats, blocks == 1 or repeats
+    kernel.blocks_on_an_sm, kernel.repeats = blocks, repeats
     compiled: Callable[..., None] | None = None
 
     def described(x: Tensor | None) -> Any:

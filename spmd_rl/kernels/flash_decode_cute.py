@@ -27,9 +27,12 @@ REGISTERS = {1: (256, 56), 2: (208, 48)}  # blocks on an SM: of a consumer's thr
 
 
 class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
+    """Whoever builds it sets `blocks_on_an_sm`, and `repeats` where queries see several rows of pages."""
+
     # The package sets these in its call for one block on an SM, whatever it is built with.
     num_mma_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][0], lambda self, value: None)
     num_producer_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][1], lambda self, value: None)
+    asks_early = property(lambda self: self.blocks_on_an_sm == 1 or self.repeats)
     sV_layout = property(lambda self: self.values_layout, lambda self, value: self.lay_out_values(value))
 
     def lay_out_values(self, layout: Any) -> None:

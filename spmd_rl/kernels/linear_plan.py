@@ -8,13 +8,13 @@ then for data whose halves cancel, so that nothing but the rounding of the chain
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear_tiles import REFERENCE, Share, choose_gated_tile, choose_ring, choose_share, choose_tile
 from spmd_rl.kernels.tile import dense
+from spmd_rl.kernels.verified import has_dsl
 
 CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # rows taken from a larger product
 WHOLE = {256: 2048, 128: 4096}  # rows of a whole product: weight rows above which cuBLAS is the faster
@@ -71,17 +71,12 @@ def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> Share | None:
     share = choose_share(x.shape[0], out.shape[1], x.shape[1], gated)
     if share is None or out.dtype != torch.bfloat16 or out.stride(0) % 8 or out.data_ptr() % 16:
         return None
-    return share if _may_be_early(weight) and _has_cute() else None
+    return share if _may_be_early(weight) and has_dsl() else None
 
 
 def _may_be_early(weight: Tensor) -> bool:
     """A weight that would be copied first is one that a kernel of a graph writes, which no ring must read early."""
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and _has_wgmma(weight.device)
-
-
-@cache
-def _has_cute() -> bool:
-    return find_spec("quack") is not None
 
 
 @cache

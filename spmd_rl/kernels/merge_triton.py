@@ -15,7 +15,7 @@ from spmd_rl.kernels.overlap_triton import overlapping, wait
 def merge_ranges_gpu(
     partial: Tensor, log_sum: Tensor, rows: Tensor, out: Tensor, merged_log_sum: Tensor | None
 ) -> None:
-    """Shape: as `merge_ranges`; partial and out contiguous."""
+    """Shape: as `merge_ranges`; partial and out contiguous. `rows` is read early (`overlap_triton`)."""
     heads, dim = partial.shape[1:]
     merged = log_sum if merged_log_sum is None else merged_log_sum
     _merge[(len(rows), heads)](
@@ -34,7 +34,7 @@ def _merge(
     query, head, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM_BLOCK)
     places, log_sums, parts = (), (), ()
     for i in tl.static_range(RANGES):
-        places += (tl.load(rows + query * RANGES + i).to(tl.int64),)  # made early
+        places += (tl.load(rows + query * RANGES + i).to(tl.int64),)
     wait()
     for i in tl.static_range(RANGES):
         at = log_sum + places[i] * sum_row + head * sum_head

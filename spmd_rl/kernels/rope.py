@@ -43,6 +43,7 @@ def qk_norm_rope(
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm` of every head, where both weights are given, then `rope`; on NVIDIA GPUs one kernel, with those bits.
 
+    There it reads positions, and a place's slots, early (`overlap_triton`).
     Shape: q [T, H, D] and k [T, K, D], perhaps parts of one tensor; weights [D]; positions [T]; cos and sin the whole
     table [P, D/2]. Returns two contiguous tensors.
     """

@@ -128,6 +128,7 @@ class Decoder(nn.Module):
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
     def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        # Launched plainly: kernels of the layers read early what was made before it (`kernels/overlap_triton.py`).
         x, residual = F.embedding(tokens, self.embed_tokens.weight), None
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, attend)

@@ -159,7 +159,7 @@ def test_without_its_package_a_share_has_a_substitute(
     x, weight = rows("normal", 64, 4096) * 0.1, rows("normal", 8192, 4096)
     outs = [x.new_empty(64, 4096 if gated else 8192) for _ in range(2)]
     ours_into(outs[0], x, weight, None, gated)
-    monkeypatch.setattr("spmd_rl.kernels.linear_plan._has_cute", lambda: False)
+    monkeypatch.setattr("spmd_rl.kernels.linear_plan.has_dsl", lambda: False)
     monkeypatch.delattr("spmd_rl.kernels.linear_cute.shared_matmul_into")
     ours_into(outs[1], x, weight, None, gated)
     assert unequal(*outs) == 0
