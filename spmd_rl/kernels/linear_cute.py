@@ -32,6 +32,8 @@ CHUNK = 8  # elements of a store: 16 bytes
 SILU_TIMES = """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; add.rn.f32 t, t, 0f3F800000;
 div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1 + exp(-x)) * y
 
+# Beside the user's other caches: the package would load code from a folder of /tmp that another user could make first.
+quack.cache.CACHE_DIR = quack.cache.CACHE_DIR or str(Path.home() / ".cache" / "quack")
 SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()  # a kernel on disk is of one source
 
 
