@@ -1,4 +1,4 @@
-"""Matrix products of some dozens of rows by large weights on NVIDIA Hopper: rings whose blocks share the weight.
+"""Matrix products of few rows by large weights on NVIDIA Hopper: rings whose blocks share the weight.
 
 What `linear_gluon` does, early ask and all, but with a warp for the copies alone, and with shares of any multiple of 8
 rows, on both sides: so all multiprocessors get an equal one, and what goes through shared memory is least. Blocks with
@@ -23,12 +23,13 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from torch import Tensor
 
-from spmd_rl.kernels.linear_tiles import PART, Share
+from spmd_rl.kernels.linear_tiles import MULTIPROCESSORS, PART, Share
 
 CONSUMERS = 4  # warps: one group for wgmma
 HEIGHT = 64  # rows of wgmma's first operand
 APART = 8  # elements between the rows of a result in shared memory, so that they begin in different banks
 CHUNK = 8  # elements of a store: 16 bytes
+BEGUN, SUMMED = 1, 2  # barriers of warps
 SILU_TIMES = """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; add.rn.f32 t, t, 0f3F800000;
 div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1 + exp(-x)) * y
 
@@ -83,7 +84,7 @@ class Product:
         )
         tiles_m = cute.round_up(cute.ceil_div(x.shape[0], share.m), share.blocks)
         self.kernel(w_atom, w_tma, x_atom, x_tma, out, bias, early, mma, w_layout, x_layout, operand).launch(
-            grid=(tiles_m, cute.ceil_div(out.shape[1], share.n), 1),
+            grid=(tiles_m, MULTIPROCESSORS // share.blocks, 1),
             block=[32 * (CONSUMERS + 1), 1, 1],
             cluster=[share.blocks, 1, 1],
             stream=stream,
@@ -98,35 +99,40 @@ class Product:
         share = self.share
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block_m, block_n, _ = cute.arch.block_idx()
+        _, blocks_n, _ = cute.arch.grid_dim()
+        first = block_m * share.m, block_n * ((out.shape[1] - share.n) // CHUNK) // (blocks_n - 1) * CHUNK
         smem = cutlass.utils.SmemAllocator()
         full = smem.allocate_array(cutlass.Int64, share.stages)
         empty = smem.allocate_array(cutlass.Int64, share.stages)
         w_ring = smem.allocate_array(BFloat16, cute.cosize(w_layout.outer), byte_alignment=1024)
         x_ring = smem.allocate_array(BFloat16, cute.cosize(x_layout.outer), byte_alignment=1024)
-        if warp_index == 0:
+        if warp_index == CONSUMERS:
+            cpasync.prefetch_descriptor(w_atom)
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(share.stages):
                     cute.arch.mbarrier_init(full + stage, 1)
                     cute.arch.mbarrier_init(empty + stage, CONSUMERS * share.blocks)
             cute.arch.mbarrier_init_fence()
+            cpasync.prefetch_descriptor(x_atom)
         if const_expr(share.blocks > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
+        elif warp_index == CONSUMERS:
+            cute.arch.barrier_arrive(barrier_id=BEGUN, number_of_threads=32 * (CONSUMERS + 1))
         else:
-            cute.arch.sync_threads()
+            cute.arch.barrier(barrier_id=BEGUN, number_of_threads=32 * (CONSUMERS + 1))
         w_pointer = cute.recast_ptr(w_ring, operand.inner, dtype=BFloat16)
         x_tiles = cute.make_tensor(cute.recast_ptr(x_ring, operand.inner, dtype=BFloat16), x_layout.outer)
         steps = cute.ceil_div(cute.size(x, mode=[1]), share.k)
         if warp_index == CONSUMERS:
             w_tiles = cute.make_tensor(w_pointer, w_layout.outer)
-            halves = [cute.domain_offset((half * out.shape[1], 0), weight) for half in range(self.halves)]
-            w_ends = [self.ends(w_atom, half, w_tiles, share.n, block_n) for half in halves]
+            halves = [cute.domain_offset((half * out.shape[1] + first[1], 0), weight) for half in range(self.halves)]
+            w_ends = [self.ends(w_atom, half, w_tiles, share.n, 0) for half in halves]
             x_ends = [self.ends(x_atom, x, x_tiles, share.m, block_m)]
             self.produce(w_atom, w_ends, x_atom, x_ends, full, empty, steps, early)
         else:
             w_operand = cute.make_tensor(w_pointer, operand.outer)
             total = self.consume(mma, w_operand, x_tiles, full, empty, steps)
-            first = block_m * share.m, block_n * share.n
             staged = cute.make_layout((self.tall, share.m), stride=(1, self.tall + APART))
             staged = cute.make_tensor(cute.recast_ptr(w_ring, dtype=BFloat16), staged)
             self.finish(mma, total, staged, out, bias, first, cute.size(x, mode=[0]))
@@ -141,16 +147,18 @@ class Product:
     def produce(
         self, w_atom: Any, w_ends: Any, x_atom: Any, x_ends: Any, full: Any, empty: Any, steps: Int32, early: Boolean
     ) -> None:
-        stages = self.share.stages
+        stages, asked = self.share.stages, self.share.stages // 2
         cute.arch.griddepcontrol_launch_dependents()
         if not early:
             cute.arch.griddepcontrol_wait()
-        for step in cutlass.range_constexpr(stages):
+        for step in cutlass.range_constexpr(asked):
             if step < steps:
                 self.copy_weight(w_atom, w_ends, step, step, full)
         cute.arch.griddepcontrol_wait()
         for step in cutlass.range_constexpr(stages):
             if step < steps:
+                if const_expr(step >= asked):
+                    self.copy_weight(w_atom, w_ends, step, step, full)
                 self.copy(x_atom, x_ends, step, step, full)
         slot, phase = Int32(0), Int32(0)
         for step in cutlass.range(stages, steps, unroll=1):
@@ -191,9 +199,10 @@ class Product:
         total = cute.make_rmem_tensor(of_thread.partition_shape_C((self.tall, share.m)), Float32)
         total.fill(0.0)
         cute.arch.griddepcontrol_wait()
-        slot, phase, before = Int32(0), Int32(0), Int32(0)
+        slot, phase, before, ready = Int32(0), Int32(0), Int32(0), Boolean(False)
         for step in cutlass.range(steps, unroll=1):
-            cute.arch.mbarrier_wait(full + slot, phase)
+            if not ready:
+                cute.arch.mbarrier_wait(full + slot, phase)
             atom = cute.make_mma_atom(mma.op)
             atom.set(warpgroup.Field.ACCUMULATE, True)
             warpgroup.fence()
@@ -202,13 +211,15 @@ class Product:
                     at = (None, None, k, slot * self.parts + part)
                     cute.gemm(atom, total, w_operand[at], x_operand[at], total)
             warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if step > 0 and step - 1 + share.stages < steps and lane < share.blocks:
-                cute.arch.mbarrier_arrive(empty + before, lane if const_expr(share.blocks > 1) else None)
-            before = slot
+            read, before = before, slot
             slot += 1
             if slot == share.stages:
                 slot, phase = Int32(0), phase ^ 1
+            if step + 1 < steps:
+                ready = cute.arch.mbarrier_try_wait(full + slot, phase)
+            warpgroup.wait_group(1)
+            if step > 0 and step - 1 + share.stages < steps and lane < share.blocks:
+                cute.arch.mbarrier_arrive(empty + read, lane if const_expr(share.blocks > 1) else None)
         warpgroup.wait_group(0)
         for i in cutlass.range_constexpr(cute.size(total)):
             total[i] = after_wait(total[i])
@@ -228,28 +239,38 @@ class Product:
         rounded.store(total.load().to(BFloat16))
         turn = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4 if share.m % 16 == 0 else 2), BFloat16)
         copy = cute.make_tiled_copy_C(turn, mma).get_slice(thread)
-        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=SUMMED, number_of_threads=threads)
         cute.copy(turn, copy.retile(rounded), copy.partition_D(staged))
-        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=SUMMED, number_of_threads=threads)
         staged = cute.make_tensor(staged.iterator, cute.select(staged.layout, [1, 0]))
-        for i in cutlass.range(thread, share.m * share.n // CHUNK, threads, unroll=1):
-            self.store(i, staged, out, first, m)
+        wide = share.n // CHUNK
+        which = [thread + turn * threads for turn in range(-(-share.m * wide // threads))]
+        chunks = [self.chunk(staged, i // wide, i % wide) for i in which]
+        for i, chunk in zip(which, chunks, strict=True):
+            self.store(chunk, out, first, i // wide, i % wide, m)
+
+    def chunk(self, staged: Any, row: Int32, column: Int32) -> Any:
+        """16 bytes of a result, or what those of the gate make with the other half's."""
+        chunk = load_chunk(staged, row, column)
+        if self.halves == 2:
+            up = load_chunk(staged, row, column + self.share.n // CHUNK)
+            for j in range(CHUNK):
+                chunk[j] = silu_times(chunk[j].to(Float32), up[j].to(Float32)).to(BFloat16)
+        return chunk
 
     @cute.jit  # type: ignore[untyped-decorator]
-    def store(self, i: Int32, staged: Any, out: Any, first: Any, m: Int32) -> None:
-        """The i-th 16 bytes of a result, or what those of the gate make with the other half's."""
+    def store(self, chunk: Any, out: Any, first: Any, row: Int32, column: Int32, m: Int32) -> None:
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * CHUNK)
-        row, column = i // (self.share.n // CHUNK), i % (self.share.n // CHUNK)
-        chunk, up = cute.make_rmem_tensor(CHUNK, BFloat16), cute.make_rmem_tensor(CHUNK, BFloat16)
-        cute.copy(atom, cute.local_tile(staged, (1, CHUNK), (row, column))[0, None], chunk)
-        if const_expr(self.halves == 2):
-            below = row, column + self.share.n // CHUNK
-            cute.copy(atom, cute.local_tile(staged, (1, CHUNK), below)[0, None], up)
-            for j in cutlass.range_constexpr(CHUNK):
-                chunk[j] = silu_times(chunk[j].to(Float32), up[j].to(Float32)).to(BFloat16)
-        row, column = first[0] + row, first[1] // CHUNK + column
-        if row < m and column * CHUNK < out.shape[1]:
-            cute.copy(atom, chunk, cute.local_tile(out, (1, CHUNK), (row, column))[0, None])
+        if row < self.share.m and first[0] + row < m:
+            at = first[0] + row, first[1] // CHUNK + column
+            cute.copy(atom, chunk, cute.local_tile(out, (1, CHUNK), at)[0, None])
+
+
+def load_chunk(staged: Any, row: Int32, column: Int32) -> Any:
+    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * CHUNK)
+    chunk = cute.make_rmem_tensor(CHUNK, BFloat16)
+    cute.copy(atom, cute.local_tile(staged, (1, CHUNK), (row, column))[0, None], chunk)
+    return chunk
 
 
 def after_wait(number: Any) -> Any:

@@ -32,21 +32,17 @@ from spmd_rl.kernels.overlap_triton import overlapping
 WIDTH = gl.constexpr(PART)
 HEIGHT = gl.constexpr(64)  # rows of wgmma's first operand
 FLAT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4))
+BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
 
 
 def ring_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, gated: bool = False
 ) -> None:
-    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole parts.
-
-    A tile's height may be no power of two if it divides the weight: what its copies have more, they do not read.
-    """
+    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole parts."""
     (m, k), n = x.shape, out.shape[1]
     steps = triton.cdiv(k, ring.k)
-    box = triton.next_power_of_2(ring.n)
     _ring_matmul[(triton.cdiv(m, ring.m) * triton.cdiv(n, ring.n),)](
-        _in_parts(x, m, ring.m, ring.k), _in_parts(weight, len(weight) if box == ring.n else ring.n, box, ring.k),
+        _in_parts(x, ring.m, ring.k), _in_parts(weight, ring.n, ring.k),
         out if bias is None else bias.contiguous(), out, m, n, k, out.stride(0),
         torch.cuda.is_current_stream_capturing(), bias is not None, gated, ring.late and ring.stages < steps,
         ring.m, ring.n, ring.k // PART, min(ring.stages, steps),
@@ -54,14 +50,14 @@ def ring_matmul_into(
     )  # fmt: skip
 
 
-def _in_parts(matrix: Tensor, group: int, height: int, width: int) -> TensorDescriptor:
+def _in_parts(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
     """For copies of [height, width], which lie in shared memory as [width / PART, height, PART].
 
-    Rows come in groups, and no copy reads beyond its group: what is missing is zero, and costs no memory traffic.
+    What is missing of them is zero, and costs no memory traffic.
     """
     num_rows, k = matrix.shape
-    shape, strides = [k // PART, num_rows // group, group, PART], [PART, group * k, k, 1]
-    return TensorDescriptor(matrix, shape, strides, [width // PART, 1, height, PART], BOX.value)
+    shape, strides = [k // PART, num_rows, PART], [PART, k, 1]
+    return TensorDescriptor(matrix, shape, strides, [width // PART, height, PART], BOX.value)
 
 
 @gluon.jit(do_not_specialize=["m", "k", "early"])
@@ -71,10 +67,9 @@ def _ring_matmul(
     PARTS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ) -> None:  # fmt: skip
     HALVES: gl.constexpr = 2 if GATED else 1
-    HIGH: gl.constexpr = weight.block_type.shape[2]
-    BEYOND: gl.constexpr = HEIGHT - HIGH if HIGH < HEIGHT else 0  # rows that `_part` reads behind the last tile
-    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES * PARTS * HIGH + BEYOND, WIDTH], FLAT)
-    weights = weights._reinterpret(gl.bfloat16, [STAGES * HALVES, PARTS * HIGH, WIDTH], FLAT)
+    BEYOND: gl.constexpr = HEIGHT - TILE_N if TILE_N < HEIGHT else 0  # rows that `_part` reads behind the last tile
+    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES * PARTS * TILE_N + BEYOND, WIDTH], FLAT)
+    weights = weights._reinterpret(gl.bfloat16, [STAGES * HALVES, PARTS * TILE_N, WIDTH], FLAT)
     rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PARTS * TILE_M, WIDTH], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -89,12 +84,12 @@ def _ring_matmul(
         gdc_wait()
     for step in gl.static_range(STAGES):
         _expect(x, weight, ready.index(step), step < steps, HALVES)
-        _copy_weight(weight, weights, ready.index(step), step, step, step < steps, first_column, n, TILE_N, HALVES)
+        _copy_weight(weight, weights, ready.index(step), step, step, step < steps, first_column, n, HALVES)
     gdc_wait()
     for step in gl.static_range(STAGES):
-        _copy(x, [step * PARTS, 0, first_row, 0], ready.index(step), rows.index(step), step < steps)
+        _copy(x, [step * PARTS, first_row, 0], ready.index(step), rows.index(step), step < steps)
 
-    shape: gl.constexpr = [max(HIGH, HEIGHT), TILE_M]
+    shape: gl.constexpr = [max(TILE_N, HEIGHT), TILE_M]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TILE_M, 16])
     total = warpgroup_mma_init(gl.zeros(shape, gl.float32, layout))
     up_total = total
@@ -103,9 +98,9 @@ def _ring_matmul(
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
         for part in gl.static_range(PARTS):
             b = _part(rows.index(slot), part, TILE_M, TILE_M).permute((1, 0))
-            total = warpgroup_mma(_part(weights.index(slot * HALVES), part, HIGH, shape[0]), b, total, is_async=True)
+            total = warpgroup_mma(_part(weights.index(slot * HALVES), part, TILE_N, shape[0]), b, total, is_async=True)
             if GATED:
-                a = _part(weights.index(slot * HALVES + 1), part, HIGH, shape[0])
+                a = _part(weights.index(slot * HALVES + 1), part, TILE_N, shape[0])
                 up_total = warpgroup_mma(a, b, up_total, is_async=True)
             if part == 0:
                 total, up_total = _all_but(HALVES, total, up_total, GATED)  # the stage before is read: ask anew
@@ -113,8 +108,8 @@ def _ring_matmul(
                 later = step + (STAGES - 1)
                 wanted, freed = (step > 0) & (later < steps), later % STAGES
                 _expect(x, weight, ready.index(freed), wanted, HALVES)
-                _copy_weight(weight, weights, ready.index(freed), later, freed, wanted, first_column, n, TILE_N, HALVES)
-                _copy(x, [later * PARTS, 0, first_row, 0], ready.index(freed), rows.index(freed), wanted)
+                _copy_weight(weight, weights, ready.index(freed), later, freed, wanted, first_column, n, HALVES)
+                _copy(x, [later * PARTS, first_row, 0], ready.index(freed), rows.index(freed), wanted)
                 if LATE:
                     _let_next_begin(later == steps - 1)
     total, up_total = _all_but(0, total, up_total, GATED)
@@ -155,14 +150,9 @@ def _expect(x, weight, bar, wanted, HALVES: gl.constexpr) -> None:
 
 
 @gluon.jit
-def _copy_weight(
-    weight, weights, bar, step, slot, wanted, first_column, n, TILE_N: gl.constexpr, HALVES: gl.constexpr
-) -> None:
+def _copy_weight(weight, weights, bar, step, slot, wanted, first_column, n, HALVES: gl.constexpr) -> None:
     for half in gl.static_range(HALVES):
-        row, group = half * n + first_column, 0
-        if weight.block_type.shape[2] > TILE_N:
-            row, group = 0, row // TILE_N
-        at = [step * weight.block_type.shape[0], group, row, 0]
+        at = [step * weight.block_type.shape[0], half * n + first_column, 0]
         _copy(weight, at, bar, weights.index(slot * HALVES + half), wanted)
 
 

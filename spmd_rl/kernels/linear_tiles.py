@@ -31,8 +31,7 @@ class Tile(NamedTuple):
 class Ring(NamedTuple):
     """What a program of `linear_gluon` handles: `stages` of `k` steps lie in shared memory or are on their way.
 
-    `n`, where it is no power of two, divides the weight's rows. `late` lets the next kernel begin once the last stage
-    was asked for, not at once.
+    `late` lets the next kernel begin once the last stage was asked for, not at once.
     """
 
     m: int
@@ -44,7 +43,10 @@ class Ring(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a block of `linear_cute` handles, as a `Ring`; so many `blocks` have the same rows of the weight."""
+    """What a block of `linear_cute` handles, as a `Ring`; so many `blocks` have the same rows of the weight.
+
+    There is a block for every multiprocessor: where `n` times their number is more than the weight, they overlap.
+    """
 
     m: int
     n: int
@@ -54,21 +56,19 @@ class Share(NamedTuple):
 
 
 PART = 64  # a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
-LARGE_BYTES = 24 << 20  # a weight of so much comes in equal shares, or in tiles that gain nothing by beginning early
+LARGE_BYTES = 24 << 20  # a weight of so much comes in shares, or in tiles that gain nothing by beginning early
 HEAD_ROWS = 1 << 15  # weights with more rows are the head's, whose product is long beside its two ends
-EVEN_ROWS = 64  # of x: with more, a share reads more of x than of the weight
-BLOCKS = 128  # shares for a Hopper GPU's 132 multiprocessors: the widths of models are multiples of it
-BLOCK_BYTES = 220 << 10  # of shared memory for a ring's stages, if a multiprocessor holds one block
-SHARED_ROWS = range(33, 257)  # of x: with fewer, what a block reads of it is little beside the weight
-SHARED_WIDTH = 4096  # for more than EVEN_ROWS, cuBLAS or tiles are as good with wider weights
-SHARED_BYTES = 224 << 10  # as BLOCK_BYTES, for shares
-SHARED_STAGE_BYTES = 32 << 10
+SHARED_ROWS = range(1, 257)  # of x
+ANY_WIDTH_ROWS = 64  # of x: with more, cuBLAS or tiles are as good for weights of more rows than
+SHARED_WIDTH = 4096
+SHARED_BYTES = 224 << 10  # of shared memory for a block's stages
+STAGE_BYTES = 32 << 10  # a longer stage arrives late, a shorter one costs more barriers
 MULTIPROCESSORS = 132
 WGMMA_ROWS = 64  # of its first operand
 COLUMNS = 192  # of so many rows that a block adds up; with more, each reads too much of x
 EIGHT = 8  # a share's rows are multiples of it
-BUCKET = 32  # numbers of rows that take the same shares
-STAGE_BYTES = 48 << 10  # a longer stage arrives late, a shorter one costs more barriers
+BUCKETS = (8, 16)  # numbers of rows that take the same shares; then multiples of
+BUCKET = 32
 REFERENCE = Tile(128, 128, 64, 8, 3)
 ANY = 1 << 31
 
@@ -177,44 +177,29 @@ def choose_gated_tile(m: int, n: int) -> Tile | None:
 
 def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
     """For a weight of [n, k], or of [2 n, k]; None where a tile is the faster, or K comes in no whole parts."""
-    if k % PART:
+    if k % PART or _is_large(n, k, gated):
         return None
-    if n <= HEAD_ROWS and m <= EVEN_ROWS and 2 * n * k * (2 if gated else 1) >= LARGE_BYTES:
-        return even_ring(m, n, gated)
     return _choose(GATED_RINGS if gated else RINGS, m, n)
 
 
-def even_ring(m: int, n: int, gated: bool = False) -> Ring | None:
-    """An equal share of a large weight for every multiprocessor: one block that fills it, or two with half of it each.
-
-    None where the weight has no equal shares, or where so many blocks would read more of x than they save.
-    """
-    halves, rows = 2 if gated else 1, max(8, _power_of_two(m))
-    share = 1 if n * halves <= BLOCKS * 64 or rows == 32 else 2
-    height, left = divmod(n, share * BLOCKS)
-    if left or not 8 <= height <= 128 or (share == 2 and rows > 16):
-        return None
-    if rows == 64:
-        height = max(height, 32)
-    room, bytes_of_step = BLOCK_BYTES // share, 2 * (halves * _power_of_two(height) + rows)
-    steps = (512, 256, 128) if share == 1 else (128, 64)
-    k = next((k for k in steps if k * bytes_of_step <= min(STAGE_BYTES, room // 3)), 128)
-    return Ring(rows, height, k, room // (k * bytes_of_step))
-
-
 def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:
-    """For a weight of [n, k], or of [2 n, k]; None for few rows, small weights, heads, and too large shares."""
-    halves = 2 if gated else 1
-    large = 2 * halves * n * k >= LARGE_BYTES and n <= (HEAD_ROWS if m <= EVEN_ROWS else SHARED_WIDTH)
-    if m not in SHARED_ROWS or not large or k % PART or n % EIGHT:
+    """For a weight of [n, k], or of [2 n, k]; None for small weights, heads, and too large shares."""
+    fits = m in SHARED_ROWS and (m <= ANY_WIDTH_ROWS or n <= SHARED_WIDTH)
+    if not fits or not _is_large(n, k, gated) or k % PART or n % EIGHT:
         return None
-    return _best_share(_rounded(m, 1, BUCKET), n, halves)
+    rows = next((rows for rows in BUCKETS if m <= rows), _rounded(m, 1, BUCKET))
+    return _best_share(rows, n, 2 if gated else 1)
+
+
+def _is_large(n: int, k: int, gated: bool) -> bool:
+    return n <= HEAD_ROWS and 2 * n * k * (2 if gated else 1) >= LARGE_BYTES
 
 
 @cache
 def _best_share(m: int, n: int, halves: int) -> Share | None:
     """The equal shares for which least goes through shared memory."""
-    found = [share for blocks in (1, 2) if (share := _share(m, n, halves, blocks)) is not None]
+    few = m <= BUCKETS[-1]  # what a block reads of x is little beside the weight
+    found = [share for blocks in (1, 2)[: 1 if few else 2] if (share := _share(m, n, halves, blocks)) is not None]
     return min(found, key=lambda share: _traffic(share, halves), default=None)
 
 
@@ -223,7 +208,7 @@ def _share(m: int, n: int, halves: int, blocks: int) -> Share | None:
     if rows * -(-halves * height // WGMMA_ROWS) > COLUMNS:
         return None
     bytes_of_step = 2 * (rows + halves * height)
-    k = next((k for k in (256, 128) if k * bytes_of_step <= SHARED_STAGE_BYTES), PART)
+    k = 2 * PART if 2 * PART * bytes_of_step <= STAGE_BYTES else PART
     return Share(rows, height, k, SHARED_BYTES // (k * bytes_of_step), blocks)
 
 
@@ -236,10 +221,6 @@ def _traffic(share: Share, halves: int) -> int:
 def _rounded(n: int, parts: int, unit: int = EIGHT) -> int:
     """A part's size, in whole units."""
     return -(-n // (parts * unit)) * unit
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _choose(table: Mapping[int, tuple[tuple[int, T], ...]], m: int, n: int) -> T | None:

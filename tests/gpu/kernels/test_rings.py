@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import silu_mul
 from spmd_rl.kernels.linear_plan import ours_into
-from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, Ring, Share, choose_share, even_ring
+from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, Ring, Share, choose_share
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.linear_triton import matmul_into
@@ -17,23 +17,15 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 pytestmark = pytest.mark.skipif(not HOPPER, reason="rings need wgmma, which Hopper alone has")
 
 
-LARGE = (2560, 4096, 6144, 9728, 12288, 24576)
-
-
-def found(table: dict[int, tuple[tuple[int, Ring], ...]], gated: bool = False) -> list[Ring]:
-    even = {ring for m in (1, 16, 32, 64) for n in LARGE if (ring := even_ring(m, n, gated))}
-    return sorted({ring for row in table.values() for _, ring in row} | even)
-
-
-def about(columns: int, ring: Ring) -> int:
-    """So many columns, or for a height that is no power of two, as many as it divides."""
-    return columns if ring.n & (ring.n - 1) == 0 else -(-columns // ring.n) * ring.n
+def found(table: dict[int, tuple[tuple[int, Ring], ...]]) -> list[Ring]:
+    return sorted({ring for row in table.values() for _, ring in row})
 
 
 def shares(gated: bool = False) -> list[Share]:
-    """For one block of all rows and for two, and as many rows of the weight as there are and few."""
-    found = [choose_share(m, n, 16384, gated) for m, n in ((64, 2560), (64, 9728 if gated else 24576), (256, 2560))]
-    return [share for share in found if share is not None]
+    """For few rows and many, for one block of all and for two, and for as many rows of the weight as may be and few."""
+    high = 9728 if gated else 24576
+    sizes = ((1, 2560), (1, high), (16, 4096), (32, 2560), (64, 2560), (64, high), (256, 2560))
+    return list(dict.fromkeys(share for m, n in sizes if (share := choose_share(m, n, 16384, gated)) is not None))
 
 
 def tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,7 +63,7 @@ def ringed(
 @pytest.mark.parametrize("k", [64, 1088, 4096])
 @pytest.mark.parametrize("ring", found(RINGS), ids=str)
 def test_accumulators_and_rounded(ring: Ring, k: int, rows, unequal) -> None:
-    n = about(2600, ring)
+    n = 2600
     weight, bias = rows("normal", n, k), rows("normal", 1, n)[0]
     for m in sorted({1, ring.m - 1, ring.m, ring.m + 1, 2 * ring.m + 3}):
         for kind in ("normal", "cancelling"):
@@ -81,9 +73,9 @@ def test_accumulators_and_rounded(ring: Ring, k: int, rows, unequal) -> None:
         assert unequal(rounded, tiled(x, weight, bias, torch.bfloat16)) == 0
 
 
-@pytest.mark.parametrize("ring", found(GATED_RINGS, gated=True), ids=str)
+@pytest.mark.parametrize("ring", found(GATED_RINGS), ids=str)
 def test_gated(ring: Ring, rows, unequal) -> None:
-    weight = rows("normal", 2 * about(1096, ring), 1088)
+    weight = rows("normal", 2 * 1096, 1088)
     for m in (1, ring.m, 2 * ring.m + 3):
         x = rows("normal", m, 1088) * 0.1
         gate, up = tiled(x, weight, dtype=torch.bfloat16).chunk(2, dim=-1)
