@@ -2,7 +2,7 @@
 
 Ours keeps one ascending chain over K (docs/numerics.md). Each number is the median over replays of a graph that runs
 the product once for each of many copies of the weight; ours overlap at their ends, as in the engine. The floor is the
-time to read the weight once, or to do the arithmetic at the speed of a large product, whichever is longer.
+time to move weight, x and result once, or to do the arithmetic at the speed of a large product, whichever is longer.
 
     python -m benchmarks.kernels.decode_gemm [--save]
 """
@@ -78,8 +78,9 @@ def microseconds(op: Callable[[Tensor], object], weights: list[Tensor]) -> float
     return statistics.median(times)
 
 
-def floor_us(m: int, n: int, k: int) -> float:
-    return 1e6 * max(2 * n * k / COPY_BYTES_PER_S, 2 * m * n * k / FLOPS_PER_S)
+def floor_us(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
+    moved = 2 * (n * k + m * k) + out_dtype.itemsize * m * n
+    return 1e6 * max(moved / COPY_BYTES_PER_S, 2 * m * n * k / FLOPS_PER_S)
 
 
 def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[Row]:
@@ -92,7 +93,7 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[Row]:
         what = f"{name} {n}x{k}, {m} rows"
         found.append(compared(what, ours, "us", peer="cuBLAS", peer_value=cublas, at_most=BAR))
         if m <= 64 and 2 * n * k >= LARGE_BYTES:
-            found.append(measured(f"{what}, share of floor", floor_us(m, n, k) / ours, "", at_least=FLOOR_BAR))
+            found.append(measured(f"{what}, share of floor", floor_us(m, n, k, out_dtype) / ours, "", at_least=FLOOR_BAR))
     return found
 
 

@@ -131,7 +131,7 @@ def main() -> None:
             times, ours = time_tiles(m, n, k, dtype, weights), chosen(m, n, k, dtype)
             best = min(times, key=times.__getitem__)
             better = f"; {best} takes {times[best]:.1f}" if times[ours] > CLEARLY * times[best] else ""
-            print(f"{n}x{k} M={m}: {times[ours]:.1f} us, floor {floor_us(m, n, k):.1f}{better}", flush=True)
+            print(f"{n}x{k} M={m}: {times[ours]:.1f} us, floor {floor_us(m, n, k, dtype):.1f}{better}", flush=True)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,9 @@ PART = 64  # a ring's steps of K come in whole parts: 128 bytes, the width of a 
 LARGE_BYTES = 24 << 20  # a weight of so much comes in shares, or in tiles that gain nothing by beginning early
 HEAD_ROWS = 1 << 15  # weights with more rows are the head's, whose product is long beside its two ends
 SHARED_ROWS = range(1, 257)  # of x
-ANY_WIDTH_ROWS = 64  # of x: with more, cuBLAS or tiles are as good for weights of more rows than
-SHARED_WIDTH = 4096
+DOZENS = range(33, 65)  # of rows of x, with which smaller weights come in shares too, if they have some rows
+DOZENS_BYTES, DOZENS_WIDTH = 8 << 20, 2560
+SHARED_WIDTH = 4096  # with more rows of x, cuBLAS or tiles are as good for weights of more rows than this
 SHARED_BYTES = 224 << 10  # of shared memory for a block's stages
 STAGE_BYTES = 32 << 10  # a longer stage arrives late, a shorter one costs more barriers
 MULTIPROCESSORS = 132
@@ -184,15 +185,16 @@ def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
 
 def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:
     """For a weight of [n, k], or of [2 n, k]; None for small weights, heads, and too large shares."""
-    fits = m in SHARED_ROWS and (m <= ANY_WIDTH_ROWS or n <= SHARED_WIDTH)
-    if not fits or not _is_large(n, k, gated) or k % PART or n % EIGHT:
+    fits = m in SHARED_ROWS and (m < DOZENS.stop or n <= SHARED_WIDTH)
+    large = _is_large(n, k, gated, DOZENS_BYTES if m in DOZENS and n >= DOZENS_WIDTH else LARGE_BYTES)
+    if not fits or not large or k % PART or n % EIGHT:
         return None
     rows = next((rows for rows in BUCKETS if m <= rows), _rounded(m, 1, BUCKET))
     return _best_share(rows, n, 2 if gated else 1)
 
 
-def _is_large(n: int, k: int, gated: bool) -> bool:
-    return n <= HEAD_ROWS and 2 * n * k * (2 if gated else 1) >= LARGE_BYTES
+def _is_large(n: int, k: int, gated: bool, least: int = LARGE_BYTES) -> bool:
+    return n <= HEAD_ROWS and 2 * n * k * (2 if gated else 1) >= least
 
 
 @cache

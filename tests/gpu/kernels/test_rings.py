@@ -24,7 +24,7 @@ def found(table: dict[int, tuple[tuple[int, Ring], ...]]) -> list[Ring]:
 def shares(gated: bool = False) -> list[Share]:
     """For few rows and many, for one block of all and for two, and for as many rows of the weight as may be and few."""
     high = 9728 if gated else 24576
-    sizes = ((1, 2560), (1, high), (16, 4096), (32, 2560), (64, 2560), (64, high), (256, 2560))
+    sizes = ((1, 2560), (1, high), (16, 4096), (32, 2560), (64, 2560), (64, 3072), (64, high), (256, 2560))
     return list(dict.fromkeys(share for m, n in sizes if (share := choose_share(m, n, 16384, gated)) is not None))
 
 

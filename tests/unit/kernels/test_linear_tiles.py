@@ -74,6 +74,7 @@ def test_shares_cover_a_product_with_a_block_for_each_multiprocessor(halves: int
 def test_small_weights_and_heads_have_no_share() -> None:
     assert choose_share(64, 2560, 9728) == Share(32, 40, 128, 12, 2)
     assert choose_share(1, 4096, 4096) == choose_share(8, 4096, 4096) == Share(8, 32, 128, 22, 1)
-    for m, n, k in ((257, 2560, 9728), (65, 6144, 4096), (64, 4096, 1024), (64, 151936, 4096)):
+    for m, n, k in ((257, 2560, 9728), (65, 6144, 4096), (32, 4096, 1024), (64, 151936, 4096), (64, 1024, 3072)):
         assert choose_share(m, n, k) is None
+    assert choose_share(64, 4096, 1024) is not None
     assert choose_share(64, 2560, 9720) is choose_share(64, 4100, 4096) is None
