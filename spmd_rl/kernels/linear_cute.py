@@ -3,6 +3,8 @@
 What `linear_gluon` does, early ask and all, but with a warp for the copies alone, and with shares of any multiple of 8
 rows, on both sides: so all multiprocessors get an equal one, and what goes through shared memory is least. Blocks with
 the same rows of the weight form a cluster: each asks for its turn of the tiles, and they arrive in all (multicast).
+
+Half of the ring is asked for before the wait: more of the weight would keep x waiting, which comes the same way.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from torch import Tensor
 
+from spmd_rl.kernels import linear_tiles
 from spmd_rl.kernels.linear_tiles import MULTIPROCESSORS, PART, Share
 
 CONSUMERS = 4  # warps: one group for wgmma
@@ -35,7 +38,8 @@ div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1
 
 # Beside the user's other caches: the package would load code from a folder of /tmp that another user could make first.
 quack.cache.CACHE_DIR = quack.cache.CACHE_DIR or str(Path.home() / ".cache" / "quack")
-SOURCE = sha256(Path(__file__).read_bytes()).hexdigest()  # a kernel on disk is of one source
+SOURCES = Path(__file__), Path(linear_tiles.__file__)
+SOURCE = sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()  # a kernel on disk is of one source
 
 
 def shared_matmul_into(
@@ -233,7 +237,7 @@ class Product:
             where = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.tall, share.m)))
             for i in cutlass.range_constexpr(cute.size(total)):
                 row = where[i][0]
-                if row < share.n and first[1] + row < out.shape[1]:
+                if row < share.n:
                     total[i] += bias[first[1] + row].to(Float32)
         rounded = cute.make_rmem_tensor_like(total, BFloat16)
         rounded.store(total.load().to(BFloat16))
