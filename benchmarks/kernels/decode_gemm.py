@@ -93,7 +93,8 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[Row]:
         what = f"{name} {n}x{k}, {m} rows"
         found.append(compared(what, ours, "us", peer="cuBLAS", peer_value=cublas, at_most=BAR))
         if m <= 64 and 2 * n * k >= LARGE_BYTES:
-            found.append(measured(f"{what}, share of floor", floor_us(m, n, k, out_dtype) / ours, "", at_least=FLOOR_BAR))
+            share = floor_us(m, n, k, out_dtype) / ours
+            found.append(measured(f"{what}, share of floor", share, "", at_least=FLOOR_BAR))
     return found
 
 
