@@ -140,31 +140,42 @@ class Controller:
         for index in range(start, num_steps):
             notice.unsaved = f"; step {index + 1} did not end within {self._grace_s:g} s and is lost"
             self._step = step = Step(index, self.observer, began)
-            yield step
-            began = time.monotonic()
-            step.elapsed_s = began - step.began
-            self._board.trace.add("step", round(step.began * 1e9), now_ns(), step=index + 1)
-            step.waited_s, waited_s = calls.waited_s - waited_s, calls.waited_s
-            if self.observer is not None:
-                self.observer.on_step(step)
-            self._board.trace.flush()
-            self._step = None
-            record = Record(index + 1, self.seed, step.reward)
-            last = index + 1 == num_steps
-            due = last or (self._save_every and (index + 1) % self._save_every == 0)
-            if self.observer is not None and (due or notice.error is not None):
-                self.observer.catch_up()
-            if notice.error is not None:
-                self._save_and_end(record, notice)
-            if self._parts and due:
-                with self._timed("save"):
-                    self._checkpoints.save(record, self._parts)
+            try:
+                yield step
+            finally:  # also where the recipe leaves its loop
+                began = time.monotonic()
+                step.elapsed_s = began - step.began
+                step.waited_s, waited_s = calls.waited_s - waited_s, calls.waited_s
+            self._end(step, last=index + 1 == num_steps)
         self._checkpoints.settle()
         notice.grace_s = 0.0  # what follows is done by the same command, should it be ended
 
     def close(self) -> None:
-        """The recipe has returned, perhaps from within its loop: the last checkpoint begun is to be whole."""
+        """The recipe has returned, perhaps from within its loop: the step it left is written and saved as the last is.
+
+        Blocks: until the last checkpoint is whole.
+        """
+        if self._step is not None:
+            self._end(self._step, last=True)
         self._checkpoints.settle()
+
+    def _end(self, step: Step, *, last: bool) -> None:
+        """Write what is known of a step, and begin its checkpoint if one is due."""
+        notice, ended = self._board.notice, step.began + step.elapsed_s
+        self._board.trace.add("step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1)
+        if self.observer is not None:
+            self.observer.on_step(step)
+        self._board.trace.flush()
+        self._step = None
+        record = Record(step.index + 1, self.seed, step.reward)
+        due = last or (self._save_every and record.next_step % self._save_every == 0)
+        if self.observer is not None and (due or notice.error is not None):
+            self.observer.catch_up()
+        if notice.error is not None:
+            self._save_and_end(record, notice)
+        if self._parts and due:
+            with self._timed("save"):
+                self._checkpoints.save(record, self._parts)
 
     def _save_and_end(self, record: Record, notice: Notice) -> NoReturn:
         """The last act of a run that is ended from outside: what remains of its grace is for this checkpoint."""

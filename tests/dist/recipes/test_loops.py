@@ -172,13 +172,15 @@ class Slow(rl.Role):
 def main(ctl, cfg):
     slow = ctl.spawn(Slow, cfg, on=ctl.world.split({"slow": rl.RoleSplit()}).slow)
     for step in ctl.steps(9, ctl.resume(slow=slow)):
+        step.log({"seen": step.index})
         if step.index == 1:
             break
 """
 
 
-def test_a_recipe_that_stops_early_leaves_its_checkpoint_whole(run: Any, tmp_path: Path) -> None:
+def test_a_recipe_that_stops_early_leaves_its_last_step_whole(run: Any, tmp_path: Path) -> None:
     (tmp_path / "early.py").write_text(EARLY)
     ended = run("early.py", small=False)
     assert ended.code == 0, ended.sentence
-    assert (ended.folder / "checkpoints/step_000001/slow").is_dir()
+    assert [(row["step"], row["seen"]) for row in ended.metrics] == [(1, 0), (2, 1)]
+    assert (ended.folder / "checkpoints/step_000002/slow").is_dir()
