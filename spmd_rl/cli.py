@@ -28,13 +28,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from spmd_rl.config import describe
+from spmd_rl.config import describe, dump_toml
 from spmd_rl.controller import last_words
 from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
 from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import plan_split
+from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.streams import let_streams_last
 
 USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]"
@@ -119,7 +120,9 @@ def _run(words: list[str]) -> int:
     num_ranks = invocation.nproc or getattr(cfg, "nproc", 0) or 0
     if num_ranks and hasattr(cfg, "split"):
         plan_split(cfg.split, num_ranks)
-    exit_code = launch(num_ranks, ["run", *words], invocation.max_restarts, run_config(cfg).grace_s)
+    run = run_config(cfg)
+    RunFolder(run.path).refuse_other(dump_toml(cfg), run.resume)
+    exit_code = launch(num_ranks, ["run", *words], invocation.max_restarts, run.grace_s)
     for number in _endings():
         signal.signal(number, signal.SIG_IGN)  # all is over and said
     return exit_code

@@ -52,10 +52,10 @@ class RunFolder:
         Raises: ConfigError when the folder holds something else, which is not touched then, or a live run.
         """
         run = cls(Path(path))
-        run._refuse_other(config, resume)
+        run.refuse_other(config, resume)
         run.path.mkdir(parents=True, exist_ok=True)
         weakref.finalize(run, os.close, claim(run.path))
-        run._refuse_other(config, resume)  # again: another may have begun meanwhile
+        run.refuse_other(config, resume)  # again: another may have begun meanwhile
         write_whole(run.path / "config.toml", config)  # first: it is what makes this the folder of a run
         for folder in (run.samples, run.logs, run.stacks):
             folder.mkdir(exist_ok=True)
@@ -73,7 +73,8 @@ class RunFolder:
             if number.isdecimal() and int(number) > after:
                 path.unlink()
 
-    def _refuse_other(self, config: str, resume: bool) -> None:
+    def refuse_other(self, config: str, resume: bool) -> None:
+        """Raises: ConfigError when what is there is no run, or one of another configuration and not to be resumed."""
         if not self.path.exists() or (self.path.is_dir() and all(_before_a_run(f) for f in self.path.iterdir())):
             return
         held = self.path / "config.toml"

@@ -1,0 +1,46 @@
+"""What `spmd-rl run` refuses itself, before any rank is started."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from spmd_rl import cli
+
+EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """How many ranks were started, each time."""
+    started: list[int] = []
+
+    def launch(num_ranks: int, *rest: object) -> int:
+        started.append(num_ranks)
+        return 0
+
+    monkeypatch.setattr(cli, "launch", launch)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
+    return started
+
+
+def run(*words: str) -> int:
+    given = (f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--run.name=r", "--nproc=1")
+    return cli._guarded(cli._main, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words])
+
+
+def test_the_folder_of_another_run(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/r")
+    folder.mkdir(parents=True)
+    assert run() == 0
+    (folder / "notes.txt").write_text("mine")
+    assert run() == 2
+    assert "is not the folder of a run" in capfd.readouterr().err
+    (folder / "config.toml").write_text("steps = 3\n")
+    assert run() == 2
+    assert "holds a run with another configuration (steps was 3" in capfd.readouterr().err
+    assert run("--run.resume=true") == 0
+    assert launched == [1, 1]
