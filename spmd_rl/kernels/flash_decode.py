@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +27,9 @@ def decode_attention(
     heads, dim, kv_heads = *q.shape[2:], keys.shape[2]
     if keys.shape[1] == TILE[1] and has_flash():
         blocks = 2 if len(pages) * kv_heads > _num_sms(q.device) else 1
-        run = _compiled(blocks, dim, heads // kv_heads, log_sum is not None, len(pages) > len(q))
+        from spmd_rl.kernels.flash_decode_cute import compiled_decoding
+
+        run = compiled_decoding(blocks, dim, heads // kv_heads, log_sum is not None, len(pages) > len(q))
         run(q, keys, values, out, log_sum, num_keys, pages)
         return
     from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a tile
@@ -51,41 +51,3 @@ def decode_attention(
 @cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _compiled(blocks: int, dim: int, groups: int, with_log_sum: bool, repeats: bool) -> Callable[..., None]:
-    """The kernel for so many blocks on an SM and such heads, compiled at its first call: (q, keys, values, out,
-    log_sum, num_keys, pages)."""
-    import cutlass.cute as cute
-    from cutlass import BFloat16
-    from flash_attn.cute.cute_dsl_utils import to_cute_tensor
-
-    from spmd_rl.kernels.flash_decode_cute import Decoding
-
-    kernel = Decoding(
-        BFloat16,
-        dim,
-        dim,
-        groups,
-        pack_gqa=groups > 1,
-        tile_m=TILE[0],
-        tile_n=TILE[1],
-        num_stages=2,
-        num_threads=256,
-        intra_wg_overlap=blocks == 1,
-    )
-    kernel.blocks_on_an_sm, kernel.repeats = blocks, repeats
-    compiled: Callable[..., None] | None = None
-
-    def described(x: Tensor | None) -> Any:
-        return None if x is None else to_cute_tensor(x, assumed_align=16 if x.dtype == torch.bfloat16 else 4)
-
-    def run(*arguments: Tensor | None) -> None:
-        nonlocal compiled
-        if compiled is None:
-            stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-            compiled = cute.compile(kernel, *map(described, arguments), stream, options="--enable-tvm-ffi")
-        compiled(*arguments)
-
-    return run

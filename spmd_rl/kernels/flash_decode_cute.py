@@ -10,6 +10,7 @@ What is summed, and in which order, does not change, nor do bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -21,9 +22,40 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 
-from spmd_rl.kernels.flash_decode import BOX_ROWS
+from spmd_rl.kernels.cute_cache import kept
+from spmd_rl.kernels.flash_decode import BOX_ROWS, TILE
 
 REGISTERS = {1: (256, 56), 2: (208, 48)}  # blocks on an SM: of a consumer's thread, and a producer's; 128 of each
+
+
+@kept  # type: ignore[untyped-decorator]
+def compiled_decoding(blocks: int, dim: int, groups: int, with_log_sum: bool, repeats: bool) -> Callable[..., None]:
+    """The kernel for so many blocks on an SM and such heads: (q, keys, values, out, log_sum, num_keys, pages)."""
+    kernel = Decoding(
+        cutlass.BFloat16,
+        dim,
+        dim,
+        groups,
+        pack_gqa=groups > 1,
+        tile_m=TILE[0],
+        tile_n=TILE[1],
+        num_stages=2,
+        num_threads=256,
+        intra_wg_overlap=blocks == 1,
+    )
+    kernel.blocks_on_an_sm, kernel.repeats = blocks, repeats
+    q, keys, values, out = (tensor(cutlass.BFloat16, 4) for _ in range(4))
+    log_sum = tensor(cutlass.Float32, 3) if with_log_sum else None
+    num_keys, pages = tensor(cutlass.Int32, 1), tensor(cutlass.Int32, 2)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(kernel, q, keys, values, out, log_sum, num_keys, pages, stream, options="--enable-tvm-ffi")
+
+
+def tensor(dtype: Any, rank: int) -> Any:
+    """One of any size, dense along its last dimension; numbers of 16 bits lie at multiples of 16 bytes."""
+    shape = tuple(cute.sym_int() for _ in range(rank))
+    stride = *(cute.sym_int64() for _ in range(rank - 1)), 1
+    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16 if dtype.width == 16 else 4)
 
 
 class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]

@@ -10,14 +10,11 @@ Half of the ring is asked for before the wait: more of the weight would keep x w
 from __future__ import annotations
 
 from collections.abc import Callable
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-import quack.cache
 import torch
 from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
@@ -25,7 +22,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 from torch import Tensor
 
-from spmd_rl.kernels import linear_tiles
+from spmd_rl.kernels.cute_cache import kept
 from spmd_rl.kernels.linear_tiles import MULTIPROCESSORS, PART, Share
 
 CONSUMERS = 4  # warps: one group for wgmma
@@ -36,23 +33,18 @@ BEGUN, SUMMED = 1, 2  # barriers of warps
 SILU_TIMES = """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; add.rn.f32 t, t, 0f3F800000;
 div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1 + exp(-x)) * y
 
-# Beside the user's other caches: the package would load code from a folder of /tmp that another user could make first.
-quack.cache.CACHE_DIR = quack.cache.CACHE_DIR or str(Path.home() / ".cache" / "quack")
-SOURCES = Path(__file__), Path(linear_tiles.__file__)
-SOURCE = sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()  # a kernel on disk is of one source
-
 
 def shared_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, share: Share, gated: bool = False
 ) -> None:
     """What `linear_triton.matmul_into` does, for bf16 matrices of 16-byte aligned rows, and K in whole parts."""
-    run = compiled(tuple(share), bias is not None, gated, SOURCE)
+    run = compiled_product(tuple(share), bias is not None, gated)
     run(weight, x, out, bias if bias is None else bias.contiguous(), torch.cuda.is_current_stream_capturing())
 
 
-@quack.cache.jit_cache  # type: ignore[untyped-decorator]
-def compiled(share: tuple[int, ...], has_bias: bool, gated: bool, source: str) -> Callable[..., None]:
-    """The kernel (weight, x, out, bias, early), from memory or disk if it was compiled before."""
+@kept  # type: ignore[untyped-decorator]
+def compiled_product(share: tuple[int, ...], has_bias: bool, gated: bool) -> Callable[..., None]:
+    """The kernel (weight, x, out, bias, early)."""
     m, n, k, width = (cute.sym_int() for _ in range(4))
     bias = cute.runtime.make_fake_tensor(BFloat16, (width,), stride=(1,)) if has_bias else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
