@@ -209,17 +209,17 @@ def _spins(seconds: float) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("seconds", [[0.12, 0.12, 0.12, 9.0], [0.12, 9.0, 0.12, 9.0]])
+@pytest.mark.parametrize("seconds", [[0.6, 0.6, 0.6, 9.0], [0.6, 9.0, 0.6, 9.0]])
 def test_each_sample_has_the_whole_deadline(seconds: list[float]) -> None:
     """However long those before it took, and also after one that was ended."""
     took = []
-    with Grader(lambda p, s: _spins(float(s.text)), 0.2) as grader:
+    with Grader(lambda p, s: _spins(float(s.text)), 1.0) as grader:
         for one in seconds:
             began = time.monotonic()
-            with pytest.raises(DataError, match="took longer than 0.2 s") if one > 1 else nullcontext():
+            with pytest.raises(DataError, match="took longer than 1 s") if one > 1 else nullcontext():
                 assert grader.grade(PROMPT, sample(str(one))).reward == one
             took.append(time.monotonic() - began)
-    assert [0.2 <= spent < 5 for spent in took] == [one > 1 for one in seconds]
+    assert [1.0 <= spent < 5 for spent in took] == [one > 1 for one in seconds]
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
