@@ -29,7 +29,6 @@ CONSUMERS = 4  # warps: one group for wgmma
 HEIGHT = 64  # rows of wgmma's first operand
 APART = 8  # elements between the rows of a result in shared memory, so that they begin in different banks
 CHUNK = 8  # elements of a store: 16 bytes
-BEGUN, SUMMED = 1, 2  # barriers of warps
 SILU_TIMES = """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; add.rn.f32 t, t, 0f3F800000;
 div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1 + exp(-x)) * y
 
@@ -37,7 +36,12 @@ div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1
 def shared_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, share: Share, gated: bool = False
 ) -> None:
-    """What `linear_triton.matmul_into` does, for bf16 matrices of 16-byte aligned rows, and K in whole parts."""
+    """What `linear_triton.matmul_into` does, for bf16 matrices of 16-byte aligned rows, and K in whole parts.
+
+    Raises: ValueError when the shares are too low or too high for the weight.
+    """
+    if not share.n <= out.shape[1] <= share.n * (MULTIPROCESSORS // share.blocks):
+        raise ValueError(f"{MULTIPROCESSORS // share.blocks} shares of {share.n} rows are no {out.shape[1]}")
     run = compiled_product(tuple(share), bias is not None, gated)
     run(weight, x, out, bias if bias is None else bias.contiguous(), torch.cuda.is_current_stream_capturing())
 
@@ -102,21 +106,17 @@ class Product:
         empty = smem.allocate_array(cutlass.Int64, share.stages)
         w_ring = smem.allocate_array(BFloat16, cute.cosize(w_layout.outer), byte_alignment=1024)
         x_ring = smem.allocate_array(BFloat16, cute.cosize(x_layout.outer), byte_alignment=1024)
-        if warp_index == CONSUMERS:
-            cpasync.prefetch_descriptor(w_atom)
+        if warp_index == 0:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(share.stages):
                     cute.arch.mbarrier_init(full + stage, 1)
                     cute.arch.mbarrier_init(empty + stage, CONSUMERS * share.blocks)
             cute.arch.mbarrier_init_fence()
-            cpasync.prefetch_descriptor(x_atom)
         if const_expr(share.blocks > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
-        elif warp_index == CONSUMERS:
-            cute.arch.barrier_arrive(barrier_id=BEGUN, number_of_threads=32 * (CONSUMERS + 1))
         else:
-            cute.arch.barrier(barrier_id=BEGUN, number_of_threads=32 * (CONSUMERS + 1))
+            cute.arch.sync_threads()
         w_pointer = cute.recast_ptr(w_ring, operand.inner, dtype=BFloat16)
         x_tiles = cute.make_tensor(cute.recast_ptr(x_ring, operand.inner, dtype=BFloat16), x_layout.outer)
         steps = cute.ceil_div(cute.size(x, mode=[1]), share.k)
@@ -235,38 +235,28 @@ class Product:
         rounded.store(total.load().to(BFloat16))
         turn = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4 if share.m % 16 == 0 else 2), BFloat16)
         copy = cute.make_tiled_copy_C(turn, mma).get_slice(thread)
-        cute.arch.barrier(barrier_id=SUMMED, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         cute.copy(turn, copy.retile(rounded), copy.partition_D(staged))
-        cute.arch.barrier(barrier_id=SUMMED, number_of_threads=threads)
+        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         staged = cute.make_tensor(staged.iterator, cute.select(staged.layout, [1, 0]))
-        wide = share.n // CHUNK
-        which = [thread + turn * threads for turn in range(-(-share.m * wide // threads))]
-        chunks = [self.chunk(staged, i // wide, i % wide) for i in which]
-        for i, chunk in zip(which, chunks, strict=True):
-            self.store(chunk, out, first, i // wide, i % wide, m)
-
-    def chunk(self, staged: Any, row: Int32, column: Int32) -> Any:
-        """16 bytes of a result, or what those of the gate make with the other half's."""
-        chunk = load_chunk(staged, row, column)
-        if self.halves == 2:
-            up = load_chunk(staged, row, column + self.share.n // CHUNK)
-            for j in range(CHUNK):
-                chunk[j] = silu_times(chunk[j].to(Float32), up[j].to(Float32)).to(BFloat16)
-        return chunk
+        for i in cutlass.range(thread, share.m * share.n // CHUNK, threads, unroll=1):
+            self.store(i, staged, out, first, m)
 
     @cute.jit  # type: ignore[untyped-decorator]
-    def store(self, chunk: Any, out: Any, first: Any, row: Int32, column: Int32, m: Int32) -> None:
+    def store(self, i: Int32, staged: Any, out: Any, first: Any, m: Int32) -> None:
+        """The i-th 16 bytes of a result, or what those of the gate make with the other half's."""
         atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * CHUNK)
-        if row < self.share.m and first[0] + row < m:
-            at = first[0] + row, first[1] // CHUNK + column
-            cute.copy(atom, chunk, cute.local_tile(out, (1, CHUNK), at)[0, None])
-
-
-def load_chunk(staged: Any, row: Int32, column: Int32) -> Any:
-    atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * CHUNK)
-    chunk = cute.make_rmem_tensor(CHUNK, BFloat16)
-    cute.copy(atom, cute.local_tile(staged, (1, CHUNK), (row, column))[0, None], chunk)
-    return chunk
+        row, column = i // (self.share.n // CHUNK), i % (self.share.n // CHUNK)
+        chunk, up = cute.make_rmem_tensor(CHUNK, BFloat16), cute.make_rmem_tensor(CHUNK, BFloat16)
+        cute.copy(atom, cute.local_tile(staged, (1, CHUNK), (row, column))[0, None], chunk)
+        if const_expr(self.halves == 2):
+            below = row, column + self.share.n // CHUNK
+            cute.copy(atom, cute.local_tile(staged, (1, CHUNK), below)[0, None], up)
+            for j in cutlass.range_constexpr(CHUNK):
+                chunk[j] = silu_times(chunk[j].to(Float32), up[j].to(Float32)).to(BFloat16)
+        row, column = first[0] + row, first[1] // CHUNK + column
+        if row < m:
+            cute.copy(atom, chunk, cute.local_tile(out, (1, CHUNK), (row, column))[0, None])
 
 
 def after_wait(number: Any) -> Any:

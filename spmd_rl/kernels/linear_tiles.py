@@ -200,8 +200,8 @@ def _is_large(n: int, k: int, gated: bool, least: int = LARGE_BYTES) -> bool:
 @cache
 def _best_share(m: int, n: int, halves: int) -> Share | None:
     """The equal shares for which least goes through shared memory."""
-    few = m <= BUCKETS[-1]  # what a block reads of x is little beside the weight
-    found = [share for blocks in (1, 2)[: 1 if few else 2] if (share := _share(m, n, halves, blocks)) is not None]
+    blocks_of_a_share = (1,) if m in BUCKETS else (1, 2)  # what a block reads of few rows is little beside the weight
+    found = [share for blocks in blocks_of_a_share if (share := _share(m, n, halves, blocks)) is not None]
     return min(found, key=lambda share: _traffic(share, halves), default=None)
 
 

@@ -95,6 +95,15 @@ def test_shares(share: Share, rows, unequal) -> None:
                 assert unequal(whole(room, m, n), tiled(x, weight, added, torch.bfloat16)) == 0
 
 
+@pytest.mark.parametrize("columns", [16, 3176])
+def test_shares_that_do_not_cover_a_weight_once_are_refused(columns: int, rows) -> None:
+    from spmd_rl.kernels.linear_cute import shared_matmul_into
+
+    x, weight = rows("normal", 8, 64), rows("normal", columns, 64)
+    with pytest.raises(ValueError, match=f"132 shares of 24 rows are no {columns}"):
+        shared_matmul_into(x.new_empty(8, columns), x, weight, None, Share(8, 24, 64, 4, 1))
+
+
 @pytest.mark.parametrize("share", shares(gated=True), ids=str)
 def test_gated_shares(share: Share, rows, unequal) -> None:
     from spmd_rl.kernels.linear_cute import shared_matmul_into
