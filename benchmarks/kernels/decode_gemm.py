@@ -1,8 +1,9 @@
 """Decode matrix products of Qwen3 against cuBLAS's best, split-K allowed: microseconds, weights cold in L2.
 
 Ours keeps one ascending chain over K (docs/numerics.md). Each number is the median over replays of a graph that runs
-the product once for each of many copies of the weight; ours overlap at their ends, as in the engine. The floor is the
-time to move weight, x and result once, or to do the arithmetic at the speed of a large product, whichever is longer.
+the product for many copies of the weight, for some 1 ms, ours and cuBLAS's in turns; ours overlap at their ends, as in
+the engine. The floor is the time to move weight, x and result once, or to do the arithmetic at the speed of a large
+product, whichever is longer.
 
     python -m benchmarks.kernels.decode_gemm [--save]
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.record import compared, finish, measured
+from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.table import Row
 from spmd_rl.kernels.linear_plan import matmul
 
@@ -24,7 +25,8 @@ ROWS = (1, 16, 64, 128, 256)
 COPY_BYTES_PER_S, FLOPS_PER_S = 4.3e12, 788e12  # measured on an H200
 COLD_BYTES = 256 << 20
 MAX_COPIES = 64
-REPLAYS = 9
+ROUNDS = 16  # over the copies, so that a graph runs for 1 ms and its launch, some 8 us, is no part of the result
+WARM_UP, REPLAYS = 5, 15
 BAR = 1.02  # at or under cuBLAS, to within the spread of repeats
 FLOOR_BAR = 0.85
 LARGE_BYTES = 30e6
@@ -59,23 +61,33 @@ def cold_weights(n: int, k: int) -> list[Tensor]:
 
 
 def microseconds(op: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Median time of `op` for one weight."""
+    return in_turns([op], weights)[0]
+
+
+def in_turns(ops: list[Callable[[Tensor], object]], weights: list[Tensor]) -> list[float]:
+    """Median time of each for one weight."""
+    graphs = [recorded(op, weights) for op in ops]
+    times: list[list[float]] = [[] for _ in graphs]
+    for replay in range(REPLAYS + WARM_UP):
+        for graph, found in zip(graphs, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if replay >= WARM_UP:
+                found.append(start.elapsed_time(end) * 1e3 / (ROUNDS * len(weights)))
+    return [statistics.median(found) for found in times]
+
+
+def recorded(op: Callable[[Tensor], object], weights: list[Tensor]) -> torch.cuda.CUDAGraph:
     op(weights[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for weight in weights:
+        for weight in weights * ROUNDS:
             op(weight)
-    times = []
-    for replay in range(REPLAYS + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 2:
-            times.append(start.elapsed_time(end) * 1e3 / len(weights))
-    return statistics.median(times)
+    return graph
 
 
 def floor_us(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
@@ -88,8 +100,8 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[Row]:
     for m in ROWS:
         x = torch.randn(m, k, device="cuda").bfloat16()
         widen = {"out_dtype": out_dtype} if out_dtype != x.dtype else {}
-        ours = microseconds(lambda w, x=x: matmul(x, w, None, out_dtype), weights)
-        cublas = microseconds(lambda w, x=x, widen=widen: torch.mm(x, w.t(), **widen), weights)
+        ops = [lambda w, x=x: matmul(x, w, None, out_dtype), lambda w, x=x, widen=widen: torch.mm(x, w.t(), **widen)]
+        ours, cublas = in_turns(ops, weights)
         what = f"{name} {n}x{k}, {m} rows"
         found.append(compared(what, ours, "us", peer="cuBLAS", peer_value=cublas, at_most=BAR))
         if m <= 64 and 2 * n * k >= LARGE_BYTES:
@@ -101,7 +113,8 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[Row]:
 def main() -> int:
     rows = [row for name, shape in shapes().items() for row in measure(name, *shape)]
     print(f"{sum(bool(row.holds) for row in rows)} of {len(rows)} bars hold")
-    return finish(__file__, ("torch", "triton"), rows, save="--save" in sys.argv, machine="h200")
+    packages = ("torch", "triton", "nvidia-cutlass-dsl")
+    return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
 
 
 if __name__ == "__main__":

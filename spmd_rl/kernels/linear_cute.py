@@ -1,8 +1,8 @@
 """Matrix products of few rows by large weights on NVIDIA Hopper: rings whose blocks share the weight.
 
-What `linear_gluon` does, early ask and all, but with a warp for the copies alone, and with shares of any multiple of 8
-rows, on both sides: so all multiprocessors get an equal one, and what goes through shared memory is least. Blocks with
-the same rows of the weight form a cluster: each asks for its turn of the tiles, and they arrive in all (multicast).
+What `linear_gluon` does, early ask and all, but with a warp for the copies alone, and with shares of any multiple of 4
+or 8 rows of either side: so all multiprocessors get an equal one, and what goes through shared memory is least. Two
+blocks with the same rows of the weight form a cluster: each asks for its turn of the tiles, and both get them all.
 
 Half of the ring is asked for before the wait: more of the weight would keep x waiting, which comes the same way.
 """
@@ -23,12 +23,12 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from torch import Tensor
 
 from spmd_rl.kernels.cute_cache import kept
-from spmd_rl.kernels.linear_tiles import MULTIPROCESSORS, PART, Share
+from spmd_rl.kernels.linear_tiles import EIGHT, PART, Share
 
 CONSUMERS = 4  # warps: one group for wgmma
+PAIR = 2  # blocks of a cluster, which lies within a group of 16 or 18 multiprocessors: fours leave some of them idle
 HEIGHT = 64  # rows of wgmma's first operand
 APART = 8  # elements between the rows of a result in shared memory, so that they begin in different banks
-CHUNK = 8  # elements of a store: 16 bytes
 SILU_TIMES = """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; add.rn.f32 t, t, 0f3F800000;
 div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1 + exp(-x)) * y
 
@@ -40,20 +40,20 @@ def shared_matmul_into(
 
     Raises: ValueError when the shares are too low or too high for the weight.
     """
-    if not share.n <= out.shape[1] <= share.n * (MULTIPROCESSORS // share.blocks):
-        raise ValueError(f"{MULTIPROCESSORS // share.blocks} shares of {share.n} rows are no {out.shape[1]}")
+    if not share.n <= out.shape[1] <= share.n * share.num_shares:
+        raise ValueError(f"{share.num_shares} shares of {share.n} rows are no {out.shape[1]}")
     run = compiled_product(tuple(share), bias is not None, gated)
     run(weight, x, out, bias if bias is None else bias.contiguous(), torch.cuda.is_current_stream_capturing())
 
 
 @kept  # type: ignore[untyped-decorator]
-def compiled_product(share: tuple[int, ...], has_bias: bool, gated: bool) -> Callable[..., None]:
+def compiled_product(share: tuple[Any, ...], has_bias: bool, gated: bool) -> Callable[..., None]:
     """The kernel (weight, x, out, bias, early)."""
     m, n, k, width = (cute.sym_int() for _ in range(4))
     bias = cute.runtime.make_fake_tensor(BFloat16, (width,), stride=(1,)) if has_bias else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     matrices = (
-        cute.runtime.make_fake_tensor(BFloat16, shape, stride=(cute.sym_int64(divisibility=CHUNK), 1), assumed_align=16)
+        cute.runtime.make_fake_tensor(BFloat16, shape, stride=(cute.sym_int64(divisibility=EIGHT), 1), assumed_align=16)
         for shape in ((n, k), (m, k), (m, width))
     )
     kernel = Product(Share(*share), 2 if gated else 1)
@@ -63,30 +63,34 @@ def compiled_product(share: tuple[int, ...], has_bias: bool, gated: bool) -> Cal
 class Product:
     def __init__(self, share: Share, halves: int) -> None:
         self.share, self.halves, self.parts = share, halves, share.k // PART
-        self.tall = -(-halves * share.n // HEIGHT) * HEIGHT
+        self.cluster = min(share.blocks, PAIR)
+        self.chunk = EIGHT if share.n % EIGHT == 0 else EIGHT // 2
+        self.tall = -(-((halves - 1) * share.padded + share.n) // HEIGHT) * HEIGHT
+        self.tile = (share.m, share.n) if share.swap else (self.tall, share.m)
 
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(self, weight: Any, x: Any, out: Any, bias: Any, early: Boolean, stream: Any) -> None:
         share, count = self.share, self.share.stages * self.parts
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        w_layout = cute.tile_to_shape(atom, (share.n, PART, count * self.halves), (0, 1, 2))
         x_layout = cute.tile_to_shape(atom, (share.m, PART, count), (0, 1, 2))
         # What lies behind a tile is read where wgmma takes more rows; their sums are not stored.
         tall = cute.tile_to_shape(atom, (self.tall, PART), (0, 1))
-        stages = cute.make_layout(count, stride=self.halves * share.n * PART)
+        stages = cute.make_layout(count, stride=self.halves * share.padded * PART)
         operand = cute.make_composed_layout(tall.inner, 0, cute.append(tall.outer, stages))
+        w_tiles = cute.make_layout((share.n, PART, count * self.halves), stride=(PART, 1, share.padded * PART))
+        w_layout = cute.make_composed_layout(tall.inner, 0, w_tiles)
         copy, copy_to_all = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
-        w_copy = copy if const_expr(share.blocks == 1) else copy_to_all
+        w_copy = copy if const_expr(self.cluster == 1) else copy_to_all
         w_atom, w_tma = cpasync.make_tiled_tma_atom(w_copy, weight, cute.select(w_layout, [0, 1]), (share.n, PART))
         x_atom, x_tma = cpasync.make_tiled_tma_atom(copy, x, cute.select(x_layout, [0, 1]), (share.m, PART))
         mma = hopper.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (HEIGHT, share.m)
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (HEIGHT, self.tile[1])
         )
-        tiles_m = cute.round_up(cute.ceil_div(x.shape[0], share.m), share.blocks)
+        tiles_m = cute.round_up(cute.ceil_div(x.shape[0], share.m), self.cluster)
         self.kernel(w_atom, w_tma, x_atom, x_tma, out, bias, early, mma, w_layout, x_layout, operand).launch(
-            grid=(tiles_m, MULTIPROCESSORS // share.blocks, 1),
+            grid=(tiles_m, share.num_shares, 1),
             block=[32 * (CONSUMERS + 1), 1, 1],
-            cluster=[share.blocks, 1, 1],
+            cluster=[self.cluster, 1, 1],
             stream=stream,
             use_pdl=True,
         )
@@ -100,7 +104,7 @@ class Product:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block_m, block_n, _ = cute.arch.block_idx()
         _, blocks_n, _ = cute.arch.grid_dim()
-        first = block_m * share.m, block_n * ((out.shape[1] - share.n) // CHUNK) // (blocks_n - 1) * CHUNK
+        first = block_m * share.m, block_n * ((out.shape[1] - share.n) // self.chunk) // (blocks_n - 1) * self.chunk
         smem = cutlass.utils.SmemAllocator()
         full = smem.allocate_array(cutlass.Int64, share.stages)
         empty = smem.allocate_array(cutlass.Int64, share.stages)
@@ -110,9 +114,9 @@ class Product:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(share.stages):
                     cute.arch.mbarrier_init(full + stage, 1)
-                    cute.arch.mbarrier_init(empty + stage, CONSUMERS * share.blocks)
+                    cute.arch.mbarrier_init(empty + stage, CONSUMERS * self.cluster)
             cute.arch.mbarrier_init_fence()
-        if const_expr(share.blocks > 1):
+        if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
@@ -127,10 +131,13 @@ class Product:
             x_ends = [self.ends(x_atom, x, x_tiles, share.m, block_m)]
             self.produce(w_atom, w_ends, x_atom, x_ends, full, empty, steps, early)
         else:
-            w_operand = cute.make_tensor(w_pointer, operand.outer)
-            total = self.consume(mma, w_operand, x_tiles, full, empty, steps)
-            staged = cute.make_layout((self.tall, share.m), stride=(1, self.tall + APART))
-            staged = cute.make_tensor(cute.recast_ptr(w_ring, dtype=BFloat16), staged)
+            w_operand = cute.make_tensor(w_pointer, w_layout.outer if const_expr(share.swap) else operand.outer)
+            both = (x_tiles, w_operand) if const_expr(share.swap) else (w_operand, x_tiles)
+            total = self.consume(mma, both, full, empty, steps)
+            apart = (share.n + APART, 1) if const_expr(share.swap) else (1, self.tall + APART)
+            staged = cute.make_tensor(
+                cute.recast_ptr(w_ring, dtype=BFloat16), cute.make_layout(self.tile, stride=apart)
+            )
             self.finish(mma, total, staged, out, bias, first, cute.size(x, mode=[0]))
 
     def ends(self, atom: Any, matrix: Any, tiles: Any, rows: int, block: Any) -> Any:
@@ -171,12 +178,12 @@ class Product:
         with cute.arch.elect_one():
             rows = self.halves * self.share.n + self.share.m
             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, 2 * self.share.k * rows)
-        if const_expr(self.share.blocks == 1):
+        if const_expr(self.cluster == 1):
             self.copy(atom, ends, step, slot, full)
         else:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-            if step % self.share.blocks == rank:
-                self.copy(atom, ends, step, slot, full, cutlass.Int16((1 << self.share.blocks) - 1))
+            if step % self.cluster == rank:
+                self.copy(atom, ends, step, slot, full, cutlass.Int16((1 << self.cluster) - 1))
 
     def copy(self, atom: Any, ends: Any, step: Any, slot: Any, full: Any, to_all: Any = None) -> None:
         for part in range(self.parts):
@@ -186,13 +193,13 @@ class Product:
                 cute.copy(atom, *one, tma_bar_ptr=full + slot, mcast_mask=to_all)
 
     @cute.jit  # type: ignore[untyped-decorator]
-    def consume(self, mma: Any, w_tiles: Any, x_tiles: Any, full: Any, empty: Any, steps: Int32) -> Any:
-        """The chain over K: rows of the weight by rows of x, float32."""
+    def consume(self, mma: Any, both: Any, full: Any, empty: Any, steps: Int32) -> Any:
+        """The chain over K: rows of the weight by rows of x, or of x by the weight's, float32."""
         share, lane = self.share, cute.arch.lane_idx()
         of_thread = mma.get_slice(cute.arch.thread_idx()[0])
-        w_operand = mma.make_fragment_A(of_thread.partition_A(w_tiles))
-        x_operand = mma.make_fragment_B(of_thread.partition_B(x_tiles))
-        total = cute.make_rmem_tensor(of_thread.partition_shape_C((self.tall, share.m)), Float32)
+        first = mma.make_fragment_A(of_thread.partition_A(both[0]))
+        second = mma.make_fragment_B(of_thread.partition_B(both[1]))
+        total = cute.make_rmem_tensor(of_thread.partition_shape_C(self.tile), Float32)
         total.fill(0.0)
         cute.arch.griddepcontrol_wait()
         slot, phase, before, ready = Int32(0), Int32(0), Int32(0), Boolean(False)
@@ -205,7 +212,7 @@ class Product:
             for part in cutlass.range_constexpr(self.parts):
                 for k in cutlass.range_constexpr(PART // 16):
                     at = (None, None, k, slot * self.parts + part)
-                    cute.gemm(atom, total, w_operand[at], x_operand[at], total)
+                    cute.gemm(atom, total, first[at], second[at], total)
             warpgroup.commit_group()
             read, before = before, slot
             slot += 1
@@ -214,8 +221,8 @@ class Product:
             if step + 1 < steps:
                 ready = cute.arch.mbarrier_try_wait(full + slot, phase)
             warpgroup.wait_group(1)
-            if step > 0 and step - 1 + share.stages < steps and lane < share.blocks:
-                cute.arch.mbarrier_arrive(empty + read, lane if const_expr(share.blocks > 1) else None)
+            if step > 0 and step - 1 + share.stages < steps and lane < self.cluster:
+                cute.arch.mbarrier_arrive(empty + read, lane if const_expr(self.cluster > 1) else None)
         warpgroup.wait_group(0)
         for i in cutlass.range_constexpr(cute.size(total)):
             total[i] = after_wait(total[i])
@@ -226,37 +233,38 @@ class Product:
         """Round, turn over in shared memory, which no copy writes any more, and store."""
         share, thread, threads = self.share, cute.arch.thread_idx()[0], 32 * CONSUMERS
         if const_expr(bias is not None):
-            where = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.tall, share.m)))
+            where = mma.get_slice(thread).partition_C(cute.make_identity_tensor(self.tile))
             for i in cutlass.range_constexpr(cute.size(total)):
-                row = where[i][0]
+                row = where[i][1 if const_expr(share.swap) else 0]
                 if row < share.n:
                     total[i] += bias[first[1] + row].to(Float32)
         rounded = cute.make_rmem_tensor_like(total, BFloat16)
         rounded.store(total.load().to(BFloat16))
-        turn = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4 if share.m % 16 == 0 else 2), BFloat16)
+        turn = cute.make_copy_atom(warp.StMatrix8x8x16bOp(not share.swap, 4 if self.tile[1] % 16 == 0 else 2), BFloat16)
         copy = cute.make_tiled_copy_C(turn, mma).get_slice(thread)
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
         cute.copy(turn, copy.retile(rounded), copy.partition_D(staged))
         cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-        staged = cute.make_tensor(staged.iterator, cute.select(staged.layout, [1, 0]))
-        for i in cutlass.range(thread, share.m * share.n // CHUNK, threads, unroll=1):
+        if const_expr(not share.swap):
+            staged = cute.make_tensor(staged.iterator, cute.select(staged.layout, [1, 0]))
+        for i in cutlass.range(thread, share.m * share.n // self.chunk, threads, unroll=1):
             self.store(i, staged, out, first, m)
 
     @cute.jit  # type: ignore[untyped-decorator]
     def store(self, i: Int32, staged: Any, out: Any, first: Any, m: Int32) -> None:
-        """The i-th 16 bytes of a result, or what those of the gate make with the other half's."""
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * CHUNK)
-        row, column = i // (self.share.n // CHUNK), i % (self.share.n // CHUNK)
-        chunk, up = cute.make_rmem_tensor(CHUNK, BFloat16), cute.make_rmem_tensor(CHUNK, BFloat16)
-        cute.copy(atom, cute.local_tile(staged, (1, CHUNK), (row, column))[0, None], chunk)
+        """The i-th chunk of a result, 8 or 16 bytes, or what those of the gate make with the other half's."""
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * self.chunk)
+        row, column = i // (self.share.n // self.chunk), i % (self.share.n // self.chunk)
+        chunk, up = cute.make_rmem_tensor(self.chunk, BFloat16), cute.make_rmem_tensor(self.chunk, BFloat16)
+        cute.copy(atom, cute.local_tile(staged, (1, self.chunk), (row, column))[0, None], chunk)
         if const_expr(self.halves == 2):
-            below = row, column + self.share.n // CHUNK
-            cute.copy(atom, cute.local_tile(staged, (1, CHUNK), below)[0, None], up)
-            for j in cutlass.range_constexpr(CHUNK):
+            below = row, column + self.share.padded // self.chunk
+            cute.copy(atom, cute.local_tile(staged, (1, self.chunk), below)[0, None], up)
+            for j in cutlass.range_constexpr(self.chunk):
                 chunk[j] = silu_times(chunk[j].to(Float32), up[j].to(Float32)).to(BFloat16)
-        row, column = first[0] + row, first[1] // CHUNK + column
+        row, column = first[0] + row, first[1] // self.chunk + column
         if row < m:
-            cute.copy(atom, chunk, cute.local_tile(out, (1, CHUNK), (row, column))[0, None])
+            cute.copy(atom, chunk, cute.local_tile(out, (1, self.chunk), (row, column))[0, None])
 
 
 def after_wait(number: Any) -> Any:

@@ -46,6 +46,7 @@ class Share(NamedTuple):
     """What a block of `linear_cute` handles, as a `Ring`; so many `blocks` have the same rows of the weight.
 
     There is a block for every multiprocessor: where `n` times their number is more than the weight, they overlap.
+    `swap` multiplies x by the weight, so that it is x of which wgmma takes 64 rows at a time.
     """
 
     m: int
@@ -53,6 +54,16 @@ class Share(NamedTuple):
     k: int
     stages: int
     blocks: int
+    swap: bool = False
+
+    @property
+    def num_shares(self) -> int:
+        return MULTIPROCESSORS // self.blocks
+
+    @property
+    def padded(self) -> int:
+        """The rows of shared memory that a tile of the weight takes: its swizzle repeats every eight."""
+        return _rounded(self.n, 1)
 
 
 PART = 64  # a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
@@ -67,7 +78,7 @@ STAGE_BYTES = 32 << 10  # a longer stage arrives late, a shorter one costs more 
 MULTIPROCESSORS = 132
 WGMMA_ROWS = 64  # of its first operand
 COLUMNS = 192  # of so many rows that a block adds up; with more, each reads too much of x
-EIGHT = 8  # a share's rows are multiples of it
+EIGHT, FOUR = 8, 4  # a share's rows are multiples of the one, or, where they are few, of the other
 BUCKETS = (8, 16)  # numbers of rows that take the same shares; then multiples of
 BUCKET = 32
 REFERENCE = Tile(128, 128, 64, 8, 3)
@@ -199,25 +210,31 @@ def _is_large(n: int, k: int, gated: bool, least: int = LARGE_BYTES) -> bool:
 
 @cache
 def _best_share(m: int, n: int, halves: int) -> Share | None:
-    """The equal shares for which least goes through shared memory."""
-    blocks_of_a_share = (1,) if m in BUCKETS else (1, 2)  # what a block reads of few rows is little beside the weight
-    found = [share for blocks in blocks_of_a_share if (share := _share(m, n, halves, blocks)) is not None]
-    return min(found, key=lambda share: _traffic(share, halves), default=None)
+    """The equal shares that cost a multiprocessor least."""
+    ways = [(1, False)] if m in BUCKETS else [(1, False), (2, False), (2, True), (4, True)]
+    found = [share for blocks, swap in ways if (share := _share(m, n, halves, blocks, swap)) is not None]
+    return min(found, key=lambda share: _cost(share, halves), default=None)
 
 
-def _share(m: int, n: int, halves: int, blocks: int) -> Share | None:
-    rows, height = _rounded(m, blocks), _rounded(n, MULTIPROCESSORS // blocks)
-    if rows * -(-halves * height // WGMMA_ROWS) > COLUMNS:
+def _share(m: int, n: int, halves: int, blocks: int, swap: bool) -> Share | None:
+    rows, height = _rounded(m, blocks), _rounded(n, MULTIPROCESSORS // blocks, FOUR)
+    if height > WGMMA_ROWS or swap:
+        height = _rounded(height, 1)
+    first, second = (rows, height) if swap else (halves * height, rows)
+    if second * -(-first // WGMMA_ROWS) > COLUMNS or (swap and (halves > 1 or rows % WGMMA_ROWS)):
         return None
-    bytes_of_step = 2 * (rows + halves * height)
+    bytes_of_step = 2 * (rows + halves * _rounded(height, 1))
     k = 2 * PART if 2 * PART * bytes_of_step <= STAGE_BYTES else PART
-    return Share(rows, height, k, SHARED_BYTES // (k * bytes_of_step), blocks)
+    return Share(rows, height, k, SHARED_BYTES // (k * bytes_of_step), blocks, swap)
 
 
-def _traffic(share: Share, halves: int) -> int:
-    """Rows of operands that come into shared memory, and that wgmma reads there: x for every 64 rows of the weight."""
+def _cost(share: Share, halves: int) -> int:
+    """Rows of operands that pass through shared memory: all come in, and wgmma reads its second for every 64 rows of
+    its first. With many rows of x multiplying counts too: as long as two rows for each of the second's."""
     height = halves * share.n
-    return height + share.m + -(-height // WGMMA_ROWS) * (WGMMA_ROWS + share.m)
+    first, second = (share.m, height) if share.swap else (height, share.m)
+    multiplied = 2 * second if share.m * share.blocks > WGMMA_ROWS else 0
+    return height + share.m + -(-first // WGMMA_ROWS) * (WGMMA_ROWS + second + multiplied)
 
 
 def _rounded(n: int, parts: int, unit: int = EIGHT) -> int:

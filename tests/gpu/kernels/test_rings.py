@@ -22,10 +22,11 @@ def found(table: dict[int, tuple[tuple[int, Ring], ...]]) -> list[Ring]:
 
 
 def shares(gated: bool = False) -> list[Share]:
-    """For few rows and many, for one block of all and for two, and for as many rows of the weight as may be and few."""
+    """For few rows and many, for one block of all, two and four, and for few and many rows of the weight."""
     high = 9728 if gated else 24576
-    sizes = ((1, 2560), (1, high), (16, 4096), (32, 2560), (64, 2560), (64, 3072), (64, high), (256, 2560))
-    return list(dict.fromkeys(share for m, n in sizes if (share := choose_share(m, n, 16384, gated)) is not None))
+    few = ((1, 2560), (1, high), (16, 4096), (32, 2560), (64, 2560), (64, 3072), (64, high))
+    found = [choose_share(m, n, 16384, gated) for m, n in (*few, (128, 2560), (256, 2560))]
+    return list(dict.fromkeys(share for share in found if share is not None))
 
 
 def tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,7 +87,7 @@ def test_gated(ring: Ring, rows, unequal) -> None:
 def test_shares(share: Share, rows, unequal) -> None:
     from spmd_rl.kernels.linear_cute import shared_matmul_into
 
-    for n, k in ((2600, 1088), (share.n, 64), (1096, 4096)):
+    for n, k in ((min(2600, share.n * share.num_shares), 1088), (share.padded, 64), (1096, 4096)):
         weight, bias = rows("normal", n, k), rows("normal", 1, n)[0]
         for m in (1, share.m - 1, share.m, share.m + 1, 2 * share.m + 3):
             for kind, added in (("normal", None), ("cancelling", None), ("normal", bias)):
@@ -108,7 +109,7 @@ def test_shares_that_do_not_cover_a_weight_once_are_refused(columns: int, rows) 
 def test_gated_shares(share: Share, rows, unequal) -> None:
     from spmd_rl.kernels.linear_cute import shared_matmul_into
 
-    for n in (1096, share.n):
+    for n in (1096, share.padded):
         weight = rows("normal", 2 * n, 1088)
         for m in (1, share.m, 2 * share.m + 3):
             x, room = rows("normal", m, 1088) * 0.1, poisoned(m, n, torch.bfloat16)

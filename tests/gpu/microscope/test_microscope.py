@@ -26,6 +26,7 @@ from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types import Sample
 
+pytestmark = pytest.mark.timeout(400)  # several at a time compile and share a GPU
 DEVICE = torch.device("cuda")
 MIDDLE = mismatch.NUM_LAYERS // 2
 

@@ -6,7 +6,6 @@ import pytest
 
 from spmd_rl.kernels.linear_tiles import (
     GATED_RINGS,
-    MULTIPROCESSORS,
     PART,
     RINGS,
     SHARED_ROWS,
@@ -62,13 +61,22 @@ def test_shares_cover_a_product_with_a_block_for_each_multiprocessor(halves: int
     assert sum(share is not None for *_, share in found) > 100
     for m, n, share in found:
         if share is not None:
-            high = -(-halves * share.n // WGMMA_ROWS) * WGMMA_ROWS
-            assert -(-m // share.m) <= share.blocks and share.n * (MULTIPROCESSORS // share.blocks) >= n
-            assert share.stages * (share.k * (share.m + halves * share.n) * 2 + 16) + 1024 <= SHARED_BYTES
-            assert share.m * (high + 8) * 2 <= SHARED_BYTES  # results that are turned over
-            assert share.n <= n
-            assert (high - halves * share.n) * PART <= share.stages * share.k * share.m  # read behind the last tile
-            assert share.stages >= 3 and share.m % 8 == share.n % 8 == 0
+            high = -(-((halves - 1) * share.padded + share.n) // WGMMA_ROWS) * WGMMA_ROWS
+            assert -(-m // share.m) <= share.blocks and share.n <= n <= share.n * share.num_shares
+            assert share.stages * (share.k * (share.m + halves * share.padded) * 2 + 16) + 1024 <= SHARED_BYTES
+            results = share.m * (share.n + 8) if share.swap else (high + 8) * share.m
+            assert results * 2 <= share.stages * share.k * share.padded * halves * 2  # are turned over in the ring
+            assert (
+                high - halves * share.padded
+            ) * PART <= share.stages * share.k * share.m  # read behind the last tile
+            assert share.stages >= 3 and share.m % 8 == 0 and share.n % (4 if share.n < WGMMA_ROWS else 8) == 0
+            assert not share.swap or (share.m % WGMMA_ROWS == share.n % 8 == 0 and halves == 1)
+
+
+def test_x_comes_first_where_a_block_has_few_rows_of_the_weight_and_many_of_x() -> None:
+    assert choose_share(256, 2560, 9728) == Share(64, 80, 64, 12, 4, swap=True)
+    assert choose_share(128, 2560, 9728) == Share(64, 40, 128, 8, 2, swap=True)
+    assert choose_share(256, 4096, 12288) == Share(128, 64, 64, 9, 2)
 
 
 def test_small_weights_and_heads_have_no_share() -> None:
