@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.table import Row
 from spmd_rl.kernels.linear_plan import matmul
+from spmd_rl.rollout.native.graphs import record
 
 ROWS = (1, 16, 64, 128, 256)
 COPY_BYTES_PER_S, FLOPS_PER_S = 4.3e12, 788e12  # measured on an H200
@@ -61,6 +62,7 @@ def cold_weights(n: int, k: int) -> list[Tensor]:
 
 
 def microseconds(op: Callable[[Tensor], object], weights: list[Tensor]) -> float:
+    """Median time of `op` for one weight, with no other in turn."""
     return in_turns([op], weights)[0]
 
 
@@ -81,13 +83,11 @@ def in_turns(ops: list[Callable[[Tensor], object]], weights: list[Tensor]) -> li
 
 
 def recorded(op: Callable[[Tensor], object], weights: list[Tensor]) -> torch.cuda.CUDAGraph:
-    op(weights[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    def work() -> None:
         for weight in weights * ROUNDS:
             op(weight)
-    return graph
+
+    return record(work, torch.cuda.graph_pool_handle())[0]
 
 
 def floor_us(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:

@@ -23,11 +23,10 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from torch import Tensor
 
 from spmd_rl.kernels.cute_cache import kept
-from spmd_rl.kernels.linear_tiles import EIGHT, PART, Share
+from spmd_rl.kernels.linear_tiles import LOW_UNIT, PART, UNIT, WGMMA_ROWS, Share
 
 CONSUMERS = 4  # warps: one group for wgmma
 PAIR = 2  # blocks of a cluster, which lies within a group of 16 or 18 multiprocessors: fours leave some of them idle
-HEIGHT = 64  # rows of wgmma's first operand
 APART = 8  # elements between the rows of a result in shared memory, so that they begin in different banks
 SILU_TIMES = """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; add.rn.f32 t, t, 0f3F800000;
 div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1 + exp(-x)) * y
@@ -53,7 +52,7 @@ def compiled_product(share: tuple[Any, ...], has_bias: bool, gated: bool) -> Cal
     bias = cute.runtime.make_fake_tensor(BFloat16, (width,), stride=(1,)) if has_bias else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     matrices = (
-        cute.runtime.make_fake_tensor(BFloat16, shape, stride=(cute.sym_int64(divisibility=EIGHT), 1), assumed_align=16)
+        cute.runtime.make_fake_tensor(BFloat16, shape, stride=(cute.sym_int64(divisibility=UNIT), 1), assumed_align=16)
         for shape in ((n, k), (m, k), (m, width))
     )
     kernel = Product(Share(*share), 2 if gated else 1)
@@ -64,8 +63,8 @@ class Product:
     def __init__(self, share: Share, halves: int) -> None:
         self.share, self.halves, self.parts = share, halves, share.k // PART
         self.cluster = min(share.blocks, PAIR)
-        self.chunk = EIGHT if share.n % EIGHT == 0 else EIGHT // 2
-        self.tall = -(-((halves - 1) * share.padded + share.n) // HEIGHT) * HEIGHT
+        self.chunk = UNIT if share.n % UNIT == 0 else LOW_UNIT
+        self.tall = -(-((halves - 1) * share.padded + share.n) // WGMMA_ROWS) * WGMMA_ROWS
         self.tile = (share.m, share.n) if share.swap else (self.tall, share.m)
 
     @cute.jit  # type: ignore[untyped-decorator]
@@ -84,7 +83,7 @@ class Product:
         w_atom, w_tma = cpasync.make_tiled_tma_atom(w_copy, weight, cute.select(w_layout, [0, 1]), (share.n, PART))
         x_atom, x_tma = cpasync.make_tiled_tma_atom(copy, x, cute.select(x_layout, [0, 1]), (share.m, PART))
         mma = hopper.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (HEIGHT, self.tile[1])
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (WGMMA_ROWS, self.tile[1])
         )
         tiles_m = cute.round_up(cute.ceil_div(x.shape[0], share.m), self.cluster)
         self.kernel(w_atom, w_tma, x_atom, x_tma, out, bias, early, mma, w_layout, x_layout, operand).launch(

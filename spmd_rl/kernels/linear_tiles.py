@@ -78,7 +78,7 @@ STAGE_BYTES = 32 << 10  # a longer stage arrives late, a shorter one costs more 
 MULTIPROCESSORS = 132
 WGMMA_ROWS = 64  # of its first operand
 COLUMNS = 192  # of so many rows that a block adds up; with more, each reads too much of x
-EIGHT, FOUR = 8, 4  # a share's rows are multiples of the one, or, where they are few, of the other
+UNIT, LOW_UNIT = 8, 4  # a share's rows are multiples of the one, or of the other where wgmma takes them at once
 BUCKETS = (8, 16)  # numbers of rows that take the same shares; then multiples of
 BUCKET = 32
 REFERENCE = Tile(128, 128, 64, 8, 3)
@@ -198,7 +198,7 @@ def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:
     """For a weight of [n, k], or of [2 n, k]; None for small weights, heads, and too large shares."""
     fits = m in SHARED_ROWS and (m < DOZENS.stop or n <= SHARED_WIDTH)
     large = _is_large(n, k, gated, DOZENS_BYTES if m in DOZENS and n >= DOZENS_WIDTH else LARGE_BYTES)
-    if not fits or not large or k % PART or n % EIGHT:
+    if not fits or not large or k % PART or n % UNIT:
         return None
     rows = next((rows for rows in BUCKETS if m <= rows), _rounded(m, 1, BUCKET))
     return _best_share(rows, n, 2 if gated else 1)
@@ -211,13 +211,15 @@ def _is_large(n: int, k: int, gated: bool, least: int = LARGE_BYTES) -> bool:
 @cache
 def _best_share(m: int, n: int, halves: int) -> Share | None:
     """The equal shares that cost a multiprocessor least."""
-    ways = [(1, False)] if m in BUCKETS else [(1, False), (2, False), (2, True), (4, True)]
+    ways = [(1, False)]
+    if m not in BUCKETS:  # what a block reads of so few rows is little beside the weight
+        ways += [(2, False), (2, True), (4, True)]
     found = [share for blocks, swap in ways if (share := _share(m, n, halves, blocks, swap)) is not None]
     return min(found, key=lambda share: _cost(share, halves), default=None)
 
 
 def _share(m: int, n: int, halves: int, blocks: int, swap: bool) -> Share | None:
-    rows, height = _rounded(m, blocks), _rounded(n, MULTIPROCESSORS // blocks, FOUR)
+    rows, height = _rounded(m, blocks), _rounded(n, MULTIPROCESSORS // blocks, LOW_UNIT)
     if height > WGMMA_ROWS or swap:
         height = _rounded(height, 1)
     first, second = (rows, height) if swap else (halves * height, rows)
@@ -237,7 +239,7 @@ def _cost(share: Share, halves: int) -> int:
     return height + share.m + -(-first // WGMMA_ROWS) * (WGMMA_ROWS + second + multiplied)
 
 
-def _rounded(n: int, parts: int, unit: int = EIGHT) -> int:
+def _rounded(n: int, parts: int, unit: int = UNIT) -> int:
     """A part's size, in whole units."""
     return -(-n // (parts * unit)) * unit
 

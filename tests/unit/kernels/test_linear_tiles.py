@@ -66,9 +66,8 @@ def test_shares_cover_a_product_with_a_block_for_each_multiprocessor(halves: int
             assert share.stages * (share.k * (share.m + halves * share.padded) * 2 + 16) + 1024 <= SHARED_BYTES
             results = share.m * (share.n + 8) if share.swap else (high + 8) * share.m
             assert results * 2 <= share.stages * share.k * share.padded * halves * 2  # are turned over in the ring
-            assert (
-                high - halves * share.padded
-            ) * PART <= share.stages * share.k * share.m  # read behind the last tile
+            behind = (high - halves * share.padded) * PART  # of the last tile, where its operand is taller
+            assert behind <= share.stages * share.k * share.m
             assert share.stages >= 3 and share.m % 8 == 0 and share.n % (4 if share.n < WGMMA_ROWS else 8) == 0
             assert not share.swap or (share.m % WGMMA_ROWS == share.n % 8 == 0 and halves == 1)
 
