@@ -26,7 +26,8 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     alike: defaultdict[int, list[int]] = defaultdict(list)
     for item, weight in enumerate(weights):
         alike[weight].append(item)
-    # Differencing would cancel equal weights against each other, one by one: they are dealt out, and it gets the rest.
+    # Differencing would cancel equal weights against each other, one by one: they are dealt out, and it gets the rest,
+    # unless that differs by more than the lightest that was dealt, which can then make up for some of it.
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     rest: list[tuple[int, int]] = []
     for weight, items in alike.items():
@@ -34,7 +35,11 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
         for first, part in enumerate(parts):
             part += items[first:num_dealt:num_parts]
         rest += [(item, weight) for item in items[num_dealt:]]
-    return [sorted(part + more) for part, more in zip(parts, _differenced(sorted(rest), num_parts), strict=True)]
+    differenced = _differenced(sorted(rest), num_parts)
+    sums = [sum(weights[item] for item in part) for part in differenced]
+    if parts[0] and max(sums) - min(sums) > min(weights[item] for item in parts[0]):
+        return [sorted(part) for part in _differenced(list(enumerate(weights)), num_parts)]
+    return [sorted(part + more) for part, more in zip(parts, differenced, strict=True)]
 
 
 def _differenced(items: list[tuple[int, int]], num_parts: int) -> list[list[int]]:

@@ -38,6 +38,11 @@ def test_equal_weights_give_equal_counts() -> None:
     assert sorted(len(part) for part in balanced([3] * 12, 4)) == [3, 3, 3, 3]
 
 
+def test_equal_weights_make_up_for_a_heavy_one() -> None:
+    totals = sorted(sum([5, 5, 5, 5, 56][i] for i in part) for part in balanced([5, 5, 5, 5, 56], 4))
+    assert totals == [5, 5, 10, 56]
+
+
 @given(st.lists(st.integers(1, 500), max_size=12), st.integers(1, 5))
 def test_every_part_gets_as_many_of_each_weight(weights: list[int], num_parts: int) -> None:
     repeated = weights * num_parts
