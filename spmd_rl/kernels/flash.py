@@ -109,58 +109,64 @@ class PagedFlash:
 
     Shape: q [T', H, D] of which the first `num_tokens` rows count, the result being unset beyond them; keys and values
     [num_pages, page_size, K, D]; `pages` [B, P] and `num_keys` [B] int32 on the device; `bounds` [B + 1] int32, where
-    each sequence's new tokens begin and end, or None for one each; `longest` new tokens in a sequence at most.
+    each sequence's new tokens begin and end; `longest` new tokens in a sequence at most.
     """
 
-    def __init__(self, pages: Tensor, num_keys: Tensor, bounds: Tensor | None, num_tokens: int, longest: int) -> None:
+    def __init__(self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int, longest: int) -> None:
         self.pages = pages
         self.num_keys = num_keys
         self.bounds = bounds
         self.num_tokens = num_tokens
         self.longest = longest
 
-    @classmethod
-    def chunks(
-        cls,
-        page_table: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        page_size: int,
-        device: torch.device,
-    ) -> PagedFlash:
-        """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold anything."""
-        bounds = None if lengths.max() == 1 else to_int32([0, *np.cumsum(lengths)], device)
-        return cls(
-            to_int32(pages_in_use(page_table, starts + lengths, page_size), device),
-            to_int32(starts + lengths, device),
-            bounds,
-            int(lengths.sum()),
-            int(lengths.max()),
-        )
-
-    @classmethod
-    def decode(cls, pages: Tensor, num_keys: Tensor) -> PagedFlash:
-        """One new token for every sequence; nothing is read on the host."""
-        return cls(pages, num_keys, None, len(num_keys), 1)
-
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out = q.new_empty(q.shape)
-        new, result = q[: self.num_tokens], out[: self.num_tokens]
-        if self.bounds is None:
-            decode_attention(new, keys, values, self.pages, self.num_keys, result)
-        else:
-            flash_forward(
-                new,
-                keys,
-                values,
-                result,
-                causal=True,
-                cu_seqlens_q=self.bounds,
-                max_seqlen_q=self.longest,
-                seqused_k=self.num_keys,
-                page_table=self.pages,
-            )
+        flash_forward(
+            q[: self.num_tokens],
+            keys,
+            values,
+            out[: self.num_tokens],
+            causal=True,
+            cu_seqlens_q=self.bounds,
+            max_seqlen_q=self.longest,
+            seqused_k=self.num_keys,
+            page_table=self.pages,
+        )
         return out
+
+
+class DecodeFlash:
+    """One new token of each sequence to its pages; nothing is read on the host.
+
+    Shape: as `PagedFlash`, with B for `num_tokens`; `handed_out` as in `decode_attention`.
+    """
+
+    def __init__(self, pages: Tensor, num_keys: Tensor, handed_out: Tensor) -> None:
+        self.pages = pages
+        self.num_keys = num_keys
+        self.handed_out = handed_out
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        out, new = q.new_empty(q.shape), slice(len(self.num_keys))
+        decode_attention(q[new], keys, values, self.pages, self.num_keys, self.handed_out, out[new])
+        return out
+
+
+def flash_of_chunks(
+    page_table: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    page_size: int,
+    handed_out: Tensor,
+    device: torch.device,
+) -> PagedFlash | DecodeFlash:
+    """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold anything."""
+    pages = to_int32(pages_in_use(page_table, starts + lengths, page_size), device)
+    num_keys = to_int32(starts + lengths, device)
+    if lengths.max() == 1:
+        return DecodeFlash(pages, num_keys, handed_out)
+    bounds = to_int32([0, *np.cumsum(lengths)], device)
+    return PagedFlash(pages, num_keys, bounds, int(lengths.sum()), int(lengths.max()))
 
 
 def pages_in_use(page_table: NDArray[np.int64], ends: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:

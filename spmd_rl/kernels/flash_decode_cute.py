@@ -1,20 +1,22 @@
 """FlashAttention-4's kernel for decoding, built otherwise.
 
-It begins before the kernel ahead of it has ended. Where blocks of threads are few or long, they have by then asked for
-the keys and values of the last page but the newest's box, which that kernel may still be writing. No more of a page is
-read than is in use, where the package reads pages whole. And where there are more blocks than SMs, two share an SM,
-with one stage of keys and values instead of two and half of the registers each: alone, a block reads nothing while it
-starts and while it ends, and a block of decoding is short. Queries that see several splits are not copied for each.
-What is summed, and in which order, does not change, nor do bits.
+Blocks of threads take tiles, a head of a sequence each, one after the other, and ask for the keys of the next one while
+they finish the last (`flash_decode_tiles`). Where tiles are more than SMs, two blocks share an SM, with one stage of
+values instead of two and half of the registers each. The kernel begins before the one ahead of it has ended. Where
+tiles are few, it has by then asked for the keys and values of the last page but the newest's box, which that kernel
+may still be writing. No more of a page is read than is in use, where the package reads pages whole. Queries that see
+several splits are not copied for each. What is summed, and in which order, does not change, nor do bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType, make_pipeline_state
 from cutlass.utils import LayoutEnum
@@ -24,31 +26,32 @@ from quack import copy_utils, layout_utils, sm90_utils
 
 from spmd_rl.kernels.cute_cache import kept
 from spmd_rl.kernels.flash_decode import BOX_ROWS, TILE
+from spmd_rl.kernels.flash_decode_tiles import Fixed, Tiles, Told
 
 REGISTERS = {1: (256, 56), 2: (208, 48)}  # blocks on an SM: of a consumer's thread, and a producer's; 128 of each
 
 
 @kept  # type: ignore[untyped-decorator]
-def compiled_decoding(blocks: int, dim: int, groups: int, with_log_sum: bool, repeats: bool) -> Callable[..., None]:
-    """The kernel for so many blocks on an SM and such heads: (q, keys, values, out, log_sum, num_keys, pages)."""
+def compiled_decoding(blocks: int, num_sms: int, dim: int, with_log_sum: bool, repeats: bool) -> Callable[..., None]:
+    """The kernel for so many blocks on an SM: (q, keys, values, out, log_sum, num_keys, pages, handed_out)."""
     kernel = Decoding(
         cutlass.BFloat16,
         dim,
         dim,
-        groups,
-        pack_gqa=groups > 1,
         tile_m=TILE[0],
         tile_n=TILE[1],
         num_stages=2,
         num_threads=256,
+        pack_gqa=False,
         intra_wg_overlap=blocks == 1,
     )
-    kernel.blocks_on_an_sm, kernel.repeats = blocks, repeats
+    kernel.blocks_on_an_sm, kernel.places, kernel.repeats = blocks, blocks * num_sms, repeats
     q, keys, values, out = (tensor(cutlass.BFloat16, 4) for _ in range(4))
     log_sum = tensor(cutlass.Float32, 3) if with_log_sum else None
-    num_keys, pages = tensor(cutlass.Int32, 1), tensor(cutlass.Int32, 2)
+    num_keys, pages, handed_out = tensor(Int32, 1), tensor(Int32, 2), tensor(Int32, 1)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return cute.compile(kernel, q, keys, values, out, log_sum, num_keys, pages, stream, options="--enable-tvm-ffi")
+    given = q, keys, values, out, log_sum, num_keys, pages, handed_out, stream
+    return cute.compile(kernel, *given, options="--enable-tvm-ffi")
 
 
 def tensor(dtype: Any, rank: int) -> Any:
@@ -59,12 +62,11 @@ def tensor(dtype: Any, rank: int) -> Any:
 
 
 class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
-    """Whoever builds it sets `blocks_on_an_sm`, and `repeats` where queries see several rows of pages."""
+    """Whoever builds it sets `blocks_on_an_sm`, `places`, and `repeats` where queries see several rows of pages."""
 
     # The package sets these in its call for one block on an SM, whatever it is built with.
     num_mma_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][0], lambda self, value: None)
     num_producer_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][1], lambda self, value: None)
-    asks_early = property(lambda self: self.blocks_on_an_sm == 1 or self.repeats)
     sV_layout = property(lambda self: self.values_layout, lambda self, value: self.lay_out_values(value))
 
     def lay_out_values(self, layout: Any) -> None:
@@ -76,11 +78,29 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
             layout = cute.make_composed_layout(layout.inner, 0, outer)
         self.values_layout = layout
 
+    def _get_shared_storage_cls(self) -> Any:
+        def memory(layout: Any) -> Any:
+            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], self.buffer_align_bytes]
+
+        stages = cute.struct.MemRange[cutlass.Int64, 2 * self.num_stages]
+        fields = {
+            "mbar_ptr_Q": cute.struct.MemRange[cutlass.Int64, 2 + Told.NUM_BYTES // 8],
+            "mbar_ptr_K": stages,
+            "mbar_ptr_V": stages,
+            "sV": memory(self.sV_layout),
+            "sQ": memory(self.sQ_layout),
+            "sK": memory(self.sK_layout),
+        }
+        return cute.struct(type("SharedStorage", (), {"__annotations__": fields}))
+
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(
-        self, q: Any, keys: Any, values: Any, out: Any, log_sum: Any, num_keys: Any, pages: Any, stream: Any
-    ) -> None:
+        self, q: Any, keys: Any, values: Any, out: Any, log_sum: Any, num_keys: Any, pages: Any, handed_out: Any,
+        stream: Any,
+    ) -> None:  # fmt: skip
         self.caches = keys, values
+        num_heads, num_rows = cute.size(keys, mode=[2]), cute.size(pages, mode=[0])
+        self.tiles = Tiles(num_heads, num_heads * num_rows, handed_out)
         scale, nothing = cutlass.Float32(self.tile_hdim**-0.5), (None, None, None, None)
         given = q, keys, values, out, log_sum, scale, *nothing[:3], num_keys, pages, *nothing
         FlashAttentionForwardSm90.__call__(self, *given, AuxData(None, None), stream)
@@ -88,16 +108,12 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
     def kernel(self, mQ: Any, mK: Any, mV: Any, *rest: Any) -> Any:
         """The package's, with keys and values copied in boxes of a few rows instead of pages."""
         (atom_k, mK), (atom_v, mV) = map(self.in_boxes, self.caches)
-        launcher = super().kernel(mQ, mK, mV, *rest[:8], atom_k, atom_v, *rest[10:])
+        given = *rest[:8], atom_k, atom_v, *rest[10:28], self.tiles, Tiles, *rest[30:]
+        launcher = super().kernel(mQ, mK, mV, *given)
         launch = launcher.launch
-        pages = rest[6]
+        grid = cutlass.min(self.tiles.count, self.places), 1, 1
         launcher.launch = lambda **config: launch(
-            **config
-            | {
-                "grid": (*config["grid"][:2], cute.size(pages, mode=[0])),
-                "min_blocks_per_mp": self.blocks_on_an_sm,
-                "use_pdl": True,
-            }
+            **config | {"grid": grid, "min_blocks_per_mp": self.blocks_on_an_sm, "use_pdl": True}
         )
         return launcher
 
@@ -109,66 +125,131 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cache, layout, box, 1)
 
     def load(self, mQ: Any, mK: Any, mV: Any, sQ: Any, sK: Any, sV: Any, *rest: Any) -> None:
+        atom_q, atom_k, atom_v, pipeline_k, pipeline_v, pipeline_q, _, table, _, _, describe, tiles = rest
+        keys, values = (atom_k, mK, sK, pipeline_k), (atom_v, mV, sV, pipeline_v)
+        self.produce(atom_q, self.repeated(mQ, table), sQ, pipeline_q, keys, values, table, describe, tiles())
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def produce(
+        self, atom_q: Any, queries: Any, sQ: Any, pipeline_q: Any, keys: Any, values: Any, table: Any, describe: Any,
+        tiles: Any,
+    ) -> None:  # fmt: skip
+        """One of the producer's warps copies keys and values, one queries, and one says of which tiles."""
         cute.arch.griddepcontrol_launch_dependents()
-        _, atom_k, atom_v, pipeline_k, pipeline_v, _, _, table, _, _, describe, scheduler = rest
-        _, head, sequence, _ = scheduler().initial_work_tile_info().tile_idx
-        self.num_keys = describe(sequence).seqlen_k
-        self.beyond = cute.size(mK, mode=[3])  # a page that is not there: copied as zeros, without a read
-        self.boxes = {}
-        for name, atom, pages, shared in (("K", atom_k, mK, sK), ("V", atom_v, mV, sV)):
-            pages = cute.local_tile(pages[None, None, head, None], (self.tile_n, self.tile_hdim), (0, 0, None))
-            _, to, given = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), pages, shared)
-            self.boxes[name] = atom, given, to
-        if self.asks_early:
-            newest = cutlass.max(self.num_keys - 1, 0)
-            self.last_block, self.num_ready = newest // self.tile_n, newest // BOX_ROWS * BOX_ROWS
-            self.ask_early(table[sequence, self.last_block], (("K", pipeline_k), ("V", pipeline_v)))
-        cute.arch.griddepcontrol_wait()
-        super().load(self.repeated(mQ, table) if self.repeats else mQ, mK, mV, sQ, sK, sV, *rest)
+        warp, told = cute.arch.make_warp_uniform(cute.arch.warp_idx()), Told(pipeline_q)
+        if warp == 0:
+            self.load_pages(keys, values, table, told)
+        if warp == 1:
+            self.load_queries(atom_q, queries, sQ, pipeline_q, told)
+        if warp == 2:
+            tiles.hand_out(told, describe, table, self.tile_n)
 
     def repeated(self, queries: Any, table: Any) -> Any:
-        """Queries [G * 1, D, K, B], each as often as it has rows in the table of pages, without a copy."""
+        """Queries [G, D, K, B], each as often as it has rows in the table of pages, without a copy."""
+        if not self.repeats:
+            return queries
         shape, stride = queries.shape, queries.stride
         times = cute.size(table, mode=[0]) // shape[3]
         layout = cute.make_layout((*shape[:3], (times, shape[3])), stride=(*stride[:3], (0, stride[3])))
         return cute.make_tensor(queries.iterator, layout)
 
     @cute.jit  # type: ignore[untyped-decorator]
-    def ask_early(self, page: Any, pipelines: Any) -> None:
-        """The last page's boxes but the newest key's, before the stage expects them."""
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0:
-            state = make_pipeline_state(PipelineUserType.Producer, self.num_stages)
-            for name, keys_or_values in cutlass.const_expr(pipelines):
-                self.copy(name, self.last_block, page, keys_or_values.producer_get_barrier(state), 0, early=True)
-
-    def load_KV(
-        self, copy: Any, paged: Any, shared: Any, block: Any, *, pipeline_kv: Any, producer_state: Any,
-        K_or_V: str, page_idx: Any,
-    ) -> None:  # fmt: skip
-        barrier = pipeline_kv.producer_get_barrier(producer_state)
-        if K_or_V == "V" and self.blocks_on_an_sm == 2:
-            index, phase = producer_state.index, producer_state.phase
-            pipeline_kv.sync_object_empty.wait(1 - index, phase ^ index)  # until the page before it is read
-        self.copy(K_or_V, block, page_idx, barrier, producer_state.index, early=False)
-        pipeline_kv.producer_commit(producer_state)
+    def load_queries(self, atom: Any, queries: Any, shared: Any, pipeline: Any, told: Told) -> None:
+        cute.arch.griddepcontrol_wait()
+        phase = Int32(1)
+        tile = told.get_current_work()
+        while tile.is_valid_tile:
+            sequence, head, _, _ = told.numbers()
+            told.let_go()
+            rows = cute.local_tile(queries[None, None, head, sequence], (self.tile_m, self.tile_hdim), (0, 0))
+            copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), rows, shared, single_stage=True)
+            pipeline.producer_acquire_w_index_phase(0, phase)
+            copy(tma_bar_ptr=pipeline.sync_object_full.get_barrier(0))
+            phase ^= 1
+            tile = told.get_current_work()
 
     @cute.jit  # type: ignore[untyped-decorator]
-    def copy(self, name: Any, block: Any, page: Any, barrier: Any, stage: Any, early: Any) -> None:
-        """Those boxes of a page that are asked for early, or the others."""
-        atom, given, to = self.boxes[name]
+    def load_pages(self, keys: Any, values: Any, table: Any, told: Told) -> None:
+        """Each tile's pages, the last first; of the very first one the rows before `early` may be asked for at once."""
+        state = make_pipeline_state(PipelineUserType.Producer, self.num_stages)
+        tile = told.get_current_work()
+        early = self.ask_early(keys, values, told, state) if self.blocks_on_an_sm == 1 else Int32(0)
+        cute.arch.griddepcontrol_wait()
+        while tile.is_valid_tile:
+            sequence, head, num_keys, page = told.numbers()
+            told.let_go()
+            last = cutlass.max(num_keys - 1, 0) // self.tile_n
+            for i in cutlass.range(last + 1, unroll=1):
+                block = last - i
+                if i > 0:
+                    page, early = table[sequence, block], Int32(0)
+                self.load_page("K", keys, head, block, page, num_keys, state, early)
+                if block == 0:
+                    told.ask()
+                self.load_page("V", values, head, block, page, num_keys, state, early)
+                state.advance()
+            tile, early = told.get_current_work(), Int32(0)
+
+    def ask_early(self, keys: Any, values: Any, told: Told, state: Any) -> Any:
+        """All boxes of the last page before the newest key's, for the stage that will expect them: up to which row."""
+        _, head, num_keys, page = told.numbers()
+        newest = cutlass.max(num_keys - 1, 0)
+        early = newest // BOX_ROWS * BOX_ROWS
+        for cache in (keys, values):
+            barrier = cache[-1].producer_get_barrier(state)
+            self.copy(cache, head, newest // self.tile_n, page, num_keys, barrier, state.index, early, True)
+        return early
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def load_page(
+        self, name: Any, cache: Any, head: Any, block: Any, page: Any, num_keys: Any, state: Any, early: Any
+    ) -> None:
+        pipeline = cache[-1]
+        pipeline.producer_acquire(state)
+        if const_expr(name == "V" and self.blocks_on_an_sm == 2):
+            index, phase = state.index, state.phase
+            pipeline.sync_object_empty.wait(1 - index, phase ^ index)  # until the page before it is read
+        barrier = pipeline.producer_get_barrier(state)
+        self.copy(cache, head, block, page, num_keys, barrier, state.index, early, False)
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def copy(
+        self, cache: Any, head: Any, block: Any, page: Any, num_keys: Any, barrier: Any, stage: Any, early: Any,
+        is_early: Any,
+    ) -> None:  # fmt: skip
+        """Those boxes of a page that begin before row `early` of the sequence, or the others."""
+        atom, pages, shared, _ = cache
+        beyond = cute.size(pages, mode=[3])  # a page that is not there: copied as zeros, without a read
+        pages = cute.local_tile(pages[None, None, head, None], (self.tile_n, self.tile_hdim), (0, 0, None))
+        _, to, given = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), pages, shared)
         high = self.tile_n // BOX_ROWS
         for row in cutlass.range_constexpr(high):
-            first = block * self.tile_n + row * BOX_ROWS  # of block -1 where there are no keys
-            page_or_none = cutlass.Int32(cutlass.select_((first >= 0) & (first < self.num_keys), page, self.beyond))
-            is_early = cutlass.Boolean(False)
-            if cutlass.const_expr(self.asks_early):
-                is_early = (block == self.last_block) & (first < self.num_ready)
-            if is_early == early:
+            first = block * self.tile_n + row * BOX_ROWS
+            page_or_none = Int32(cutlass.select_(first < num_keys, page, beyond))
+            if (first < early) == is_early:
                 for box in cutlass.range_constexpr(row, cute.size(given, mode=[0, 1]), high):
                     ends = given[(None, box), page_or_none], to[(None, box), stage]
                     one_box = [cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends]
                     cute.copy(atom, *one_box, tma_bar_ptr=barrier)
 
     def mma(self, *args: Any) -> None:
+        """The package's, over the tiles that are told."""
         cute.arch.griddepcontrol_wait()
-        super().mma(*args)
+        self.queries = args[12]
+        told = Told(self.queries)
+        describe = partial(args[19], mSeqUsedK=told)
+        super().mma(*args[:12], Kept(self.queries), *args[13:19], describe, args[20], lambda: told, *args[22:])
+
+    def epilogue(self, *args: Any) -> None:
+        super().epilogue(*args)
+        self.queries.consumer_release_w_index(0)
+
+
+class Kept(Fixed):
+    """Queries, in whose place the result is stored: the package would let the next ones in before that."""
+
+    def __init__(self, queries: Any) -> None:
+        self.consumer_wait_w_index_phase = queries.consumer_wait_w_index_phase
+
+    def consumer_release_w_index(self, index: int) -> None:
+        pass

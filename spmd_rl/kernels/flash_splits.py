@@ -84,7 +84,7 @@ class _PackedSplitAttention(torch.autograd.Function):
 
 
 class PagedSplits:
-    """As `PagedFlash.chunks`, in splits, of which at least one sequence has more than one."""
+    """As `PagedFlash`, in splits, of which at least one sequence has more than one."""
 
     def __init__(
         self,
@@ -116,12 +116,13 @@ class PagedSplits:
 
 
 class DecodeSplits:
-    """As `PagedFlash.decode`, in splits: each of them is a sequence of the batch, without keys past its sequence's end.
+    """As `DecodeFlash`, in splits: each of them is a sequence of the batch, without keys past its sequence's end.
 
     Shape: pages [B, N * size / page_size] and num_keys [B] int32.
     """
 
-    def __init__(self, pages: Tensor, num_keys: Tensor, page_size: int, size: int) -> None:
+    def __init__(self, pages: Tensor, num_keys: Tensor, handed_out: Tensor, page_size: int, size: int) -> None:
+        self.handed_out = handed_out
         self.batch, self.pages = len(pages), pages.reshape(-1, size // page_size)
         split = torch.arange(len(self.pages) // self.batch, dtype=torch.int32, device=pages.device)
         keys = (num_keys.unsqueeze(1) - split * size).clamp_(0, size)
@@ -131,7 +132,7 @@ class DecodeSplits:
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         partial = q.new_empty(len(self.pages), *q.shape[1:])
         sums = q.new_empty(partial.shape[:2], dtype=torch.float32)
-        decode_attention(q[: self.batch], keys, values, self.pages, self.num_keys, partial, sums)
+        decode_attention(q[: self.batch], keys, values, self.pages, self.num_keys, self.handed_out, partial, sums)
         out = q.new_empty(q.shape)
         merge_ranges(partial, sums, self.rows, out[: self.batch])
         return out

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, token_order
-from spmd_rl.kernels.flash import PagedFlash, check_split, flash_takes
+from spmd_rl.kernels.flash import DecodeFlash, PagedFlash, check_split, flash_of_chunks, flash_takes
 from spmd_rl.kernels.flash_splits import DecodeSplits, PagedSplits
 from spmd_rl.kernels.kv_write import KvPlace, write_kv
 from spmd_rl.kernels.tile import padded_rows
@@ -26,7 +26,7 @@ class KvCache:
     their values multiplied by exact zeros.
     Shape: each layer's keys and values are [num_pages, page_size, K, D] for FlashAttention, else
     [K, num_pages * page_size, D]. `allocate` makes its memory: so many bytes, uint8 and zero. `split`: how many tokens,
-    a multiple of the page, are seen at once (splits.py); 0 for all.
+    a multiple of the page, are seen at once (splits.py); 0 for all. One stream at a time may read it (`handed_out`).
     Raises: ConfigError where attention in splits cannot run.
     """
 
@@ -49,6 +49,7 @@ class KvCache:
         self.num_pages = num_pages
         self.num_kv_heads = num_kv_heads
         self.flash = flash_takes(head_dim, dtype, device)
+        self.handed_out = torch.zeros(1, dtype=torch.int32, device=device)
         pages = (num_pages, page_size, num_kv_heads) if self.flash else (num_kv_heads, num_pages * page_size)
         shape = (num_layers, 2, *pages, head_dim)
         memory = (allocate or partial(_zeros, device=device))(math.prod(shape) * dtype.itemsize)
@@ -114,11 +115,11 @@ class PagedAttention:
         already in the cache), lengths [B] (new tokens, at least 1), slots [T] (where each new token's key goes).
         """
         device = cache.data.device
-        kernel: PagedFlash | PagedSplits | _PagedBlocks
+        kernel: PagedFlash | DecodeFlash | PagedSplits | _PagedBlocks
         if 0 < cache.split < (starts + lengths).max():
             kernel = PagedSplits(page_table, starts, lengths, cache.page_size, cache.split, device)
         elif cache.flash:
-            kernel = PagedFlash.chunks(page_table, starts, lengths, cache.page_size, device)
+            kernel = flash_of_chunks(page_table, starts, lengths, cache.page_size, cache.handed_out, device)
         else:
             kernel = _PagedBlocks(cache, page_table, starts, lengths, num_heads)
         return cls(cache, upload(slots, device), kernel)
@@ -131,8 +132,9 @@ class PagedAttention:
         slots [B] int64; slots below 0 write nothing.
         """
         if 0 < cache.split < pages.shape[1] * cache.page_size:
-            return cls(cache, slots, DecodeSplits(pages, num_keys, cache.page_size, cache.split))
-        return cls(cache, slots, PagedFlash.decode(pages, num_keys))
+            splits = DecodeSplits(pages, num_keys, cache.handed_out, cache.page_size, cache.split)
+            return cls(cache, slots, splits)
+        return cls(cache, slots, DecodeFlash(pages, num_keys, cache.handed_out))
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write(layer, self.slots, k, v)

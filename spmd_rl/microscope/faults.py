@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PagedAttention, linear_fp32, sample_and_score
-from spmd_rl.kernels.flash import PagedFlash
+from spmd_rl.kernels.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.flash_ranges import flash_ranges
 from spmd_rl.microscope.engine_path import EnginePath, Replaying
 from spmd_rl.microscope.variants import merge, merged_attention
@@ -105,14 +105,14 @@ class AutoSplits:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = self.attend(layer, q, k, v)
         kernel = self.attend.kernel
-        if not isinstance(kernel, PagedFlash):
-            return self._row_by_row(layer, q, out.clone())
-        return self._at_once(layer, q, out, kernel) if kernel.longest == 1 else out
+        if isinstance(kernel, DecodeFlash):
+            return self._at_once(layer, q, out, kernel)
+        return out if isinstance(kernel, PagedFlash) else self._row_by_row(layer, q, out.clone())
 
     def _busy(self, batch: int) -> int:
         return NUM_PROCESSORS // (batch * self.attend.cache.num_kv_heads)
 
-    def _at_once(self, layer: int, q: Tensor, out: Tensor, kernel: PagedFlash) -> Tensor:
+    def _at_once(self, layer: int, q: Tensor, out: Tensor, kernel: DecodeFlash) -> Tensor:
         """All on the device, so that it can be recorded."""
         pages, num_keys = kernel.pages, kernel.num_keys.long()
         batch = len(num_keys)

@@ -152,15 +152,17 @@ def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
     assert differ == 0
 
 
-@pytest.mark.parametrize("batch", [12, 140])
+@pytest.mark.parametrize(("batch", "longest"), [(12, 900), (140, 900), (300, 900), (6, 6000), (40, 6000)])
 @pytest.mark.parametrize("heads", HEADS)
-def test_recorded_decode_equals_packed(heads: Heads, batch: int, unequal) -> None:
-    """Fewer blocks than SMs and more, from a graph, beside poison; one changed key is seen, no unused row read."""
-    lengths = np.random.default_rng(2).integers(1, 900, batch).tolist()
+def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, unequal) -> None:
+    """Fewer tiles than SMs and many more, of few pages and many, from a graph, beside poison; one changed key is seen,
+    no unused row read, and all tiles are handed out."""
+    lengths = np.random.default_rng(2).integers(1, longest, batch).tolist()
     data, last = qkv(sum(lengths), heads), torch.from_numpy(np.cumsum(lengths) - 1).to(DEVICE)
     paged = Paged(lengths, heads, 128, poison=True)
     paged.step(dict(enumerate(lengths)), *data)
-    table = np.stack([np.pad(pages, (0, 8 - len(pages)), mode="edge") for pages in paged.tables])
+    width = -(-longest // 128)
+    table = np.stack([np.pad(pages, (0, width - len(pages)), mode="edge") for pages in paged.tables])
     attend = PagedAttention.decode(
         paged.cache,
         pages=torch.from_numpy(table.astype(np.int32)).to(DEVICE),
@@ -184,6 +186,7 @@ def test_recorded_decode_equals_packed(heads: Heads, batch: int, unequal) -> Non
     graph.replay()
     assert unequal(out[:3], expected[:3]) + unequal(out[4:], expected[4:]) == 0
     assert unequal(out[3], expected[3]) > 0
+    assert paged.cache.handed_out.item() == 0
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache
-from spmd_rl.kernels.flash import PagedFlash
 from spmd_rl.kernels.paged_attention import _PagedBlocks
 from spmd_rl.microscope.compare import compare
 from spmd_rl.microscope.faults import plant
@@ -35,7 +34,7 @@ class PagesOnCpu:
 @pytest.fixture(autouse=True)
 def _flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd_rl.kernels.paged_attention.flash_takes", lambda *given: True)
-    monkeypatch.setattr(PagedFlash, "chunks", lambda *given: PagesOnCpu(*given[:-1]))
+    monkeypatch.setattr("spmd_rl.kernels.paged_attention.flash_of_chunks", lambda *given: PagesOnCpu(*given[:4]))
 
 
 def test_the_cache_has_flashs_layout() -> None:

@@ -1,0 +1,139 @@
+"""Which tile, a head of a sequence, a block of decoding's attention takes next.
+
+Sequences differ in length, so a counter hands tiles out. One warp of a block asks it while the last page of a tile is
+on its way, looks up what the others need to know of the next one, and tells them when they have read the one before.
+Source: dynamic persistent scheduling, as in FlashAttention-3 (Shah et al., 2024) and CUTLASS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass._mlir.dialects import nvvm
+from flash_attn.cute.tile_scheduler import WorkTileInfo
+from quack.cute_dsl_utils import ParamsBase
+
+TOLD, READ, ASKED = 6, 7, 8  # barriers: the package has those below
+WARP = 32
+THREADS = WARP + 2 * WARP + 128  # the warp that tells, two that copy, and those that compute
+
+
+class Fixed:
+    """An object that a loop of the kernel carries along unchanged."""
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return []
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
+        return self
+
+
+class Told(Fixed):
+    """What is told of a tile, in shared memory behind the queries' barriers: sequence, head, how many keys, and the
+    page of the last of them. A sequence below 0 is the end.
+
+    Who listens calls `get_current_work`, and for each tile `let_go` once, after which its numbers may change. The
+    package's part does that by asking for the length of the tile's sequence.
+    """
+
+    NUM_BYTES = 16
+
+    def __init__(self, queries: Any) -> None:
+        behind = queries.sync_object_full.get_barrier(0) + 2
+        self.slot = cute.make_tensor(cute.recast_ptr(behind, dtype=Int32), cute.make_layout(self.NUM_BYTES // 4))
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def tell(self, *numbers: Any) -> None:
+        """For the whole warp that tells."""
+        if cute.arch.lane_idx() == 0:
+            for i in cutlass.range_constexpr(len(numbers)):
+                self.slot[i] = Int32(numbers[i])
+        cute.arch.barrier_arrive(barrier_id=TOLD, number_of_threads=THREADS)
+
+    def until_read(self) -> None:
+        cute.arch.barrier(barrier_id=READ, number_of_threads=THREADS)
+
+    def ask(self) -> None:
+        """For the whole warp that copies pages, once a tile."""
+        cute.arch.barrier_arrive(barrier_id=ASKED, number_of_threads=2 * WARP)
+
+    def until_asked(self) -> None:
+        cute.arch.barrier(barrier_id=ASKED, number_of_threads=2 * WARP)
+
+    def get_current_work(self) -> Any:
+        cute.arch.barrier(barrier_id=TOLD, number_of_threads=THREADS)
+        sequence, head, _, _ = self.numbers()
+        return WorkTileInfo((Int32(0), head, sequence, Int32(0)), sequence >= 0)
+
+    def numbers(self) -> tuple[Any, ...]:
+        return tuple(self.slot[i] for i in range(self.NUM_BYTES // 4))
+
+    def let_go(self) -> None:
+        cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=THREADS)
+
+    def __getitem__(self, sequence: Any) -> Any:
+        """How many keys it has; lets the tile go."""
+        _, _, num_keys, _ = self.numbers()
+        self.let_go()
+        return num_keys
+
+    initial_work_tile_info = get_current_work
+
+    def advance_to_next_work(self) -> None:
+        """The next call of `get_current_work` does."""
+
+
+@dataclass
+class Tiles(ParamsBase):  # type: ignore[misc]
+    """A launch's tiles, the heads of a sequence side by side.
+
+    The block of index i begins with tile i, and asks the counter once a tile for another one: as often as there are
+    tiles in all, which leaves the counter at zero.
+    """
+
+    num_heads: Int32
+    count: Int32
+    handed_out: cute.Tensor
+
+    @staticmethod
+    def create(tiles: Tiles) -> Tiles:
+        return tiles
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def hand_out(self, told: Told, describe: Any, table: Any, rows: int) -> None:
+        """For one whole warp. The first tile is told without waiting for the kernel ahead; the counter is not asked."""
+        tile = cute.arch.block_idx()[0]
+        told.tell(*self.look_up(tile, describe, table, rows))
+        cute.arch.griddepcontrol_wait()
+        while tile < self.count:
+            told.until_asked()
+            tile = cute.arch.shuffle_sync(self.ask(), 0)
+            sequence, *found = self.look_up(cutlass.min(tile, self.count - 1), describe, table, rows)
+            if tile >= self.count:
+                sequence = Int32(-1)
+            told.until_read()
+            told.tell(sequence, *found)
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def look_up(self, tile: Any, describe: Any, table: Any, rows: int) -> Any:
+        sequence, lane = tile // self.num_heads, cute.arch.lane_idx()
+        first_pages = table[sequence, cutlass.min(lane, cute.size(table, mode=[1]) - 1)]  # on their way with the length
+        num_keys = describe(sequence).seqlen_k
+        block = cutlass.max(num_keys - 1, 0) // rows
+        page = cute.arch.shuffle_sync(first_pages, cutlass.min(block, 31))
+        if block > 31:
+            page = table[sequence, block]
+        return sequence, tile % self.num_heads, num_keys, page
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def ask(self) -> Any:
+        """The next tile, or a number beyond all, for the first lane."""
+        following = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            last, counter = Int32(self.count - 1).ir_value(), self.handed_out.iterator.llvm_ptr
+            following = cute.arch.grid_dim()[0] + Int32(nvvm.atomicrmw(op=nvvm.AtomicOpKind.INC, ptr=counter, a=last))
+        return following
