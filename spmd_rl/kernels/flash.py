@@ -1,8 +1,9 @@
 """FlashAttention-4 for packed sequences and for pages of a cache.
 
-Both call the same kernel with an explicit mask and one split, which makes a query's bits depend on its own
-history alone (measured on Hopper, docs/numerics.md). Without it, or for head sizes that were not verified, attention
-falls back to torch's scaled-dot-product attention, which promises nothing; `contract` says which one runs.
+Both call the same kernel with an explicit mask and one split, or for one new token that kernel built otherwise
+(`flash_decode_cute`): so a query's bits depend on its own history alone (measured on Hopper, docs/numerics.md).
+Without it, or for head sizes that were not verified, attention falls back to torch's scaled-dot-product attention,
+which promises nothing; `contract` says which one runs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """FlashAttention-4's kernel for decoding, built otherwise.
 
-Blocks of threads take tiles, a head of a sequence each, one after the other, and ask for the keys of the next one while
-they finish the last (`flash_decode_tiles`). Where tiles are more than SMs, two blocks share an SM, with one stage of
-values instead of two and half of the registers each. The kernel begins before the one ahead of it has ended. Where
-tiles are few, it has by then asked for the keys and values of the last page but the newest's box, which that kernel
-may still be writing. No more of a page is read than is in use, where the package reads pages whole. Queries that see
-several splits are not copied for each. What is summed, and in which order, does not change, nor do bits.
+Blocks of threads take tiles, a head of a sequence each, one after the other (`flash_decode_tiles`). Where tiles are
+more than SMs, two blocks share an SM, with one stage of values instead of two and half of the registers each. The
+kernel begins before the one ahead of it has ended. Where tiles are few, it has by then asked for the keys and values of
+the last page but the newest's box, which that kernel may still be writing. No more of a page is read than is in use,
+where the package reads pages whole. Queries that see several splits are not copied for each. What is summed, and in
+which order, does not change, nor do bits.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from cutlass._mlir.dialects import nvvm
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack.cute_dsl_utils import ParamsBase
 
-TOLD, READ, ASKED = 6, 7, 8  # barriers: the package has those below
+TOLD, READ, ASKED = 6, 7, 8  # barriers that the package's part of the kernel does not use
 WARP = 32
 THREADS = WARP + 2 * WARP + 128  # the warp that tells, two that copy, and those that compute
 
@@ -91,8 +91,8 @@ class Told(Fixed):
 class Tiles(ParamsBase):  # type: ignore[misc]
     """A launch's tiles, the heads of a sequence side by side.
 
-    The block of index i begins with tile i, and asks the counter once a tile for another one: as often as there are
-    tiles in all, which leaves the counter at zero.
+    The block of index i begins with tile i, and asks the counter for another one for each that it has had: `count`
+    times over all blocks, with which the counter, bounded by `count`, has wrapped to zero.
     """
 
     num_heads: Int32
