@@ -11,7 +11,6 @@ which order, does not change, nor do bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import cutlass
@@ -45,7 +44,7 @@ def compiled_decoding(blocks: int, num_sms: int, dim: int, with_log_sum: bool, r
         pack_gqa=False,
         intra_wg_overlap=blocks == 1,
     )
-    kernel.blocks_on_an_sm, kernel.places, kernel.repeats = blocks, blocks * num_sms, repeats
+    kernel.blocks_on_an_sm, kernel.max_blocks, kernel.repeats = blocks, blocks * num_sms, repeats
     q, keys, values, out = (tensor(cutlass.BFloat16, 4) for _ in range(4))
     log_sum = tensor(cutlass.Float32, 3) if with_log_sum else None
     num_keys, pages, handed_out = tensor(Int32, 1), tensor(Int32, 2), tensor(Int32, 1)
@@ -62,7 +61,8 @@ def tensor(dtype: Any, rank: int) -> Any:
 
 
 class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
-    """Whoever builds it sets `blocks_on_an_sm`, `places`, and `repeats` where queries see several rows of pages."""
+    """Whoever builds it sets `blocks_on_an_sm`, `max_blocks` that the GPU has room for at once, and `repeats` where
+    queries see several rows of pages."""
 
     # The package sets these in its call for one block on an SM, whatever it is built with.
     num_mma_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][0], lambda self, value: None)
@@ -111,7 +111,7 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         given = *rest[:8], atom_k, atom_v, *rest[10:28], self.tiles, Tiles, *rest[30:]
         launcher = super().kernel(mQ, mK, mV, *given)
         launch = launcher.launch
-        grid = cutlass.min(self.tiles.count, self.places), 1, 1
+        grid = cutlass.min(self.tiles.count, self.max_blocks), 1, 1
         launcher.launch = lambda **config: launch(
             **config | {"grid": grid, "min_blocks_per_mp": self.blocks_on_an_sm, "use_pdl": True}
         )
@@ -157,26 +157,30 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
     def load_queries(self, atom: Any, queries: Any, shared: Any, pipeline: Any, told: Told) -> None:
         cute.arch.griddepcontrol_wait()
         phase = Int32(1)
-        tile = told.get_current_work()
-        while tile.is_valid_tile:
-            sequence, head, _, _ = told.numbers()
+        sequence, head, _, _ = told.numbers()
+        while sequence >= 0:
             told.let_go()
             rows = cute.local_tile(queries[None, None, head, sequence], (self.tile_m, self.tile_hdim), (0, 0))
             copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), rows, shared, single_stage=True)
             pipeline.producer_acquire_w_index_phase(0, phase)
             copy(tma_bar_ptr=pipeline.sync_object_full.get_barrier(0))
             phase ^= 1
-            tile = told.get_current_work()
+            sequence, head, _, _ = told.numbers()
 
     @cute.jit  # type: ignore[untyped-decorator]
     def load_pages(self, keys: Any, values: Any, table: Any, told: Told) -> None:
-        """Each tile's pages, the last first; of the very first one the rows before `early` may be asked for at once."""
+        """Each tile's pages, the last first. Where tiles are few, rows of that one are asked for before the wait."""
         state = make_pipeline_state(PipelineUserType.Producer, self.num_stages)
-        tile = told.get_current_work()
-        early = self.ask_early(keys, values, told, state) if self.blocks_on_an_sm == 1 else Int32(0)
+        sequence, head, num_keys, page = told.numbers()
+        early = Int32(0)  # rows before this one were
+        if const_expr(self.blocks_on_an_sm == 1):
+            newest = cutlass.max(num_keys - 1, 0)
+            early = newest // BOX_ROWS * BOX_ROWS
+            for cache in (keys, values):
+                barrier = cache[-1].producer_get_barrier(state)
+                self.copy(cache, head, newest // self.tile_n, page, num_keys, barrier, state.index, early, True)
         cute.arch.griddepcontrol_wait()
-        while tile.is_valid_tile:
-            sequence, head, num_keys, page = told.numbers()
+        while sequence >= 0:
             told.let_go()
             last = cutlass.max(num_keys - 1, 0) // self.tile_n
             for i in cutlass.range(last + 1, unroll=1):
@@ -185,20 +189,11 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
                     page, early = table[sequence, block], Int32(0)
                 self.load_page("K", keys, head, block, page, num_keys, state, early)
                 if block == 0:
-                    told.ask()
+                    told.want_next()
                 self.load_page("V", values, head, block, page, num_keys, state, early)
                 state.advance()
-            tile, early = told.get_current_work(), Int32(0)
-
-    def ask_early(self, keys: Any, values: Any, told: Told, state: Any) -> Any:
-        """All boxes of the last page before the newest key's, for the stage that will expect them: up to which row."""
-        _, head, num_keys, page = told.numbers()
-        newest = cutlass.max(num_keys - 1, 0)
-        early = newest // BOX_ROWS * BOX_ROWS
-        for cache in (keys, values):
-            barrier = cache[-1].producer_get_barrier(state)
-            self.copy(cache, head, newest // self.tile_n, page, num_keys, barrier, state.index, early, True)
-        return early
+            sequence, head, num_keys, page = told.numbers()
+            early = Int32(0)
 
     @cute.jit  # type: ignore[untyped-decorator]
     def load_page(
@@ -235,9 +230,14 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
     def mma(self, *args: Any) -> None:
         """The package's, over the tiles that are told."""
         cute.arch.griddepcontrol_wait()
-        self.queries = args[12]
+        self.queries, package_describe = args[12], args[19]
         told = Told(self.queries)
-        describe = partial(args[19], mSeqUsedK=told)
+
+        def describe(sequence: Any) -> Any:
+            described = package_describe(sequence, mSeqUsedK=told.num_keys)
+            told.let_go()
+            return described
+
         super().mma(*args[:12], Kept(self.queries), *args[13:19], describe, args[20], lambda: told, *args[22:])
 
     def epilogue(self, *args: Any) -> None:

@@ -1,7 +1,8 @@
 """Which tile, a head of a sequence, a block of decoding's attention takes next.
 
-Sequences differ in length, so a counter hands tiles out. One warp of a block asks it while the last page of a tile is
-on its way, looks up what the others need to know of the next one, and tells them when they have read the one before.
+Sequences differ in length, so a counter hands tiles out. One warp of a block takes the next one while the last page of
+the current one is on its way, looks up what the others need to know of it, and tells them when all have read what was
+told before.
 Source: dynamic persistent scheduling, as in FlashAttention-3 (Shah et al., 2024) and CUTLASS.
 """
 
@@ -14,12 +15,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
+from cutlass.cute.arch import WARP_SIZE
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack.cute_dsl_utils import ParamsBase
 
-TOLD, READ, ASKED = 6, 7, 8  # barriers that the package's part of the kernel does not use
-WARP = 32
-THREADS = WARP + 2 * WARP + 128  # the warp that tells, two that copy, and those that compute
+TOLD, READ, WANTED = 6, 7, 8  # barriers that the package's part of the kernel does not use
+PARTIES = (1 + 2 + 4) * WARP_SIZE  # threads that meet at the first two: one warp tells, two copy, four compute
 
 
 class Fixed:
@@ -36,15 +37,15 @@ class Told(Fixed):
     """What is told of a tile, in shared memory behind the queries' barriers: sequence, head, how many keys, and the
     page of the last of them. A sequence below 0 is the end.
 
-    Who listens calls `get_current_work`, and for each tile `let_go` once, after which its numbers may change. The
-    package's part does that by asking for the length of the tile's sequence.
+    All who listen wait for `numbers`, and let each tile go once, after which they may change.
     """
 
     NUM_BYTES = 16
 
     def __init__(self, queries: Any) -> None:
-        behind = queries.sync_object_full.get_barrier(0) + 2
-        self.slot = cute.make_tensor(cute.recast_ptr(behind, dtype=Int32), cute.make_layout(self.NUM_BYTES // 4))
+        behind = cute.recast_ptr(queries.sync_object_full.get_barrier(0) + 2, dtype=Int32)
+        self.slot = cute.make_tensor(behind, cute.make_layout(self.NUM_BYTES // 4))
+        self.num_keys = cute.make_tensor(behind + 2, cute.make_layout(1, stride=0))  # of whatever sequence
 
     @cute.jit  # type: ignore[untyped-decorator]
     def tell(self, *numbers: Any) -> None:
@@ -52,34 +53,29 @@ class Told(Fixed):
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(len(numbers)):
                 self.slot[i] = Int32(numbers[i])
-        cute.arch.barrier_arrive(barrier_id=TOLD, number_of_threads=THREADS)
+        cute.arch.barrier_arrive(barrier_id=TOLD, number_of_threads=PARTIES)
 
     def until_read(self) -> None:
-        cute.arch.barrier(barrier_id=READ, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=READ, number_of_threads=PARTIES)
 
-    def ask(self) -> None:
+    def until_wanted(self) -> None:
+        cute.arch.barrier(barrier_id=WANTED, number_of_threads=2 * WARP_SIZE)
+
+    def want_next(self) -> None:
         """For the whole warp that copies pages, once a tile."""
-        cute.arch.barrier_arrive(barrier_id=ASKED, number_of_threads=2 * WARP)
-
-    def until_asked(self) -> None:
-        cute.arch.barrier(barrier_id=ASKED, number_of_threads=2 * WARP)
-
-    def get_current_work(self) -> Any:
-        cute.arch.barrier(barrier_id=TOLD, number_of_threads=THREADS)
-        sequence, head, _, _ = self.numbers()
-        return WorkTileInfo((Int32(0), head, sequence, Int32(0)), sequence >= 0)
+        cute.arch.barrier_arrive(barrier_id=WANTED, number_of_threads=2 * WARP_SIZE)
 
     def numbers(self) -> tuple[Any, ...]:
+        cute.arch.barrier(barrier_id=TOLD, number_of_threads=PARTIES)
         return tuple(self.slot[i] for i in range(self.NUM_BYTES // 4))
 
     def let_go(self) -> None:
-        cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=THREADS)
+        cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=PARTIES)
 
-    def __getitem__(self, sequence: Any) -> Any:
-        """How many keys it has; lets the tile go."""
-        _, _, num_keys, _ = self.numbers()
-        self.let_go()
-        return num_keys
+    def get_current_work(self) -> Any:
+        """The package's names, for its part."""
+        sequence, head, _, _ = self.numbers()
+        return WorkTileInfo((Int32(0), head, sequence, Int32(0)), sequence >= 0)
 
     initial_work_tile_info = get_current_work
 
@@ -91,8 +87,8 @@ class Told(Fixed):
 class Tiles(ParamsBase):  # type: ignore[misc]
     """A launch's tiles, the heads of a sequence side by side.
 
-    The block of index i begins with tile i, and asks the counter for another one for each that it has had: `count`
-    times over all blocks, with which the counter, bounded by `count`, has wrapped to zero.
+    The block of index i begins with tile i, and then takes one from the counter for each that it has had: `count` times
+    over all blocks, with which the counter, bounded by `count`, has wrapped to zero.
     """
 
     num_heads: Int32
@@ -105,13 +101,13 @@ class Tiles(ParamsBase):  # type: ignore[misc]
 
     @cute.jit  # type: ignore[untyped-decorator]
     def hand_out(self, told: Told, describe: Any, table: Any, rows: int) -> None:
-        """For one whole warp. The first tile is told without waiting for the kernel ahead; the counter is not asked."""
+        """For one whole warp. The first tile is told before the kernel ahead has ended; the counter waits for that."""
         tile = cute.arch.block_idx()[0]
         told.tell(*self.look_up(tile, describe, table, rows))
         cute.arch.griddepcontrol_wait()
         while tile < self.count:
-            told.until_asked()
-            tile = cute.arch.shuffle_sync(self.ask(), 0)
+            told.until_wanted()
+            tile = cute.arch.shuffle_sync(self.take(), 0)
             sequence, *found = self.look_up(cutlass.min(tile, self.count - 1), describe, table, rows)
             if tile >= self.count:
                 sequence = Int32(-1)
@@ -124,13 +120,13 @@ class Tiles(ParamsBase):  # type: ignore[misc]
         first_pages = table[sequence, cutlass.min(lane, cute.size(table, mode=[1]) - 1)]  # on their way with the length
         num_keys = describe(sequence).seqlen_k
         block = cutlass.max(num_keys - 1, 0) // rows
-        page = cute.arch.shuffle_sync(first_pages, cutlass.min(block, 31))
-        if block > 31:
+        page = cute.arch.shuffle_sync(first_pages, cutlass.min(block, WARP_SIZE - 1))
+        if block >= WARP_SIZE:
             page = table[sequence, block]
         return sequence, tile % self.num_heads, num_keys, page
 
     @cute.jit  # type: ignore[untyped-decorator]
-    def ask(self) -> Any:
+    def take(self) -> Any:
         """The next tile, or a number beyond all, for the first lane."""
         following = Int32(0)
         if cute.arch.lane_idx() == 0:

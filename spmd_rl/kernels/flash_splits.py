@@ -118,7 +118,7 @@ class PagedSplits:
 class DecodeSplits:
     """As `DecodeFlash`, in splits: each of them is a sequence of the batch, without keys past its sequence's end.
 
-    Shape: pages [B, N * size / page_size] and num_keys [B] int32.
+    Shape: pages [B, N * size / page_size] and num_keys [B] int32; handed_out as in `decode_attention`.
     """
 
     def __init__(self, pages: Tensor, num_keys: Tensor, handed_out: Tensor, page_size: int, size: int) -> None:
