@@ -1,11 +1,11 @@
 """FlashAttention-4's kernel for decoding, built otherwise.
 
-Blocks of threads take tiles, a head of a sequence each, one after the other (`flash_decode_tiles`). Where tiles are
-more than SMs, two blocks share an SM, with one stage of values instead of two and half of the registers each. The
-kernel begins before the one ahead of it has ended. Where tiles are few, it has by then asked for the keys and values of
-the last page but the newest's box, which that kernel may still be writing. No more of a page is read than is in use,
-where the package reads pages whole. Queries that see several splits are not copied for each. What is summed, and in
-which order, does not change, nor do bits.
+Blocks of threads take tiles, a head of a sequence each, one after the other (`flash_decode_tiles`), and ask for the
+keys of the next one while they finish the last. Where tiles are more than SMs, two blocks share an SM, with one stage
+of values instead of two and half of the registers each. The kernel begins before the one ahead of it has ended. Where
+tiles are few, it has by then asked for the keys and values of the last page but the newest's box, which that kernel may
+still be writing. No more of a page is read than is in use, where the package reads pages whole. Queries that see
+several splits are not copied for each. What is summed, and in which order, does not change, nor do bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Boolean, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.pipeline import PipelineUserType, make_pipeline_state
 from cutlass.utils import LayoutEnum
@@ -25,7 +25,7 @@ from quack import copy_utils, layout_utils, sm90_utils
 
 from spmd_rl.kernels.cute_cache import kept
 from spmd_rl.kernels.flash_decode import BOX_ROWS, TILE
-from spmd_rl.kernels.flash_decode_tiles import Fixed, Tiles, Told
+from spmd_rl.kernels.flash_decode_tiles import COMPUTING, COPYING, Fixed, Tiles, Told
 
 REGISTERS = {1: (256, 56), 2: (208, 48)}  # blocks on an SM: of a consumer's thread, and a producer's; 128 of each
 
@@ -136,7 +136,7 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """One of the producer's warps copies keys and values, one queries, and one says of which tiles."""
         cute.arch.griddepcontrol_launch_dependents()
-        warp, told = cute.arch.make_warp_uniform(cute.arch.warp_idx()), Told(pipeline_q)
+        warp, told = cute.arch.make_warp_uniform(cute.arch.warp_idx()), Told(pipeline_q, COPYING)
         if warp == 0:
             self.load_pages(keys, values, table, told)
         if warp == 1:
@@ -169,10 +169,10 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
 
     @cute.jit  # type: ignore[untyped-decorator]
     def load_pages(self, keys: Any, values: Any, table: Any, told: Told) -> None:
-        """Each tile's pages, the last first. Where tiles are few, rows of that one are asked for before the wait."""
+        """Each tile's pages, the last first. Where tiles are few, their first rows are asked for before the wait."""
         state = make_pipeline_state(PipelineUserType.Producer, self.num_stages)
         sequence, head, num_keys, page = told.numbers()
-        early = Int32(0)  # rows before this one were
+        early = Int32(0)  # of the first page's rows, those before this one were
         if const_expr(self.blocks_on_an_sm == 1):
             newest = cutlass.max(num_keys - 1, 0)
             early = newest // BOX_ROWS * BOX_ROWS
@@ -188,9 +188,9 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
                 if i > 0:
                     page, early = table[sequence, block], Int32(0)
                 self.load_page("K", keys, head, block, page, num_keys, state, early)
+                self.load_page("V", values, head, block, page, num_keys, state, early)
                 if block == 0:
                     told.want_next()
-                self.load_page("V", values, head, block, page, num_keys, state, early)
                 state.advance()
             sequence, head, num_keys, page = told.numbers()
             early = Int32(0)
@@ -221,7 +221,10 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         for row in cutlass.range_constexpr(high):
             first = block * self.tile_n + row * BOX_ROWS
             page_or_none = Int32(cutlass.select_(first < num_keys, page, beyond))
-            if (first < early) == is_early:
+            was_asked = Boolean(False)
+            if const_expr(self.blocks_on_an_sm == 1):
+                was_asked = first < early
+            if was_asked == is_early:
                 for box in cutlass.range_constexpr(row, cute.size(given, mode=[0, 1]), high):
                     ends = given[(None, box), page_or_none], to[(None, box), stage]
                     one_box = [cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends]
@@ -231,7 +234,7 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         """The package's, over the tiles that are told."""
         cute.arch.griddepcontrol_wait()
         self.queries, package_describe = args[12], args[19]
-        told = Told(self.queries)
+        told = Told(self.queries, COMPUTING)
 
         def describe(sequence: Any) -> Any:
             described = package_describe(sequence, mSeqUsedK=told.num_keys)
@@ -242,6 +245,7 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
 
     def epilogue(self, *args: Any) -> None:
         super().epilogue(*args)
+        cute.arch.sync_warp()  # with the lane that has waited until the result is stored
         self.queries.consumer_release_w_index(0)
 
 

@@ -1,8 +1,8 @@
 """Which tile, a head of a sequence, a block of decoding's attention takes next.
 
 Sequences differ in length, so a counter hands tiles out. One warp of a block takes the next one while the last page of
-the current one is on its way, looks up what the others need to know of it, and tells them when all have read what was
-told before.
+the current one is on its way, looks up what the others need to know of it, and tells them when they have read that of
+the current one. Those who copy go on at once, those who compute when they are done.
 Source: dynamic persistent scheduling, as in FlashAttention-3 (Shah et al., 2024) and CUTLASS.
 """
 
@@ -16,11 +16,12 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass._mlir.dialects import nvvm
 from cutlass.cute.arch import WARP_SIZE
+from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack.cute_dsl_utils import ParamsBase
 
-TOLD, READ, WANTED = 6, 7, 8  # barriers that the package's part of the kernel does not use
-PARTIES = (1 + 2 + 4) * WARP_SIZE  # threads that meet at the first two: one warp tells, two copy, four compute
+COPYING, COMPUTING, READ, WANTED = range(max(NamedBarrierFwd) + 1, max(NamedBarrierFwd) + 5)  # the package's are lower
+LISTENERS = {COPYING: 2 * WARP_SIZE, COMPUTING: 4 * WARP_SIZE}  # threads that are told there
 
 
 class Fixed:
@@ -37,40 +38,42 @@ class Told(Fixed):
     """What is told of a tile, in shared memory behind the queries' barriers: sequence, head, how many keys, and the
     page of the last of them. A sequence below 0 is the end.
 
-    All who listen wait for `numbers`, and let each tile go once, after which they may change.
+    All listeners, `where` they are, wait for `numbers`, and let each tile go once, after which they may change.
     """
 
     NUM_BYTES = 16
 
-    def __init__(self, queries: Any) -> None:
+    def __init__(self, queries: Any, where: int) -> None:
         behind = cute.recast_ptr(queries.sync_object_full.get_barrier(0) + 2, dtype=Int32)
         self.slot = cute.make_tensor(behind, cute.make_layout(self.NUM_BYTES // 4))
         self.num_keys = cute.make_tensor(behind + 2, cute.make_layout(1, stride=0))  # of whatever sequence
+        self.where = where
 
-    @cute.jit  # type: ignore[untyped-decorator]
-    def tell(self, *numbers: Any) -> None:
-        """For the whole warp that tells."""
-        if cute.arch.lane_idx() == 0:
-            for i in cutlass.range_constexpr(len(numbers)):
-                self.slot[i] = Int32(numbers[i])
-        cute.arch.barrier_arrive(barrier_id=TOLD, number_of_threads=PARTIES)
+    def numbers(self) -> tuple[Any, ...]:
+        cute.arch.barrier(barrier_id=self.where, number_of_threads=LISTENERS[self.where] + WARP_SIZE)
+        return tuple(self.slot[i] for i in range(self.NUM_BYTES // 4))
 
-    def until_read(self) -> None:
-        cute.arch.barrier(barrier_id=READ, number_of_threads=PARTIES)
-
-    def until_wanted(self) -> None:
-        cute.arch.barrier(barrier_id=WANTED, number_of_threads=2 * WARP_SIZE)
+    def let_go(self) -> None:
+        cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=sum(LISTENERS.values()) + WARP_SIZE)
 
     def want_next(self) -> None:
         """For the whole warp that copies pages, once a tile."""
         cute.arch.barrier_arrive(barrier_id=WANTED, number_of_threads=2 * WARP_SIZE)
 
-    def numbers(self) -> tuple[Any, ...]:
-        cute.arch.barrier(barrier_id=TOLD, number_of_threads=PARTIES)
-        return tuple(self.slot[i] for i in range(self.NUM_BYTES // 4))
+    @cute.jit  # type: ignore[untyped-decorator]
+    def tell(self, *numbers: Any) -> None:
+        """For the whole warp that tells, as what follows."""
+        if cute.arch.lane_idx() == 0:
+            for i in cutlass.range_constexpr(len(numbers)):
+                self.slot[i] = Int32(numbers[i])
+        for where, threads in cutlass.const_expr(tuple(LISTENERS.items())):
+            cute.arch.barrier_arrive(barrier_id=where, number_of_threads=threads + WARP_SIZE)
 
-    def let_go(self) -> None:
-        cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=PARTIES)
+    def until_read(self) -> None:
+        cute.arch.barrier(barrier_id=READ, number_of_threads=sum(LISTENERS.values()) + WARP_SIZE)
+
+    def until_wanted(self) -> None:
+        cute.arch.barrier(barrier_id=WANTED, number_of_threads=2 * WARP_SIZE)
 
     def get_current_work(self) -> Any:
         """The package's names, for its part."""
