@@ -24,10 +24,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest -q -n 2 -m "not dist and not gpu and not system" tests
+	$(FAST) $(BIN)/pytest -q -n 2 --dist loadfile -m "not dist and not gpu and not system" tests
 
 dist: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest -q -n 2 -m "dist and not gpu and not system" tests
+	$(FAST) $(BIN)/pytest -q -n 3 --dist loadfile -m "dist and not gpu and not system" tests
 
 test-system: $(VENV)/.dev
 	tests/system/install.sh

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.compare import compare
+from spmd_rl.microscope.compare import Comparison, compare
 from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.explain import Trial
 from spmd_rl.microscope.faults import plant
@@ -79,11 +81,22 @@ FOUND = {
 }
 
 
+@pytest.fixture(scope="module")
+def faulty(engine, trainer, case) -> Callable[[str], tuple[EnginePath, Comparison]]:
+    """An engine with that fault, and how it compares with the trainer."""
+
+    @cache
+    def found(fault: str) -> tuple[EnginePath, Comparison]:
+        path = engine()
+        plant(fault, path)
+        return path, compare(path, trainer, case)
+
+    return found
+
+
 @pytest.mark.parametrize("fault", FOUND)
-def test_a_planted_fault_is_found_where_it_is_and_only_there(engine, trainer, case, fault: str) -> None:
-    path = engine()
-    plant(fault, path)
-    comparison = compare(path, trainer, case)
+def test_a_planted_fault_is_found_where_it_is_and_only_there(faulty, case, fault: str) -> None:
+    _, comparison = faulty(fault)
     point, introducing = FOUND[fault]
     assert comparison.first is not None
     assert comparison.first.point == point
@@ -106,10 +119,8 @@ def test_a_harmless_change_is_not_called_a_fault(engine, trainer, case) -> None:
     assert compare(path, trainer, case).findings == ()
 
 
-def test_splits_begin_where_there_are_two_blocks_of_keys(engine, trainer, case) -> None:
-    path = engine()
-    plant("auto-splits", path)
-    first = compare(path, trainer, case).first
+def test_splits_begin_where_there_are_two_blocks_of_keys(faulty, case) -> None:
+    first = faulty("auto-splits")[1].first
     assert first is not None
     assert {case.where(row)[0] for row in first.rows} == {"1:0"}
     assert all(case.where(row)[1] >= 2 * 64 - 1 for row in first.rows)
@@ -193,8 +204,8 @@ def test_no_hook_is_left_behind(engine, case, tap) -> None:
     assert "logits" not in vars(path.model)
 
 
-def trial_of(path, other, case, folder) -> tuple:
-    comparison = compare(path, other, case)
+def said_of(path, comparison, other, case, folder) -> list[list[str]]:
+    """What each side's arithmetic is called, at the first point where they part."""
     assert comparison.evidence is not None
     trial = Trial(comparison.evidence, case, other.model, ModelSpec.from_folder(folder))
     sides = []
@@ -202,7 +213,7 @@ def trial_of(path, other, case, folder) -> tuple:
         marks = Marks(case.num_rows)
         side.run(case, marks)
         sides.append((values, marks.step_of[:-1].tolist()))
-    return comparison.first, [
+    return [
         [match.says for match in trial.matches(comparison.first.point, values, pass_of)] for values, pass_of in sides
     ]
 
@@ -216,19 +227,15 @@ ARITHMETIC = {
 
 
 @pytest.mark.parametrize("fault", ARITHMETIC)
-def test_the_arithmetic_of_both_sides_is_named(engine, trainer, case, folder, fault: str) -> None:
-    path = engine()
-    plant(fault, path)
-    _, (wrong, right) = trial_of(path, trainer, case, folder)
+def test_the_arithmetic_of_both_sides_is_named(faulty, trainer, case, folder, fault: str) -> None:
+    wrong, right = said_of(*faulty(fault), trainer, case, folder)
     assert wrong == [ARITHMETIC[fault]]
     assert len(right) == 1
     assert "the contract's" in right[0]
 
 
-def test_merged_ranges_are_named_row_by_row(engine, trainer, case, folder) -> None:
-    path = engine()
-    plant("auto-splits", path)
-    _, (wrong, right) = trial_of(path, trainer, case, folder)
+def test_merged_ranges_are_named_row_by_row(faulty, trainer, case, folder) -> None:
+    wrong, right = said_of(*faulty("auto-splits"), trainer, case, folder)
     assert wrong == [
         "one softmax over keys in ascending blocks, the contract's",
         "softmaxes of 2 ranges of keys, merged",
