@@ -155,6 +155,14 @@ def test_any_load_finishes_with_every_page_back():
         requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=6, page_size=4, spare_pages=10, spare_tokens=12,
         prefix_cache=True, ahead=False, min_tail=16, moves=[],
     )  # fmt: skip
+    @example(
+        requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=3, page_size=8, spare_pages=10, spare_tokens=0,
+        prefix_cache=True, ahead=False, min_tail=3, moves=[],
+    )  # fmt: skip
+    @example(
+        requests=[([0, 1] * 9, 19, 19)] * 4, num_samples=2, max_batch=6, page_size=4, spare_pages=2, spare_tokens=6,
+        prefix_cache=True, ahead=True, min_tail=3, moves=["step", "step", "retract", "step", "abort"],
+    )  # fmt: skip
     @given(
         requests=st.lists(st.tuples(prompts, st.integers(1, 19), st.integers(1, 19)), min_size=1, max_size=10),
         num_samples=st.integers(1, 3),
