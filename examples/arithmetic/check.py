@@ -44,8 +44,11 @@ def learning(rows: list[dict[str, Any]]) -> Iterator[Figure]:
 
 
 def times(rows: list[dict[str, Any]], started: float) -> Iterator[Figure]:
-    """Seconds from the launch, given as the unix time `started`."""
-    yield Figure("seconds to the first reward", rows[0]["unix_s"] - started, "<= 20")
+    """Seconds from the launch, given as the unix time `started`.
+
+    Two cores of one's own take 16 to the first reward; shared with others they took up to 25.
+    """
+    yield Figure("seconds to the first reward", rows[0]["unix_s"] - started, "<= 40")
     yield Figure("seconds to the last step", rows[-1]["unix_s"] - started, "<= 180")
 
 
