@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.arithmetic import check
 from examples.arithmetic.check import Figure, learning
 from examples.arithmetic.reward import correct
 from spmd_rl.data.files import read_records
@@ -88,6 +89,18 @@ def test_the_check_of_an_empty_folder_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.arithmetic.check", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "holds no metrics" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(("reward", "first_s", "code"), [(0.95, 19, 0), (0.95, 21, 2), (0.85, 19, 1), (0.85, 21, 1)])
+def test_times_alone_end_the_check_with_a_code_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, first_s: float, code: int
+) -> None:
+    rows = [row | {"step": i, "unix_s": 100 + first_s} for i, row in enumerate(lines([0.4, *[reward] * 6]))]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for others in ("files", "exported"):
+        monkeypatch.setattr(check, others, lambda *given: ())
+    monkeypatch.setattr("sys.argv", ["check", str(tmp_path), "--started", "100"])
+    assert check.main() == code
 
 
 def test_shipped_lines_are_plain_prompt_and_answer() -> None:
