@@ -1,4 +1,4 @@
-"""Checks what a demo run left behind, figure by figure. Ends with 1 when one misses its bar, with 2 when only times do.
+"""Checks what a demo run left behind, figure by figure. Ends with 1 when one misses its bar, with 3 when only times do.
 
 python -m examples.arithmetic.check runs/demo --started 1732000000
 """
@@ -92,7 +92,7 @@ def main() -> int:
         print(f"{'ok  ' if figure.holds else 'FAIL'}  {figure.what}: {figure.value:,.3f} (bar {figure.bar})")
     if not all(figure.holds for figure in figures):
         return 1
-    return 0 if all(figure.holds for figure in timed) else 2
+    return 0 if all(figure.holds for figure in timed) else 3
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ def decode_attention(
 ) -> None:
     """Each query over the first keys of its pages, S times over other pages, into `out` and, if wanted, `log_sum`.
 
-    `pages`, `num_keys` and all keys and values but each sequence's newest may be read early (`overlap_triton`).
+    `pages`, `num_keys` and all keys and values but each sequence's newest may be read early (`overlap_triton`). Without
+    keys `log_sum` is minus infinity.
     Shape: q [B, H, D]; keys and values [num_pages, page_size, K, D]; pages [B * S, P] and num_keys [B * S] int32; out
     [B * S, H, D]; log_sum [B * S, H] fp32. handed_out [1] int32 is zero before and after; calls that may run at the
     same time need one each.

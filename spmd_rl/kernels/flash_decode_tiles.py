@@ -38,7 +38,8 @@ class Told(Fixed):
     """What is told of a tile, in shared memory behind the queries' barriers: sequence, head, how many keys, and the
     page of the last of them. A sequence below 0 is the end.
 
-    All listeners, `where` they are, wait for `numbers`, and let each tile go once, after which they may change.
+    All listeners wait for `numbers`, at the barrier `where` their kind is told, and let each tile go once, after which
+    they may change.
     """
 
     NUM_BYTES = 16

@@ -91,7 +91,7 @@ def test_the_check_of_an_empty_folder_fails(tmp_path: Path) -> None:
     assert (done.returncode, "holds no metrics" in done.stderr) == (1, True)
 
 
-@pytest.mark.parametrize(("reward", "first_s", "code"), [(0.95, 19, 0), (0.95, 21, 2), (0.85, 19, 1), (0.85, 21, 1)])
+@pytest.mark.parametrize(("reward", "first_s", "code"), [(0.95, 19, 0), (0.95, 21, 3), (0.85, 19, 1), (0.85, 21, 1)])
 def test_times_alone_end_the_check_with_a_code_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, first_s: float, code: int
 ) -> None:
