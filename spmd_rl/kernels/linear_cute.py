@@ -17,19 +17,16 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
 import torch
 from cutlass import BFloat16, Boolean, Float32, Int32, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from torch import Tensor
 
 from spmd_rl.kernels.cute_cache import kept
-from spmd_rl.kernels.linear_tiles import LOW_UNIT, PART, UNIT, WGMMA_ROWS, Share
+from spmd_rl.kernels.linear_assembly import after_wait
+from spmd_rl.kernels.linear_results import WARPS, Results
+from spmd_rl.kernels.linear_tiles import PART, UNIT, WGMMA_ROWS, Share
 
-CONSUMERS = 4  # warps: one group for wgmma
 PAIR = 2  # blocks of a cluster, which lies within a group of 16 or 18 multiprocessors: fours leave some of them idle
-APART = 8  # elements between the rows of a result in shared memory, so that they begin in different banks
-SILU_TIMES = """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; add.rn.f32 t, t, 0f3F800000;
-div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1 + exp(-x)) * y
+READ_ONCE = 0x12F0000000000000  # the policy that CUTLASS calls EVICT_FIRST: x stays in L2 as the weight passes through
 
 
 def shared_matmul_into(
@@ -63,9 +60,10 @@ class Product:
     def __init__(self, share: Share, halves: int) -> None:
         self.share, self.halves, self.parts = share, halves, share.k // PART
         self.cluster = min(share.blocks, PAIR)
-        self.chunk = UNIT if share.n % UNIT == 0 else LOW_UNIT
-        self.tall = -(-((halves - 1) * share.padded + share.n) // WGMMA_ROWS) * WGMMA_ROWS
-        self.tile = (share.m, share.n) if share.swap else (self.tall, share.m)
+        self.results = Results(share, halves)
+        # A stage of a low tile for many rows of x comes in one copy, others in their parts.
+        low = share.n == share.padded < WGMMA_ROWS and halves == 1
+        self.box = self.parts if low and share.m * share.blocks >= WGMMA_ROWS else 1
 
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(self, weight: Any, x: Any, out: Any, bias: Any, early: Boolean, stream: Any) -> None:
@@ -73,47 +71,63 @@ class Product:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         x_layout = cute.tile_to_shape(atom, (share.m, PART, count), (0, 1, 2))
         # What lies behind a tile is read where wgmma takes more rows; their sums are not stored.
-        tall = cute.tile_to_shape(atom, (self.tall, PART), (0, 1))
+        tall = cute.tile_to_shape(atom, (self.results.tall, PART), (0, 1))
         stages = cute.make_layout(count, stride=self.halves * share.padded * PART)
         operand = cute.make_composed_layout(tall.inner, 0, cute.append(tall.outer, stages))
         w_tiles = cute.make_layout((share.n, PART, count * self.halves), stride=(PART, 1, share.padded * PART))
         w_layout = cute.make_composed_layout(tall.inner, 0, w_tiles)
         copy, copy_to_all = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
         w_copy = copy if const_expr(self.cluster == 1) else copy_to_all
-        w_atom, w_tma = cpasync.make_tiled_tma_atom(w_copy, weight, cute.select(w_layout, [0, 1]), (share.n, PART))
-        x_atom, x_tma = cpasync.make_tiled_tma_atom(copy, x, cute.select(x_layout, [0, 1]), (share.m, PART))
+        w_atom, w_tma = self.copies(w_copy, weight, tall.inner, share.n, share.padded)
+        x_atom, x_tma = self.copies(copy, x, tall.inner, share.m, share.m)
+        tile = WGMMA_ROWS, self.results.tile[1]
         mma = hopper.make_trivial_tiled_mma(
-            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), (WGMMA_ROWS, self.tile[1])
+            BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tile
         )
         tiles_m = cute.round_up(cute.ceil_div(x.shape[0], share.m), self.cluster)
         self.kernel(w_atom, w_tma, x_atom, x_tma, out, bias, early, mma, w_layout, x_layout, operand).launch(
             grid=(tiles_m, share.num_shares, 1),
-            block=[32 * (CONSUMERS + 1), 1, 1],
+            block=[32 * (WARPS + 1), 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
             use_pdl=True,
         )
+
+    def tiles(self, rows: int, padded: int, halves: int = 1) -> Any:
+        """A ring's: rows, numbers of each, where several come in one copy how many, and how often."""
+        box = (self.box,) if self.box > 1 else ()
+        shape = (rows, PART, *box, self.share.stages * self.parts * halves // self.box)
+        return cute.make_layout(shape, stride=(PART, 1, padded * PART, self.box * padded * PART)[: len(shape)])
+
+    def copies(self, op: Any, matrix: Any, swizzle: Any, rows: int, padded: int) -> tuple[Any, Any]:
+        tiles = self.tiles(rows, padded)
+        one = cute.select(tiles, list(range(cute.rank(tiles) - 1)))
+        if const_expr(self.box > 1):
+            shape = matrix.shape[0], PART, matrix.shape[1] // PART
+            matrix = cute.make_tensor(matrix.iterator, cute.make_layout(shape, stride=(matrix.stride[0], 1, PART)))
+        return cpasync.make_tiled_tma_atom(op, matrix, cute.make_composed_layout(swizzle, 0, one), one.shape)
 
     @cute.kernel  # type: ignore[untyped-decorator]
     def kernel(
         self, w_atom: Any, weight: Any, x_atom: Any, x: Any, out: Any, bias: Any, early: Boolean, mma: Any,
         w_layout: cute.ComposedLayout, x_layout: cute.ComposedLayout, operand: cute.ComposedLayout,
     ) -> None:  # fmt: skip
-        share = self.share
+        share, chunk = self.share, self.results.chunk
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block_m, block_n, _ = cute.arch.block_idx()
         _, blocks_n, _ = cute.arch.grid_dim()
-        first = block_m * share.m, block_n * ((out.shape[1] - share.n) // self.chunk) // (blocks_n - 1) * self.chunk
+        first = block_m * share.m, block_n * ((out.shape[1] - share.n) // chunk) // (blocks_n - 1) * chunk
         smem = cutlass.utils.SmemAllocator()
         full = smem.allocate_array(cutlass.Int64, share.stages)
         empty = smem.allocate_array(cutlass.Int64, share.stages)
         w_ring = smem.allocate_array(BFloat16, cute.cosize(w_layout.outer), byte_alignment=1024)
         x_ring = smem.allocate_array(BFloat16, cute.cosize(x_layout.outer), byte_alignment=1024)
+        staged = self.results.room(smem, w_ring)
         if warp_index == 0:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(share.stages):
                     cute.arch.mbarrier_init(full + stage, 1)
-                    cute.arch.mbarrier_init(empty + stage, CONSUMERS * self.cluster)
+                    cute.arch.mbarrier_init(empty + stage, WARPS * self.cluster)
             cute.arch.mbarrier_init_fence()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -122,27 +136,25 @@ class Product:
             cute.arch.sync_threads()
         w_pointer = cute.recast_ptr(w_ring, operand.inner, dtype=BFloat16)
         x_tiles = cute.make_tensor(cute.recast_ptr(x_ring, operand.inner, dtype=BFloat16), x_layout.outer)
-        steps = cute.ceil_div(cute.size(x, mode=[1]), share.k)
-        if warp_index == CONSUMERS:
-            w_tiles = cute.make_tensor(w_pointer, w_layout.outer)
-            halves = [cute.domain_offset((half * out.shape[1] + first[1], 0), weight) for half in range(self.halves)]
-            w_ends = [self.ends(w_atom, half, w_tiles, share.n, 0) for half in halves]
-            x_ends = [self.ends(x_atom, x, x_tiles, share.m, block_m)]
+        steps = cute.ceil_div(cute.size(x.shape[1:]), share.k)
+        if warp_index == WARPS:
+            rows = [half * out.shape[1] + first[1] for half in range(self.halves)]
+            halves = [cute.domain_offset((row, *[0] * (cute.rank(weight) - 1)), weight) for row in rows]
+            w_tiles = cute.make_tensor(w_pointer, self.tiles(share.n, share.padded, self.halves))
+            w_ends = [self.ends(w_atom, half, w_tiles, 0) for half in halves]
+            x_ends = [self.ends(x_atom, x, cute.make_tensor(x_tiles.iterator, self.tiles(share.m, share.m)), block_m)]
             self.produce(w_atom, w_ends, x_atom, x_ends, full, empty, steps, early)
         else:
             w_operand = cute.make_tensor(w_pointer, w_layout.outer if const_expr(share.swap) else operand.outer)
             both = (x_tiles, w_operand) if const_expr(share.swap) else (w_operand, x_tiles)
             total = self.consume(mma, both, full, empty, steps)
-            apart = (share.n + APART, 1) if const_expr(share.swap) else (1, self.tall + APART)
-            staged = cute.make_tensor(
-                cute.recast_ptr(w_ring, dtype=BFloat16), cute.make_layout(self.tile, stride=apart)
-            )
-            self.finish(mma, total, staged, out, bias, first, cute.size(x, mode=[0]))
+            self.results.finish(mma, total, staged, out, bias, first, cute.size(x, mode=[0]))
 
-    def ends(self, atom: Any, matrix: Any, tiles: Any, rows: int, block: Any) -> Any:
+    def ends(self, atom: Any, matrix: Any, tiles: Any, block: Any) -> Any:
         """Where copies of a block's tiles go to, and where they come from."""
-        one = cute.local_tile(matrix, (rows, PART), (block, None))
-        groups = cute.group_modes(tiles, 0, 2), cute.group_modes(one, 0, 2)
+        *box, _ = tiles.shape
+        one = cute.local_tile(matrix, tuple(box), (block, *[0] * (len(box) - 2), None))
+        groups = (cute.group_modes(each, 0, len(box)) for each in (tiles, one))
         return cpasync.tma_partition(atom, 0, cute.make_layout(1), *groups)
 
     @cute.jit  # type: ignore[untyped-decorator]
@@ -178,18 +190,22 @@ class Product:
             rows = self.halves * self.share.n + self.share.m
             cute.arch.mbarrier_arrive_and_expect_tx(full + slot, 2 * self.share.k * rows)
         if const_expr(self.cluster == 1):
-            self.copy(atom, ends, step, slot, full)
+            self.copy(atom, ends, step, slot, full, policy=READ_ONCE)
         else:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
             if step % self.cluster == rank:
-                self.copy(atom, ends, step, slot, full, cutlass.Int16((1 << self.cluster) - 1))
+                self.copy(atom, ends, step, slot, full, cutlass.Int16((1 << self.cluster) - 1), READ_ONCE)
 
-    def copy(self, atom: Any, ends: Any, step: Any, slot: Any, full: Any, to_all: Any = None) -> None:
-        for part in range(self.parts):
+    def copy(
+        self, atom: Any, ends: Any, step: Any, slot: Any, full: Any, to_all: Any = None, policy: int | None = None
+    ) -> None:
+        copies = self.parts // self.box
+        policy = None if policy is None else cutlass.Int64(policy)
+        for part in range(copies):
             for half, (to, source) in enumerate(ends):
-                at = (slot * self.parts + part) * len(ends) + half
-                one = source[None, step * self.parts + part], to[None, at]
-                cute.copy(atom, *one, tma_bar_ptr=full + slot, mcast_mask=to_all)
+                at = (slot * copies + part) * len(ends) + half
+                one = source[None, step * copies + part], to[None, at]
+                cute.copy(atom, *one, tma_bar_ptr=full + slot, mcast_mask=to_all, cache_policy=policy)
 
     @cute.jit  # type: ignore[untyped-decorator]
     def consume(self, mma: Any, both: Any, full: Any, empty: Any, steps: Int32) -> Any:
@@ -198,7 +214,7 @@ class Product:
         of_thread = mma.get_slice(cute.arch.thread_idx()[0])
         first = mma.make_fragment_A(of_thread.partition_A(both[0]))
         second = mma.make_fragment_B(of_thread.partition_B(both[1]))
-        total = cute.make_rmem_tensor(of_thread.partition_shape_C(self.tile), Float32)
+        total = cute.make_rmem_tensor(of_thread.partition_shape_C(self.results.tile), Float32)
         total.fill(0.0)
         cute.arch.griddepcontrol_wait()
         slot, phase, before, ready = Int32(0), Int32(0), Int32(0), Boolean(False)
@@ -226,57 +242,3 @@ class Product:
         for i in cutlass.range_constexpr(cute.size(total)):
             total[i] = after_wait(total[i])
         return total
-
-    @cute.jit  # type: ignore[untyped-decorator]
-    def finish(self, mma: Any, total: Any, staged: Any, out: Any, bias: Any, first: Any, m: Int32) -> None:
-        """Round, turn over in shared memory, which no copy writes any more, and store."""
-        share, thread, threads = self.share, cute.arch.thread_idx()[0], 32 * CONSUMERS
-        if const_expr(bias is not None):
-            where = mma.get_slice(thread).partition_C(cute.make_identity_tensor(self.tile))
-            for i in cutlass.range_constexpr(cute.size(total)):
-                row = where[i][1 if const_expr(share.swap) else 0]
-                if row < share.n:
-                    total[i] += bias[first[1] + row].to(Float32)
-        rounded = cute.make_rmem_tensor_like(total, BFloat16)
-        rounded.store(total.load().to(BFloat16))
-        turn = cute.make_copy_atom(warp.StMatrix8x8x16bOp(not share.swap, 4 if self.tile[1] % 16 == 0 else 2), BFloat16)
-        copy = cute.make_tiled_copy_C(turn, mma).get_slice(thread)
-        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-        cute.copy(turn, copy.retile(rounded), copy.partition_D(staged))
-        cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-        if const_expr(not share.swap):
-            staged = cute.make_tensor(staged.iterator, cute.select(staged.layout, [1, 0]))
-        for i in cutlass.range(thread, share.m * share.n // self.chunk, threads, unroll=1):
-            self.store(i, staged, out, first, m)
-
-    @cute.jit  # type: ignore[untyped-decorator]
-    def store(self, i: Int32, staged: Any, out: Any, first: Any, m: Int32) -> None:
-        """The i-th chunk of a result, 8 or 16 bytes, or what those of the gate make with the other half's."""
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * self.chunk)
-        row, column = i // (self.share.n // self.chunk), i % (self.share.n // self.chunk)
-        chunk, up = cute.make_rmem_tensor(self.chunk, BFloat16), cute.make_rmem_tensor(self.chunk, BFloat16)
-        cute.copy(atom, cute.local_tile(staged, (1, self.chunk), (row, column))[0, None], chunk)
-        if const_expr(self.halves == 2):
-            below = row, column + self.share.padded // self.chunk
-            cute.copy(atom, cute.local_tile(staged, (1, self.chunk), below)[0, None], up)
-            for j in cutlass.range_constexpr(self.chunk):
-                chunk[j] = silu_times(chunk[j].to(Float32), up[j].to(Float32)).to(BFloat16)
-        row, column = first[0] + row, first[1] // self.chunk + column
-        if row < m:
-            cute.copy(atom, chunk, cute.local_tile(out, (1, self.chunk), (row, column))[0, None])
-
-
-def after_wait(number: Any) -> Any:
-    """The same, which the compiler does not read before the wait; where it does, it waits after each wgmma."""
-    return _assembly("", "=f,0", number)
-
-
-def silu_times(gate: Any, up: Any) -> Any:
-    return _assembly(SILU_TIMES, "=f,f,f", gate, up)
-
-
-@dsl_user_op  # type: ignore[untyped-decorator]
-def _assembly(text: str, registers: str, *numbers: Any, loc: Any = None, ip: Any = None) -> Any:
-    given = [number.ir_value(loc=loc, ip=ip) for number in numbers]
-    options = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
-    return Float32(llvm.inline_asm(T.f32(), given, text, registers, **options))

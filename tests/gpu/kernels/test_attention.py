@@ -237,13 +237,17 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
 def test_no_keys() -> None:
     heads = HEADS[0]
     paged = Paged([200, 200], heads, 128)
+    paged.cache.data.normal_()
     q, pages = qkv(2, heads)[0], torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
     num_keys, out = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), torch.full_like(q, torch.nan)
     log_sum = torch.empty(2, heads.query, device=DEVICE)
-    decode_attention(q, *paged.cache.layers[0], pages, num_keys, paged.cache.handed_out, out, log_sum)
-    assert torch.equal(out, torch.zeros_like(out))  # the cache is zero too
+    keys, values = paged.cache.layers[0]
+    decode_attention(q, keys, values, pages, num_keys, paged.cache.handed_out, out, log_sum)
+    group = heads.query // heads.key
+    key, value = (one[0, 0].repeat_interleave(group, dim=0) for one in (keys, values))
+    assert torch.equal(out, torch.stack([torch.zeros_like(value), value]))
     assert (log_sum[0] == -torch.inf).all()
-    assert (log_sum[1] == 0).all()
+    torch.testing.assert_close(log_sum[1], (q[1].double() * key.double()).sum(-1).float() / heads.dim**0.5)
 
 
 @pytest.mark.parametrize("heads", HEADS)
