@@ -34,6 +34,13 @@ STEPS = {
 }  # steps, prompts, more
 SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300
 SHORTEST, LONGEST = 8, 400
+USED = {  # what an engine can do otherwise, and how often it did
+    "recorded graphs": "num_graphs",
+    "prompts cut into chunks": "num_partial_chunks",
+    "pages of a prompt's tail copied": "num_copied_tails",
+    "rows that share a prompt's last step": "num_forks",
+    "sequences preempted": "num_preemptions",
+}
 BAR_TOKENS = 2_000_000
 
 
@@ -90,7 +97,8 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
     last = steps[-1]
     hits = last["engine/num_hit_tokens"] / last["engine/num_lookup_tokens"]
     yield measured(f"{what}: prompt tokens from the prefix cache", hits, "")
-    yield measured(f"{what}: sequences preempted", last["engine/num_preemptions"], "")
+    for said, counter in USED.items():
+        yield measured(f"{what}: {said}", last[f"engine/{counter}"], "")
     yield measured(f"{what}: start to end", seconds, "s")
 
 

@@ -2,7 +2,7 @@
 
 Rows of a decoding step (64, 256) and of a pack of training (16,384). Each number is the median over replays of a graph
 that runs the op once for each of several inputs, together larger than L2. The share of a copy is the time that what is
-read and written once would take at a copy's bandwidth. torch's spelling: F.rms_norm behind an addition,
+read and written once would take at a copy's bandwidth. torch's spelling: indexing, F.rms_norm behind an addition,
 F.rms_norm and rotation head by head, F.silu times up, log_softmax and gather, Gumbel noise and argmax.
 
     python -m benchmarks.kernels.small_ops [--save]
@@ -24,6 +24,7 @@ from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
 from benchmarks.table import Row
 from spmd_rl.kernels import (
     add_rms_norm,
+    embed,
     qk_norm_rope,
     rms_norm,
     rope_table,
@@ -81,6 +82,13 @@ def of_model(name: str, rows: int) -> Iterator[Case]:
 
     where = f"Qwen3-{name}, {rows} rows"
     row = 2 * rows
+    yield Case(
+        f"{where}: embed",
+        embed,
+        lambda ids, table: table[ids],
+        lambda: (torch.randperm(rows, device="cuda"), bf16(rows, hidden)),
+        2 * row * hidden,
+    )
     yield Case(
         f"{where}: rms_norm",
         lambda x: rms_norm(x, weight, EPS),

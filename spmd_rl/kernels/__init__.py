@@ -3,6 +3,7 @@
 from spmd_rl.kernels.activation import silu_mul
 from spmd_rl.kernels.attention import blocked_attention
 from spmd_rl.kernels.contract import contract
+from spmd_rl.kernels.embedding import embed
 from spmd_rl.kernels.gated import silu_mul_linear
 from spmd_rl.kernels.head import head_logprobs
 from spmd_rl.kernels.kv_write import KvPlace, write_kv
@@ -33,6 +34,7 @@ __all__ = [
     "blocked_attention",
     "contract",
     "cut_rows",
+    "embed",
     "gumbel_noise",
     "head_logprobs",
     "is_exact",

@@ -6,45 +6,70 @@ import torch
 
 from spmd_rl.kernels.attention import KV_BLOCK, QUERY_TILE
 from spmd_rl.kernels.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
+from spmd_rl.kernels.flash_decode import TILE
 from spmd_rl.kernels.linear import keeps_chain
-from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
+from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VOCAB_CHUNK
+from spmd_rl.kernels.sampling import RANDOM_SCHEME
 from spmd_rl.kernels.tile import ROW_TILE
+from spmd_rl.kernels.verified import DSL, installed
 
 CONTRACT_VERSION = 2
+CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")  # what torch's wheels bring: for CUDA 13, and before
 
 
 def contract(
     device: torch.device, dtype: torch.dtype, head_dim: int | None = None, attention_split: int = 0
 ) -> dict[str, str | int]:
-    """Every fact that can change a bit of a forward pass on this rank; `head_dim` settles which attention runs."""
+    """Every fact that can change a bit of a forward pass or a draw here; `head_dim` settles which attention runs.
+
+    The version of a package that is not installed is an empty string.
+    """
     facts: dict[str, str | int] = {
         "version": CONTRACT_VERSION,
         "row_tile": ROW_TILE,
-        "kv_block": KV_BLOCK,
-        "query_tile": QUERY_TILE,
         "vocab_shards": NUM_VOCAB_SHARDS,
         "vocab_chunk": VOCAB_CHUNK,
+        "temperature": TEMPERATURE_RULE,
+        "random": RANDOM_SCHEME,
         "torch": str(torch.__version__),
         "dtype": str(dtype),
         "device": device.type,
         "attention_split": attention_split,
     }
-    if device.type == "cpu":
-        isa, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-        return facts | {"attention": "blocked", "linear": "library", "isa": isa, "threads": threads}
-    return facts | _gpu_facts(device, dtype, head_dim)
+    return facts | (_cpu_facts() if device.type == "cpu" else _gpu_facts(device, dtype, head_dim))
+
+
+def _cpu_facts() -> dict[str, str | int]:
+    return {
+        "attention": "blocked",
+        "kv_block": KV_BLOCK,
+        "query_tile": QUERY_TILE,
+        "linear": "library",
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> dict[str, str | int]:
     from triton import __version__ as triton_version
 
-    exact = flash_takes(head_dim or FLASH_HEAD_DIMS[0], dtype, device)
-    return {
-        "attention": f"flash-attn-4 {flash_version()} causal, one split" if exact else "sdpa, no promise",
+    from spmd_rl.kernels.logprob_triton import SUM_WARPS
+    from spmd_rl.kernels.norm_triton import NUM_WARPS, TILE_ELEMENTS
+
+    attention: dict[str, str | int] = {"attention": "sdpa, no promise"}
+    if flash_takes(head_dim or FLASH_HEAD_DIMS[0], dtype, device):
+        attention = {"attention": f"flash-attn-4 {flash_version()} causal, one split", "kv_block": TILE[1]}
+    return attention | {
         "linear": "one ascending chain" if keeps_chain(dtype, device) else "library, no promise",
+        "norm_elements": TILE_ELEMENTS,
+        "norm_warps": NUM_WARPS,
+        "vocab_warps": SUM_WARPS,
         "gpu": torch.cuda.get_device_name(device),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "cuda": torch.version.cuda or "",
+        "cublas": next(filter(None, map(installed, CUBLAS)), ""),
         "triton": triton_version,
+        **{package: installed(package) or "" for package in DSL},
         "tf32": int(torch.backends.cuda.matmul.allow_tf32),
         "bf16_reduced": int(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
     }

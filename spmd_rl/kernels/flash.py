@@ -9,7 +9,6 @@ which promises nothing; `contract` says which one runs.
 from __future__ import annotations
 
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.flash_decode import decode_attention
+from spmd_rl.kernels.flash_decode import TILE, decode_attention
 from spmd_rl.kernels.tile import padded_rows
 from spmd_rl.kernels.upload import upload
+from spmd_rl.kernels.verified import installed
 
 Where = dict[str, Any]  # arguments by which the package finds each sequence's queries and keys
 FLASH_HEAD_DIMS = (32, 64, 96, 128)  # not 80: equal forward, but 4.0.0b19 gives wrong gradients on Hopper
@@ -31,10 +31,7 @@ def flash_version() -> str | None:
     """The installed FlashAttention-4, if the GPU is the generation that it was verified on."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return None
-    try:
-        return version("flash-attn-4")
-    except PackageNotFoundError:
-        return None
+    return installed("flash-attn-4")
 
 
 def flash_takes(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -57,7 +54,7 @@ def flash_forward(
     """Attention of each query to its keys, found by `where`, into `out` and, if wanted, `log_sum` [H, T] fp32."""
     from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a result
 
-    tile = None if causal else (128, 128)  # without a mask the package would take other key blocks for heads of 96
+    tile = None if causal else (128, TILE[1])  # without a mask the package would take other key blocks for heads of 96
     _flash_attn_fwd(
         q.detach(),
         k.detach(),

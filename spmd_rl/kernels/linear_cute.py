@@ -34,26 +34,29 @@ def shared_matmul_into(
 ) -> None:
     """What `linear_triton.matmul_into` does, for bf16 matrices of 16-byte aligned rows, and K in whole parts.
 
+    `out` may be fp32 where no product is `gated`, which is slower and for tests: rounding hides most of what differs.
+
     Raises: ValueError when the shares are too low or too high for the weight.
     """
     if not share.n <= out.shape[1] <= share.n * share.num_shares:
         raise ValueError(f"{share.num_shares} shares of {share.n} rows are no {out.shape[1]}")
-    run = compiled_product(tuple(share), bias is not None, gated)
+    run = compiled_product(tuple(share), bias is not None, gated, out.dtype == torch.bfloat16)
     run(weight, x, out, bias if bias is None else bias.contiguous(), torch.cuda.is_current_stream_capturing())
 
 
 @kept  # type: ignore[untyped-decorator]
-def compiled_product(share: tuple[Any, ...], has_bias: bool, gated: bool) -> Callable[..., None]:
+def compiled_product(share: tuple[Any, ...], has_bias: bool, gated: bool, rounds: bool = True) -> Callable[..., None]:
     """The kernel (weight, x, out, bias, early)."""
     m, n, k, width = (cute.sym_int() for _ in range(4))
     bias = cute.runtime.make_fake_tensor(BFloat16, (width,), stride=(1,)) if has_bias else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     matrices = (
-        cute.runtime.make_fake_tensor(BFloat16, shape, stride=(cute.sym_int64(divisibility=UNIT), 1), assumed_align=16)
-        for shape in ((n, k), (m, k), (m, width))
+        cute.runtime.make_fake_tensor(dtype, shape, stride=(cute.sym_int64(divisibility=UNIT), 1), assumed_align=16)
+        for shape, dtype in (((n, k), BFloat16), ((m, k), BFloat16), ((m, width), BFloat16 if rounds else Float32))
     )
-    kernel = Product(Share(*share), 2 if gated else 1)
-    return cute.compile(kernel, *matrices, bias, Boolean(False), stream, options="--enable-tvm-ffi")
+    product = Product(Share(*share), 2 if gated else 1)
+    product.kernel.set_name_prefix(product.name())
+    return cute.compile(product, *matrices, bias, Boolean(False), stream, options="--enable-tvm-ffi")
 
 
 class Product:
@@ -64,6 +67,11 @@ class Product:
         # A stage of a low tile for many rows of x comes in one copy, others in their parts.
         low = share.n == share.padded < WGMMA_ROWS and halves == 1
         self.box = self.parts if low and share.m * share.blocks >= WGMMA_ROWS else 1
+
+    def name(self) -> str:
+        """A prefix for the kernel's that tells a stage's tile and their number, for profiles."""
+        m, n, k, stages, *_ = self.share
+        return f"shared_matmul_{m}x{n}x{k}x{stages}" + "_x_first" * self.share.swap
 
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(self, weight: Any, x: Any, out: Any, bias: Any, early: Boolean, stream: Any) -> None:

@@ -60,7 +60,13 @@ def _in_parts(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, shape, strides, [width // PART, height, PART], BOX.value)
 
 
-@gluon.jit(do_not_specialize=["m", "k", "early"])
+def _named(proxy) -> str:
+    """A name that tells a stage's tile and their number, for profiles."""
+    of = proxy.constants
+    return f"_ring_matmul_{of['TILE_M']}x{of['TILE_N']}x{of['PARTS'] * PART}x{of['STAGES']}"
+
+
+@gluon.jit(do_not_specialize=["m", "k", "early"], repr=_named)
 def _ring_matmul(
     x, weight, bias, out, m, n, k, out_stride, early,
     HAS_BIAS: gl.constexpr, GATED: gl.constexpr, LATE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,

@@ -38,13 +38,30 @@ class Results:
     @cute.jit  # type: ignore[untyped-decorator]
     def finish(self, mma: Any, total: Any, staged: Any, out: Any, bias: Any, first: Any, m: Int32) -> None:
         """Called by all warps of the group. `first` is where the block's rows of x, and of the weight, begin."""
-        share, thread, threads = self.share, cute.arch.thread_idx()[0], LANES * WARPS
+        share = self.share
         if const_expr(bias is not None):
-            where = mma.get_slice(thread).partition_C(cute.make_identity_tensor(self.tile))
+            where = mma.get_slice(cute.arch.thread_idx()[0]).partition_C(cute.make_identity_tensor(self.tile))
             for i in cutlass.range_constexpr(cute.size(total)):
                 row = where[i][1 if const_expr(share.swap) else 0]
                 if row < share.n:
                     total[i] += bias[first[1] + row].to(Float32)
+        if const_expr(out.element_type is Float32):
+            self.store_sums(mma, total, out, first, m)
+        else:
+            self.round(mma, total, staged, out, first, m)
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def store_sums(self, mma: Any, total: Any, out: Any, first: Any, m: Int32) -> None:
+        where = mma.get_slice(cute.arch.thread_idx()[0]).partition_C(cute.make_identity_tensor(self.tile))
+        for i in cutlass.range_constexpr(cute.size(total)):
+            row, column = where[i] if const_expr(self.share.swap) else (where[i][1], where[i][0])
+            if column < self.share.n and first[0] + row < m:
+                out[first[0] + row, first[1] + column] = total[i]
+
+    @cute.jit  # type: ignore[untyped-decorator]
+    def round(self, mma: Any, total: Any, staged: Any, out: Any, first: Any, m: Int32) -> None:
+        """To BFloat16, turned over in shared memory, so that they go out in units of 16 bytes."""
+        share, thread, threads = self.share, cute.arch.thread_idx()[0], LANES * WARPS
         rounded = cute.make_rmem_tensor_like(total, BFloat16)
         rounded.store(total.load().to(BFloat16))
         turn = cute.make_copy_atom(warp.StMatrix8x8x16bOp(not share.swap, 4 if self.tile[1] % 16 == 0 else 2), BFloat16)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.logprob import token_logprobs
 
+RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64"  # another name for any other draws
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB

@@ -23,7 +23,12 @@ def has_flash() -> bool:
 
 
 def _are_there(versions: dict[str, str]) -> bool:
+    return all(installed(package) == verified for package, verified in versions.items())
+
+
+def installed(package: str) -> str | None:
+    """The version that is installed; None where there is none."""
     try:
-        return all(version(package) == verified for package, verified in versions.items())
+        return version(package)
     except PackageNotFoundError:
-        return False
+        return None

@@ -15,15 +15,16 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
-from spmd_rl.kernels.linear_tiles import Tile, choose_gated_tile, choose_tile
-from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels.linear_tiles import WGMMA_ROWS
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.paths import Path
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import MARK, Marks
 
 MAX_KERNELS = 6  # of one op that are worth naming
-OUR_MATMUL, OUR_RING = "_matmul", "_ring_matmul"
+_OURS = re.compile(
+    r"(?P<kind>_|_ring_|shared_)matmul_(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(x(?P<stages>\d+))?(?P<turned>_swap|_x_first)?"
+)
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _FUNCTORS = re.compile(r"CUDAFunctor_(\w+)|(\w+)Functor<|(\w+?)_kernel_(?:cuda|impl)")
 _COPIES = re.compile(
@@ -56,33 +57,16 @@ Ran = Mapping[tuple[int, Point], tuple[Kernel, ...]]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one path by forward pass and point; which pass computed each row, in which step; and each pass's
-    number of rows, and of logits. A pass that was recorded stands for many steps."""
+    """The kernels of one path by forward pass and point; which pass computed each row, and in which step. A pass that
+    was recorded stands for many steps."""
 
     ran: Ran
     forward_of: tuple[int, ...]
     step_of: tuple[int, ...]
-    sizes: tuple[int, ...]
-    num_logits: Mapping[int, int]
 
-    def at(self, point: Point, row: int, width: int) -> tuple[Kernel, ...]:
-        """Those of `point`, whose rows are `width` wide, in the pass of `row`.
-
-        Where several points end together, the first of them has the kernels of all.
-        """
+    def at(self, point: Point, row: int) -> tuple[Kernel, ...]:
+        """Those of `point` in the pass of `row`. Where several points end together, the first of them has all."""
         forward = self.forward_of[row]
-        rows = self.num_logits.get(forward, 0) if point.op == "logits" else padded_rows(self.sizes[forward])
-        # A product without a point of its own before it makes gate and up together, perhaps with what follows them.
-        joined = point.op == "act"
-        gated = choose_gated_tile(rows, width) if joined else None
-        wide = 2 * width if joined and gated is None else width
-        ours = {
-            OUR_MATMUL: planned(gated or choose_tile(rows, wide)),
-            OUR_RING: Kernel(f"Triton {OUR_RING}", "weight first", "one chain", "wgmma"),
-        }
-        return tuple(ours.get(kernel.name, kernel) for kernel in self._measured(point, forward))
-
-    def _measured(self, point: Point, forward: int) -> tuple[Kernel, ...]:
         earlier = sorted(
             (seen for number, seen in self.ran if number == forward and seen.place <= point.place),
             key=lambda p: p.place,
@@ -102,7 +86,7 @@ def kernels_of(path: Path, case: Case) -> Kernels:
         p.export_chrome_trace(str(file))
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     forward_of, step_of = (tuple(numbers[:-1].tolist()) for numbers in (marks.forward_of, marks.step_of))
-    return Kernels(between_marks(events), forward_of, step_of, tuple(marks.sizes), marks.num_logits)
+    return Kernels(between_marks(events), forward_of, step_of)
 
 
 def between_marks(events: list[dict[str, Any]]) -> Ran:
@@ -159,8 +143,8 @@ def identify(name: str) -> Kernel:
         return replace(short, tile=f"tile {tile[1] or tile[2]}", splits=splits, instruction=instruction)
     if "splitkv" in name.lower():
         return replace(short, splits="keys split")
-    if "linear_cute" in name:
-        return Kernel("CuTe ring", "weight first", "one chain", "wgmma")
+    if ours := _OURS.match(name):
+        return _our_product(ours)
     if "flash" in name.lower() and ("cute" in name.lower() or name.startswith("kernel_cutlass")):
         return Kernel("FlashAttention-4", "keys in blocks of 128", "one split", "wgmma")
     return replace(short, splits=splits)
@@ -169,7 +153,7 @@ def identify(name: str) -> Kernel:
 def _short(name: str) -> str:
     """A template's name without its arguments, but with what an elementwise kernel does."""
     name = name.replace("(anonymous namespace)::", "").removeprefix("void ").removeprefix("at::native::")
-    if re.fullmatch(r"_\w+", name) and name not in (OUR_MATMUL, OUR_RING):
+    if re.fullmatch(r"_\w+", name):
         return f"Triton {name}"
     outer = re.split(r"[<(]", name)[0].strip()
     done = [
@@ -178,9 +162,12 @@ def _short(name: str) -> str:
     return " ".join([outer, *done[:1]])[:96]
 
 
-def planned(tile: Tile) -> Kernel:
-    """Our product with a tile of our tables."""
-    tall = tile.n if tile.swap else tile.m
-    swapped = ", weight first" if tile.swap else ""
-    instruction = "wgmma" if tall >= 64 and tile.warps % 4 == 0 else "mma.sync"
-    return Kernel(f"Triton {OUR_MATMUL}", f"tile {tile.m}x{tile.n}x{tile.k}{swapped}", "one chain", instruction)
+def _our_product(name: re.Match[str]) -> Kernel:
+    """Those with stages are rings, which take the weight as wgmma's first operand, but for shares that are turned."""
+    tile = f"tile {name['m']}x{name['n']}x{name['k']}"
+    if name["stages"] is None:
+        first, tall = (", weight first", name["n"]) if name["turned"] else ("", name["m"])
+        return Kernel("Triton _matmul", tile + first, "one chain", "wgmma" if int(tall) >= WGMMA_ROWS else "mma.sync")
+    made = "CuTe shared_matmul" if name["kind"] == "shared_" else "Triton _ring_matmul"
+    first = "x first" if name["turned"] else "weight first"
+    return Kernel(made, f"{name['stages']} stages of {tile}, {first}", "one chain", "wgmma")

@@ -124,7 +124,7 @@ def _causes(replay: Replay, comparison: Comparison, findings: Sequence[Finding])
     return {
         one.point: Cause(
             *(
-                Side(ran.at(one.point, one.rows[0], one.width), tuple(trial.matches(one.point, values, ran.step_of)))
+                Side(ran.at(one.point, one.rows[0]), tuple(trial.matches(one.point, values, ran.step_of)))
                 for ran, values in zip(kernels, outputs, strict=True)
             )
         )

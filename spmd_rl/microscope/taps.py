@@ -140,24 +140,21 @@ class Marks(Tap):
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.sizes: list[int] = []  # rows of each forward pass
-        self.num_logits: dict[int, int] = {}
+        self._num_forwards = 0
 
     def begin(self, rows: Tensor, places: Tensor | None, scored: Tensor) -> None:
         super().begin(rows, places, scored)
-        if not self.sizes:
+        if self._num_forwards == 0:
             self.forward_of, self.step_of = torch.full((2, self.num_rows + 1), -1, device=rows.device)
             self._step = torch.zeros(1, dtype=torch.int64, device=rows.device)
         if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.sizes.append(len(rows))
+            self._num_forwards += 1
         self._step += 1
-        self.forward_of.index_fill_(0, rows, len(self.sizes) - 1)
+        self.forward_of.index_fill_(0, rows, self._num_forwards - 1)
         self.step_of.index_copy_(0, rows, self._step.expand(len(rows)))
         self._mark("", "")
 
     def take(self, point: Point, x: Tensor, rows: Tensor, places: Tensor | None) -> Tensor:
-        if point.op == "logits":
-            self.num_logits.setdefault(len(self.sizes) - 1, len(x))
         self._mark(point.layer, point.op)
         return x
 
@@ -168,7 +165,7 @@ class Marks(Tap):
         """Kernels are those of the rows that were computed."""
 
     def _mark(self, layer: int | str, op: str) -> None:
-        with record_function(f"{MARK}|{len(self.sizes) - 1}|{layer}|{op}"):
+        with record_function(f"{MARK}|{self._num_forwards - 1}|{layer}|{op}"):
             pass
 
 

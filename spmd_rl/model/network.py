@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmd_rl.kernels import (
     PagedAttention,
     add_rms_norm,
     cut_rows,
+    embed,
     is_exact,
     linear,
     linear_fp32,
@@ -128,8 +128,7 @@ class Decoder(nn.Module):
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
     def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        # Launched plainly: kernels of the layers read early what was made before it (`kernels/overlap_triton.py`).
-        x, residual = F.embedding(tokens, self.embed_tokens.weight), None
+        x, residual = embed(tokens, self.embed_tokens.weight), None
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, attend)
         return self.norm(x, residual)[0]

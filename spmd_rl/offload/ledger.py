@@ -149,6 +149,15 @@ def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_by
     return 2 * num_layers * num_kv_heads * head_dim * element_bytes
 
 
+def kv_pages(token_bytes: int, page_size: int, *, context: int, batch: int, budget_bytes: int | None) -> int:
+    """Pages of an engine that leaves their number open: whole contexts of so many tokens for a full batch, as far as
+    its budget goes, but at least one."""
+    pages = -(-context // page_size)
+    wanted = batch * pages
+    affordable = wanted if budget_bytes is None else budget_bytes // (token_bytes * page_size)
+    return max(pages, min(wanted, affordable))
+
+
 def total(ledgers: Iterable[Ledger]) -> Ledger:
     """The ledger of a rank that serves several roles."""
     return sum(ledgers, start=Ledger(()))

@@ -22,6 +22,7 @@ from spmd_rl.offload.ledger import (
     buckets_ledger,
     device_ledger,
     engine_ledger,
+    kv_pages,
     kv_token_bytes,
     total,
     trainer_ledger,
@@ -190,12 +191,13 @@ def _num_gathered(spec: ModelSpec) -> int:
 
 
 def _kv_bytes(spec: ModelSpec, cfg: EngineConfig, token_bytes: int, capacity_bytes: int | None) -> int:
-    """What one engine's pages take: those given, else a full batch of whole contexts, as far as its memory goes."""
-    if cfg.num_pages:
-        return cfg.num_pages * (cfg.page_size or GPU_PAGE_SIZE) * token_bytes
-    context = spec.max_positions * token_bytes
-    wanted = cfg.max_batch * context
-    return wanted if capacity_bytes is None else max(context, min(wanted, int(capacity_bytes * cfg.memory_fraction)))
+    """What one engine's pages take: those given, else as many as it would take of a GPU with nothing on it."""
+    page_size = cfg.page_size or GPU_PAGE_SIZE
+    budget = None if capacity_bytes is None else int(capacity_bytes * cfg.memory_fraction)
+    pages = cfg.num_pages or kv_pages(
+        token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget
+    )
+    return pages * page_size * token_bytes
 
 
 def _routes(placements: Placements, spec: ModelSpec | None, cfg: Any, world_size: int) -> Routes:

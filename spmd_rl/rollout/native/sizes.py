@@ -8,7 +8,7 @@ import torch
 
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import kv_token_bytes
+from spmd_rl.offload.ledger import kv_pages, kv_token_bytes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 
 CPU_POOL_BYTES = 1 << 30
@@ -29,13 +29,8 @@ def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineCo
 
 
 def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
-    """Whole contexts for a full batch, as far as memory allows; at least one whole context."""
-    context = -(-spec.max_positions // cfg.page_size)
-    element_bytes = getattr(torch, cfg.dtype).itemsize
-    bytes_per_token = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes)
-    if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * cfg.memory_fraction)
-    else:
-        budget = CPU_POOL_BYTES
-    affordable = budget // (bytes_per_token * cfg.page_size)
-    return max(context, min(cfg.max_batch * context, affordable))
+    """As the ledger has it, within the memory that is free when the engine starts, or the pool of a CPU."""
+    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, getattr(torch, cfg.dtype).itemsize)
+    on_gpu = device.type == "cuda"
+    budget = int(torch.cuda.mem_get_info(device)[0] * cfg.memory_fraction) if on_gpu else CPU_POOL_BYTES
+    return kv_pages(token_bytes, cfg.page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget)

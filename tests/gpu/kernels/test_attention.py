@@ -5,20 +5,18 @@ All keys at once, and in splits of a fixed size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, contract
+from spmd_rl.kernels import PagedAttention, contract
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.kernels.flash_decode import BOX_ROWS, decode_attention
+from tests.gpu.kernels.paged_case import Heads, Paged, oracle, packed, qkv
 
 DEVICE = torch.device("cuda")
 LENGTHS = [1, 16, 127, 128, 129, 700, 255, 256, 257, 1, 383, 1500]
-FINITE_LIMIT = 3.0e38
 SPLIT, SPLIT_LENGTHS = 256, [1, 255, 256, 257, 300, 511, 512, 513, 700, 1500, 64]
 
 
@@ -28,128 +26,30 @@ def _needs_flash() -> None:
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 
-@dataclass(frozen=True)
-class Heads:
-    query: int
-    key: int
-    dim: int
-
-
 HEADS = [
     *(Heads(16, 8, 128), Heads(32, 8, 128), Heads(14, 2, 64), Heads(4, 4, 64)),
     *(Heads(8, 2, 32), Heads(4, 2, 96)),
 ]
-
-
-def qkv(total: int, heads: Heads, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def rows(count: int) -> Tensor:
-        return (torch.randn(total, count, heads.dim, device=DEVICE, generator=generator) * 1.5).bfloat16()
-
-    return rows(heads.query), rows(heads.key), rows(heads.key)
-
-
 SPLIT_HEADS = [HEADS[0], HEADS[2], HEADS[5]]
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, split: int = 0) -> Tensor:
-    sizes = {"num_heads": heads.query, "num_kv_heads": heads.key}
-    return PackedAttention(np.array(lengths), **sizes, device=DEVICE, split=split)(0, q, k, v)
-
-
-class Paged:
-    """Feeds sequences to a paged cache in steps that a test chooses, pages placed at random."""
-
-    def __init__(self, lengths: list[int], heads: Heads, page_size: int, poison: bool = False, split: int = 0) -> None:
-        self.lengths, self.heads, self.page_size = lengths, heads, page_size
-        counts = [-(-n // page_size) for n in lengths]
-        order = np.random.default_rng(1).permutation(sum(counts) + 5)
-        self.tables = np.split(order[: sum(counts)], np.cumsum(counts)[:-1])
-        self.cache = KvCache(
-            num_layers=1,
-            num_pages=len(order),
-            page_size=page_size,
-            num_kv_heads=heads.key,
-            head_dim=heads.dim,
-            dtype=torch.bfloat16,
-            device=DEVICE,
-            split=split,
-        )
-        if poison:
-            self.cache.data.fill_(FINITE_LIMIT)
-            self.cache.data[:, :, torch.from_numpy(order[sum(counts) :]).to(DEVICE)] = torch.nan
-        self.done = np.zeros(len(lengths), dtype=np.int64)
-
-    def step(self, chosen: dict[int, int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`chosen`: sequence -> number of new tokens. Returns which rows of q they are, and their outputs."""
-        firsts = np.cumsum([0, *self.lengths])
-        names, rows, slots = list(chosen), [], []
-        for name in names:
-            span = np.arange(self.done[name], self.done[name] + chosen[name])
-            rows.append(firsts[name] + span)
-            slots.append(self.tables[name][span // self.page_size] * self.page_size + span % self.page_size)
-        width = max(len(self.tables[name]) for name in names)
-        attend = PagedAttention.chunks(
-            self.cache,
-            page_table=np.stack([np.pad(self.tables[n], (0, width - len(self.tables[n]))) for n in names]),
-            starts=self.done[names],
-            lengths=np.array([chosen[name] for name in names]),
-            slots=np.concatenate(slots),
-            num_heads=self.heads.query,
-        )
-        pick = torch.from_numpy(np.concatenate(rows)).to(DEVICE)
-        pad = pick.new_zeros(-len(pick) % 16)
-        out = attend(0, *(x[torch.cat([pick, pad])] for x in (q, k, v)))[: len(pick)]
-        self.done[names] += [chosen[name] for name in names]
-        return pick, out
-
-
-def run_paged(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    lengths: list[int],
-    heads: Heads,
-    page_size: int,
-    sizes: list[int],
-    poison: bool,
-    split: int = 0,
-) -> Tensor:
-    """All sequences to their end, in chunks of random size and random company."""
-    paged, rng, out = (
-        Paged(lengths, heads, page_size, poison, split),
-        np.random.default_rng(0),
-        torch.empty_like(qkv[0]),
-    )
-    while len(waiting := np.flatnonzero(paged.done < lengths)):
-        some = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)]
-        chosen = {int(n): int(min(lengths[n] - paged.done[n], rng.choice(sizes))) for n in some}
-        rows, part = paged.step(chosen, *qkv)
-        out[rows] = part
-    return out
-
-
 @pytest.mark.parametrize("poison", [False, True])
-@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("heads", HEADS)
 def test_chunks_equal_packed(heads: Heads, page_size: int, poison: bool, unequal) -> None:
     data = qkv(sum(LENGTHS), heads)
-    chunks = run_paged(data, LENGTHS, heads, page_size, [1, 2, 17, 64, 100, 128, 512], poison)
+    chunks = Paged(LENGTHS, heads, page_size, poison).chunks(data, [1, 2, 17, 64, 100, 128, 512])
     assert unequal(chunks, packed(*data, LENGTHS, heads)) == 0
 
 
-@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("heads", HEADS)
 def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
     """One token at a time from a prefix of any length, all sequences together."""
     lengths = [130, 3, 257, 128, 64, 40]
     data = qkv(sum(lengths), heads)
-    paged, expected = Paged(lengths, heads, page_size), packed(*data, lengths, heads)
-    rows, out = paged.step({n: max(1, length - 20) for n, length in enumerate(lengths)}, *data)
-    differ = unequal(out, expected[rows])
-    while len(waiting := np.flatnonzero(paged.done < lengths)):
-        rows, out = paged.step(dict.fromkeys(waiting.tolist(), 1), *data)
-        differ += unequal(out, expected[rows])
-    assert differ == 0
+    decoded = Paged(lengths, heads, page_size).decoding(data, 20)
+    assert unequal(decoded, packed(*data, lengths, heads)) == 0
 
 
 @pytest.mark.parametrize(("batch", "longest"), [(12, 900), (140, 900), (300, 900), (6, 6000), (40, 6000)])
@@ -266,13 +166,7 @@ def test_against_float64(heads: Heads) -> None:
     lengths = [5, 130, 1, 64]
     leaves = [x.requires_grad_() for x in qkv(sum(lengths) + 8, heads)]
     wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    out, outs = packed(*leaves, lengths, heads), []
-    for q, k, v in zip(*(x[: sum(lengths)].split(lengths) for x in wide), strict=True):
-        keys, values = (x.repeat_interleave(heads.query // heads.key, dim=1).transpose(0, 1) for x in (k, v))
-        scores = q.transpose(0, 1) @ keys.transpose(1, 2) * heads.dim**-0.5
-        unseen = torch.ones(scores.shape[1:]).triu(1).bool()
-        outs.append((scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
-    expected = torch.cat(outs)
+    out, expected = packed(*leaves, lengths, heads), oracle(*(x[: sum(lengths)] for x in wide), lengths, heads)
     push = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     out[: sum(lengths)].backward(push.to(out))
     expected.backward(push)
@@ -285,7 +179,7 @@ def test_against_float64(heads: Heads) -> None:
 @pytest.mark.parametrize(("heads", "page_size"), [(SPLIT_HEADS[0], 64), *((heads, 128) for heads in SPLIT_HEADS)])
 def test_split_chunks_equal_packed(heads: Heads, page_size: int, unequal) -> None:
     data = qkv(sum(SPLIT_LENGTHS), heads)
-    chunks = run_paged(data, SPLIT_LENGTHS, heads, page_size, [1, 2, 100, 256, 300, 600], True, SPLIT)
+    chunks = Paged(SPLIT_LENGTHS, heads, page_size, True, SPLIT).chunks(data, [1, 2, 100, 256, 300, 600])
     assert unequal(chunks, packed(*data, SPLIT_LENGTHS, heads, SPLIT)) == 0
 
 

@@ -91,9 +91,26 @@ def test_shares(share: Share, rows, unequal) -> None:
         weight, bias = rows("normal", n, k), rows("normal", 1, n)[0]
         for m in (1, share.m - 1, share.m, share.m + 1, 2 * share.m + 3):
             for kind, added in (("normal", None), ("cancelling", None), ("normal", bias)):
-                x, room = rows(kind, m, k), poisoned(m, n, torch.bfloat16)
-                shared_matmul_into(room[:m, :n], x, weight, added, share)
-                assert unequal(whole(room, m, n), tiled(x, weight, added, torch.bfloat16)) == 0
+                for dtype in (torch.bfloat16, torch.float32):
+                    x, room = rows(kind, m, k), poisoned(m, n, dtype)
+                    shared_matmul_into(room[:m, :n], x, weight, added, share)
+                    assert unequal(whole(room, m, n), tiled(x, weight, added, dtype)) == 0
+
+
+@pytest.mark.parametrize(("n", "k"), [(2560, 9728), (6144, 2560), (4096, 4096), (4096, 12288), (12288, 4096)])
+def test_accumulators_of_shares_beside_any_rows(n: int, k: int, rows, unequal_rows) -> None:
+    from spmd_rl.kernels.linear_cute import shared_matmul_into
+
+    weight = rows("normal", n, k)
+
+    def product(x: Tensor) -> Tensor:
+        share, out = choose_share(len(x), n, k), x.new_empty(len(x), n, dtype=torch.float32)
+        if share is None:
+            return tiled(x, weight)
+        shared_matmul_into(out, x, weight, None, share)
+        return out
+
+    assert unequal_rows(product, rows("cancelling", 1024, k)) == 0
 
 
 @pytest.mark.parametrize("columns", [16, 3176])

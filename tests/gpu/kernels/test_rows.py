@@ -15,7 +15,7 @@ from torch import Tensor
 from spmd_rl.kernels import linear, linear_fp32, rms_norm, rope, rope_table, silu_mul, token_logprobs
 
 KINDS = ("normal", "wide", "cancelling", "tiny")
-# (N, K) of Qwen3's projections: 0.6B and 8B, joined and apart, and shapes that no library likes.
+# (N, K) of Qwen3's projections: 0.6B, 4B and 8B, joined and apart, and shapes that no library likes.
 SHAPES = [
     (1024, 1024),
     (2048, 1024),
@@ -23,6 +23,10 @@ SHAPES = [
     (1024, 2048),
     (6144, 1024),
     (1024, 3072),
+    (2560, 4096),
+    (6144, 2560),
+    (19456, 2560),
+    (2560, 9728),
     (4096, 4096),
     (6144, 4096),
     (24576, 4096),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.graphs import DecodeGraphs
+from spmd_rl.rollout.native.steps import Drawn, Steps
 from spmd_rl.types import Sample
 
 DEVICE = torch.device("cuda")
@@ -96,8 +100,11 @@ def unequal(samples: Samples, expected: Samples) -> int:
 
 @pytest.mark.parametrize(
     "cfg",
-    [{}, {"max_batch": 64}, {"max_batch": 5, "max_step_tokens": 33}, {"page_size": 16, "num_pages": 400}],
-    ids=["usual", "all at once", "few at a time", "small pages"],
+    [
+        *({}, {"max_batch": 64}, {"max_batch": 5, "max_step_tokens": 33}),
+        *({"page_size": 16, "num_pages": 400}, {"page_size": 1, "num_pages": 6400}),
+    ],
+    ids=["usual", "all at once", "few at a time", "small pages", "pages of one token"],
 )
 def test_graphs_give_the_samples_of_single_steps(model: CausalLM, alone: Samples, cfg: dict) -> None:
     engine = new_engine(model, **cfg)
@@ -185,3 +192,74 @@ def test_control_stale_newest_token_is_seen(model: CausalLM, alone: Samples, mon
     """Without the tokens that prompts' steps drew, the first replay reads what an earlier row left there."""
     monkeypatch.setattr("spmd_rl.rollout.native.graphs.DecodeGraphs.remember", lambda self, rows, tokens: None)
     assert unequal(finish(new_engine(model), workload()), alone) > 0
+
+
+@contextmanager
+def waiting_raises() -> Iterator[None]:
+    """torch refuses to copy to the host, or to wait for a stream; waits for events it does not see."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def decoding(model: CausalLM, num_rows: int, **cfg: object) -> NativeEngine:
+    """An engine in the middle of so many answers, its graphs recorded."""
+    engine, rng = new_engine(model, page_size=16, num_pages=400, **cfg), np.random.default_rng(4)
+    sampling = SamplingConfig(max_tokens=150, seed=3, ignore_eos=True)
+    for uid in range(num_rows):
+        engine.submit(Request(uid, 0, rng.integers(2, SPEC.vocab_size, 40).astype(np.int32), sampling))
+    for _ in range(20):
+        progress = engine.step()
+    assert len(progress.tokens) == num_rows
+    return engine
+
+
+def test_decoding_steps_do_not_synchronize(model: CausalLM) -> None:
+    """Over the borders of pages too, where the batch is uploaded again."""
+    num_rows, num_steps = 20, 40
+    engine = decoding(model, num_rows)
+    recorded = engine.stats()["num_graphs"]
+    with waiting_raises():
+        drawn = [len(engine.step().tokens) for _ in range(num_steps)]
+    assert drawn == [num_rows] * num_steps
+    assert engine.stats()["num_graphs"] == recorded
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_step_waits_for_the_one_before(model: CausalLM, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an event; without graphs, for what it has just launched: the control."""
+    engine, launch, arrays = decoding(model, 3, cuda_graphs=cuda_graphs), Steps.launch, Drawn.arrays
+    launched: list[Drawn] = []
+    waited_for_newest: list[bool] = []
+
+    def launches(steps: Steps, *plan: object) -> Drawn:
+        launched.append(launch(steps, *plan))
+        return launched[-1]
+
+    def waits(drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:
+        waited_for_newest.append(drawn is launched[-1])
+        return arrays(drawn)
+
+    monkeypatch.setattr(Steps, "launch", launches)
+    monkeypatch.setattr(Drawn, "arrays", waits)
+    for _ in range(10):
+        assert len(engine.step().tokens) == 3
+    assert waited_for_newest == [not cuda_graphs] * 10
+
+
+def test_control_a_wait_in_a_step_is_seen(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, engine, launch = torch.ones(1, device=DEVICE), decoding(model, 3), DecodeGraphs.launch
+
+    def waits(graphs: DecodeGraphs, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        assert one.item() == 1
+        return launch(graphs, rows)
+
+    with waiting_raises(), pytest.raises(RuntimeError, match="synchronizing"):
+        one.item()
+    monkeypatch.setattr(DecodeGraphs, "launch", waits)
+    with waiting_raises(), pytest.raises(RuntimeError, match="synchronizing"):
+        engine.step()
+    assert one.item() == 1

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.kernels.linear_tiles import Tile, choose_gated_tile, choose_tile
-from spmd_rl.microscope.identity import Kernel, Kernels, between_marks, identify, kernels_of, planned
+from spmd_rl.microscope.identity import Kernel, between_marks, identify, kernels_of
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import MARK
 
@@ -49,7 +48,7 @@ def test_a_kernels_name_is_read(name: str, said: tuple[str, str, str]) -> None:
             "elementwise_kernel Mul",
         ),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<x>(y)", "CatArrayBatchedCopy"),
-        ("_matmul", "_matmul"),
+        ("_draw", "Triton _draw"),
         ("aten::linear [16,64] × [64,64]", "aten::linear [16,64] × [64,64]"),
         ("_SiluMul [48,192] × [48,192]", "_SiluMul [48,192] × [48,192]"),
     ],
@@ -59,29 +58,21 @@ def test_names_are_cut_to_what_they_say(name: str, short: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "instruction"), [(16, 4096, "wgmma"), (64, 1024, "wgmma"), (256, 8192, "wgmma")]
-)
-def test_our_table_names_tile_and_chain(rows: int, width: int, instruction: str) -> None:
-    kernel = planned(choose_tile(rows, width))
-    assert kernel.tile.startswith("tile ")
-    assert kernel.splits == "one chain"
-    assert kernel.instruction == instruction
-    assert str(kernel).startswith("Triton _matmul (tile ")
-
-
-@pytest.mark.parametrize(("rows", "tile"), [(16, choose_gated_tile(16, 3072)), (256, choose_tile(256, 2 * 3072))])
-def test_gate_and_up_in_one_product_have_a_tile_of_their_own(rows: int, tile: Tile) -> None:
-    points = Point(0, "act"), Point(0, "down_proj")
-    kernels = Kernels({(0, point): (identify("_matmul"),) for point in points}, (0,), (1,), (rows,), {})
-    act, down = (kernels.at(point, 0, 3072)[0] for point in points)
-    assert act == planned(tile) != down
-
-
-def test_a_product_out_of_a_ring_is_named() -> None:
-    kernels = Kernels({(0, Point(0, "act")): (identify("_ring_matmul"),)}, (0,), (1,), (16,), {})
-    assert str(kernels.at(Point(0, "act"), 0, 3072)[0]) == "Triton _ring_matmul (weight first, one chain, wgmma)"
-    shared = identify("kernel_cutlass_kernel_spmd_rlkernelslinear_cuteProduct_object_at__CopyAtom")
-    assert str(shared) == "CuTe ring (weight first, one chain, wgmma)"
+    ("name", "said"),
+    [
+        ("_matmul_64x16x256", "Triton _matmul (tile 64x16x256, one chain, wgmma)"),
+        ("_matmul_16x64x256_swap", "Triton _matmul (tile 16x64x256, weight first, one chain, wgmma)"),
+        ("_matmul_32x128x64", "Triton _matmul (tile 32x128x64, one chain, mma.sync)"),
+        ("_ring_matmul_16x32x512x4",
+         "Triton _ring_matmul (4 stages of tile 16x32x512, weight first, one chain, wgmma)"),
+        ("shared_matmul_32x40x128x12_kernel_cutlass_kernel_spmd_rlkernelslinear_cuteProduct_object_at__CopyAtom",
+         "CuTe shared_matmul (12 stages of tile 32x40x128, weight first, one chain, wgmma)"),
+        ("shared_matmul_64x80x64x12_x_first_kernel_cutlass_kernel_spmd_rlkernelslinear_cuteProduct_object_at__CopyAtom",
+         "CuTe shared_matmul (12 stages of tile 64x80x64, x first, one chain, wgmma)"),
+    ],
+)  # fmt: skip
+def test_our_products_names_tell_tile_and_chain(name: str, said: str) -> None:
+    assert str(identify(name)) == said
 
 
 def event(ts: float, cat: str, name: str, **args: Any) -> dict[str, Any]:
@@ -127,6 +118,6 @@ def test_a_rows_kernels_are_those_of_its_own_pass(engine, case) -> None:
     prompt, decoded = int(case.offsets[2]) + 20, int(case.offsets[2]) + 100
     assert kernels.forward_of[prompt] != kernels.forward_of[decoded]
     point = Point(1, "down_proj")
-    assert "[48,192]" in str(kernels.at(point, prompt, 64)[0])  # a chunk of 40, padded to the row tile
-    assert "[16,192]" in str(kernels.at(point, decoded, 64)[0])
-    assert kernels.at(Point(1, "k"), decoded, 32) == kernels.at(Point(1, "q"), decoded, 64)  # both end at attention
+    assert "[48,192]" in str(kernels.at(point, prompt)[0])  # a chunk of 40, padded to the row tile
+    assert "[16,192]" in str(kernels.at(point, decoded)[0])
+    assert kernels.at(Point(1, "k"), decoded) == kernels.at(Point(1, "q"), decoded)  # both end at attention

@@ -1,0 +1,82 @@
+"""Attention without FlashAttention-4 on a GPU: torch's own, packed, in chunks and while decoding, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels import attention
+from spmd_rl.kernels.tile import padded_rows
+from tests.gpu.kernels.paged_case import Heads, Paged, oracle, packed, qkv
+
+LENGTHS = [1, 5, 16, 17, 40, 130]
+NUM_TOKENS = sum(LENGTHS)
+HEADS = [Heads(8, 2, 64), Heads(7, 1, 64), Heads(6, 2, 128), Heads(4, 4, 128)]
+LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # of the distance, relative
+WAYS = ("packed", "chunks", "decoding")
+UNWRITTEN = 7.0  # what the cache holds before: nobody may see it
+
+
+@pytest.fixture(autouse=True)
+def _without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    for side in ("packed_attention", "paged_attention"):
+        monkeypatch.setattr(f"spmd_rl.kernels.{side}.flash_takes", lambda *_: False)
+
+
+def attend(way: str, data: tuple[Tensor, Tensor, Tensor], heads: Heads, page_size: int = 16) -> Tensor:
+    if way == "packed":
+        return packed(*data, LENGTHS, heads)[:NUM_TOKENS]
+    paged = Paged(LENGTHS, heads, page_size, dtype=data[0].dtype)
+    assert not paged.cache.flash
+    paged.cache.data.fill_(UNWRITTEN)
+    return paged.decoding(data, 6) if way == "decoding" else paged.chunks(data, [1, 2, 7, 33, 64])
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().cpu().double() - expected).norm() / expected.norm())
+
+
+def wide(data: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    return [x.detach().cpu().double() for x in data]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("way", ["chunks", "decoding"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_pages_against_float64(heads: Heads, way: str, page_size: int, dtype: torch.dtype) -> None:
+    data = qkv(NUM_TOKENS, heads, dtype=dtype)
+    assert distance(attend(way, data, heads, page_size), oracle(*wide(data), LENGTHS, heads)) < LIMITS[dtype]
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_packed_and_its_gradients_against_float64(heads: Heads, dtype: torch.dtype) -> None:
+    """With rows of padding, which get no gradient."""
+    leaves = [x.requires_grad_() for x in qkv(padded_rows(NUM_TOKENS), heads, dtype=dtype)]
+    exact = [x.requires_grad_() for x in wide(leaves)]
+    out = packed(*leaves, LENGTHS, heads)[:NUM_TOKENS]
+    expected = oracle(*(x[:NUM_TOKENS] for x in exact), LENGTHS, heads)
+    push = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    out.backward(push.to(out))
+    expected.backward(push)
+    assert distance(out, expected.detach()) < LIMITS[dtype]
+    for leaf, wanted in zip(leaves, exact, strict=True):
+        assert distance(leaf.grad, wanted.grad) < 2 * LIMITS[dtype]
+        assert torch.count_nonzero(leaf.grad[NUM_TOKENS:]) == 0
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_control_a_key_too_many_or_too_few_is_seen(way: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, sdpa = HEADS[0], attention.sdpa
+
+    def shifted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+        return sdpa(q, k, v, (visible + more).clamp(min=1), scale)
+
+    data = qkv(NUM_TOKENS, heads)
+    expected = oracle(*wide(data), LENGTHS, heads)
+    assert distance(attend(way, data, heads), expected) < LIMITS[torch.bfloat16]
+    monkeypatch.setattr(attention, "sdpa", shifted)
+    assert distance(attend(way, data, heads), expected) > 3 * LIMITS[torch.bfloat16]

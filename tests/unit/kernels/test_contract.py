@@ -1,0 +1,152 @@
+"""The numeric contract lists what the kernels define: a change where it is defined is another contract."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spmd_rl.controller.link import disagreement
+from spmd_rl.kernels import flash, flash_decode, logprob, sampling, tile, verified
+
+Facts = dict[str, str | int]
+CONTRACT, LINEAR = (import_module(f"spmd_rl.kernels.{name}") for name in ("contract", "linear"))  # not the functions
+VERSIONS = verified.FLASH | {"nvidia-cublas": "13.1.0"}
+
+
+def facts_of(device: str, dtype: torch.dtype) -> Facts:
+    """As a new process would list them: what the module imports, it imports again."""
+    return runpy.run_path(str(CONTRACT.__file__))["contract"](torch.device(device), dtype, 128)
+
+
+def cpu_facts() -> Facts:
+    return facts_of("cpu", torch.float32)
+
+
+def gpu_facts() -> Facts:
+    return facts_of("cuda", torch.bfloat16)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a Hopper GPU and its packages say of themselves, here where there are none."""
+    made = {
+        "triton": SimpleNamespace(__version__="3.6.0"),
+        "norm": SimpleNamespace(NUM_WARPS=4, TILE_ELEMENTS=1024),
+        "logprob": SimpleNamespace(SUM_WARPS=4),
+        "versions": dict(VERSIONS),
+    }
+    monkeypatch.setitem(sys.modules, "triton", made["triton"])
+    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.norm_triton", made["norm"])
+    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.logprob_triton", made["logprob"])
+
+    def version(package: str) -> str:
+        if package not in made["versions"]:
+            raise PackageNotFoundError(package)
+        return made["versions"][package]
+
+    monkeypatch.setattr(verified, "version", version)
+    monkeypatch.setattr(flash, "flash_takes", lambda *given: True)
+    monkeypatch.setattr(flash, "flash_version", lambda: version("flash-attn-4"))
+    monkeypatch.setattr(LINEAR, "keeps_chain", lambda *given: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return made
+
+
+def changed(facts: Callable[[], Facts], change: Callable[[], None]) -> set[str]:
+    before = facts()
+    assert facts() == before
+    change()
+    after = facts()
+    assert disagreement({"before": before, "after": after})
+    return {key for key in {**before, **after} if before.get(key) != after.get(key)}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value", "fact"),
+    [
+        (tile, "ROW_TILE", 32, "row_tile"),
+        (logprob, "NUM_VOCAB_SHARDS", 4, "vocab_shards"),
+        (logprob, "VOCAB_CHUNK", 512, "vocab_chunk"),
+        (logprob, "TEMPERATURE_RULE", "logits / T", "temperature"),
+        (sampling, "RANDOM_SCHEME", "Philox", "random"),
+    ],
+)
+def test_rules_of_every_device(
+    module: Any, name: str, value: object, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+) -> None:
+    with monkeypatch.context() as patch:
+        assert changed(cpu_facts, lambda: patch.setattr(module, name, value)) == {fact}
+    assert changed(gpu_facts, lambda: monkeypatch.setattr(module, name, value)) == {fact}
+
+
+@pytest.mark.parametrize(("name", "fact"), [("KV_BLOCK", "kv_block"), ("QUERY_TILE", "query_tile")])
+def test_attention_of_the_cpu(name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+    before = gpu_facts()
+    assert changed(cpu_facts, lambda: monkeypatch.setattr(f"spmd_rl.kernels.attention.{name}", 32)) == {fact}
+    assert gpu_facts() == before
+
+
+def test_key_block_of_the_gpu(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+    assert gpu_facts()["kv_block"] == flash_decode.TILE[1]
+    assert changed(gpu_facts, lambda: monkeypatch.setattr(flash_decode, "TILE", (64, 64))) == {"kv_block"}
+    monkeypatch.setattr(flash, "flash_takes", lambda *given: False)
+    assert "kv_block" not in gpu_facts()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "fact"),
+    [
+        ("norm", "NUM_WARPS", "norm_warps"),
+        ("norm", "TILE_ELEMENTS", "norm_elements"),
+        ("logprob", "SUM_WARPS", "vocab_warps"),
+        ("triton", "__version__", "triton"),
+    ],
+)
+def test_triton(module: str, name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+    assert changed(gpu_facts, lambda: monkeypatch.setattr(hopper[module], name, 8)) == {fact}
+
+
+@pytest.mark.parametrize(
+    ("package", "fact"),
+    [*((package, package) for package in verified.DSL), ("nvidia-cublas", "cublas"), ("flash-attn-4", "attention")],
+)
+def test_packages(package: str, fact: str, hopper: dict[str, Any]) -> None:
+    assert changed(gpu_facts, lambda: hopper["versions"].update({package: "0.1"})) == {fact}
+
+
+def test_packages_that_are_not_there(hopper: dict[str, Any]) -> None:
+    for package in (*verified.DSL, "nvidia-cublas"):
+        del hopper["versions"][package]
+    facts = gpu_facts()
+    assert [facts[name] for name in (*verified.DSL, "cublas")] == ["", "", ""]
+
+
+def test_cublas_of_cuda_12(hopper: dict[str, Any]) -> None:
+    hopper["versions"]["nvidia-cublas-cu12"] = hopper["versions"].pop("nvidia-cublas")
+    assert gpu_facts()["cublas"] == VERSIONS["nvidia-cublas"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0)), "capability"),
+        (lambda patch: patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100"), "gpu"),
+        (lambda patch: patch.setattr(torch.version, "cuda", "12.8"), "cuda"),
+        (lambda patch: patch.setattr(LINEAR, "keeps_chain", lambda *given: False), "linear"),
+    ],
+    ids=["capability", "gpu", "cuda", "linear"],
+)
+def test_the_gpu(
+    change: Callable[[pytest.MonkeyPatch], None], fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+) -> None:
+    assert changed(gpu_facts, lambda: change(monkeypatch)) == {fact}
