@@ -24,7 +24,7 @@ from benchmarks.table import Row
 PROMPTS, SAMPLES, PROMPT_TOKENS = 512, 8, 128
 MEDIAN, SIGMA, SHORTEST, LONGEST = 192, 0.8, 64, 2048
 BARS = {"0.6B": 1.2, "8B": 1.0}
-WARMUP = 8  # prompts
+WARMUP, REPEATS = 8, 3  # prompts; rollouts of each engine
 
 
 def new_tokens(seed: int = 0) -> list[int]:
@@ -48,4 +48,4 @@ def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    sys.exit(beside_sglang(__file__, __doc__, BARS, 1, measure))
+    sys.exit(beside_sglang(__file__, __doc__, BARS, REPEATS, measure))

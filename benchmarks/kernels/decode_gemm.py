@@ -5,6 +5,9 @@ the product for many copies of the weight, for some 1 ms, ours and cuBLAS's in t
 the engine. The floor is the time to move weight, x and result once, or to do the arithmetic at the speed of a large
 product, whichever is longer.
 
+Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined product and torch's
+two kernels.
+
     python -m benchmarks.kernels.decode_gemm [--save]
 """
 
@@ -15,10 +18,13 @@ import sys
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.shapes import QWEN3
 from benchmarks.table import Row
+from spmd_rl.kernels import silu_mul_linear
 from spmd_rl.kernels.linear_plan import matmul
 from spmd_rl.rollout.native.graphs import record
 
@@ -110,8 +116,26 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[Row]:
     return found
 
 
+@torch.no_grad()
+def measure_gated(model: str) -> list[Row]:
+    hidden, inner = QWEN3[model][:2]
+    weights, found = cold_weights(2 * inner, hidden), []
+    for m in ROWS:
+        x = torch.randn(m, hidden, device="cuda").bfloat16()
+
+        def spelled(w: Tensor, x: Tensor = x) -> Tensor:
+            gate, up = torch.mm(x, w.t()).chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+        ours, theirs = in_turns([lambda w, x=x: silu_mul_linear(x, w), spelled], weights)
+        what = f"Qwen3-{model} silu_mul_linear {2 * inner}x{hidden}, {m} rows"
+        found.append(compared(what, ours, "us", peer="cuBLAS and two kernels", peer_value=theirs, at_most=BAR))
+    return found
+
+
 def main() -> int:
     rows = [row for name, shape in shapes().items() for row in measure(name, *shape)]
+    rows += [row for model in ("0.6B", "4B", "8B") for row in measure_gated(model)]
     print(f"{sum(bool(row.holds) for row in rows)} of {len(rows)} bars hold")
     packages = ("torch", "triton", "nvidia-cutlass-dsl")
     return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())

@@ -3,7 +3,8 @@
 Rows of a decoding step (64, 256) and of a pack of training (16,384). Each number is the median over replays of a graph
 that runs the op once for each of several inputs, together larger than L2. The share of a copy is the time that what is
 read and written once would take at a copy's bandwidth. torch's spelling: indexing, F.rms_norm behind an addition,
-F.rms_norm and rotation head by head, F.silu times up, log_softmax and gather, Gumbel noise and argmax.
+F.rms_norm and rotation head by head, F.silu times up, log_softmax and gather, Gumbel noise and argmax, results weighted
+by a softmax of their sums. The head's product with its log-probs is torch.mm and log_softmax.
 
     python -m benchmarks.kernels.small_ops [--save]
 """
@@ -25,6 +26,7 @@ from benchmarks.table import Row
 from spmd_rl.kernels import (
     add_rms_norm,
     embed,
+    head_logprobs,
     qk_norm_rope,
     rms_norm,
     rope_table,
@@ -33,6 +35,7 @@ from spmd_rl.kernels import (
     token_logprobs,
     write_kv,
 )
+from spmd_rl.kernels.merge import merge_ranges
 
 MODELS = ("0.6B", "8B")
 DECODING, TRAINING = (64, 256), 16384
@@ -136,6 +139,35 @@ def of_cache(rows: int, kv_heads: int = 8) -> Iterator[Case]:
     )
 
 
+def of_splits(rows: int, count: int = 8, heads: int = 32) -> Iterator[Case]:
+    where = torch.arange(rows * count, device="cuda").view(rows, count)
+    out = bf16(rows, heads, HEAD_DIM)
+
+    def torch_merge(partial: Tensor, log_sum: Tensor) -> Tensor:
+        weights = log_sum.view(rows, count, heads, 1).softmax(1)
+        return (partial.view(rows, count, heads, HEAD_DIM).float() * weights).sum(1).bfloat16()
+
+    yield Case(
+        f"{rows} rows of {heads} heads in {count} splits: merge_ranges",
+        lambda partial, log_sum: merge_ranges(partial, log_sum, where, out),
+        torch_merge,
+        lambda: (bf16(rows * count, heads, HEAD_DIM), torch.randn(rows * count, heads, device="cuda")),
+        2 * rows * (count + 1) * heads * HEAD_DIM,
+    )
+
+
+def of_head(name: str) -> Iterator[Case]:
+    hidden = QWEN3[name][0]
+    one, targets = torch.ones(LOGIT_ROWS, device="cuda"), torch.randint(VOCAB, (LOGIT_ROWS,), device="cuda")
+    yield Case(
+        f"Qwen3-{name}, {LOGIT_ROWS} rows: head_logprobs",
+        lambda x, weight: head_logprobs(x, weight, targets, one, LOGIT_ROWS),
+        lambda x, weight: torch.mm(x, weight.t()).float().log_softmax(-1).gather(1, targets.unsqueeze(1)),
+        lambda: (bf16(LOGIT_ROWS, hidden), bf16(VOCAB, hidden)),
+        2 * (LOGIT_ROWS + VOCAB) * hidden,
+    )
+
+
 def of_vocabulary(rows: int) -> Iterator[Case]:
     one = torch.ones(rows, device="cuda")
     targets = torch.randint(VOCAB, (rows,), device="cuda")
@@ -184,6 +216,8 @@ def main() -> int:
     cases = [case for name in MODELS for rows in (*DECODING, TRAINING) for case in of_model(name, rows)]
     cases += [case for rows in (*DECODING, TRAINING) for case in of_cache(rows)]
     cases += [case for rows in (*DECODING, LOGIT_ROWS) for case in of_vocabulary(rows)]
+    cases += [case for rows in DECODING for case in of_splits(rows)]
+    cases += of_head("0.6B")
     rows: list[Row] = []
     for case in cases:
         rows += measure(case)

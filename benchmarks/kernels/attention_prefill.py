@@ -1,0 +1,122 @@
+"""Attention of many new tokens: packs of training, forward and backward, and chunks of prompts over pages.
+
+32 query heads over 8 of 128, bf16. Packs of 16,384 tokens in sequences of one length, beside torch's scaled-dot-product
+attention for the same sequences as a batch; chunks of 8,192 new tokens behind what their sequences have in the cache,
+with the writing of their keys and values. Each number is the median of 20 runs between two events; speeds count what a
+causal mask leaves: 4 floating-point operations a pair of query and key, head and dimension, and 2.5 times as many for
+the backward pass.
+
+    python -m benchmarks.kernels.attention_prefill [--save]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.shapes import HEAD_DIM
+from benchmarks.table import Row
+from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
+
+HEADS, KV_HEADS, PAGE_SIZE = 32, 8, 128
+PACK_TOKENS, LENGTHS = 16384, (512, 2048, 16384)
+CHUNK_TOKENS = 8192
+CHUNKS = ((64, 0), (8, 1024), (4, 6144), (1, 24576))  # sequences, and what each has in the cache
+WARM_UP, RUNS = 5, 20
+DEVICE = torch.device("cuda")
+
+
+def seconds(op: Callable[[], object]) -> float:
+    times = []
+    for run in range(WARM_UP + RUNS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        op()
+        end.record()
+        end.synchronize()
+        if run >= WARM_UP:
+            times.append(start.elapsed_time(end) * 1e-3)
+    return statistics.median(times)
+
+
+def heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (HEADS, KV_HEADS, KV_HEADS)
+    q, k, v = (torch.randn(num_tokens, n, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16) for n in sizes)
+    return q, k, v
+
+
+def packs(length: int) -> Iterator[Row]:
+    count = PACK_TOKENS // length
+    attend = PackedAttention(np.full(count, length), num_heads=HEADS, num_kv_heads=KV_HEADS, device=DEVICE)
+    ours = [x.requires_grad_() for x in heads(PACK_TOKENS)]
+    theirs = [x.detach().view(count, length, -1, HEAD_DIM).transpose(1, 2).requires_grad_() for x in ours]
+
+    def packed() -> Tensor:
+        return attend(0, ours[0], ours[1], ours[2])
+
+    def batched() -> Tensor:
+        return F.scaled_dot_product_attention(theirs[0], theirs[1], theirs[2], is_causal=True, enable_gqa=True)
+
+    def backward(forward: Callable[[], Tensor], leaves: list[Tensor]) -> None:
+        out = forward()
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    flops = 4 * HEADS * HEAD_DIM * count * length * (length + 1) / 2
+    what = f"{count} sequences of {length}"
+    with torch.no_grad():
+        times = seconds(packed), seconds(batched)
+    yield _speeds(f"{what}, forward", flops, *times)
+    times = seconds(lambda: backward(packed, ours)), seconds(lambda: backward(batched, theirs))
+    yield _speeds(f"{what}, forward and backward", 3.5 * flops, *times)
+
+
+def _speeds(what: str, flops: float, ours: float, theirs: float) -> Row:
+    return compared(what, flops / ours / 1e12, "TFLOP/s", peer="torch's SDPA", peer_value=flops / theirs / 1e12)
+
+
+@torch.no_grad()
+def chunk(count: int, start: int) -> Row:
+    length = CHUNK_TOKENS // count
+    pages = -(-(start + length) // PAGE_SIZE)
+    table = np.random.default_rng(0).permutation(count * pages).reshape(count, pages)
+    cache = KvCache(
+        num_layers=1,
+        num_pages=table.size,
+        page_size=PAGE_SIZE,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        dtype=torch.bfloat16,
+        device=DEVICE,
+    )
+    cache.data.normal_()
+    places = start + np.arange(length)
+    attend = PagedAttention.chunks(
+        cache,
+        page_table=table,
+        starts=np.full(count, start),
+        lengths=np.full(count, length),
+        slots=(table[:, places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE).ravel(),
+        num_heads=HEADS,
+    )
+    given = heads(CHUNK_TOKENS)
+    flops = 4 * HEADS * HEAD_DIM * count * length * (start + (length + 1) / 2)
+    speed = flops / seconds(lambda: attend(0, *given)) / 1e12
+    return measured(f"{count} chunks of {length} behind {start}", speed, "TFLOP/s")
+
+
+def main() -> int:
+    rows = [row for length in LENGTHS for row in packs(length)]
+    rows += [chunk(*case) for case in CHUNKS]
+    packages = ("torch", "flash-attn-4")
+    return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
