@@ -36,8 +36,10 @@ def shared_matmul_into(
 
     `out` may be fp32 where no product is `gated`, which is slower and for tests: rounding hides most of what differs.
 
-    Raises: ValueError when the shares are too low or too high for the weight.
+    Raises: ValueError when the shares are too low or too high for the weight, or what is gated should not be rounded.
     """
+    if gated and out.dtype != torch.bfloat16:
+        raise ValueError(f"a gated product rounds to bfloat16, not to {out.dtype}")
     if not share.n <= out.shape[1] <= share.n * share.num_shares:
         raise ValueError(f"{share.num_shares} shares of {share.n} rows are no {out.shape[1]}")
     run = compiled_product(tuple(share), bias is not None, gated, out.dtype == torch.bfloat16)
