@@ -16,7 +16,7 @@ from spmd_rl.algo.batch import pack
 from spmd_rl.batch import Batch
 from spmd_rl.mesh.place import Seats
 from spmd_rl.mesh.split import Split, plan_split
-from spmd_rl.mesh.world import World, join
+from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
@@ -26,6 +26,7 @@ from spmd_rl.types import Group, Prompt, Sample
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 896
 PACK_TOKENS = 16384
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="benchmark", restart=0)
 
 
 def config(name: str) -> TrainerConfig:
@@ -33,14 +34,13 @@ def config(name: str) -> TrainerConfig:
     return TrainerConfig(dtype="bfloat16", max_tokens=PACK_TOKENS, recompute="cheap" if name == "4B" else "none")
 
 
-def learner(name: str, cfg: TrainerConfig) -> Learner:
-    """The trainer of a shape with random weights, in a world of this one process."""
+def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
+    """The trainer of a shape with random weights, over all ranks of a world, which it joins."""
     with tempfile.TemporaryDirectory() as folder:
         spec = write_config(name, Path(folder))
-    world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="benchmark", restart=0)
     if not dist.is_initialized():
-        join(world, dist.HashStore())
-    placement = plan_split(Split(), 1)["train"]
+        join(world, open_store(world) if world.size > 1 else dist.HashStore())
+    placement = plan_split(Split(), world.size)["train"]
     seats = Seats(world)
     seats.build([placement])
     place = seats.place(placement)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import paths, record, rollout_vs_sglang
+from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.shapes import write_config
 from spmd_rl.kernels import token_logprobs
 from spmd_rl.model import network
@@ -61,3 +62,14 @@ def test_a_bar_may_be_a_least_ratio() -> None:
         record.compared("rollout", value, "tokens/s", peer="SGLang", peer_value=10, at_least=1.2) for value in (12, 11)
     ]
     assert [(row.bar, row.holds) for row in rows] == [(">= 1.2x", True), (">= 1.2x", False)]
+
+
+def test_time_that_two_streams_share() -> None:
+    assert union([(5, 7), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 7)]
+    assert overlap([(0, 10)], [(2, 3), (5, 20)]) == 6
+    assert overlap([(0, 1), (2, 3)], [(1, 2), (4, 5)]) == 0
+    spans = [(float(i), i + 1.5) for i in range(0, 20, 2)]
+    ticks = [0.25 + 0.5 * i for i in range(44)]
+    shifted = [(start + 0.5, end + 1) for start, end in spans]
+    both = sum(any(a <= t < b for a, b in spans) and any(a <= t < b for a, b in shifted) for t in ticks)
+    assert overlap(spans, shifted) == both / 2

@@ -1,0 +1,105 @@
+"""What FSDP2's collectives cost a training step on several GPUs, and how much of them other kernels hide.
+
+    torchrun --standalone --nproc-per-node=2 -m benchmarks.fsdp_overlap [4B] [--save]
+
+The step of train_step.py, its batch for each rank, weights and optimizer in shards over all ranks. `its own`: FSDP2's
+prefetch as the trainer has it; `a layer ahead`: each layer asks for the next one's weights before it runs. Times are
+medians over steps in turns, on rank 0. Hidden is the share of the time of NCCL's kernels in one step of rank 0, under a
+profiler, during which another kernel runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import DeviceType, ProfilerActivity
+
+from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.table import Row
+from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
+from benchmarks.training import batch, config, learner, scored
+from spmd_rl.mesh.world import World
+from spmd_rl.train.fsdp2 import Fsdp2
+
+PREFETCH = {"its own": False, "a layer ahead": True}
+REPEATS, WARMUPS = 5, 2
+Span = tuple[float, float]
+
+
+def ask_ahead(units: Sequence[FSDPModule], ahead: bool) -> None:
+    """`units` as `Fsdp2` has them, in the order of the forward pass, with the root last."""
+    for one, following in pairwise(units[:-1]):
+        one.set_modules_to_forward_prefetch([following] if ahead else [])
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time in spans that do not touch, in order."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def overlap(first: Iterable[Span], second: Iterable[Span]) -> float:
+    """The time that both cover."""
+    ours, theirs, shared = union(first), union(second), 0.0
+    while ours and theirs:
+        shared += max(0.0, min(ours[0][1], theirs[0][1]) - max(ours[0][0], theirs[0][0]))
+        (ours if ours[0][1] < theirs[0][1] else theirs).pop(0)
+    return shared
+
+
+def kernels(step: Callable[[], object]) -> tuple[list[Span], list[Span]]:
+    """Spans of NCCL's kernels and of the others while `step` is called, in microseconds."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+    spans: dict[bool, list[Span]] = {True: [], False: []}
+    for one in found.events() or ():
+        if one.device_type == DeviceType.CUDA and not one.name.startswith("Mem"):
+            spans["nccl" in one.name.lower()].append((one.time_range.start, one.time_range.end))
+    return spans[True], spans[False]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="4B")
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    world = World.from_env()
+    one = learner(options.model, config(options.model), world)
+    assert isinstance(one.backend, Fsdp2)
+    backend = one.backend
+    given = scored(one, batch(STEP_TOKENS, backend.scorer.model.spec.vocab_size))
+    times: dict[str, list[float]] = {name: [] for name in PREFETCH}
+    for repeat in range(WARMUPS + REPEATS):
+        for name, ahead in PREFETCH.items():
+            ask_ahead(backend.units, ahead)
+            seconds = step_seconds(one, given)
+            if repeat >= WARMUPS:
+                times[name].append(seconds)
+    what, rows = f"Qwen3-{options.model} on {world.size} GPUs", list[Row]()
+    own, ahead_s = (statistics.median(times[name]) for name in PREFETCH)
+    rows.append(compared(f"{what}: step", own, "s", peer="a layer ahead", peer_value=ahead_s))
+    for name, ahead in PREFETCH.items():
+        ask_ahead(backend.units, ahead)
+        collective, others = kernels(lambda: step_seconds(one, given))
+        spent = sum(end - start for start, end in union(collective))
+        rows.append(measured(f"{what}, {name}: NCCL's kernels", spent / 1e3, "ms"))
+        rows.append(measured(f"{what}, {name}: of them hidden", overlap(collective, others) / spent, ""))
+    code = finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu()) if world.rank == 0 else 0
+    dist.destroy_process_group()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
