@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.profiler import DeviceType, ProfilerActivity
 
 from benchmarks.record import compared, finish, gpu, measured
-from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.mesh.world import World
@@ -87,9 +86,9 @@ def main() -> int:
             seconds = step_seconds(one, given)
             if repeat >= WARMUPS:
                 times[name].append(seconds)
-    what, rows = f"Qwen3-{options.model} on {world.size} GPUs", list[Row]()
-    own, ahead_s = (statistics.median(times[name]) for name in PREFETCH)
-    rows.append(compared(f"{what}: step", own, "s", peer="a layer ahead", peer_value=ahead_s))
+    what = f"Qwen3-{options.model} on {world.size} GPUs"
+    own, asked = (statistics.median(times[name]) for name in PREFETCH)
+    rows = [compared(f"{what}: step", own, "s", peer="a layer ahead", peer_value=asked)]
     for name, ahead in PREFETCH.items():
         ask_ahead(backend.units, ahead)
         collective, others = kernels(lambda: step_seconds(one, given))

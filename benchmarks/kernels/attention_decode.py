@@ -10,7 +10,6 @@ time includes merging; a bar is set for the size that docs/numerics.md advises.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.decode_gemm import microseconds
+from benchmarks.kernels.decode_gemm import microseconds, seconds
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
@@ -58,15 +57,8 @@ COPY_BYTES = 4 << 30
 def copy_bytes_per_s() -> float:
     """A copy of 4 GiB, timed by itself: the median of twenty, the first two left out."""
     source = torch.randn(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
-    target, times = torch.empty_like(source), []
-    for _ in range(22):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return 2 * COPY_BYTES / statistics.median(times[2:])
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds([lambda: target.copy_(source)], runs=20, warm_up=2)[0]
 
 
 def measure(case: Case, copy: float) -> Iterator[Row]:

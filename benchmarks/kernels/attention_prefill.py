@@ -11,7 +11,6 @@ the backward pass.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.kernels.decode_gemm import seconds
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
@@ -31,19 +31,6 @@ CHUNK_TOKENS = 8192
 CHUNKS = ((64, 0), (8, 1024), (4, 6144), (1, 24576))  # sequences, and what each has in the cache
 WARM_UP, RUNS = 5, 20
 DEVICE = torch.device("cuda")
-
-
-def seconds(op: Callable[[], object]) -> float:
-    times = []
-    for run in range(WARM_UP + RUNS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        op()
-        end.record()
-        end.synchronize()
-        if run >= WARM_UP:
-            times.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(times)
 
 
 def heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,9 +58,9 @@ def packs(length: int) -> Iterator[Row]:
     flops = 4 * HEADS * HEAD_DIM * count * length * (length + 1) / 2
     what = f"{count} sequences of {length}"
     with torch.no_grad():
-        times = seconds(packed), seconds(batched)
+        times = seconds([packed, batched], RUNS, WARM_UP)
     yield _speeds(f"{what}, forward", flops, *times)
-    times = seconds(lambda: backward(packed, ours)), seconds(lambda: backward(batched, theirs))
+    times = seconds([lambda: backward(packed, ours), lambda: backward(batched, theirs)], RUNS, WARM_UP)
     yield _speeds(f"{what}, forward and backward", 3.5 * flops, *times)
 
 
@@ -107,7 +94,7 @@ def chunk(count: int, start: int) -> Row:
     )
     given = heads(CHUNK_TOKENS)
     flops = 4 * HEADS * HEAD_DIM * count * length * (start + (length + 1) / 2)
-    speed = flops / seconds(lambda: attend(0, *given)) / 1e12
+    speed = flops / seconds([lambda: attend(0, *given)], RUNS, WARM_UP)[0] / 1e12
     return measured(f"{count} chunks of {length} behind {start}", speed, "TFLOP/s")
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import compared, finish, gpu, measured
-from benchmarks.shapes import QWEN3
+from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
 from benchmarks.table import Row
 from spmd_rl.kernels import silu_mul_linear
 from spmd_rl.kernels.linear_plan import matmul
@@ -41,13 +41,9 @@ LARGE_BYTES = 30e6
 
 def shapes() -> dict[str, tuple[int, int, torch.dtype]]:
     """Name -> (N, K, type of the result); q, k, v and gate, up both joined and apart."""
-    models = {
-        "0.6B": (1024, 3072, 16 * 128, 8 * 128),
-        "4B": (2560, 9728, 32 * 128, 8 * 128),
-        "8B": (4096, 12288, 32 * 128, 8 * 128),
-    }
     found = {}
-    for model, (hidden, inner, q, kv) in models.items():
+    for model, (hidden, inner, _, heads, kv_heads, _) in QWEN3.items():
+        q, kv = heads * HEAD_DIM, kv_heads * HEAD_DIM
         for name, n, k in (
             ("q", q, hidden),
             ("kv", kv, hidden),
@@ -58,7 +54,7 @@ def shapes() -> dict[str, tuple[int, int, torch.dtype]]:
             ("down", hidden, inner),
         ):
             found[f"Qwen3-{model} {name}"] = (n, k, torch.bfloat16)
-        found[f"Qwen3-{model} lm_head"] = (151936, hidden, torch.float32)
+        found[f"Qwen3-{model} lm_head"] = (VOCAB, hidden, torch.float32)
     return found
 
 
@@ -74,17 +70,22 @@ def microseconds(op: Callable[[Tensor], object], weights: list[Tensor]) -> float
 
 def in_turns(ops: list[Callable[[Tensor], object]], weights: list[Tensor]) -> list[float]:
     """Median time of each for one weight."""
-    graphs = [recorded(op, weights) for op in ops]
-    times: list[list[float]] = [[] for _ in graphs]
-    for replay in range(REPLAYS + WARM_UP):
-        for graph, found in zip(graphs, times, strict=True):
+    replays = [recorded(op, weights).replay for op in ops]
+    return [1e6 * one / (ROUNDS * len(weights)) for one in seconds(replays, REPLAYS, WARM_UP)]
+
+
+def seconds(works: list[Callable[[], object]], runs: int, warm_up: int) -> list[float]:
+    """Median time of each between two events, in turns."""
+    times: list[list[float]] = [[] for _ in works]
+    for run in range(warm_up + runs):
+        for work, found in zip(works, times, strict=True):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            graph.replay()
+            work()
             end.record()
             end.synchronize()
-            if replay >= WARM_UP:
-                found.append(start.elapsed_time(end) * 1e3 / (ROUNDS * len(weights)))
+            if run >= warm_up:
+                found.append(start.elapsed_time(end) * 1e-3)
     return [statistics.median(found) for found in times]
 
 
@@ -135,7 +136,7 @@ def measure_gated(model: str) -> list[Row]:
 
 def main() -> int:
     rows = [row for name, shape in shapes().items() for row in measure(name, *shape)]
-    rows += [row for model in ("0.6B", "4B", "8B") for row in measure_gated(model)]
+    rows += [row for model in QWEN3 for row in measure_gated(model)]
     print(f"{sum(bool(row.holds) for row in rows)} of {len(rows)} bars hold")
     packages = ("torch", "triton", "nvidia-cutlass-dsl")
     return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())

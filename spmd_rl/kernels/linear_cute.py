@@ -26,7 +26,7 @@ from spmd_rl.kernels.linear_results import WARPS, Results
 from spmd_rl.kernels.linear_tiles import PART, UNIT, WGMMA_ROWS, Share
 
 PAIR = 2  # blocks of a cluster, which lies within a group of 16 or 18 multiprocessors: fours leave some of them idle
-READ_ONCE = 0x12F0000000000000  # the policy that CUTLASS calls EVICT_FIRST: x stays in L2 as the weight passes through
+READ_ONCE = 0x12F0000000000000  # L2's policy that CUTLASS calls EVICT_FIRST
 
 
 def shared_matmul_into(
@@ -88,8 +88,8 @@ class Product:
         w_layout = cute.make_composed_layout(tall.inner, 0, w_tiles)
         copy, copy_to_all = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileG2SMulticastOp()
         w_copy = copy if const_expr(self.cluster == 1) else copy_to_all
-        w_atom, w_tma = self.copies(w_copy, weight, tall.inner, share.n, share.padded)
-        x_atom, x_tma = self.copies(copy, x, tall.inner, share.m, share.m)
+        w_atom, w_tma = self.copying(w_copy, weight, tall.inner, share.n, share.padded)
+        x_atom, x_tma = self.copying(copy, x, tall.inner, share.m, share.m)
         tile = WGMMA_ROWS, self.results.tile[1]
         mma = hopper.make_trivial_tiled_mma(
             BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tile
@@ -104,12 +104,13 @@ class Product:
         )
 
     def tiles(self, rows: int, padded: int, halves: int = 1) -> Any:
-        """A ring's: rows, numbers of each, where several come in one copy how many, and how often."""
+        """Layout of a ring's tiles [rows, PART, copies]; where a copy brings several, [rows, PART, tiles, copies]."""
         box = (self.box,) if self.box > 1 else ()
         shape = (rows, PART, *box, self.share.stages * self.parts * halves // self.box)
         return cute.make_layout(shape, stride=(PART, 1, padded * PART, self.box * padded * PART)[: len(shape)])
 
-    def copies(self, op: Any, matrix: Any, swizzle: Any, rows: int, padded: int) -> tuple[Any, Any]:
+    def copying(self, op: Any, matrix: Any, swizzle: Any, rows: int, padded: int) -> tuple[Any, Any]:
+        """Copies from so many rows of `matrix` [M, K] to a ring, and the matrix as they see it: [M, K] or in parts."""
         tiles = self.tiles(rows, padded)
         one = cute.select(tiles, list(range(cute.rank(tiles) - 1)))
         if const_expr(self.box > 1):

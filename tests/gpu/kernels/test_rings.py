@@ -122,6 +122,14 @@ def test_shares_that_do_not_cover_a_weight_once_are_refused(columns: int, rows) 
         shared_matmul_into(x.new_empty(8, columns), x, weight, None, Share(8, 24, 64, 4, 1))
 
 
+def test_what_is_gated_is_rounded(rows) -> None:
+    from spmd_rl.kernels.linear_cute import shared_matmul_into
+
+    x, weight, share = rows("normal", 8, 64), rows("normal", 2 * 1096, 64), shares(gated=True)[0]
+    with pytest.raises(ValueError, match="a gated product rounds to bfloat16"):
+        shared_matmul_into(x.new_empty(8, 1096, dtype=torch.float32), x, weight, None, share, gated=True)
+
+
 @pytest.mark.parametrize("share", shares(gated=True), ids=str)
 def test_gated_shares(share: Share, rows, unequal) -> None:
     from spmd_rl.kernels.linear_cute import shared_matmul_into
