@@ -1,122 +1,12 @@
-"""Attention's test data on a GPU, sequences fed to a paged cache in steps of any size, and float64 to compare with."""
+"""Data and paged sequences of the attention tests (tests/unit/kernels) on a GPU, in bfloat16 unless told."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
+from tests.unit.kernels import paged_case
 
-DEVICE = torch.device("cuda")
-FINITE_LIMIT = 3.0e38
-
-
-@dataclass(frozen=True)
-class Heads:
-    query: int
-    key: int
-    dim: int
-
-
-def qkv(total: int, heads: Heads, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-
-    def rows(count: int) -> Tensor:
-        return (torch.randn(total, count, heads.dim, device=DEVICE, generator=generator) * 1.5).to(dtype)
-
-    return rows(heads.query), rows(heads.key), rows(heads.key)
-
-
-def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, split: int = 0) -> Tensor:
-    sizes = {"num_heads": heads.query, "num_kv_heads": heads.key}
-    return PackedAttention(np.array(lengths), **sizes, device=DEVICE, split=split)(0, q, k, v)
-
-
-def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
-    """Shape: as `packed`, without padding; any dtype."""
-    outs = []
-    for one_q, one_k, one_v in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
-        groups = heads.query // heads.key
-        keys, values = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (one_k, one_v))
-        scores = one_q.transpose(0, 1) @ keys.transpose(1, 2) * heads.dim**-0.5
-        unseen = torch.ones(scores.shape[1:]).triu(1).bool()
-        outs.append((scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
-    return torch.cat(outs)
-
-
-class Paged:
-    """Feeds sequences to a paged cache in steps that a test chooses, pages placed at random."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        heads: Heads,
-        page_size: int,
-        poison: bool = False,
-        split: int = 0,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        self.lengths, self.heads, self.page_size = lengths, heads, page_size
-        counts = [-(-n // page_size) for n in lengths]
-        order = np.random.default_rng(1).permutation(sum(counts) + 5)
-        self.tables = np.split(order[: sum(counts)], np.cumsum(counts)[:-1])
-        self.cache = KvCache(
-            num_layers=1,
-            num_pages=len(order),
-            page_size=page_size,
-            num_kv_heads=heads.key,
-            head_dim=heads.dim,
-            dtype=dtype,
-            device=DEVICE,
-            split=split,
-        )
-        if poison:
-            self.cache.data.fill_(FINITE_LIMIT)
-            self.cache.data[:, :, torch.from_numpy(order[sum(counts) :]).to(DEVICE)] = torch.nan
-        self.done = np.zeros(len(lengths), dtype=np.int64)
-
-    def step(self, chosen: dict[int, int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`chosen`: sequence -> number of new tokens. Returns which rows of q they are, and their outputs."""
-        firsts = np.cumsum([0, *self.lengths])
-        names, rows, slots = list(chosen), [], []
-        for name in names:
-            span = np.arange(self.done[name], self.done[name] + chosen[name])
-            rows.append(firsts[name] + span)
-            slots.append(self.tables[name][span // self.page_size] * self.page_size + span % self.page_size)
-        width = max(len(self.tables[name]) for name in names)
-        attend = PagedAttention.chunks(
-            self.cache,
-            page_table=np.stack([np.pad(self.tables[n], (0, width - len(self.tables[n]))) for n in names]),
-            starts=self.done[names],
-            lengths=np.array([chosen[name] for name in names]),
-            slots=np.concatenate(slots),
-            num_heads=self.heads.query,
-        )
-        pick = torch.from_numpy(np.concatenate(rows)).to(DEVICE)
-        pad = pick.new_zeros(-len(pick) % 16)
-        out = attend(0, *(x[torch.cat([pick, pad])] for x in (q, k, v)))[: len(pick)]
-        self.done[names] += [chosen[name] for name in names]
-        return pick, out
-
-    def chunks(self, data: tuple[Tensor, Tensor, Tensor], sizes: list[int]) -> Tensor:
-        """All sequences to their end, in chunks of random size and random company."""
-        rng, out = np.random.default_rng(0), torch.empty_like(data[0])
-        while len(waiting := np.flatnonzero(self.done < self.lengths)):
-            some = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)]
-            chosen = {int(n): int(min(self.lengths[n] - self.done[n], rng.choice(sizes))) for n in some}
-            rows, part = self.step(chosen, *data)
-            out[rows] = part
-        return out
-
-    def decoding(self, data: tuple[Tensor, Tensor, Tensor], num_tokens: int) -> Tensor:
-        """All sequences to their end together: first all but `num_tokens` of each, then one at a time."""
-        out = torch.empty_like(data[0])
-        chosen = {n: max(1, length - num_tokens) for n, length in enumerate(self.lengths)}
-        while chosen:
-            rows, part = self.step(chosen, *data)
-            out[rows] = part
-            chosen = dict.fromkeys(np.flatnonzero(self.done < self.lengths).tolist(), 1)
-        return out
+ON_GPU = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+qkv, Paged = partial(paged_case.qkv, **ON_GPU), partial(paged_case.Paged, **ON_GPU)

@@ -13,7 +13,8 @@ from torch import Tensor
 from spmd_rl.kernels import PagedAttention, contract
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.kernels.flash_decode import BOX_ROWS, decode_attention
-from tests.gpu.kernels.paged_case import Heads, Paged, oracle, packed, qkv
+from tests.gpu.kernels.paged_case import Paged, qkv
+from tests.unit.kernels.paged_case import Heads, oracle, packed
 
 DEVICE = torch.device("cuda")
 LENGTHS = [1, 16, 127, 128, 129, 700, 255, 256, 257, 1, 383, 1500]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from spmd_rl.kernels import attention
 from spmd_rl.kernels.tile import padded_rows
-from tests.gpu.kernels.paged_case import Heads, Paged, oracle, packed, qkv
+from tests.gpu.kernels.paged_case import Paged, qkv
+from tests.unit.kernels.paged_case import Heads, oracle, packed
 
 LENGTHS = [1, 5, 16, 17, 40, 130]
 NUM_TOKENS = sum(LENGTHS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from benchmarks import paths, record, rollout_vs_sglang
 from benchmarks.fsdp_overlap import overlap, union
+from benchmarks.grpo_proof import USED
 from benchmarks.shapes import write_config
 from spmd_rl.kernels import token_logprobs
 from spmd_rl.model import network
+from spmd_rl.rollout.native.plan import Counters
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("4B", 4.022), ("8B", 8.191)])
@@ -25,6 +28,10 @@ def test_a_rollout_has_the_same_long_tail_every_time() -> None:
     assert lengths == rollout_vs_sglang.new_tokens()
     assert (len(lengths), min(lengths), max(lengths)) == (512 * 8, 64, 2048)
     assert sorted(lengths)[len(lengths) // 2] == pytest.approx(rollout_vs_sglang.MEDIAN, rel=0.1)
+
+
+def test_what_the_proof_used_is_counted() -> None:
+    assert set(USED.values()) - {field.name for field in fields(Counters)} == {"num_graphs"}
 
 
 def test_paths_swap_operations_and_put_them_back() -> None:

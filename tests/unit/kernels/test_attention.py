@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -12,118 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
+from spmd_rl.kernels import PackedAttention
 from spmd_rl.kernels.tile import padded_rows
+from tests.unit.kernels import paged_case
+from tests.unit.kernels.paged_case import Data, Heads, Paged, oracle, packed
 
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class Heads:
-    query: int
-    key: int
-    dim: int
 
 
 HEADS = [Heads(4, 2, 16), Heads(4, 4, 32), Heads(7, 1, 8), Heads(6, 2, 64)]
 
 
-def qkv(lengths: list[int], heads: Heads, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
-
-    def rows(count: int) -> Tensor:
-        return torch.randn(total, count, heads.dim, generator=generator) * 2
-
-    return rows(heads.query), rows(heads.key), rows(heads.key)
+SIZES = [1, 1, 2, 7, 17, 64, 100]  # of chunks
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
-    attend = PackedAttention(
-        np.array(lengths, dtype=np.int32), num_heads=heads.query, num_kv_heads=heads.key, device=CPU
-    )
-    return attend(0, q, k, v)[: len(q)]
+def qkv(lengths: list[int], heads: Heads, seed: int = 0) -> Data:
+    return paged_case.qkv(sum(lengths), heads, seed, dtype=torch.float32, device=CPU)
 
 
-def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
-    outs = []
-    for one_q, one_k, one_v in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
-        repeat = heads.query // heads.key
-        keys, values = (x.repeat_interleave(repeat, dim=1).transpose(0, 1) for x in (one_k, one_v))
-        scores = one_q.transpose(0, 1) @ keys.transpose(1, 2) * heads.dim**-0.5
-        unseen = torch.ones(scores.shape[1:]).triu(1).bool()
-        outs.append((scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).transpose(0, 1))
-    return torch.cat(outs)
-
-
-class Paged:
-    """Feeds sequences to a paged cache in steps that a test chooses, pages placed at random."""
-
-    def __init__(self, lengths: list[int], heads: Heads, page_size: int, seed: int, poison: bool = False) -> None:
-        self.lengths, self.heads, self.page_size = lengths, heads, page_size
-        counts = [-(-n // page_size) for n in lengths]
-        spare = 5
-        order = np.random.default_rng(seed).permutation(sum(counts) + spare)
-        self.tables, used = [], 0
-        for count in counts:
-            self.tables.append(order[used : used + count])
-            used += count
-        self.cache = KvCache(
-            num_layers=1,
-            num_pages=len(order),
-            page_size=page_size,
-            num_kv_heads=heads.key,
-            head_dim=heads.dim,
-            dtype=torch.float32,
-            device=CPU,
-        )
-        if poison:
-            self.cache.data[:, 0] = 1.0e36
-            self.cache.data[:, 1] = 3.0e38
-            for page in order[used:]:
-                self.cache.data[:, :, :, page * page_size : (page + 1) * page_size] = torch.nan
-        self.done = [0] * len(lengths)
-
-    def step(self, chosen: dict[int, int], q: Tensor, k: Tensor, v: Tensor) -> dict[int, Tensor]:
-        """`chosen`: sequence -> number of new tokens. Returns each one's new output rows."""
-        firsts = np.cumsum([0, *self.lengths])
-        names = list(chosen)
-        rows, slots = [], []
-        for name in names:
-            span = np.arange(self.done[name], self.done[name] + chosen[name])
-            rows.append(firsts[name] + span)
-            slots.append(self.tables[name][span // self.page_size] * self.page_size + span % self.page_size)
-        width = max(len(self.tables[name]) for name in names)
-        attend = PagedAttention.chunks(
-            self.cache,
-            page_table=np.stack([np.pad(self.tables[name], (0, width - len(self.tables[name]))) for name in names]),
-            starts=np.array([self.done[name] for name in names]),
-            lengths=np.array([chosen[name] for name in names]),
-            slots=np.concatenate(slots),
-            num_heads=self.heads.query,
-        )
-        pick = torch.from_numpy(np.concatenate(rows))
-        out = attend(0, q[pick], k[pick], v[pick])[: len(pick)]
-        for name in names:
-            self.done[name] += chosen[name]
-        return dict(zip(names, out.split([chosen[name] for name in names]), strict=True))
-
-
-def run_paged(
-    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, page_size: int, seed: int, poison: bool = False
-) -> Tensor:
-    """All sequences to their end, in random chunks and random company."""
-    paged, rng = Paged(lengths, heads, page_size, seed, poison), np.random.default_rng(seed)
-    outs: list[list[Tensor]] = [[] for _ in lengths]
-    while any(done < n for done, n in zip(paged.done, lengths, strict=True)):
-        waiting = [i for i, n in enumerate(lengths) if paged.done[i] < n]
-        chosen = {}
-        for name in rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)]:
-            left = lengths[name] - paged.done[name]
-            chosen[int(name)] = int(min(left, rng.choice([1, 1, 2, 7, 17, 64, 100])))
-        for name, out in paged.step(chosen, q, k, v).items():
-            outs[name].append(out)
-    return torch.cat([torch.cat(parts) for parts in outs])
+def new_paged(lengths: list[int], heads: Heads, page_size: int, seed: int, poison: bool = False) -> Paged:
+    return Paged(lengths, heads, page_size, poison, seed=seed, dtype=torch.float32, device=CPU)
 
 
 @settings(max_examples=25)
@@ -134,9 +40,9 @@ def run_paged(
     seed=st.integers(0, 10**6),
 )
 def test_paged_equals_packed(lengths: list[int], heads: Heads, page_size: int, seed: int) -> None:
-    q, k, v = qkv(lengths, heads, seed)
-    expected = packed(q, k, v, lengths, heads)
-    actual = run_paged(q, k, v, lengths, heads, page_size, seed)
+    data = qkv(lengths, heads, seed)
+    expected = packed(*data, lengths, heads)
+    actual = new_paged(lengths, heads, page_size, seed).chunks(data, SIZES)
     assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
 
 
@@ -153,9 +59,9 @@ def test_alone_equals_packed_in_any_order(heads: Heads) -> None:
 def test_poisoned_pages_do_not_leak(heads: Heads) -> None:
     """NaN in pages of nobody, the largest finite numbers (of keys: products) in unused slots of pages in use."""
     lengths = [70, 3, 64]
-    q, k, v = qkv(lengths, heads)
-    expected = packed(q, k, v, lengths, heads)
-    assert torch.equal(run_paged(q, k, v, lengths, heads, 16, 1, poison=True), expected)
+    data = qkv(lengths, heads)
+    expected = packed(*data, lengths, heads)
+    assert torch.equal(new_paged(lengths, heads, 16, 1, poison=True).chunks(data, SIZES), expected)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -217,10 +123,10 @@ def test_row_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def _mismatches(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> int:
     """Unequal bits when the paged side runs with another rule than the packed side."""
     heads, lengths = HEADS[0], [150, 33]
-    q, k, v = qkv(lengths, heads)
-    expected = packed(q, k, v, lengths, heads)
+    data = qkv(lengths, heads)
+    expected = packed(*data, lengths, heads)
     monkeypatch.setattr(f"spmd_rl.kernels.attention.{name}", value)
-    actual = run_paged(q, k, v, lengths, heads, 16, 2)
+    actual = new_paged(lengths, heads, 16, 2).chunks(data, SIZES)
     return int((actual.view(torch.int32) != expected.view(torch.int32)).sum())
 
 
@@ -261,9 +167,9 @@ def test_control_softmax_of_other_keys_differs() -> None:
 
 def test_control_stale_key_fails() -> None:
     heads, lengths = HEADS[0], [80]
-    q, k, v = qkv(lengths, heads)
-    paged = Paged(lengths, heads, 16, 0)
-    paged.step({0: 79}, q, k, v)
+    data = qkv(lengths, heads)
+    paged = new_paged(lengths, heads, 16, 0)
+    paged.step({0: 79}, *data)
     paged.cache.data[0, 0, 0, paged.tables[0][0] * 16] += 1e-3
-    last = paged.step({0: 1}, q, k, v)[0]
-    assert not torch.equal(last[0], packed(q, k, v, lengths, heads)[-1])
+    rows, last = paged.step({0: 1}, *data)
+    assert not torch.equal(last, packed(*data, lengths, heads)[rows])
