@@ -1,6 +1,6 @@
 """Training step of Qwen3's shapes on one GPU, 16k-token packs: our contract path beside the same trainer free of it.
 
-Four ways of computing the same step take turns, repetition by repetition:
+Four ways of computing the same step take turns, repetition by repetition, each time another one first:
 
     contract  as shipped: every row's bits are its own
     free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
@@ -85,13 +85,14 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     one = learner(name, cfg)
     spec = one.backend.scorer.model.spec
     given = scored(one, batch(STEP_TOKENS, spec.vocab_size))
-    first = one.train_step(given, grpo_loss)
+    metrics = one.train_step(given, grpo_loss)
     what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.recompute}"
-    yield measured(f"{what}: mismatched of {first[COMPARED]:.0f} tokens", first[MISMATCHED], "tokens", at_most=0)
+    yield measured(f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens", metrics[MISMATCHED], "tokens", at_most=0)
     times: dict[str, list[float]] = {path: [] for path in options.paths}
     torch.cuda.reset_peak_memory_stats()
     for repeat in range(WARMUPS + options.repeats):
-        for path in options.paths:
+        first = repeat % len(options.paths)
+        for path in options.paths[first:] + options.paths[:first]:
             with PATHS[path]():
                 seconds = step_seconds(one, given)
             if repeat >= WARMUPS:
@@ -134,7 +135,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,12 @@ def config(name: str) -> TrainerConfig:
 
 
 def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
-    """The trainer of a shape with random weights, over all ranks of a world, which it joins."""
+    """The trainer of a shape with random weights, over all ranks of a world, which it joins.
+
+    Python's collector passes over it from then on, as a rank has it pass over its roles.
+    """
+    gc.unfreeze()
+    gc.collect()
     with tempfile.TemporaryDirectory() as folder:
         spec = write_config(name, Path(folder))
     if not dist.is_initialized():
@@ -44,7 +50,10 @@ def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
     seats = Seats(world)
     seats.build([placement])
     place = seats.place(placement)
-    return Learner(Fsdp2(_model(spec, place.device), place.mesh, cfg, place.device), place, cfg)
+    made = Learner(Fsdp2(_model(spec, place.device), place.mesh, cfg, place.device), place, cfg)
+    gc.collect()
+    gc.freeze()
+    return made
 
 
 def _model(spec: ModelSpec, device: torch.device) -> CausalLM:

@@ -2,9 +2,9 @@
 
 32 query heads over 8 of 128, bf16. Packs of 16,384 tokens in sequences of one length, beside torch's scaled-dot-product
 attention for the same sequences as a batch; chunks of 8,192 new tokens behind what their sequences have in the cache,
-with the writing of their keys and values. Each number is the median of 20 runs between two events; speeds count what a
-causal mask leaves: 4 floating-point operations a pair of query and key, head and dimension, and 2.5 times as many for
-the backward pass.
+with the writing of their keys and values. Each number is the median of 10 runs of 10 calls between two events, so that
+the GPU does not wait for the host. Speeds count what a causal mask leaves: 4 floating-point operations a pair of query
+and key, head and dimension, and 2.5 times as many for the backward pass.
 
     python -m benchmarks.kernels.attention_prefill [--save]
 """
@@ -29,7 +29,7 @@ HEADS, KV_HEADS, PAGE_SIZE = 32, 8, 128
 PACK_TOKENS, LENGTHS = 16384, (512, 2048, 16384)
 CHUNK_TOKENS = 8192
 CHUNKS = ((64, 0), (8, 1024), (4, 6144), (1, 24576))  # sequences, and what each has in the cache
-WARM_UP, RUNS = 5, 20
+WARM_UP, RUNS, CALLS = 2, 10, 10
 DEVICE = torch.device("cuda")
 
 
@@ -37,6 +37,19 @@ def heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     sizes = (HEADS, KV_HEADS, KV_HEADS)
     q, k, v = (torch.randn(num_tokens, n, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16) for n in sizes)
     return q, k, v
+
+
+def call_seconds(ops: list[Callable[[], object]]) -> list[float]:
+    """Median time of a call of each."""
+
+    def often(op: Callable[[], object]) -> Callable[[], None]:
+        def calls() -> None:
+            for _ in range(CALLS):
+                op()
+
+        return calls
+
+    return [one / CALLS for one in seconds([often(op) for op in ops], RUNS, WARM_UP)]
 
 
 def packs(length: int) -> Iterator[Row]:
@@ -58,9 +71,9 @@ def packs(length: int) -> Iterator[Row]:
     flops = 4 * HEADS * HEAD_DIM * count * length * (length + 1) / 2
     what = f"{count} sequences of {length}"
     with torch.no_grad():
-        times = seconds([packed, batched], RUNS, WARM_UP)
+        times = call_seconds([packed, batched])
     yield _speeds(f"{what}, forward", flops, *times)
-    times = seconds([lambda: backward(packed, ours), lambda: backward(batched, theirs)], RUNS, WARM_UP)
+    times = call_seconds([lambda: backward(packed, ours), lambda: backward(batched, theirs)])
     yield _speeds(f"{what}, forward and backward", 3.5 * flops, *times)
 
 
@@ -94,7 +107,7 @@ def chunk(count: int, start: int) -> Row:
     )
     given = heads(CHUNK_TOKENS)
     flops = 4 * HEADS * HEAD_DIM * count * length * (start + (length + 1) / 2)
-    speed = flops / seconds([lambda: attend(0, *given)], RUNS, WARM_UP)[0] / 1e12
+    speed = flops / call_seconds([lambda: attend(0, *given)])[0] / 1e12
     return measured(f"{count} chunks of {length} behind {start}", speed, "TFLOP/s")
 
 
