@@ -17,7 +17,8 @@ demo: $(VENV)/.demo
 	rm -rf runs/demo
 	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 
-test: lint unit dist
+test: lint
+	$(FAST) $(BIN)/pytest -q -n 3 --dist loadfile -m "not gpu and not system" tests
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
