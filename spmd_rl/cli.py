@@ -43,6 +43,7 @@ HELP = {"--help", "-h"}
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
 HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
 END_S = 5  # for the ranks to end after the run's grace
+NO_HEARTBEAT_S = 10 * 365 * 86400  # one machine needs none, and torch's may complain after the run's last words
 
 
 def main() -> int:
@@ -218,6 +219,7 @@ def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) 
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            rdzv_configs={"keep_alive_interval": NO_HEARTBEAT_S},
             max_restarts=max_restarts,
             start_method="fork",
             logs_specs=DefaultLogsSpecs(log_dir=folder),

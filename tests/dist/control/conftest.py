@@ -96,6 +96,12 @@ def torchrun() -> list[str]:
 
 
 @pytest.fixture
+def spmd_rl_with_heartbeats() -> list[str]:
+    """The chaos recipe by `spmd-rl run`, whose rendezvous is let go of in the thread of its heartbeat."""
+    return [sys.executable, str(Path(__file__).with_name("heartbeat.py")), "run", CHAOS]
+
+
+@pytest.fixture
 def torchrun_with_a_stranger(tmp_path: Path) -> list[str]:
     """The same, but rank 1 holds a secret of its own."""
     entry = tmp_path / "stranger.py"

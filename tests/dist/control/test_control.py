@@ -259,6 +259,15 @@ def test_ending_the_run_from_outside(chaos: Launch) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
+def test_nothing_of_the_launcher_speaks_last(start: Start, spmd_rl_with_heartbeats: list[str]) -> None:
+    process = start([*spmd_rl_with_heartbeats, "--nproc=2", "--scenario=hang"])
+    report(process)
+    process.send_signal(signal.SIGTERM)
+    code, _, last = outcome(process)
+    assert code == 128 + signal.SIGTERM
+    assert last == "the run was ended from outside: every rank got SIGTERM"
+
+
 def test_wrong_secret(start: Start, torchrun_with_a_stranger: list[str]) -> None:
     began = time.monotonic()
     process = start(torchrun_with_a_stranger)
