@@ -10,6 +10,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1
+TESTS  := $(FAST) $(BIN)/pytest -q --dist loadfile tests
 
 .PHONY: demo test lint unit dist test-system chaos fuzz clean
 
@@ -18,17 +19,17 @@ demo: $(VENV)/.demo
 	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 
 test: lint
-	$(FAST) $(BIN)/pytest -q -n 3 --dist loadfile -m "not gpu and not system" tests
+	$(TESTS) -n 3 -m "not gpu and not system"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 unit: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest -q -n 2 --dist loadfile -m "not dist and not gpu and not system" tests
+	$(TESTS) -n 2 -m "not dist and not gpu and not system"
 
 dist: $(VENV)/.dev
-	$(FAST) $(BIN)/pytest -q -n 3 --dist loadfile -m "dist and not gpu and not system" tests
+	$(TESTS) -n 3 -m "dist and not gpu and not system"
 
 test-system: $(VENV)/.dev
 	tests/system/install.sh

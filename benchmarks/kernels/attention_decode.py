@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.decode_gemm import microseconds, seconds
+from benchmarks.kernels.timing import microseconds, seconds
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row

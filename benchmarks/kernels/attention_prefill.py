@@ -2,9 +2,9 @@
 
 32 query heads over 8 of 128, bf16. Packs of 16,384 tokens in sequences of one length, beside torch's scaled-dot-product
 attention for the same sequences as a batch; chunks of 8,192 new tokens behind what their sequences have in the cache,
-with the writing of their keys and values. Each number is the median of 10 runs of 10 calls between two events, so that
-the GPU does not wait for the host. Speeds count what a causal mask leaves: 4 floating-point operations a pair of query
-and key, head and dimension, and 2.5 times as many for the backward pass.
+with the writing of their keys and values. Each number is the median of 10 runs of 10 calls between two events: where
+the host launches more slowly than the GPU computes, it is the host's. Speeds count what a causal mask leaves: 4
+floating-point operations a pair of query and key, head and dimension, and 2.5 times as many for the backward pass.
 
     python -m benchmarks.kernels.attention_prefill [--save]
 """
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.decode_gemm import seconds
+from benchmarks.kernels.timing import seconds
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row

@@ -1,4 +1,4 @@
-"""Every way of a matrix product that cuBLAS proposes, through cublasLt's C interface: torch takes its first proposal.
+"""Every way of a matrix product that cuBLAS proposes, through cublasLt's C interface; torch leaves the choice to it.
 
 The constants are those of cublasLt.h. Proposals may split K and take the workspace that torch gives on Hopper.
 """

@@ -14,28 +14,25 @@ two kernels.
 
 from __future__ import annotations
 
-import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels.cublaslt import proposed
+from benchmarks.kernels.timing import in_turns
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
 from benchmarks.table import Row
 from spmd_rl.kernels import silu_mul_linear
 from spmd_rl.kernels.linear_plan import matmul
-from spmd_rl.rollout.native.graphs import record
 
 ROWS = (1, 16, 64, 128, 256)
 COPY_BYTES_PER_S, FLOPS_PER_S = 4.3e12, 788e12  # measured on an H200
 COLD_BYTES = 256 << 20
 MAX_COPIES = 64
-ROUNDS = 16  # over the copies, so that a graph runs for 1 ms and its launch, some 8 us, is no part of the result
-WARM_UP, REPLAYS = 5, 15
 TRIAL_ROUNDS, TRIAL_REPLAYS = 2, 5
 BAR = 1.02  # at or under cuBLAS, to within the spread of repeats
 FLOOR_BAR = 0.85
@@ -64,42 +61,6 @@ def shapes() -> dict[str, tuple[int, int, torch.dtype]]:
 def cold_weights(n: int, k: int) -> list[Tensor]:
     copies = min(MAX_COPIES, max(2, -(-COLD_BYTES // (2 * n * k))))
     return [torch.randn(n, k, device="cuda").bfloat16() for _ in range(copies)]
-
-
-def microseconds(op: Callable[[Tensor], object], weights: list[Tensor]) -> float:
-    """Median time of `op` for one weight, with no other in turn."""
-    return in_turns([op], weights)[0]
-
-
-def in_turns(
-    ops: Sequence[Callable[[Tensor], object]], weights: list[Tensor], rounds: int = ROUNDS, runs: int = REPLAYS
-) -> list[float]:
-    """Median time of each for one weight."""
-    replays = [recorded(op, weights, rounds).replay for op in ops]
-    return [1e6 * one / (rounds * len(weights)) for one in seconds(replays, runs, WARM_UP)]
-
-
-def seconds(works: list[Callable[[], object]], runs: int, warm_up: int) -> list[float]:
-    """Median time of each between two events, in turns."""
-    times: list[list[float]] = [[] for _ in works]
-    for run in range(warm_up + runs):
-        for work, found in zip(works, times, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            if run >= warm_up:
-                found.append(start.elapsed_time(end) * 1e-3)
-    return [statistics.median(found) for found in times]
-
-
-def recorded(op: Callable[[Tensor], object], weights: list[Tensor], rounds: int) -> torch.cuda.CUDAGraph:
-    def work() -> None:
-        for weight in weights * rounds:
-            op(weight)
-
-    return record(work, torch.cuda.graph_pool_handle())[0]
 
 
 def floor_us(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.decode_gemm import COPY_BYTES_PER_S, microseconds
+from benchmarks.kernels.decode_gemm import COPY_BYTES_PER_S
+from benchmarks.kernels.timing import microseconds
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
 from benchmarks.table import Row

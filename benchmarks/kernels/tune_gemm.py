@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.decode_gemm import cold_weights, floor_us, microseconds, shapes
+from benchmarks.kernels.decode_gemm import cold_weights, floor_us, shapes
+from benchmarks.kernels.timing import microseconds
 from spmd_rl.kernels.linear_cute import shared_matmul_into
 from spmd_rl.kernels.linear_gluon import ring_matmul_into
 from spmd_rl.kernels.linear_tiles import REFERENCE, Ring, Share, Tile, choose_ring, choose_share, choose_tile

@@ -47,7 +47,7 @@ def shared_matmul_into(
 
 
 @kept  # type: ignore[untyped-decorator]
-def compiled_product(share: tuple[Any, ...], has_bias: bool, gated: bool, rounds: bool = True) -> Callable[..., None]:
+def compiled_product(share: tuple[Any, ...], has_bias: bool, gated: bool, rounds: bool) -> Callable[..., None]:
     """The kernel (weight, x, out, bias, early)."""
     m, n, k, width = (cute.sym_int() for _ in range(4))
     bias = cute.runtime.make_fake_tensor(BFloat16, (width,), stride=(1,)) if has_bias else None

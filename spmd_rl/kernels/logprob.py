@@ -18,7 +18,7 @@ from spmd_rl.kernels.tile import dense
 
 NUM_VOCAB_SHARDS = 8
 VOCAB_CHUNK = 1024
-TEMPERATURE_RULE = "logits * (1 / T), rounded to float32"
+TEMPERATURE_RULE = "logits * (1 / T), rounded to float32"  # another name for any other rule
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, Tensor]:

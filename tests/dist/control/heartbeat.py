@@ -22,7 +22,7 @@ class Timer(dynamic_rendezvous._PeriodicTimer):
 def beat(handler_of: Any) -> None:
     beating.append(threading.current_thread())
     handler = handler_of()
-    while sys.getrefcount(handler) > NOBODY_ELSE:
+    while handler is not None and sys.getrefcount(handler) > NOBODY_ELSE:
         threading.Event().wait(0.001)
 
 
