@@ -3,8 +3,8 @@
 Ours keeps one ascending chain over K (docs/numerics.md). Each number is the median over replays of a graph that runs
 the product for many copies of the weight, for some 1 ms, ours and cuBLAS's in turns; ours overlap at their ends, as in
 the engine. cuBLAS's best is the fastest, in a shorter run before, of what torch.mm takes and all that cublasLt
-proposes. The floor is the time to move weight, x and result once, or to do the arithmetic at the speed of a large
-product, whichever is longer.
+proposes, with memory for partial sums and without. The floor is the time to move weight, x and result once, or to do
+the arithmetic at the speed of a large product, whichever is longer.
 
 Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined product and torch's
 two kernels.
@@ -21,18 +21,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.cublaslt import proposed
 from benchmarks.kernels.timing import in_turns
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
 from benchmarks.table import Row
 from spmd_rl.kernels import silu_mul_linear
+from spmd_rl.kernels.cublaslt import Product, proposed
 from spmd_rl.kernels.linear_plan import matmul
 
 ROWS = (1, 16, 64, 128, 256)
 COPY_BYTES_PER_S, FLOPS_PER_S = 4.3e12, 788e12  # measured on an H200
 COLD_BYTES = 256 << 20
 MAX_COPIES = 64
+WORKSPACES = (0, 32 << 20)  # none, and as much as torch lends cuBLAS on Hopper
 TRIAL_ROUNDS, TRIAL_REPLAYS = 2, 5
 BAR = 1.02  # at or under cuBLAS, to within the spread of repeats
 FLOOR_BAR = 0.85
@@ -70,8 +71,10 @@ def floor_us(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
 
 def cublas_best(x: Tensor, weights: list[Tensor], out_dtype: torch.dtype) -> Callable[[Tensor], object]:
     widen = {"out_dtype": out_dtype} if out_dtype != x.dtype else {}
-    out = x.new_empty(x.shape[0], weights[0].shape[0], dtype=out_dtype)
-    ways = [lambda w: torch.mm(x, w.t(), **widen), *proposed(out, x)]
+    product = Product(x.shape[0], *weights[0].shape, out_dtype, x.device)
+    out = x.new_empty(product.m, product.n, dtype=out_dtype)
+    ways: list[Callable[[Tensor], object]] = [lambda w: torch.mm(x, w.t(), **widen)]
+    ways += [lambda w, way=way: way(out, x, w) for size in WORKSPACES for way in proposed(product, size)]
     times = in_turns(ways, weights, TRIAL_ROUNDS, TRIAL_REPLAYS)
     return ways[times.index(min(times))]
 

@@ -9,6 +9,7 @@ from typing import Literal
 from spmd_rl.errors import ConfigError
 
 WHOLE_MODEL_BYTES = 64 << 20  # up to this size FSDP gathers the model as one
+WHOLE_ALONE_BYTES = 4 << 30  # the same on one rank: layer by layer, the host would be slower than the GPU
 
 
 @dataclass(frozen=True)

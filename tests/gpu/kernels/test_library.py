@@ -1,7 +1,7 @@
-"""cuBLAS multiplies those shapes alone for which it was seen to give the reference kernel's bits.
+"""cuBLAS multiplies a shape only in a way that was seen to give the reference kernel's bits, the fastest of them.
 
-What the start-up check says of a shape is held to another comparison, of other data; and where the check refuses, and
-while a graph is recorded, the product is ours.
+What the start-up check says of a way is held to another comparison, of other data; and where it refuses all or ours is
+faster, and while a graph is recorded, the product is ours.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import linear_plan
-from spmd_rl.kernels.linear_plan import matmul, ours_into, proves_equal
+from spmd_rl.kernels import linear_library, linear_plan
+from spmd_rl.kernels.cublaslt import Product, proposed
+from spmd_rl.kernels.linear_library import Shape, Way, by_torch, choose, proves_equal, ways_of
+from spmd_rl.kernels.linear_plan import matmul, ours_into
 from spmd_rl.kernels.linear_tiles import REFERENCE
 
 if torch.cuda.is_available():
@@ -29,7 +31,7 @@ SHAPES = [
     *((1024, 3072, 16), (1024, 3072, 128), (1024, 3072, 512), (4096, 4096, 16), (4096, 4096, 128)),
     *((4096, 12288, 256), (6144, 4096, 128), (1024, 2048, 128), (1024, 2048, 512), (6144, 1024, 256)),
 ]
-ASKED_ABOUT = [(4096, 12288, 256), (6144, 4096, 128), (1024, 2048, 512), (6144, 1024, 512)]  # what `matmul` asks about
+LENT_BYTES = 32 << 20  # with so much memory cuBLAS proposes to split K
 SMALL = 2.0**-16  # of a bias beside which the rounding of the chain is not lost
 Rows = Callable[..., Tensor]
 Unequal = Callable[[Tensor, Tensor], int]
@@ -41,85 +43,126 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     return out
 
 
-def library(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if bias is not None:
-        return torch.addmm(bias, x, weight.t())
-    return torch.mm(x, weight.t()) if dtype == x.dtype else torch.mm(x, weight.t(), out_dtype=dtype)
-
-
 def mirrored(x: Tensor, sign: int) -> Tensor:
     half = x[:, : x.shape[1] // 2]
     return torch.cat([half, sign * half.flip(1)], dim=1)
 
 
-def differing(shape: tuple[int, int, int], has_bias: bool, dtype: torch.dtype, rows: Rows, unequal: Unequal) -> int:
-    """Elements that differ between the library's product and the reference's, over data of several kinds.
+def differing(way: Way, shape: Shape, rows: Rows, unequal: Unequal) -> int:
+    """Elements of `way`'s product that differ from the reference's, over data of several kinds.
 
     Mirrored, the products of the second half take away what those of the first added up to, the last first: what is
     left is the rounding, which even bf16 shows.
     """
-    (n, k, m), count = shape, 0
+    n, k, m, has_bias, dtype, _ = shape
+    count, out = 0, torch.empty(m, n, dtype=dtype, device=DEVICE)
     bias = rows("normal", 1, n)[0] * SMALL if has_bias else None
     for kind in ("normal", "wide"):
         x, weight = rows(kind, m, k), rows(kind, n, k)
         for pair in ((x, weight), (mirrored(x, -1), mirrored(weight, 1))):
-            count += unequal(library(*pair, bias, dtype), reference(*pair, bias, dtype))
+            way(out, *pair, bias)
+            count += unequal(out, reference(*pair, bias, dtype))
     return count
+
+
+def lent_memory(shape: Shape) -> list[Way]:
+    n, k, m, _, dtype, _ = shape
+    ways = proposed(Product(m, n, k, dtype, DEVICE), LENT_BYTES)
+    return [lambda out, x, weight, _, way=way: way(out, x, weight) for way in ways]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_verdicts_are_those_of_another_comparison(dtype: torch.dtype, rows: Rows, unequal: Unequal) -> None:
-    verdicts = {shape: proves_equal(*shape, False, dtype, DEVICE) for shape in SHAPES}
-    assert verdicts == {shape: differing(shape, False, dtype, rows, unequal) == 0 for shape in SHAPES}
-    assert set(verdicts.values()) == {True, False}, "no shape was refused, or none admitted"
+    verdicts = set()
+    for one in SHAPES:
+        shape = Shape(*one, False, dtype, DEVICE)
+        for way in (*ways_of(shape), *lent_memory(shape)):
+            verdict = proves_equal(way, shape)
+            assert verdict == (differing(way, shape, rows, unequal) == 0), f"{shape}"
+            verdicts.add(verdict)
+    assert verdicts == {True, False}, "no way was refused, or none admitted"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_without_memory_for_partial_sums_cublas_proposes_no_way_that_splits_k(dtype: torch.dtype) -> None:
+    shapes = [Shape(*one, False, dtype, DEVICE) for one in SHAPES]
+    proposals = [(way, shape) for shape in shapes for way in ways_of(shape)[1:]]
+    assert len(proposals) >= len(SHAPES)
+    assert [shape for way, shape in proposals if not proves_equal(way, shape)] == []
 
 
 def test_verdicts_with_a_bias_are_those_of_another_comparison(rows: Rows, unequal: Unequal) -> None:
-    verdicts = {shape: proves_equal(*shape, True, BF16, DEVICE) for shape in SHAPES}
-    assert verdicts == {shape: differing(shape, True, BF16, rows, unequal) == 0 for shape in SHAPES}
+    shapes = [Shape(*one, True, BF16, DEVICE) for one in SHAPES]
+    verdicts = {shape: proves_equal(by_torch, shape) for shape in shapes}
+    assert verdicts == {shape: differing(by_torch, shape, rows, unequal) == 0 for shape in shapes}
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of what the library was asked to multiply, in a process that has decided nothing yet."""
+    """The shapes of what the library was asked to multiply, in a process that has chosen nothing yet."""
     seen: list[torch.Size] = []
-    multiply = linear_plan._cublas
 
-    def watched(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        seen.append(x.shape)
-        multiply(out, x, weight, bias)
+    def watched(shape: Shape, ours: Way) -> Way | None:
+        way = choose(shape, ours)
 
-    monkeypatch.setattr(linear_plan, "_admitted", {})
-    monkeypatch.setattr(linear_plan, "_cublas", watched)
+        def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+            seen.append(x.shape)
+            way(out, x, weight, bias)
+
+        return way and multiply
+
+    monkeypatch.setattr(linear_plan, "_chosen", {})
+    monkeypatch.setattr(linear_plan, "choose", watched)
     return seen
 
 
-def test_products_go_where_the_check_says(calls: list[torch.Size], rows: Rows, unequal: Unequal) -> None:
-    """In fp32, so that no shape goes to a kernel that takes shares; the bits are the reference's either way."""
-    verdicts = set()
-    for n, k, m in ASKED_ABOUT:
-        x, weight = rows("normal", m, k), rows("normal", n, k)
-        expected = reference(x, weight, None, FP32)
-        assert unequal(matmul(x, weight, None, FP32), expected) == 0
-        verdict = linear_plan._admitted[n, k, m, False, FP32, x.device]
-        calls.clear()
-        assert unequal(matmul(x, weight, None, FP32), expected) == 0
-        assert calls == ([x.shape] if verdict else [])
-        verdicts.add(verdict)
-    assert verdicts == {True, False}, "no shape was refused, or none admitted"
+def test_large_products_go_to_the_library(calls: list[torch.Size], rows: Rows, unequal: Unequal) -> None:
+    n, k, m = 6144, 1024, 2048 + 512 + 3
+    x, weight = rows("normal", m, k), rows("normal", n, k)
+    assert unequal(matmul(x, weight, None, BF16), reference(x, weight, None, BF16)) == 0
+    assert calls == [torch.Size((2048, k)), torch.Size((512, k))]
 
 
-def test_nothing_is_decided_while_a_graph_is_recorded(
+@pytest.mark.parametrize("rows_of_x", [128, 256, 512])
+def test_refused_products_are_ours(
+    rows_of_x: int, monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
+) -> None:
+    n, k = 6144, 4096
+    monkeypatch.setattr(linear_library, "ways_of", lambda shape: [_split_in_two])
+    x, weight = rows("normal", rows_of_x, k), rows("normal", n, k)
+    assert unequal(matmul(x, weight, None, FP32), reference(x, weight, None, FP32)) == 0
+    assert calls == []
+    assert linear_plan._chosen == {Shape(n, k, rows_of_x, False, FP32, x.device): None}
+
+
+def test_operands_at_odd_addresses_are_moved_first(calls: list[torch.Size], rows: Rows, unequal: Unequal) -> None:
+    (n, k, m), odd = (6144, 1024, 512), []
+    for given in (rows("normal", m, k), rows("normal", n, k)):
+        odd.append(torch.empty(given.numel() + 1, dtype=BF16, device=DEVICE)[1:].view_as(given))
+        odd[-1].copy_(given)
+    x, weight = odd
+    assert unequal(matmul(x, weight, None, BF16), reference(x.clone(), weight.clone(), None, BF16)) == 0
+    assert calls == [x.shape]
+
+
+def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(4096, 4096, 1024, False, BF16, DEVICE)
+    monkeypatch.setattr(linear_library, "ways_of", lambda shape: [_three_times, by_torch, _three_times])
+    assert choose(shape, _three_times) is by_torch
+    assert choose(shape, lambda *given: None) is None
+
+
+def test_nothing_is_chosen_while_a_graph_is_recorded(
     monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
-    """A graph recorded before the check has our product; the check comes once, with the first call outside."""
+    """A graph recorded before has our product; the choice comes once, with the first call outside."""
     (n, k, m), asked = (1024, 2048, 512), []
     x, weight = rows("normal", m, k), rows("normal", n, k)
     expected = reference(x, weight, None, BF16)
 
-    def ask(*key: object) -> bool:
-        asked.append(key)
-        return not torch.cuda.is_current_stream_capturing() and proves_equal(*key)
+    def ask(shape: Shape, ours: Way) -> Way | None:
+        asked.append(shape)
+        return None if torch.cuda.is_current_stream_capturing() else choose(shape, ours)
 
     def recorded() -> int:
         graph = torch.cuda.CUDAGraph()
@@ -129,14 +172,19 @@ def test_nothing_is_decided_while_a_graph_is_recorded(
         graph.replay()
         return unequal(out, expected)
 
-    monkeypatch.setattr(linear_plan, "proves_equal", ask)
+    monkeypatch.setattr(linear_plan, "choose", ask)
     ours_into(torch.empty_like(expected), x, weight, None)  # compiles
     assert recorded() == 0
-    assert (asked, calls, linear_plan._admitted) == ([], [], {})
+    assert (asked, linear_plan._chosen) == ([], {})
     assert unequal(matmul(x, weight, None, BF16), expected) == 0
-    assert asked == list(linear_plan._admitted) == [(n, k, m, False, BF16, x.device)]
+    assert asked == list(linear_plan._chosen) == [Shape(n, k, m, False, BF16, x.device)]
     assert recorded() == 0
     assert len(asked) == 1
+
+
+def _three_times(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    for _ in range(3):
+        by_torch(out, x, weight, bias)
 
 
 def _in_one_chain(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -165,9 +213,6 @@ def _rounded_before_the_bias(out: Tensor, x: Tensor, weight: Tensor, bias: Tenso
         (_rounded_before_the_bias, True, BF16, False),
     ],
 )
-def test_control_another_chain_is_refused(
-    product: Callable[..., None], has_bias: bool, dtype: torch.dtype, verdict: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_control_another_chain_is_refused(product: Way, has_bias: bool, dtype: torch.dtype, verdict: bool) -> None:
     """In the library's place, another tile of the same chain passes; two chains, or two roundings, do not."""
-    monkeypatch.setattr(linear_plan, "_cublas", product)
-    assert proves_equal(1024, 1024, 128, has_bias, dtype, DEVICE) is verdict
+    assert proves_equal(product, Shape(1024, 1024, 128, has_bias, dtype, DEVICE)) is verdict

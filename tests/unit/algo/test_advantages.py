@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
+from math import sqrt
 
 import numpy as np
 import pytest
@@ -58,8 +60,10 @@ def test_a_reward_that_is_not_a_number_is_refused(make_group) -> None:
 @given(REWARDS)
 def test_grpo_against_its_definition(rewards: np.ndarray) -> None:
     (values,) = group_advantage([_group(rewards)])
-    std = np.sqrt(((rewards - rewards.mean()) ** 2).sum() / (len(rewards) - 1))
-    np.testing.assert_allclose(values, (rewards - rewards.mean()) / (std + 1e-6), rtol=1e-9, atol=1e-9)
+    exact = [Fraction(reward) for reward in rewards.tolist()]  # a rounded mean over 1e-6 would be no definition
+    centred = [reward - sum(exact) / len(exact) for reward in exact]
+    std = sqrt(sum(one * one for one in centred) / (len(exact) - 1))
+    np.testing.assert_allclose(values, [float(one) / (std + 1e-6) for one in centred], rtol=1e-9, atol=1e-9)
 
 
 @given(REWARDS)
