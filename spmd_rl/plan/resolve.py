@@ -125,7 +125,7 @@ def _role_ledgers(
             spec.num_parameters,
             placements.train.axes["fsdp"],
             compute_bytes,
-            num_gathered=_num_gathered(spec),
+            num_gathered=_num_gathered(spec, placements.train.axes["fsdp"]),
             activations=activation_bytes(
                 num_tokens=cfg.trainer.max_tokens,
                 num_layers=spec.num_layers,
@@ -182,9 +182,10 @@ def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
     return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[cfg.dtype]
 
 
-def _num_gathered(spec: ModelSpec) -> int:
-    """Parameters that FSDP holds whole at once: all of a small model; else the root's, and a layer with the next."""
-    if spec.num_parameters * ITEM_BYTES["float32"] <= WHOLE_MODEL_BYTES:
+def _num_gathered(spec: ModelSpec, num_shards: int) -> int:
+    """Parameters that FSDP holds whole at once: all of a small model, or where it cuts nothing, for they are kept till
+    the step's end; else the root's, and a layer with the next."""
+    if num_shards == 1 or spec.num_parameters * ITEM_BYTES["float32"] <= WHOLE_MODEL_BYTES:
         return spec.num_parameters
     layer = sum(prod(shape) for name, shape in spec.parameter_shapes().items() if name.startswith("model.layers.0."))
     return spec.num_parameters - (spec.num_layers - 2) * layer

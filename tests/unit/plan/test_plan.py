@@ -14,6 +14,7 @@ import pytest
 from spmd_rl.config import load
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import Split
+from spmd_rl.offload.ledger import Ledger
 from spmd_rl.plan import main
 from spmd_rl.plan.command import lines
 from spmd_rl.plan.resolve import Resolved, resolve
@@ -46,6 +47,19 @@ def planned(model: Path, world_size: int, *words: str) -> Resolved:
     return resolve(load(Config, None, [f"model={model}", "data=none.jsonl", *words]), world_size)
 
 
+def _bytes(ledger: Ledger) -> dict[str, int]:
+    return {entry.tag: entry.num_bytes for entry in ledger.entries}
+
+
+def test_what_is_gathered_without_shards_stays_whole(model: Path) -> None:
+    sharded, replicated = (
+        _bytes(planned(model, 2, "trainer.dtype=bfloat16", f"split.train.dp={dp}").ledgers[0])["gathered"]
+        for dp in (1, 2)
+    )
+    layer = 4096 * (128 * (32 + 2 * 8) + 32 * 128 + 3 * 12288) + 2 * 4096 + 2 * 128
+    assert (sharded, replicated) == (2 * (PARAMETERS - 34 * layer), 2 * PARAMETERS)
+
+
 def test_eight_billion_split_four_and_four(model: Path) -> None:
     found = planned(
         model, 8, "split.train.ranks=4", "split.infer.ranks=4", "engine.dtype=bfloat16", "engine.num_pages=100"
@@ -57,7 +71,7 @@ def test_eight_billion_split_four_and_four(model: Path) -> None:
     assert {target for _, target in found.routes} == {4, 5, 6, 7}
     assert found.groups == [("train.fsdp", (0, 1, 2, 3)), ("infer.fsdp", (4, 5, 6, 7)), ("link", tuple(range(8)))]
     train, infer = found.ledgers[0], found.ledgers[7]
-    assert {entry.tag: entry.num_bytes for entry in train.entries}["moments"] == 2 * PARAMETERS
+    assert _bytes(train)["moments"] == 2 * PARAMETERS
     kept = {entry.tag: entry.num_bytes for entry in infer.entries}
     assert (kept["weights"], kept["kv"]) == (PARAMETERS * 2, 100 * 128 * 2 * 36 * 8 * 128 * 2)
     assert infer.resident_bytes("train") > kept["weights"] + kept["kv"], "an engine with ranks of its own never sleeps"
