@@ -1,7 +1,7 @@
 """The ways in which cuBLAS would multiply a shape, through cublasLt's C interface; torch takes the first of its own.
 
-The constants are those of cublasLt.h. A split of K keeps partial sums in memory that the caller lends: who lends none
-is proposed no such way.
+The constants are those of cublasLt.h. A split of K keeps partial sums in memory that the caller lends: who lent none
+was proposed no such way so far.
 """
 
 from __future__ import annotations

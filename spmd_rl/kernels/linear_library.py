@@ -96,7 +96,8 @@ def _times(ways: Sequence[Way], shape: Shape) -> list[float]:
     """Median milliseconds of each, in turns, for weights that lie in memory."""
     x, weight, bias, out = _operands(shape)
     cache_bytes = torch.cuda.get_device_properties(shape.device).L2_cache_size
-    weights = [weight.clone() for _ in range(min(-(-L2_ROOM * cache_bytes // weight.nbytes), MOST_CALLS))]
+    count = min(-(-L2_ROOM * cache_bytes // weight.nbytes), MOST_CALLS)
+    weights = [weight, *(weight.clone() for _ in range(count - 1))]
     spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ways]
     for _ in range(1 + TURNS):
         for way, found in zip(ways, spans, strict=True):

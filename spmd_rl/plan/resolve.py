@@ -29,7 +29,7 @@ from spmd_rl.offload.ledger import (
 )
 from spmd_rl.plan.routes import Routes, push_routes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
-from spmd_rl.train.config import WHOLE_MODEL_BYTES, TrainerConfig
+from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.weights.layout import ITEM_BYTES
 
 PARTS = {"train": ("trainer",), "infer": ("engine", "sampling", "prompts_per_step")}  # what a role is planned by
@@ -125,7 +125,7 @@ def _role_ledgers(
             spec.num_parameters,
             placements.train.axes["fsdp"],
             compute_bytes,
-            num_gathered=_num_gathered(spec, placements.train.axes["fsdp"]),
+            num_gathered=_num_gathered(spec, cfg.trainer, placements.train),
             activations=activation_bytes(
                 num_tokens=cfg.trainer.max_tokens,
                 num_layers=spec.num_layers,
@@ -182,10 +182,11 @@ def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
     return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[cfg.dtype]
 
 
-def _num_gathered(spec: ModelSpec, num_shards: int) -> int:
-    """Parameters that FSDP holds whole at once: all of a small model, or where it cuts nothing, for they are kept till
-    the step's end; else the root's, and a layer with the next."""
-    if num_shards == 1 or spec.num_parameters * ITEM_BYTES["float32"] <= WHOLE_MODEL_BYTES:
+def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, place: Placement) -> int:
+    """Parameters that FSDP holds whole at once: all where it takes the model as one, or where it cuts nothing, for they
+    are kept till the step's end; else the root's, and a layer with the next."""
+    num_bytes = spec.num_parameters * ITEM_BYTES["float32"]
+    if place.axes["fsdp"] == 1 or gathers_whole(cfg, num_bytes, len(place.ranks)):
         return spec.num_parameters
     layer = sum(prod(shape) for name, shape in spec.parameter_shapes().items() if name.startswith("model.layers.0."))
     return spec.num_parameters - (spec.num_layers - 2) * layer

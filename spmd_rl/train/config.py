@@ -55,6 +55,12 @@ class TrainerConfig:
             )
 
 
+def gathers_whole(cfg: TrainerConfig, num_bytes: int, num_ranks: int) -> bool:
+    """Whether FSDP gathers a model of so many bytes of master weights as one, or layer by layer."""
+    small = num_bytes <= (WHOLE_ALONE_BYTES if num_ranks == 1 else WHOLE_MODEL_BYTES)
+    return cfg.wrap == "model" or (cfg.wrap == "auto" and small)
+
+
 def learning_rate(cfg: TrainerConfig, step: int) -> float:
     """The rate of optimizer step `step`, counted from 0."""
     if step < cfg.warmup_steps:

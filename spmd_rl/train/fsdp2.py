@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from spmd_rl.kernels import PackedAttention, contract, head_logprobs, remaking, token_logprobs
 from spmd_rl.kernels.flash import check_split
 from spmd_rl.model.network import CausalLM
-from spmd_rl.train.config import WHOLE_ALONE_BYTES, WHOLE_MODEL_BYTES, TrainerConfig
+from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
@@ -189,9 +189,7 @@ def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPMod
         cast_forward_inputs=False,
     )
     num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
-    small = num_bytes <= (WHOLE_ALONE_BYTES if mesh.size() == 1 else WHOLE_MODEL_BYTES)
-    whole = cfg.wrap == "model" or (cfg.wrap == "auto" and small)
-    units = [scorer] if whole else [*scorer.model.model.layers, scorer]
+    units = [scorer] if gathers_whole(cfg, num_bytes, mesh.size()) else [*scorer.model.model.layers, scorer]
     keeps = False if mesh.size(1) == 1 else None
     for unit in units:
         fully_shard(

@@ -51,13 +51,15 @@ def _bytes(ledger: Ledger) -> dict[str, int]:
     return {entry.tag: entry.num_bytes for entry in ledger.entries}
 
 
-def test_what_is_gathered_without_shards_stays_whole(model: Path) -> None:
-    sharded, replicated = (
-        _bytes(planned(model, 2, "trainer.dtype=bfloat16", f"split.train.dp={dp}").ledgers[0])["gathered"]
-        for dp in (1, 2)
-    )
+@pytest.mark.parametrize(
+    ("word", "whole"),
+    [("split.train.dp=1", False), ("split.train.dp=2", True), ("trainer.wrap=model", True)],
+    ids=["layer by layer", "without shards", "as one"],
+)
+def test_what_is_gathered(model: Path, word: str, whole: bool) -> None:
     layer = 4096 * (128 * (32 + 2 * 8) + 32 * 128 + 3 * 12288) + 2 * 4096 + 2 * 128
-    assert (sharded, replicated) == (2 * (PARAMETERS - 34 * layer), 2 * PARAMETERS)
+    gathered = _bytes(planned(model, 2, "trainer.dtype=bfloat16", word).ledgers[0])["gathered"]
+    assert gathered == 2 * (PARAMETERS if whole else PARAMETERS - 34 * layer)
 
 
 def test_eight_billion_split_four_and_four(model: Path) -> None:
@@ -72,7 +74,7 @@ def test_eight_billion_split_four_and_four(model: Path) -> None:
     assert found.groups == [("train.fsdp", (0, 1, 2, 3)), ("infer.fsdp", (4, 5, 6, 7)), ("link", tuple(range(8)))]
     train, infer = found.ledgers[0], found.ledgers[7]
     assert _bytes(train)["moments"] == 2 * PARAMETERS
-    kept = {entry.tag: entry.num_bytes for entry in infer.entries}
+    kept = _bytes(infer)
     assert (kept["weights"], kept["kv"]) == (PARAMETERS * 2, 100 * 128 * 2 * 36 * 8 * 128 * 2)
     assert infer.resident_bytes("train") > kept["weights"] + kept["kv"], "an engine with ranks of its own never sleeps"
 

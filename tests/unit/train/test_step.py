@@ -15,7 +15,7 @@ from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train import fsdp2
+from spmd_rl.train import config
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.role import Trainer
 from tests.dist.train_case import make_batch
@@ -87,10 +87,10 @@ def test_how_it_is_computed_does_not_change_what(new_trainer, options: dict[str,
 
 def test_one_rank_gathers_a_model_whole_unless_it_is_large(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any size below the bound for one rank, which is above that for many."""
-    monkeypatch.setattr(fsdp2, "WHOLE_MODEL_BYTES", 0)
+    monkeypatch.setattr(config, "WHOLE_MODEL_BYTES", 0)
     layers = new_trainer().backend.scorer.model.spec.num_layers
     whole, by_layer = len(new_trainer().backend.units), len(new_trainer(wrap="layer").backend.units)
-    monkeypatch.setattr(fsdp2, "WHOLE_ALONE_BYTES", 0)
+    monkeypatch.setattr(config, "WHOLE_ALONE_BYTES", 0)
     assert (whole, by_layer, len(new_trainer().backend.units)) == (1, layers + 1, layers + 1)
 
 
