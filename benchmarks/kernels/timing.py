@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spmd_rl.rollout.native.graphs import record
+from spmd_rl.kernels.recording import record
 
 ROUNDS = 16  # over the inputs, so that a graph runs for 1 ms and its launch, some 8 us, is no part of the result
 WARM_UP, REPLAYS = 5, 15

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,11 +17,13 @@ from torch import Tensor
 
 from spmd_rl.kernels import cublaslt
 from spmd_rl.kernels.linear_tiles import REFERENCE
+from spmd_rl.kernels.recording import record
 
 COMPARED_ROWS = 1024
-TURNS = 3
-HEAD_START = 2_000_000  # cycles for which the GPU waits, so that kernels are timed and not their launches
-MOST_CALLS = 16
+ROUNDS = ((5, 3), (25, 1))  # turns of each way, and how many of the fastest go on
+TURN_S = 1e-3  # what a graph of calls takes at about the pace of an H200, so that its launch is little beside it
+BYTES_PER_S, FLOPS_PER_S = 4e12, 8e14
+MOST_CALLS = 64
 L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come out of memory
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
@@ -39,20 +42,20 @@ class Shape(NamedTuple):
 
 @torch.no_grad()
 def choose(shape: Shape, ours: Way) -> Way | None:
-    """None where `ours` is the fastest, or no other way has its bits."""
+    """None where `ours` is the fastest, or no other way has its bits. Not while a graph is recorded.
+
+    Raises: RuntimeError where cuBLAS refuses what it proposed.
+    """
     ways = [way for way in ways_of(shape) if proves_equal(way, shape)]
-    found = [ours, *ways]
-    times = _times(found, shape) if ways else [0.0]
-    best = times.index(min(times))
-    return found[best] if best else None
+    best = _fastest([ours, *ways], shape) if ways else ours
+    return None if best is ours else best
 
 
 def ways_of(shape: Shape) -> list[Way]:
-    """What torch takes and, of products without a bias, what cuBLAS proposes to who lends it no memory."""
-    if shape.has_bias:
-        return [by_torch]
-    n, k, rows, _, out_dtype, device = shape
-    return [by_torch, *map(_unbiased, cublaslt.proposed(cublaslt.Product(rows, n, k, out_dtype, device)))]
+    """What cuBLAS proposes; of a product with a bias, or without cublasLt, what torch takes, each time anew."""
+    n, k, rows, has_bias, out_dtype, device = shape
+    proposals = [] if has_bias else cublaslt.proposed(rows, n, k, out_dtype, device)
+    return [_without_bias(multiply) for multiply in proposals] or [by_torch]
 
 
 def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -92,25 +95,44 @@ def _operands(shape: Shape) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     return x, weight, bias, x.new_empty(rows, n, dtype=out_dtype)
 
 
-def _times(ways: Sequence[Way], shape: Shape) -> list[float]:
-    """Median milliseconds of each, in turns, for weights that lie in memory."""
+def _fastest(ways: Sequence[Way], shape: Shape) -> Way:
+    """By median time, in turns, for weights that lie in memory; recorded, as decoding steps are.
+
+    Ways that are close to each other part only when they keep the GPU busy for long, as its clock then falls.
+    """
     x, weight, bias, out = _operands(shape)
+    seconds = max(weight.nbytes / BYTES_PER_S, 2 * shape.rows * weight.numel() / FLOPS_PER_S)
+    calls = min(max(int(TURN_S / seconds), 1), MOST_CALLS)
     cache_bytes = torch.cuda.get_device_properties(shape.device).L2_cache_size
-    count = min(-(-L2_ROOM * cache_bytes // weight.nbytes), MOST_CALLS)
-    weights = [weight, *(weight.clone() for _ in range(count - 1))]
-    spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in ways]
-    for _ in range(1 + TURNS):
-        for way, found in zip(ways, spans, strict=True):
+    num_copies = min(-(-L2_ROOM * cache_bytes // weight.nbytes), calls) - 1
+    weights = [weight, *(weight.clone() for _ in range(num_copies))]
+
+    def work(way: Way) -> None:
+        for call in range(calls):
+            way(out, x, weights[call % len(weights)], bias)
+
+    memory = torch.cuda.graph_pool_handle()
+    left = [(way, record(partial(work, way), memory)[0]) for way in ways]
+    for turns, num_kept in ROUNDS:
+        times = _times([graph for _, graph in left], turns)
+        order = sorted(range(len(left)), key=times.__getitem__)
+        left = [left[index] for index in order[:num_kept]]
+    return left[0][0]
+
+
+def _times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int) -> list[float]:
+    """Median milliseconds of each, after one turn to warm up."""
+    spans: list[list[float]] = [[] for _ in graphs]
+    for _ in range(1 + turns):
+        for graph, found in zip(graphs, spans, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(HEAD_START)
             begin.record()
-            for one in weights:
-                way(out, x, one, bias)
+            graph.replay()
             end.record()
-            found.append((begin, end))
-    torch.cuda.synchronize(shape.device)
-    return [statistics.median(begin.elapsed_time(end) for begin, end in found[1:]) for found in spans]
+            end.synchronize()
+            found.append(begin.elapsed_time(end))
+    return [statistics.median(found[1:]) for found in spans]
 
 
-def _unbiased(way: cublaslt.Way) -> Way:
-    return lambda out, x, weight, _: way(out, x, weight)
+def _without_bias(multiply: cublaslt.Multiply) -> Way:
+    return lambda out, x, weight, _: multiply(out, x, weight)

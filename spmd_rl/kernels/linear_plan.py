@@ -17,7 +17,7 @@ from spmd_rl.kernels.tile import dense
 from spmd_rl.kernels.verified import has_dsl
 
 CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # rows taken from a larger product
-WHOLE = {256: 2048, 128: 4096}  # rows of a whole product: weight rows above which cuBLAS may be the faster
+WHOLE = {256: 2048, 128: 2048, 64: 65536}  # rows of a whole product: weight rows above which cuBLAS may be the faster
 HOPPER = 9
 
 _chosen: dict[Shape, Way | None] = {}
@@ -26,10 +26,13 @@ _chosen: dict[Shape, Way | None] = {}
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """x @ weight.T + bias with fp32 accumulators and one rounding to `out_dtype`.
 
-    While a CUDA graph is recorded, no kernel of it may write the weight.
+    While a CUDA graph is recorded, no kernel of it may write the weight. The first product of a shape may take a
+    fraction of a second, in which cuBLAS's ways are compared.
 
-    Shape: x [M, K] and weight [N, K] bf16; returns [M, N].
+    Shape: x [M, K] and weight [N, K] bf16; returns [M, N]. Raises: ValueError for other operands.
     """
+    if x.shape[1] != weight.shape[1] or not x.dtype == weight.dtype == torch.bfloat16:
+        raise ValueError(f"no product of {list(x.shape)} {x.dtype} and a weight {list(weight.shape)} {weight.dtype}")
     x, given = dense(x), weight
     weight = dense(given)
     num_rows = x.shape[0]

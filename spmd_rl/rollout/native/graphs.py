@@ -7,10 +7,9 @@ the last one. Entries that no row fills are padding: their K/V is written nowher
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
+from spmd_rl.kernels.recording import GraphMemory, record
 from spmd_rl.kernels.upload import upload
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.staged import Fields, Staged
 
-GraphMemory = Any  # torch's handle of a pool
-Outputs = TypeVar("Outputs")
 Draw = Callable[..., tuple[Tensor, Tensor]]  # takes what `sample_and_score` takes
 TURNS = 2  # a step may be launched before the host has taken what the step before it drew
 
@@ -42,25 +40,6 @@ def table_width(num_pages: int, max_pages: int, split_pages: int) -> int:
         return max_pages
     splits, most = -(-num_pages // split_pages), -(-max_pages // split_pages)
     return min(1 << (splits - 1).bit_length(), most) * split_pages
-
-
-def record(work: Callable[[], Outputs], memory: GraphMemory) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """Do `work` once, which compiles what is not compiled yet, then record it; `memory` is shared between graphs that
-    never run at the same time.
-
-    Python's collector rests meanwhile: letting go of other graphs or of device memory would end the recording.
-    """
-    work()
-    torch.cuda.synchronize()
-    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, pool=memory):
-            outputs = work()
-    finally:
-        if collects:
-            gc.enable()
-    return graph, outputs
 
 
 class _Pinned:

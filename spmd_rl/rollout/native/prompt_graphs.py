@@ -14,8 +14,8 @@ from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.flash import PagedFlash
+from spmd_rl.kernels.recording import GraphMemory, record
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.native.graphs import GraphMemory, record
 from spmd_rl.rollout.native.staged import Fields, Staged
 
 SIZES = (256, 512, 1024, 2048)  # tokens; above, launching is the smaller part

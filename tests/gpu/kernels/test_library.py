@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear_library, linear_plan
-from spmd_rl.kernels.cublaslt import Product, proposed
+from spmd_rl.kernels.cublaslt import proposed
 from spmd_rl.kernels.linear_library import Shape, Way, by_torch, choose, proves_equal, ways_of
 from spmd_rl.kernels.linear_plan import matmul, ours_into
 from spmd_rl.kernels.linear_tiles import REFERENCE
@@ -67,7 +67,7 @@ def differing(way: Way, shape: Shape, rows: Rows, unequal: Unequal) -> int:
 
 def lent_memory(shape: Shape) -> list[Way]:
     n, k, m, _, dtype, _ = shape
-    ways = proposed(Product(m, n, k, dtype, DEVICE), LENT_BYTES)
+    ways = proposed(m, n, k, dtype, DEVICE, LENT_BYTES)
     return [lambda out, x, weight, _, way=way: way(out, x, weight) for way in ways]
 
 
@@ -76,7 +76,7 @@ def test_verdicts_are_those_of_another_comparison(dtype: torch.dtype, rows: Rows
     verdicts = set()
     for one in SHAPES:
         shape = Shape(*one, False, dtype, DEVICE)
-        for way in (*ways_of(shape), *lent_memory(shape)):
+        for way in (by_torch, *ways_of(shape), *lent_memory(shape)):
             verdict = proves_equal(way, shape)
             assert verdict == (differing(way, shape, rows, unequal) == 0), f"{shape}"
             verdicts.add(verdict)
@@ -86,8 +86,8 @@ def test_verdicts_are_those_of_another_comparison(dtype: torch.dtype, rows: Rows
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_without_memory_for_partial_sums_cublas_proposes_no_way_that_splits_k(dtype: torch.dtype) -> None:
     shapes = [Shape(*one, False, dtype, DEVICE) for one in SHAPES]
-    proposals = [(way, shape) for shape in shapes for way in ways_of(shape)[1:]]
-    assert len(proposals) >= len(SHAPES)
+    proposals = [(way, shape) for shape in shapes for way in ways_of(shape)]
+    assert len(proposals) > len(SHAPES)
     assert [shape for way, shape in proposals if not proves_equal(way, shape)] == []
 
 
@@ -99,11 +99,12 @@ def test_verdicts_with_a_bias_are_those_of_another_comparison(rows: Rows, unequa
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of what the library was asked to multiply, in a process that has chosen nothing yet."""
+    """The shapes of what the library was asked to multiply, in a process that has chosen nothing yet and whose own
+    product is slow."""
     seen: list[torch.Size] = []
 
     def watched(shape: Shape, ours: Way) -> Way | None:
-        way = choose(shape, ours)
+        way = choose(shape, _ten_times(ours))
 
         def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             seen.append(x.shape)
@@ -147,8 +148,9 @@ def test_operands_at_odd_addresses_are_moved_first(calls: list[torch.Size], rows
 
 def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(4096, 4096, 1024, False, BF16, DEVICE)
-    monkeypatch.setattr(linear_library, "ways_of", lambda shape: [_three_times, by_torch, _three_times])
-    assert choose(shape, _three_times) is by_torch
+    slow = _ten_times(by_torch)
+    monkeypatch.setattr(linear_library, "ways_of", lambda shape: [slow, by_torch, slow])
+    assert choose(shape, slow) is by_torch
     assert choose(shape, lambda *given: None) is None
 
 
@@ -162,7 +164,7 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
 
     def ask(shape: Shape, ours: Way) -> Way | None:
         asked.append(shape)
-        return None if torch.cuda.is_current_stream_capturing() else choose(shape, ours)
+        return None if torch.cuda.is_current_stream_capturing() else watched(shape, ours)
 
     def recorded() -> int:
         graph = torch.cuda.CUDAGraph()
@@ -172,19 +174,31 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
         graph.replay()
         return unequal(out, expected)
 
+    watched = linear_plan.choose
     monkeypatch.setattr(linear_plan, "choose", ask)
     ours_into(torch.empty_like(expected), x, weight, None)  # compiles
     assert recorded() == 0
     assert (asked, linear_plan._chosen) == ([], {})
     assert unequal(matmul(x, weight, None, BF16), expected) == 0
     assert asked == list(linear_plan._chosen) == [Shape(n, k, m, False, BF16, x.device)]
+    calls.clear()
     assert recorded() == 0
-    assert len(asked) == 1
+    assert (calls, len(asked)) == ([x.shape], 1)
 
 
-def _three_times(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    for _ in range(3):
-        by_torch(out, x, weight, bias)
+@pytest.mark.parametrize(("columns", "dtype"), [(1024, BF16), (2048, FP32)])
+def test_other_operands_are_refused(columns: int, dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(512, 2048, dtype=BF16, device=DEVICE), torch.zeros(64, columns, dtype=dtype, device=DEVICE)
+    with pytest.raises(ValueError, match=r"no product of \[512, 2048\] torch.bfloat16 and a weight"):
+        matmul(x, weight, None, BF16)
+
+
+def _ten_times(way: Way) -> Way:
+    def slow(*given: Tensor | None) -> None:
+        for _ in range(10):
+            way(*given)
+
+    return slow
 
 
 def _in_one_chain(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
