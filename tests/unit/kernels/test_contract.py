@@ -139,7 +139,7 @@ def test_cublas_of_cuda_12(hopper: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0)), "capability"),
+        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 1)), "capability"),
         (lambda patch: patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100"), "gpu"),
         (lambda patch: patch.setattr(torch.version, "cuda", "12.8"), "cuda"),
         (lambda patch: patch.setattr(LINEAR, "keeps_chain", lambda *given: False), "linear"),
@@ -150,3 +150,9 @@ def test_the_gpu(
     change: Callable[[pytest.MonkeyPatch], None], fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
 ) -> None:
     assert changed(gpu_facts, lambda: change(monkeypatch)) == {fact}
+
+
+def test_tiles_are_free_where_that_was_measured(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+    assert gpu_facts()["linear"] == "one ascending chain"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert gpu_facts()["linear"] == "one ascending chain, tiles not compared"
