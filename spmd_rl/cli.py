@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -42,6 +43,7 @@ USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts
 HELP = {"--help", "-h"}
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
 HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
+OPEN_FILES = 1 << 16
 END_S = 5  # for the ranks to end after the run's grace
 NO_HEARTBEAT_S = 10 * 365 * 86400  # one machine needs none, and torch's may complain after the run's last words
 
@@ -113,6 +115,7 @@ def _run(words: list[str]) -> int:
     """Check the config here, where a mistake costs nothing, then launch."""
     for number in _endings():
         signal.signal(number, _end_before_launch)
+    _open_many_files()
     invocation = Invocation.parse(words)
     recipe = load_recipe(invocation.recipe)
     cfg = recipe.configure(invocation)
@@ -181,6 +184,7 @@ def _rank(words: list[str]) -> int:
     """Join as a rank. Rank 0 starts the controller first, so that it loads while torch does."""
     for number in ENDINGS:
         signal.signal(number, signal.SIG_DFL)  # a launcher's handlers, inherited, would wait for C++ code, or be lost
+    _open_many_files()
     from spmd_rl.mesh.world import World
 
     world = World.from_env()
@@ -191,6 +195,14 @@ def _rank(words: list[str]) -> int:
     from spmd_rl.controller.worker import run_worker
 
     return last_words.leave(f"rank {world.rank}", run_worker(world, controller))
+
+
+def _open_many_files() -> None:
+    """As many as the system lets us: the controller has a socket for every rank, gloo one for every pair of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) -> int:

@@ -94,7 +94,7 @@ def limits() -> Limits:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shm = Path("/dev/shm")
     return Limits(
-        nofile=_or_many(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        nofile=_or_many(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),  # a rank asks for them
         memlock_bytes=None if locked == resource.RLIM_INFINITY else locked,
         shm_bytes=shutil.disk_usage(shm).free if shm.is_dir() else None,
         num_infiniband=len(list(INFINIBAND.iterdir())) if INFINIBAND.is_dir() else 0,

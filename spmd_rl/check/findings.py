@@ -98,7 +98,7 @@ def files(limits: Limits) -> Finding:
     if limits.nofile >= NOFILE:
         return Finding("ok", "nofile", what)
     level: Literal["warn", "fail"] = "fail" if limits.nofile < 1024 else "warn"
-    return Finding(level, "nofile", what, "ulimit -n 65536, or LimitNOFILE in slurmd's service")
+    return Finding(level, "nofile", what, "ulimit -Hn 65536, or LimitNOFILE in slurmd's service")
 
 
 def memlock(limits: Limits) -> Finding:

@@ -46,7 +46,7 @@ CASES = [
     ("fail", "--ipc=host", findings.ipc(BROKEN)),
     ("ok", "65536", findings.files(LIMITS)),
     ("warn", "1024", findings.files(replace(LIMITS, nofile=1024))),
-    ("fail", "ulimit -n", findings.files(replace(LIMITS, nofile=256))),
+    ("fail", "ulimit -Hn", findings.files(replace(LIMITS, nofile=256))),
     ("ok", "unlimited", findings.memlock(LIMITS)),
     ("ok", "8192 KiB", findings.memlock(replace(LIMITS, memlock_bytes=8 << 20))),
     ("fail", "ulimit -l", findings.memlock(replace(LIMITS, memlock_bytes=8 << 20, num_infiniband=4))),

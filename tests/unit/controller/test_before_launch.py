@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,18 @@ def test_the_folder_of_another_run(launched: list[int], capfd: pytest.CaptureFix
     assert "holds a run with another configuration (steps was 3" in capfd.readouterr().err
     assert run("--run.resume=true") == 0
     assert launched == [1, 1]
+
+
+@pytest.fixture
+def most_files() -> Iterator[int]:
+    """The system's limit on the open files of this process, which has room for 40 now."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, before[1]))
+    yield before[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_low_limit_of_open_files_is_raised_as_far_as_allowed(launched: list[int], most_files: int) -> None:
+    assert run() == 0
+    expected = cli.OPEN_FILES if most_files == resource.RLIM_INFINITY else min(most_files, cli.OPEN_FILES)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, most_files)
