@@ -56,12 +56,11 @@ def measured(what: str, value: float, unit: str, *, at_most: float | None = None
 
 def gpu() -> dict[str, str]:
     """The first GPU, its driver and torch's cuBLAS, to stand among the versions of a result."""
-    from spmd_rl.kernels.contract import CUBLAS
-    from spmd_rl.kernels.verified import installed
+    from spmd_rl.kernels.contract import cublas_version
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     name, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
-    return {"gpu": name, "driver": driver, "cublas": next(filter(None, map(installed, CUBLAS)), "")}
+    return {"gpu": name, "driver": driver, "cublas": cublas_version()}
 
 
 def finish(

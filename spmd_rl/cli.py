@@ -24,7 +24,6 @@ import resource
 import signal
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +45,6 @@ ENDINGS = (signal.SIGTERM, signal.SIGINT)
 HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
 OPEN_FILES = 1 << 16
 END_S = 5  # for the ranks to end after the run's grace
-WORDS_S, POLL_S = 2.0, 0.02  # for the controller to say which rank was killed
 NO_HEARTBEAT_S = 10 * 365 * 86400  # one machine needs none, and torch's may complain after the run's last words
 
 
@@ -245,7 +243,7 @@ def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) 
             elastic_launch(config, _forked_rank)(words)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            _say(Path(folder), f"rank {rank} {ending(failure.exitcode)}", wait_s=WORDS_S)
+            _say(Path(folder), f"rank {rank} {ending(failure.exitcode)}")
             return max(failure.exitcode, 1)
         except SignalException as error:
             _say(Path(folder), f"the run was ended by {error.sigval.name}")
@@ -287,9 +285,5 @@ def _keep_from_children(pipes: list[int]) -> None:
     os.register_at_fork(after_in_child=close)
 
 
-def _say(folder: Path, otherwise: str, wait_s: float = 0.0) -> None:
-    """What the first to end left, or `otherwise`, where nobody leaves a word within `wait_s`."""
-    deadline = time.monotonic() + wait_s
-    while not (said := last_words.of_the_last_start(folder)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    print(said[0] if said else otherwise, file=sys.stderr)
+def _say(folder: Path, otherwise: str) -> None:
+    print(next(iter(last_words.of_the_last_start(folder)), otherwise), file=sys.stderr)

@@ -7,14 +7,13 @@ import torch
 from spmd_rl.kernels.attention import KV_BLOCK, QUERY_TILE
 from spmd_rl.kernels.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
 from spmd_rl.kernels.flash_decode import TILE
-from spmd_rl.kernels.linear import keeps_chain
+from spmd_rl.kernels.linear import HOPPER, keeps_chain
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VOCAB_CHUNK
 from spmd_rl.kernels.sampling import RANDOM_SCHEME
 from spmd_rl.kernels.tile import ROW_TILE
 from spmd_rl.kernels.verified import DSL, installed
 
 CONTRACT_VERSION = 2
-MEASURED = 9  # the compute capability of GPUs on which tiles were seen to be free (Hopper)
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")  # what torch's wheels bring: for CUDA 13, and before
 
 
@@ -40,6 +39,11 @@ def contract(
     return facts | (_cpu_facts() if device.type == "cpu" else _gpu_facts(device, dtype, head_dim))
 
 
+def cublas_version() -> str:
+    """Of the package that torch's wheel brought; an empty string where there is none."""
+    return next(filter(None, map(installed, CUBLAS)), "")
+
+
 def _cpu_facts() -> dict[str, str | int]:
     return {
         "attention": "blocked",
@@ -61,7 +65,7 @@ def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -
     if flash_takes(head_dim or FLASH_HEAD_DIMS[0], dtype, device):
         attention = {"attention": f"flash-attn-4 {flash_version()} causal, one split", "kv_block": TILE[1]}
     capability = torch.cuda.get_device_capability(device)
-    chain = "one ascending chain" if capability[0] == MEASURED else "one ascending chain, tiles not compared"
+    chain = "one ascending chain" if capability[0] == HOPPER else "one ascending chain, tiles not compared"
     return attention | {
         "linear": chain if keeps_chain(dtype, device) else "library, no promise",
         "norm_elements": TILE_ELEMENTS,
@@ -70,7 +74,7 @@ def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -
         "gpu": torch.cuda.get_device_name(device),
         "capability": ".".join(map(str, capability)),
         "cuda": torch.version.cuda or "",
-        "cublas": next(filter(None, map(installed, CUBLAS)), ""),
+        "cublas": cublas_version(),
         "triton": triton_version,
         **{package: installed(package) or "" for package in DSL},
         "tf32": int(torch.backends.cuda.matmul.allow_tf32),

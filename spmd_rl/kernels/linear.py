@@ -11,7 +11,8 @@ from torch import Tensor
 
 from spmd_rl.kernels.tile import cut_rows, pad_rows
 
-ROOMY = (9, 10)  # compute capabilities: Hopper, and Blackwell for data centres
+HOPPER = 9  # the compute capability on which tiles were seen to be free
+ROOMY = (HOPPER, 10)  # and Blackwell for data centres
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

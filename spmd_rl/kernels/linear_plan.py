@@ -11,6 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.linear import HOPPER
 from spmd_rl.kernels.linear_library import Shape, Way, choose
 from spmd_rl.kernels.linear_tiles import Share, choose_gated_tile, choose_ring, choose_share, choose_tile
 from spmd_rl.kernels.tile import dense
@@ -18,7 +19,6 @@ from spmd_rl.kernels.verified import has_dsl
 
 CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # rows taken from a larger product
 WHOLE = {256: 2048, 128: 2048, 64: 65536}  # rows of a whole product: weight rows above which cuBLAS may be the faster
-HOPPER = 9
 
 _chosen: dict[Shape, Way | None] = {}
 

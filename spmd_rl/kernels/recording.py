@@ -16,8 +16,8 @@ def record(work: Callable[[], Outputs], memory: GraphMemory) -> tuple[torch.cuda
     """Do `work` once, which compiles what is not compiled yet, then record it; `memory` is shared between graphs that
     never run at the same time.
 
-    Python's collector rests meanwhile: letting go of other graphs or of device memory would end the recording. What
-    other threads do, does not.
+    Python's collector rests meanwhile: letting go of other graphs or of device memory would end the recording. Other
+    threads may allocate, and wait for streams of their own.
     """
     work()
     torch.cuda.synchronize()
