@@ -2,11 +2,11 @@
 
 Both hold the same model folder in bf16 with room for the same number of KV tokens, both run up to 512 sequences, and
 both draw at temperature 1 and ignore the end of sequence. SGLang runs in its fastest mode, which is not deterministic:
-FlashAttention 3, CUDA graphs for decoding at every batch size, its radix cache and overlapped schedule as by default,
-and no log-probs returned. Ours records every token's log-prob, always. Only the graphs for SGLang's prefill are off:
-they would triple its time to start.
+FlashAttention 3, CUDA graphs for decoding at every batch size, graphs for prefill, its radix cache and overlapped
+schedule as by default, and no log-probs returned. Ours records every token's log-prob, always.
 
-SGLang stands in a folder of its own (`--sglang SITE`), because it wants another transformers.
+SGLang stands in a folder of its own (`pip install --target SITE sglang==0.5.16`, `--sglang SITE`), because it wants
+another transformers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ PAGE_SIZE = 128
 STEP_TOKENS = 8192  # SGLang's chunk of prefill on this GPU
 SGLANG_MEMORY = 0.9  # of the GPU, so that it is KV_TOKENS that counts
 PACKAGES = ("torch", "triton", "flash-attn-4")
+SGLANG_SETTINGS = (
+    "attention_backend",
+    "max_total_num_tokens",
+    "disable_overlap_schedule",
+    "disable_prefill_cuda_graph",
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,9 @@ def pair(name: str, sglang_site: str) -> Iterator[Pair]:
 
 
 def versions(pair: Pair) -> dict[str, str]:
-    return {"sglang": pair.sglang.ask(facts=True)["version"]}
+    """SGLang's, and the settings that it runs with."""
+    facts = pair.sglang.ask(facts=True)
+    return {"sglang": facts["version"]} | {f"sglang {name}": str(facts[name]) for name in SGLANG_SETTINGS}
 
 
 class Contender(Protocol):
@@ -127,7 +135,6 @@ class SgLang:
             max_running_requests=MAX_BATCH,
             mem_fraction_static=SGLANG_MEMORY,
             cuda_graph_max_bs_decode=MAX_BATCH,
-            disable_prefill_cuda_graph=True,
             random_seed=0,
             log_level="warning",
         )
@@ -139,8 +146,7 @@ class SgLang:
 
     def facts(self) -> dict[str, Any]:
         said = self.engine.get_server_info()
-        names = ("attention_backend", "max_total_num_tokens", "max_running_requests", "disable_overlap_schedule")
-        return {"version": version("sglang")} | {name: said.get(name) for name in names}
+        return {"version": version("sglang")} | {name: said.get(name) for name in SGLANG_SETTINGS}
 
 
 def serve(kind: str, folder: str) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.timing import microseconds, seconds
+from benchmarks.kernels.timing import copy_bytes_per_s, microseconds
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
@@ -51,14 +51,6 @@ CASES = [
 ]
 COLD_BYTES = 1 << 30
 CALLS = 40  # in a graph, so that its launch is a small part
-COPY_BYTES = 4 << 30
-
-
-def copy_bytes_per_s() -> float:
-    """A copy of 4 GiB, timed by itself: the median of twenty, the first two left out."""
-    source = torch.randn(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * COPY_BYTES / seconds([lambda: target.copy_(source)], runs=20, warm_up=2)[0]
 
 
 def measure(case: Case, copy: float) -> Iterator[Row]:

@@ -3,8 +3,8 @@
 Ours keeps one ascending chain over K (docs/numerics.md). Each number is the median over replays of a graph that runs
 the product for many copies of the weight, for some 1 ms, ours and cuBLAS's in turns; ours overlap at their ends, as in
 the engine. cuBLAS's best is the fastest, in a shorter run before, of what torch.mm takes and all that cublasLt
-proposes, with memory for partial sums and without. The floor is the time to move weight, x and result once, or to do
-the arithmetic at the speed of a large product, whichever is longer.
+proposes, with memory for partial sums and without. The floor is the time to move weight, x and result once, at the
+speed of a large copy just before, or to do the arithmetic at that of a large product, whichever is longer.
 
 Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined product and torch's
 two kernels.
@@ -21,16 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.timing import in_turns
+from benchmarks.kernels.timing import copy_bytes_per_s, in_turns
 from benchmarks.record import compared, finish, gpu, measured
-from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
+from benchmarks.shapes import HEAD_DIM, MEASURED_FLOPS_PER_S, QWEN3, VOCAB
 from benchmarks.table import Row
 from spmd_rl.kernels import silu_mul_linear
-from spmd_rl.kernels.cublaslt import proposed
+from spmd_rl.kernels.cublaslt import Shape, proposed
 from spmd_rl.kernels.linear_plan import matmul
 
 ROWS = (1, 16, 64, 128, 256)
-COPY_BYTES_PER_S, FLOPS_PER_S = 4.3e12, 788e12  # measured on an H200
 COLD_BYTES = 256 << 20
 MAX_COPIES = 64
 WORKSPACES = (0, 32 << 20)  # none, and as much as torch lends cuBLAS on Hopper
@@ -64,24 +63,22 @@ def cold_weights(n: int, k: int) -> list[Tensor]:
     return [torch.randn(n, k, device="cuda").bfloat16() for _ in range(copies)]
 
 
-def floor_us(m: int, n: int, k: int, out_dtype: torch.dtype) -> float:
+def floor_us(m: int, n: int, k: int, out_dtype: torch.dtype, bytes_per_s: float) -> float:
     moved = 2 * (n * k + m * k) + out_dtype.itemsize * m * n
-    return 1e6 * max(moved / COPY_BYTES_PER_S, 2 * m * n * k / FLOPS_PER_S)
+    return 1e6 * max(moved / bytes_per_s, 2 * m * n * k / MEASURED_FLOPS_PER_S)
 
 
 def cublas_best(x: Tensor, weights: list[Tensor], out_dtype: torch.dtype) -> Callable[[Tensor], object]:
     widen = {"out_dtype": out_dtype} if out_dtype != x.dtype else {}
-    shape = (len(x), *weights[0].shape)
-    out = x.new_empty(shape[:2], dtype=out_dtype)
+    shape = Shape(*weights[0].shape, len(x), False, out_dtype, x.device)
+    out = x.new_empty(shape.rows, shape.n, dtype=out_dtype)
     ways: list[Callable[[Tensor], object]] = [lambda w: torch.mm(x, w.t(), **widen)]
-    ways += [
-        lambda w, way=way: way(out, x, w) for size in WORKSPACES for way in proposed(*shape, out_dtype, x.device, size)
-    ]
+    ways += [lambda w, way=way: way(out, x, w, None) for size in WORKSPACES for way in proposed(shape, size)]
     times = in_turns(ways, weights, TRIAL_ROUNDS, TRIAL_REPLAYS)
     return ways[times.index(min(times))]
 
 
-def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[Row]:
+def measure(name: str, n: int, k: int, out_dtype: torch.dtype, bytes_per_s: float) -> list[Row]:
     weights, found = cold_weights(n, k), []
     for m in ROWS:
         x = torch.randn(m, k, device="cuda").bfloat16()
@@ -90,7 +87,7 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype) -> list[Row]:
         what = f"{name} {n}x{k}, {m} rows"
         found.append(compared(what, ours, "us", peer="cuBLAS's best", peer_value=cublas, at_most=BAR))
         if m <= 64 and 2 * n * k >= LARGE_BYTES:
-            share = floor_us(m, n, k, out_dtype) / ours
+            share = floor_us(m, n, k, out_dtype, bytes_per_s) / ours
             found.append(measured(f"{what}, share of floor", share, "", at_least=FLOOR_BAR))
     return found
 
@@ -113,9 +110,11 @@ def measure_gated(model: str) -> list[Row]:
 
 
 def main() -> int:
-    rows = [row for name, shape in shapes().items() for row in measure(name, *shape)]
+    copy = copy_bytes_per_s()
+    rows = [measured("copy, read and written", copy / 1e12, "TB/s")]
+    rows += [row for name, shape in shapes().items() for row in measure(name, *shape, copy)]
     rows += [row for model in QWEN3 for row in measure_gated(model)]
-    print(f"{sum(bool(row.holds) for row in rows)} of {len(rows)} bars hold")
+    print(f"{sum(row.holds is True for row in rows)} of {sum(row.holds is not None for row in rows)} bars hold")
     packages = ("torch", "triton", "nvidia-cutlass-dsl")
     return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
 

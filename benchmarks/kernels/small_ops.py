@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.decode_gemm import COPY_BYTES_PER_S
-from benchmarks.kernels.timing import microseconds
+from benchmarks.kernels.timing import copy_bytes_per_s, microseconds
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
 from benchmarks.table import Row
@@ -199,7 +198,7 @@ def of_vocabulary(rows: int) -> Iterator[Case]:
         )
 
 
-def measure(case: Case) -> Iterator[Row]:
+def measure(case: Case, copy: float) -> Iterator[Row]:
     inputs = [case.inputs()]
     size = sum(one.numel() * one.element_size() for one in inputs[0])
     inputs += [case.inputs() for _ in range(max(CALLS, -(-COLD_BYTES // size)) - 1)]
@@ -210,7 +209,7 @@ def measure(case: Case) -> Iterator[Row]:
     with torch.no_grad():
         ours = time(case.ours)
         yield compared(case.what, ours, "us", peer="torch", peer_value=time(case.torch))
-    yield measured(f"{case.what}, share of a copy", 1e6 * case.num_bytes / COPY_BYTES_PER_S / ours, "")
+    yield measured(f"{case.what}, share of a copy", 1e6 * case.num_bytes / copy / ours, "")
 
 
 def main() -> int:
@@ -219,9 +218,10 @@ def main() -> int:
     cases += [case for rows in (*DECODING, LOGIT_ROWS) for case in of_vocabulary(rows)]
     cases += [case for rows in DECODING for case in of_splits(rows)]
     cases += of_head("0.6B")
-    rows: list[Row] = []
+    copy = copy_bytes_per_s()
+    rows = [measured("copy, read and written", copy / 1e12, "TB/s")]
     for case in cases:
-        rows += measure(case)
+        rows += measure(case, copy)
         torch.cuda.empty_cache()
     return finish(__file__, ("torch", "triton"), rows, save="--save" in sys.argv, machine="h200", **gpu())
 

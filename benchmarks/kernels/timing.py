@@ -12,6 +12,7 @@ from spmd_rl.kernels.recording import record
 
 ROUNDS = 16  # over the inputs, so that a graph runs for 1 ms and its launch, some 8 us, is no part of the result
 WARM_UP, REPLAYS = 5, 15
+COPY_BYTES = 4 << 30
 Op = Callable[[Any], object]
 
 
@@ -39,6 +40,13 @@ def in_turns(ops: Sequence[Op], inputs: list[Any], rounds: int = ROUNDS, runs: i
 def microseconds(op: Op, inputs: list[Any]) -> float:
     """Median time of `op` for one input, with no other in turn."""
     return in_turns([op], inputs)[0]
+
+
+def copy_bytes_per_s() -> float:
+    """What a copy of 4 GiB, timed by itself, reads and writes in a second: the median of twenty."""
+    source = torch.randn(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds([lambda: target.copy_(source)], runs=20, warm_up=2)[0]
 
 
 def _recorded(op: Op, inputs: list[Any], rounds: int) -> torch.cuda.CUDAGraph:

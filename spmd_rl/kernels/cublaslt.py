@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 COMPUTE_FP32, FP32, BF16 = 68, 0, 14
 TRANSPOSE_FIRST, TRANSPOSED = 3, 1
+EPILOGUE, ADD_BIAS, BIAS, BIAS_TYPE = 7, 4, 8, 26
 MAX_WORKSPACE, REDUCTIONS, NO_REDUCTION = 1, 3, 0
 MIN_ALIGNMENTS = range(5, 9)  # of both factors, of what is added, and of the result
 ALIGNMENT = 16  # bytes
@@ -24,7 +25,18 @@ NOT_SUPPORTED = 15
 MOST = 32
 ONE, ZERO = c_float(1), c_float(0)
 
-Multiply = Callable[[Tensor, Tensor, Tensor], None]  # takes out, x, weight
+Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
+
+
+class Shape(NamedTuple):
+    """x @ weight.T + bias, of x [rows, k], weight [n, k] and bias [n], all bf16, in `out_dtype`, bf16 or fp32."""
+
+    n: int
+    k: int
+    rows: int
+    has_bias: bool
+    out_dtype: torch.dtype
+    device: torch.device
 
 
 class _Proposal(ctypes.Structure):
@@ -37,24 +49,26 @@ class _Proposal(ctypes.Structure):
     )
 
 
-def proposed(
-    rows: int, n: int, k: int, out_dtype: torch.dtype, device: torch.device, workspace_bytes: int = 0
-) -> list[Multiply]:
-    """What cuBLAS proposes for x @ weight.T, best first as it thinks; nothing where cublasLt is not to be had.
+def proposed(shape: Shape, workspace_bytes: int = 0) -> list[Way]:
+    """What cuBLAS proposes, best first as it thinks; nothing where cublasLt is not to be had.
 
-    Without a workspace it is asked for ways that keep no partial sums, and so do not split K. Ways of one answer share
-    theirs: no two of them may run at a time. Each takes contiguous matrices at whole multiples of 16 bytes, whose
-    shapes and types it does not check, and launches on torch's stream.
+    Without a workspace it is asked for ways that keep no partial sums, and so do not split K. The ways of one answer
+    share what they are called with: no two of them may run at a time, nor be called from two threads. Each takes
+    contiguous operands at whole multiples of 16 bytes, whose shapes and types it does not check, and launches on
+    torch's stream.
 
-    Shape: x [rows, k] and weight [n, k] bf16, out [rows, n] in `out_dtype`, bf16 or fp32.
     Raises: RuntimeError with the status of a call that cublasLt refuses; so does each way.
     """
     if _library() is None:
         return []
+    n, k, rows, has_bias, out_dtype, device = shape
     # To cuBLAS matrices lie column by column: out.T [n, rows] = (weight as [k, n]).T @ (x as [k, rows]).
     handle, operation = _handle(device), _created("cublasLtMatmulDescCreate", c_int(COMPUTE_FP32), c_int(FP32))
-    transposed = byref(c_int(TRANSPOSED))
-    _call("cublasLtMatmulDescSetAttribute", operation, c_int(TRANSPOSE_FIRST), transposed, c_size_t(4))
+    _set("Desc", operation, TRANSPOSE_FIRST, c_int(TRANSPOSED))
+    if has_bias:
+        some = torch.empty(n, dtype=torch.bfloat16, device=device)
+        for attribute, value in (EPILOGUE, c_int(ADD_BIAS)), (BIAS_TYPE, c_int(BF16)), (BIAS, _address(some)):
+            _set("Desc", operation, attribute, value)
     of_weight, of_x = _layout(BF16, k, n), _layout(BF16, k, rows)
     of_out = _layout(BF16 if out_dtype == torch.bfloat16 else FP32, n, rows)
     found, count, wishes = (_Proposal * MOST)(), c_int(0), _wishes(workspace_bytes)
@@ -67,14 +81,16 @@ def proposed(
     _call("cublasLtMatmulPreferenceDestroy", wishes)
     workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
 
-    def way(proposal: _Proposal) -> Multiply:
-        def multiply(out: Tensor, x: Tensor, weight: Tensor) -> None:
-            result = c_void_p(out.data_ptr())
+    def way(proposal: _Proposal) -> Way:
+        def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+            if bias is not None:
+                _set("Desc", operation, BIAS, _address(bias))
+            result = _address(out)
             _call(
                 "cublasLtMatmul",
-                *(handle, operation, byref(ONE), c_void_p(weight.data_ptr()), of_weight),
-                *(c_void_p(x.data_ptr()), of_x, byref(ZERO), result, of_out, result, of_out),
-                *(byref(proposal), c_void_p(workspace.data_ptr()), c_size_t(proposal.workspace)),
+                *(handle, operation, byref(ONE), _address(weight), of_weight, _address(x), of_x),
+                *(byref(ZERO), result, of_out, result, of_out),
+                *(byref(proposal), _address(workspace), c_size_t(proposal.workspace)),
                 c_void_p(torch.cuda.current_stream(device).cuda_stream),
             )
 
@@ -85,14 +101,20 @@ def proposed(
 
 def _wishes(workspace_bytes: int) -> c_void_p:
     wishes = _created("cublasLtMatmulPreferenceCreate")
-    values: list[tuple[int, c_uint32 | c_uint64]] = [(MAX_WORKSPACE, c_uint64(workspace_bytes))]
-    values += [(attribute, c_uint32(ALIGNMENT)) for attribute in MIN_ALIGNMENTS]
+    _set("Preference", wishes, MAX_WORKSPACE, c_uint64(workspace_bytes))
+    for attribute in MIN_ALIGNMENTS:
+        _set("Preference", wishes, attribute, c_uint32(ALIGNMENT))
     if not workspace_bytes:
-        values.append((REDUCTIONS, c_uint32(NO_REDUCTION)))
-    for attribute, value in values:
-        size = c_size_t(ctypes.sizeof(value))
-        _call("cublasLtMatmulPreferenceSetAttribute", wishes, c_int(attribute), byref(value), size)
+        _set("Preference", wishes, REDUCTIONS, c_uint32(NO_REDUCTION))
     return wishes
+
+
+def _set(kind: str, of: c_void_p, attribute: int, value: c_int | c_uint32 | c_uint64 | c_void_p) -> None:
+    _call(f"cublasLtMatmul{kind}SetAttribute", of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value)))
+
+
+def _address(x: Tensor) -> c_void_p:
+    return c_void_p(x.data_ptr())
 
 
 def _layout(dtype: int, rows: int, columns: int) -> c_void_p:

@@ -8,16 +8,15 @@ find another one the fastest.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import cublaslt
+from spmd_rl.kernels.cublaslt import Shape, Way, proposed
 from spmd_rl.kernels.linear_tiles import REFERENCE
-from spmd_rl.kernels.recording import record
+from spmd_rl.kernels.recording import capture
 
 COMPARED_ROWS = 1024
 ROUNDS = ((5, 3), (25, 1))  # turns of each way, and how many of the fastest go on
@@ -26,45 +25,20 @@ BYTES_PER_S, FLOPS_PER_S = 4e12, 8e14
 MOST_CALLS = 64
 L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come out of memory
 
-Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
-
-
-class Shape(NamedTuple):
-    """Of x [rows, k] and weight [n, k], bf16, the result in `out_dtype`."""
-
-    n: int
-    k: int
-    rows: int
-    has_bias: bool
-    out_dtype: torch.dtype
-    device: torch.device
-
 
 @torch.no_grad()
 def choose(shape: Shape, ours: Way) -> Way | None:
-    """None where `ours` is the fastest, or no other way has its bits. Not while a graph is recorded.
+    """None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to compare them in.
+    Not while a graph is recorded.
 
     Raises: RuntimeError where cuBLAS refuses what it proposed.
     """
-    ways = [way for way in ways_of(shape) if proves_equal(way, shape)]
-    best = _fastest([ours, *ways], shape) if ways else ours
+    try:
+        ways = [way for way in proposed(shape) if proves_equal(way, shape)]
+        best = _fastest([ours, *ways], shape) if ways else ours
+    except torch.OutOfMemoryError:
+        return None
     return None if best is ours else best
-
-
-def ways_of(shape: Shape) -> list[Way]:
-    """What cuBLAS proposes; of a product with a bias, or without cublasLt, what torch takes, each time anew."""
-    n, k, rows, has_bias, out_dtype, device = shape
-    proposals = [] if has_bias else cublaslt.proposed(rows, n, k, out_dtype, device)
-    return [_without_bias(multiply) for multiply in proposals] or [by_torch]
-
-
-def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if bias is not None:
-        torch.addmm(bias, x, weight.t(), out=out)
-    elif out.dtype == x.dtype:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
 def proves_equal(way: Way, shape: Shape) -> bool:
@@ -111,8 +85,10 @@ def _fastest(ways: Sequence[Way], shape: Shape) -> Way:
         for call in range(calls):
             way(out, x, weights[call % len(weights)], bias)
 
-    memory = torch.cuda.graph_pool_handle()
-    left = [(way, record(partial(work, way), memory)[0]) for way in ways]
+    memory, left = torch.cuda.graph_pool_handle(), []
+    for way in ways:
+        work(way)
+        left.append((way, capture(partial(work, way), memory)[0]))
     for turns, num_kept in ROUNDS:
         times = _times([graph for _, graph in left], turns)
         order = sorted(range(len(left)), key=times.__getitem__)
@@ -132,7 +108,3 @@ def _times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int) -> list[float]:
             end.synchronize()
             found.append(begin.elapsed_time(end))
     return [statistics.median(found[1:]) for found in spans]
-
-
-def _without_bias(multiply: cublaslt.Multiply) -> Way:
-    return lambda out, x, weight, _: multiply(out, x, weight)

@@ -11,8 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.cublaslt import Shape, Way
 from spmd_rl.kernels.linear import HOPPER
-from spmd_rl.kernels.linear_library import Shape, Way, choose
+from spmd_rl.kernels.linear_library import choose
 from spmd_rl.kernels.linear_tiles import Share, choose_gated_tile, choose_ring, choose_share, choose_tile
 from spmd_rl.kernels.tile import dense
 from spmd_rl.kernels.verified import has_dsl
@@ -29,21 +30,21 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     While a CUDA graph is recorded, no kernel of it may write the weight. The first product of a shape may take a
     fraction of a second, in which cuBLAS's ways are compared.
 
-    Shape: x [M, K] and weight [N, K] bf16; returns [M, N]. Raises: ValueError for other operands.
+    Shape: x [M, K], weight [N, K] and bias [N] bf16; returns [M, N]. Raises: ValueError for other operands.
     """
-    if x.shape[1] != weight.shape[1] or not x.dtype == weight.dtype == torch.bfloat16:
-        raise ValueError(f"no product of {list(x.shape)} {x.dtype} and a weight {list(weight.shape)} {weight.dtype}")
-    x, given = dense(x), weight
-    weight = dense(given)
-    num_rows = x.shape[0]
-    out, done = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype), 0
+    n, k = weight.shape
+    for operand, shape in (x, (len(x), k)), (weight, (n, k)), (bias, (n,)):
+        if operand is not None and (operand.shape != shape or operand.dtype != torch.bfloat16):
+            raise ValueError(f"{list(operand.shape)} {operand.dtype}: no operand of a product with [{n}, {k}] bfloat16")
+    x, num_rows = dense(x), x.shape[0]
+    out, done = x.new_empty(num_rows, n, dtype=out_dtype), 0
     for rows in (num_rows,) if num_rows in WHOLE else CHUNKS:
         while num_rows - done >= rows and (way := _library_way(rows, x, weight, bias, out_dtype)) is not None:
             part = slice(done, done + rows)
-            way(out[part], x[part], weight, bias)
+            way(out[part], x[part], dense(weight), None if bias is None else dense(bias))
             done += rows
     if done < num_rows:
-        ours_into(out[done:], x[done:], given, bias)
+        ours_into(out[done:], x[done:], weight, bias)
     return out
 
 
@@ -62,7 +63,7 @@ def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated
     else:
         from spmd_rl.kernels.linear_triton import matmul_into
 
-        tile = choose_gated_tile(num_rows, n) if gated else choose_tile(num_rows, n)
+        tile = (choose_gated_tile(num_rows, n) if gated else None) or choose_tile(num_rows, n)
         matmul_into(out, x, weight, bias, tile, gated)
 
 

@@ -168,6 +168,11 @@ RINGS: dict[int, tuple[tuple[int, Ring], ...]] = {
     128: ((1024, Ring(32, 64, 256, 4)), (2560, Ring(64, 64, 128, 6))),
     256: ((1024, Ring(64, 64, 128, 6)),),
 }
+# Weights that want another ring than others of their width: bucket, n, k.
+RINGS_OF: dict[tuple[int, int, int], Ring] = {
+    (8, 4096, 1024): Ring(8, 64, 128, 8),
+    (16, 4096, 1024): Ring(16, 64, 128, 8),
+}
 GATED_RINGS: dict[int, tuple[tuple[int, Ring], ...]] = {
     8: ((4096, Ring(8, 64, 128, 6, late=True)),),
     16: ((4096, Ring(16, 64, 256, 3, late=True)),),
@@ -191,7 +196,10 @@ def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
     """For a weight of [n, k], or of [2 n, k]; None where a tile is the faster, or K comes in no whole parts."""
     if k % PART or _is_large(n, k, gated):
         return None
-    return _choose(GATED_RINGS if gated else RINGS, m, n)
+    if gated:
+        return _choose(GATED_RINGS, m, n)
+    bucket = next((rows for rows in RINGS if m <= rows), 0)
+    return RINGS_OF.get((bucket, n, k)) or _choose(RINGS, m, n)
 
 
 def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from spmd_rl.kernels.activation_triton import silu_times
-from spmd_rl.kernels.linear_tiles import LARGE_BYTES, Tile, choose_tile
+from spmd_rl.kernels.linear_tiles import LARGE_BYTES, Tile
 from spmd_rl.kernels.overlap_triton import overlapping, wait
 from spmd_rl.kernels.tile import dense
 
@@ -23,17 +23,13 @@ ROW_GROUP = 8
 COPY_UNIT = 8  # the copy engine moves rows of whole 16-byte units
 
 
-def matmul_into(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile | None = None, gated: bool = False
-) -> None:
+def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: bool = False) -> None:
     """out = x @ weight.T + bias, accumulated in fp32, with one rounding to out's dtype.
 
     Where it is `gated`, the weight's halves make a gate and what SiLU of it multiplies, both rounded before; no bias.
     Shape: out [M, N] with contiguous rows, x [M, K], weight [N, K], or [2 N, K] where it is gated, bias [N].
     """
     (m, k), n = x.shape, out.shape[1]
-    if tile is None:
-        tile = choose_tile(m, n)
     if k % COPY_UNIT:
         x, weight = (F.pad(one, (0, COPY_UNIT - k % COPY_UNIT)) for one in (x, weight))
     early = overlapping() if weight.nbytes < LARGE_BYTES else {}

@@ -184,10 +184,18 @@ def test_split_chunks_equal_packed(heads: Heads, page_size: int, unequal) -> Non
     assert unequal(chunks, packed(*data, SPLIT_LENGTHS, heads, SPLIT)) == 0
 
 
+LONG = Heads(32, 8, 128)  # as benchmarks/kernels/attention_decode.py times them
+
+
 @pytest.mark.parametrize(
-    ("lengths", "split"), [(SPLIT_LENGTHS, SPLIT), ([1500], SPLIT), ([9500, 4700], 4608)], ids=["many", "one", "long"]
+    ("heads", "lengths", "split"),
+    [
+        *((heads, SPLIT_LENGTHS, SPLIT) for heads in SPLIT_HEADS),
+        *((heads, [1500], SPLIT) for heads in SPLIT_HEADS),
+        *((heads, [9500, 4700], 4608) for heads in SPLIT_HEADS),
+        *((LONG, lengths, 4096) for lengths in ([32768], [32768, 32767, 16484, 32768])),
+    ],
 )
-@pytest.mark.parametrize("heads", SPLIT_HEADS)
 def test_split_decode_equals_packed(heads: Heads, lengths: list[int], split: int, unequal) -> None:
     """From one graph, before and after the borders of splits, beside poison and with more splits than any needs."""
     data = qkv(sum(lengths), heads)

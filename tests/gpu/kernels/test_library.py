@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear_library, linear_plan
-from spmd_rl.kernels.cublaslt import proposed
-from spmd_rl.kernels.linear_library import Shape, Way, by_torch, choose, proves_equal, ways_of
+from spmd_rl.kernels.cublaslt import Shape, Way, proposed
+from spmd_rl.kernels.linear_library import choose, proves_equal
 from spmd_rl.kernels.linear_plan import matmul, ours_into
-from spmd_rl.kernels.linear_tiles import REFERENCE
+from spmd_rl.kernels.linear_tiles import REFERENCE, Tile
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.linear_triton import matmul_into
@@ -65,36 +65,36 @@ def differing(way: Way, shape: Shape, rows: Rows, unequal: Unequal) -> int:
     return count
 
 
-def lent_memory(shape: Shape) -> list[Way]:
-    n, k, m, _, dtype, _ = shape
-    ways = proposed(m, n, k, dtype, DEVICE, LENT_BYTES)
-    return [lambda out, x, weight, _, way=way: way(out, x, weight) for way in ways]
+def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """As torch asks cuBLAS, with memory lent."""
+    if bias is not None:
+        torch.addmm(bias, x, weight.t(), out=out)
+    elif out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_verdicts_are_those_of_another_comparison(dtype: torch.dtype, rows: Rows, unequal: Unequal) -> None:
+@pytest.mark.parametrize(("dtype", "has_bias"), [(BF16, False), (FP32, False), (BF16, True)])
+def test_verdicts_are_those_of_another_comparison(
+    dtype: torch.dtype, has_bias: bool, rows: Rows, unequal: Unequal
+) -> None:
     verdicts = set()
     for one in SHAPES:
-        shape = Shape(*one, False, dtype, DEVICE)
-        for way in (by_torch, *ways_of(shape), *lent_memory(shape)):
+        shape = Shape(*one, has_bias, dtype, DEVICE)
+        for way in (by_torch, *proposed(shape), *proposed(shape, LENT_BYTES)):
             verdict = proves_equal(way, shape)
             assert verdict == (differing(way, shape, rows, unequal) == 0), f"{shape}"
             verdicts.add(verdict)
-    assert verdicts == {True, False}, "no way was refused, or none admitted"
+    assert verdicts >= ({True} if has_bias else {True, False}), "no way was refused, or none admitted"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_without_memory_for_partial_sums_cublas_proposes_no_way_that_splits_k(dtype: torch.dtype) -> None:
     shapes = [Shape(*one, False, dtype, DEVICE) for one in SHAPES]
-    proposals = [(way, shape) for shape in shapes for way in ways_of(shape)]
+    proposals = [(way, shape) for shape in shapes for way in proposed(shape)]
     assert len(proposals) > len(SHAPES)
     assert [shape for way, shape in proposals if not proves_equal(way, shape)] == []
-
-
-def test_verdicts_with_a_bias_are_those_of_another_comparison(rows: Rows, unequal: Unequal) -> None:
-    shapes = [Shape(*one, True, BF16, DEVICE) for one in SHAPES]
-    verdicts = {shape: proves_equal(by_torch, shape) for shape in shapes}
-    assert verdicts == {shape: differing(by_torch, shape, rows, unequal) == 0 for shape in shapes}
 
 
 @pytest.fixture
@@ -117,10 +117,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return seen
 
 
-def test_large_products_go_to_the_library(calls: list[torch.Size], rows: Rows, unequal: Unequal) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_large_products_go_to_the_library(
+    has_bias: bool, calls: list[torch.Size], rows: Rows, unequal: Unequal
+) -> None:
     n, k, m = 6144, 1024, 2048 + 512 + 3
     x, weight = rows("normal", m, k), rows("normal", n, k)
-    assert unequal(matmul(x, weight, None, BF16), reference(x, weight, None, BF16)) == 0
+    bias = rows("normal", 1, n)[0] if has_bias else None
+    assert unequal(matmul(x, weight, bias, BF16), reference(x, weight, bias, BF16)) == 0
     assert calls == [torch.Size((2048, k)), torch.Size((512, k))]
 
 
@@ -129,7 +133,7 @@ def test_refused_products_are_ours(
     rows_of_x: int, monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
     n, k = 6144, 4096
-    monkeypatch.setattr(linear_library, "ways_of", lambda shape: [_split_in_two])
+    monkeypatch.setattr(linear_library, "proposed", lambda shape: [_split_in_two])
     x, weight = rows("normal", rows_of_x, k), rows("normal", n, k)
     assert unequal(matmul(x, weight, None, FP32), reference(x, weight, None, FP32)) == 0
     assert calls == []
@@ -138,18 +142,30 @@ def test_refused_products_are_ours(
 
 def test_operands_at_odd_addresses_are_moved_first(calls: list[torch.Size], rows: Rows, unequal: Unequal) -> None:
     (n, k, m), odd = (6144, 1024, 512), []
-    for given in (rows("normal", m, k), rows("normal", n, k)):
+    for given in (rows("normal", m, k), rows("normal", n, k), rows("normal", 1, n)[0]):
         odd.append(torch.empty(given.numel() + 1, dtype=BF16, device=DEVICE)[1:].view_as(given))
         odd[-1].copy_(given)
-    x, weight = odd
-    assert unequal(matmul(x, weight, None, BF16), reference(x.clone(), weight.clone(), None, BF16)) == 0
-    assert calls == [x.shape]
+    assert unequal(matmul(*odd, BF16), reference(*(one.clone() for one in odd), BF16)) == 0
+    assert calls == [odd[0].shape]
+
+
+@pytest.mark.parametrize("step", ["proves_equal", "_fastest"])
+def test_ours_multiplies_where_there_is_no_memory_to_compare(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def full(*given: object) -> None:
+        asked.append(given)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(linear_library, step, full)
+    assert choose(Shape(4096, 4096, 1024, False, BF16, DEVICE), _ten_times(by_torch)) is None
+    assert len(asked) == 1
 
 
 def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(4096, 4096, 1024, False, BF16, DEVICE)
     slow = _ten_times(by_torch)
-    monkeypatch.setattr(linear_library, "ways_of", lambda shape: [slow, by_torch, slow])
+    monkeypatch.setattr(linear_library, "proposed", lambda shape: [slow, by_torch, slow])
     assert choose(shape, slow) is by_torch
     assert choose(shape, lambda *given: None) is None
 
@@ -186,11 +202,13 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
     assert (calls, len(asked)) == ([x.shape], 1)
 
 
-@pytest.mark.parametrize(("columns", "dtype"), [(1024, BF16), (2048, FP32)])
-def test_other_operands_are_refused(columns: int, dtype: torch.dtype) -> None:
-    x, weight = torch.zeros(512, 2048, dtype=BF16, device=DEVICE), torch.zeros(64, columns, dtype=dtype, device=DEVICE)
-    with pytest.raises(ValueError, match=r"no product of \[512, 2048\] torch.bfloat16 and a weight"):
-        matmul(x, weight, None, BF16)
+@pytest.mark.parametrize(
+    ("k", "bias", "dtype"), [(1024, 64, BF16), (2048, 64, FP32), (2048, 63, BF16)], ids=["k", "type", "bias"]
+)
+def test_other_operands_are_refused(k: int, bias: int, dtype: torch.dtype) -> None:
+    x, weight = torch.zeros(512, 2048, dtype=BF16, device=DEVICE), torch.zeros(64, k, dtype=dtype, device=DEVICE)
+    with pytest.raises(ValueError, match="no operand of a product with"):
+        matmul(x, weight, torch.zeros(bias, dtype=BF16, device=DEVICE), BF16)
 
 
 def _ten_times(way: Way) -> Way:
@@ -202,7 +220,7 @@ def _ten_times(way: Way) -> Way:
 
 
 def _in_one_chain(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    matmul_into(out, x, weight, bias)
+    matmul_into(out, x, weight, bias, Tile(64, 64, 128, 4, 4))
 
 
 def _split_in_two(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

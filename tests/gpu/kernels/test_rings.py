@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import silu_mul
 from spmd_rl.kernels.linear_plan import ours_into
-from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, Ring, Share, choose_share
+from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, RINGS_OF, Ring, Share, choose_share
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.linear_triton import matmul_into
@@ -62,7 +62,7 @@ def ringed(
 
 
 @pytest.mark.parametrize("k", [64, 1088, 4096])
-@pytest.mark.parametrize("ring", found(RINGS), ids=str)
+@pytest.mark.parametrize("ring", sorted({*found(RINGS), *RINGS_OF.values()}), ids=str)
 def test_accumulators_and_rounded(ring: Ring, k: int, rows, unequal) -> None:
     n = 2600
     weight, bias = rows("normal", n, k), rows("normal", 1, n)[0]

@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels import linear, linear_fp32, rms_norm, rope, rope_table, silu_mul, token_logprobs
+from spmd_rl.kernels import (
+    linear,
+    linear_fp32,
+    rms_norm,
+    rope,
+    rope_table,
+    silu_mul,
+    silu_mul_linear,
+    token_logprobs,
+)
 
 KINDS = ("normal", "wide", "cancelling", "tiny")
 # (N, K) of Qwen3's projections: 0.6B, 4B and 8B, joined and apart, and shapes that no library likes.
@@ -56,9 +65,24 @@ def test_linear_rounded(n: int, k: int, has_bias: bool, rows, unequal, unequal_r
     assert unequal(linear(x, weight, bias), expected) == 0
 
 
-def test_head_of_a_large_vocabulary(rows, unequal_rows) -> None:
-    weight = rows("normal", 151936, 1024)
-    assert unequal_rows(lambda x: linear_fp32(x, weight), rows("normal", 2048, 1024)) == 0
+@pytest.mark.parametrize("k", [1024, 2560, 4096])
+def test_head_of_a_large_vocabulary(k: int, rows, unequal_rows) -> None:
+    weight = rows("normal", 151936, k)
+    assert unequal_rows(lambda x: linear_fp32(x, weight), rows("normal", 2048, k)) == 0
+
+
+@pytest.mark.parametrize("count", [2, 8, 17, 33, 64, 65, 128, 256, 512, 1000])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_rows_of_nan_stay_where_they_are(n: int, k: int, count: int, rows, unequal) -> None:
+    """Every other row is NaN: those between have their bits, and it has reached all of its own."""
+    weight, x = rows("normal", n, k), rows("normal", count, k)
+    poisoned = x.clone()
+    poisoned[1::2] = torch.nan
+    for op in (linear, linear_fp32, silu_mul_linear)[: 3 if n % 2 == 0 else 2]:
+        with torch.no_grad():
+            out, beside = op(x, weight), op(poisoned, weight)
+        assert unequal(beside[::2], out[::2]) == 0
+        assert beside[1::2].isnan().all()
 
 
 def test_products_fill_more_than_two_to_the_31_elements(rows, unequal) -> None:

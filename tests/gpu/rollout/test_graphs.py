@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from spmd_rl.errors import SpmdError
 from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.hf import init_weights
@@ -18,6 +20,7 @@ from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.graphs import DecodeGraphs
+from spmd_rl.rollout.native.staged import Staged
 from spmd_rl.rollout.native.steps import Drawn, Steps
 from spmd_rl.types import Sample
 
@@ -153,6 +156,57 @@ def test_preemption_changes_nothing(model: CausalLM, alone: Samples) -> None:
     engine = new_engine(model, page_size=16, num_pages=70, prefix_cache=False)
     assert unequal(finish(engine, workload()), alone) == 0
     assert engine.stats()["num_preemptions"] > 0
+
+
+def poisoned(model: CausalLM, token: int) -> CausalLM:
+    """`model`, but that NaN stands for `token` where it is read; it is drawn as before."""
+    other, given = CausalLM(replace(SPEC, tie_embeddings=False)), dict(model.named_parameters())
+    other.to(DEVICE, torch.bfloat16).requires_grad_(False)
+    for name, one in other.named_parameters():
+        one.copy_(given.get(name, model.model.embed_tokens.weight))
+    other.model.embed_tokens.weight[token] = torch.nan
+    return other
+
+
+def fill_up_with(token: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
+    """Rows and tokens that a recorded step has room for get `token`; returns how many, of each decoding step and of
+    each upload of prompts."""
+    launch, upload = DecodeGraphs.launch, Staged.upload
+    of_decoding: list[int] = []
+    of_prompts: list[int] = []
+
+    def launches(graphs: DecodeGraphs, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        graphs._newest[-1] = token
+        of_decoding.append(min(size for size in graphs._sizes if size >= len(rows)) - len(rows))
+        return launch(graphs, rows)
+
+    def uploads(staged: Staged, arrays: dict[str, np.ndarray], padding: dict[str, float]) -> None:
+        if "tokens" in arrays:
+            of_prompts.append(len(staged.tensors["tokens"]) - len(arrays["tokens"]))
+            padding = padding | {"tokens": token}
+        upload(staged, arrays, padding)
+
+    monkeypatch.setattr(DecodeGraphs, "launch", launches)
+    monkeypatch.setattr(Staged, "upload", uploads)
+    return of_decoding, of_prompts
+
+
+def test_what_fills_a_step_up_may_be_nan(model: CausalLM, alone: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = [sample.tokens for sample in alone.values()] + [request.prompt for request in workload()]
+    unused = int(np.setdiff1d(np.arange(SPEC.vocab_size), np.concatenate(used))[0])
+    of_decoding, of_prompts = fill_up_with(unused, monkeypatch)
+    engine = new_engine(poisoned(model, unused))
+    assert unequal(finish(engine, workload()), alone) == 0
+    assert sum(count > 0 for count in of_decoding) > 20
+    assert sum(count > 0 for count in of_prompts) > 3
+    torch.cuda.synchronize()
+    assert engine._steps._decode._for_host.logprobs.isnan().any()  # of rows that nobody has
+
+
+def test_control_a_sequence_may_not_be_nan(model: CausalLM, alone: Samples) -> None:
+    longest = max(alone.values(), key=lambda sample: len(sample.tokens))
+    with pytest.raises(SpmdError, match="NaN logits"):
+        finish(new_engine(poisoned(model, int(longest.tokens[10]))), workload())
 
 
 def test_graphs_outlive_a_sleep(model: CausalLM, alone: Samples) -> None:

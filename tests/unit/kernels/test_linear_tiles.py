@@ -8,6 +8,7 @@ from spmd_rl.kernels.linear_tiles import (
     GATED_RINGS,
     PART,
     RINGS,
+    RINGS_OF,
     SHARED_ROWS,
     Ring,
     Share,
@@ -32,6 +33,13 @@ def test_every_ring_fits_shared_memory(table: dict[int, tuple[tuple[int, Ring], 
         for _, ring in row:
             assert shared_bytes(ring, halves) <= SHARED_BYTES, ring
             assert ring.k % PART == 0 and ring.stages >= 2 and ring.m <= max(rows, 16)
+
+
+def test_exact_shapes_have_rings_of_their_own() -> None:
+    for (bucket, n, k), ring in RINGS_OF.items():
+        assert bucket in RINGS and shared_bytes(ring, 1) <= SHARED_BYTES
+        assert choose_ring(bucket, n, k) is ring
+        assert choose_ring(bucket, n, k + PART) != ring and choose_ring(bucket + 1, n, k) != ring
 
 
 def test_a_gated_ring_is_chosen_only_where_a_gated_tile_is() -> None:
