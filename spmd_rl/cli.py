@@ -17,14 +17,9 @@ torchrun's launcher; each rank that torchrun starts arrives in `rank_main`.
 
 from __future__ import annotations
 
-import logging
-import math
-import os
 import resource
 import signal
 import sys
-import tempfile
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -33,19 +28,16 @@ from spmd_rl.config import describe, dump_toml
 from spmd_rl.controller import last_words
 from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
 from spmd_rl.controller.stacks import ask
-from spmd_rl.controller.supervisor import ControllerProcess, Lifeline, ending
+from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.launcher import ENDINGS, endings, heed_no_more, launch
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.streams import let_streams_last
 
 USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]"
 HELP = {"--help", "-h"}
-ENDINGS = (signal.SIGTERM, signal.SIGINT)
-HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
 OPEN_FILES = 1 << 16
-END_S = 5  # for the ranks to end after the run's grace
-NO_HEARTBEAT_S = 10 * 365 * 86400  # one machine needs none, and torch's may complain after the run's last words
 
 
 def main() -> int:
@@ -113,7 +105,7 @@ def _main(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     """Check the config here, where a mistake costs nothing, then launch."""
-    for number in _endings():
+    for number in endings():
         signal.signal(number, _end_before_launch)
     _open_many_files()
     invocation = Invocation.parse(words)
@@ -126,15 +118,9 @@ def _run(words: list[str]) -> int:
         plan_split(cfg.split, num_ranks)
     run = run_config(cfg)
     RunFolder(run.path).refuse_other(dump_toml(cfg), run.resume)
-    exit_code = launch(num_ranks, ["run", *words], invocation.max_restarts, run.grace_s)
-    for number in _endings():
-        signal.signal(number, signal.SIG_IGN)  # all is over and said
+    exit_code = launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
+    heed_no_more()
     return exit_code
-
-
-def _endings() -> list[signal.Signals]:
-    """The signals that end a run."""
-    return [*ENDINGS, *([HANG_UP] if signal.getsignal(HANG_UP) != signal.SIG_IGN else [])]
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:
@@ -197,93 +183,13 @@ def _rank(words: list[str]) -> int:
     return last_words.leave(f"rank {world.rank}", run_worker(world, controller))
 
 
+def _forked_rank(words: list[str]) -> int:
+    return _guarded(_rank_main, words)
+
+
 def _open_many_files() -> None:
     """As many as the system lets us: the controller has a socket for every rank, gloo one for every pair of them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-
-
-def launch(num_ranks: int, words: list[str], max_restarts: int, grace_s: float) -> int:
-    """Be torchrun for `num_ranks` ranks of this machine (0: one a GPU, else one), and say how the run ended.
-
-    Ranks are forked from here, where torch is imported already and CUDA is never touched: that saves every rank
-    seconds of start-up. When one fails, all are started again, `max_restarts` times at most. After a SIGTERM they
-    have `grace_s` and a little more.
-    Blocks: until all ranks have ended.
-    """
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs must not initialise CUDA before the fork
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + END_S))
-    import torch
-    import torch._dynamo
-    import torch.distributed.fsdp
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    logging.disable(logging.CRITICAL)  # torchrun's account of a failure; ours is one sentence
-    with tempfile.TemporaryDirectory(prefix="spmd_rl-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks or torch.cuda.device_count() or 1,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            rdzv_configs={"keep_alive_interval": NO_HEARTBEAT_S},
-            max_restarts=max_restarts,
-            start_method="fork",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle=",".join(number.name for number in ENDINGS),
-        )
-        for number in _endings():
-            signal.signal(number, _end_in_launch)  # until torchrun's own are there, with the ranks
-        try:
-            elastic_launch(config, _forked_rank)(words)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            _say(Path(folder), f"rank {rank} {ending(failure.exitcode)}")
-            return max(failure.exitcode, 1)
-        except SignalException as error:
-            _say(Path(folder), f"the run was ended by {error.sigval.name}")
-            return 128 + error.sigval.value
-    return 0
-
-
-def _end_in_launch(number: int, frame: FrameType | None) -> None:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    if number == HANG_UP:
-        signal.signal(HANG_UP, signal.SIG_IGN)  # a shell that ends repeats what the terminal said
-    raise SignalException("", signal.SIGTERM if number == HANG_UP else signal.Signals(number))
-
-
-def _forked_rank(words: list[str]) -> None:
-    logging.disable(logging.NOTSET)
-    signal.signal(HANG_UP, signal.SIG_IGN)  # the launcher's affair, who is told as well
-    _keep_from_children(_pipes())
-    exit_code = _guarded(_rank_main, words)
-    if executors := sys.modules.get("concurrent.futures.process"):
-        executors._python_exit()  # multiprocessing, to which a rank is a child, waits for them before it ends them
-    sys.exit(exit_code)
-
-
-def _pipes() -> list[int]:
-    """The pipes that this process holds, beside its standard streams."""
-    links = {int(link.name): link for link in Path("/proc/self/fd").iterdir()}
-    return [number for number, link in links.items() if number > 2 and link.is_fifo()]
-
-
-def _keep_from_children(pipes: list[int]) -> None:
-    """Have whatever is forked from here close `pipes`: the launcher waits until nobody holds those of a rank."""
-
-    def close() -> None:
-        for number in pipes:
-            os.close(number)
-
-    os.register_at_fork(after_in_child=close)
-
-
-def _say(folder: Path, otherwise: str) -> None:
-    print(next(iter(last_words.of_the_last_start(folder)), otherwise), file=sys.stderr)

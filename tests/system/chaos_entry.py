@@ -10,9 +10,9 @@ from tests.system.faults import install_in_rank
 real = cli._forked_rank
 
 
-def forked_rank(words: list[str]) -> None:
+def forked_rank(words: list[str]) -> int:
     install_in_rank()
-    real(words)
+    return real(words)
 
 
 if __name__ == "__main__":
