@@ -4,7 +4,8 @@ Ours keeps one ascending chain over K (docs/numerics.md). Each number is the med
 the product for many copies of the weight, for some 1 ms, ours and cuBLAS's in turns; ours overlap at their ends, as in
 the engine. cuBLAS's best is the fastest, in a shorter run before, of what torch.mm takes and all that cublasLt
 proposes, with memory for partial sums and without. The floor is the time to move weight, x and result once, at the
-speed of a large copy just before, or to do the arithmetic at that of a large product, whichever is longer.
+speed of a large copy just before, or to do the arithmetic at that of a large product, whichever is longer; beside it,
+without a bar, stands that of the weight alone.
 
 Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined product and torch's
 two kernels.
@@ -63,9 +64,8 @@ def cold_weights(n: int, k: int) -> list[Tensor]:
     return [torch.randn(n, k, device="cuda").bfloat16() for _ in range(copies)]
 
 
-def floor_us(m: int, n: int, k: int, out_dtype: torch.dtype, bytes_per_s: float) -> float:
-    moved = 2 * (n * k + m * k) + out_dtype.itemsize * m * n
-    return 1e6 * max(moved / bytes_per_s, 2 * m * n * k / MEASURED_FLOPS_PER_S)
+def floor_us(m: int, n: int, k: int, num_bytes: int, bytes_per_s: float) -> float:
+    return 1e6 * max(num_bytes / bytes_per_s, 2 * m * n * k / MEASURED_FLOPS_PER_S)
 
 
 def cublas_best(x: Tensor, weights: list[Tensor], out_dtype: torch.dtype) -> Callable[[Tensor], object]:
@@ -87,8 +87,10 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype, bytes_per_s: floa
         what = f"{name} {n}x{k}, {m} rows"
         found.append(compared(what, ours, "us", peer="cuBLAS's best", peer_value=cublas, at_most=BAR))
         if m <= 64 and 2 * n * k >= LARGE_BYTES:
-            share = floor_us(m, n, k, out_dtype, bytes_per_s) / ours
+            weight, others = 2 * n * k, 2 * m * k + out_dtype.itemsize * m * n
+            share, of_weight = (floor_us(m, n, k, each, bytes_per_s) / ours for each in (weight + others, weight))
             found.append(measured(f"{what}, share of floor", share, "", at_least=FLOOR_BAR))
+            found.append(measured(f"{what}, share of the weight's floor", of_weight, ""))
     return found
 
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from spmd_rl.controller.bridge import Bridge, Contract, Ends, PlanSummary
 from spmd_rl.controller.handle import Handle
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
+from spmd_rl.observe.run import write_whole
 
 if TYPE_CHECKING:
     from spmd_rl.controller.controller import Controller
+
+
+CONTRACTS = "contract.json"
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,20 @@ def disagreement(contracts: Mapping[str, Contract]) -> str:
     return ""
 
 
+def followed(contracts: Mapping[str, Contract]) -> list[dict[str, Any]]:
+    """Each contract that is followed: its digest, by whom, and its facts."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, facts in contracts.items():
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        found.setdefault(digest, {"digest": digest, "by": [], "facts": facts})["by"].append(name)
+    return list(found.values())
+
+
+def _keep(path: Path, link: str, contracts: Mapping[str, Contract]) -> None:
+    links = json.loads(path.read_text()) if path.exists() else {}
+    write_whole(path, json.dumps(links | {link: followed(contracts)}, indent=1) + "\n")
+
+
 def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool) -> Link:
     """Spawn the bridge on the ranks of both roles and have it agree on the plan.
 
@@ -76,6 +97,7 @@ def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool) -
     }
     if exact and (clause := disagreement(parties)):
         raise ContractError(f"{clause} (run.exact = false lets them)")
+    _keep(ctl.run_folder / CONTRACTS, union.name, parties)
     plan = bridge.prepare.call(
         [end.source for end in ends if end.source is not None],
         [end.destination for end in ends if end.destination is not None],

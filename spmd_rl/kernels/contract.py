@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
+from pathlib import Path
+
 import torch
 
 from spmd_rl.kernels.attention import KV_BLOCK, QUERY_TILE
@@ -11,10 +15,12 @@ from spmd_rl.kernels.linear import HOPPER, keeps_chain
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VOCAB_CHUNK
 from spmd_rl.kernels.sampling import RANDOM_SCHEME
 from spmd_rl.kernels.tile import ROW_TILE
-from spmd_rl.kernels.verified import DSL, installed
+from spmd_rl.kernels.verified import DSL, FLASH, installed
 
 CONTRACT_VERSION = 2
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")  # what torch's wheels bring: for CUDA 13, and before
+KERNELS = Path(__file__).parent
+SOURCES = [*sorted(KERNELS.glob("*.py")), KERNELS.parent / "model" / "network.py"]
 
 
 def contract(
@@ -26,6 +32,7 @@ def contract(
     """
     facts: dict[str, str | int] = {
         "version": CONTRACT_VERSION,
+        "sources": sources_digest(),
         "row_tile": ROW_TILE,
         "vocab_shards": NUM_VOCAB_SHARDS,
         "vocab_chunk": VOCAB_CHUNK,
@@ -37,6 +44,15 @@ def contract(
         "attention_split": attention_split,
     }
     return facts | (_cpu_facts() if device.type == "cpu" else _gpu_facts(device, dtype, head_dim))
+
+
+@cache
+def sources_digest() -> str:
+    """Of the code of kernels and network: ranks that run different code do not follow one contract."""
+    digest = hashlib.sha256()
+    for path in SOURCES:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def cublas_version() -> str:
@@ -63,7 +79,8 @@ def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -
 
     attention: dict[str, str | int] = {"attention": "sdpa, no promise"}
     if flash_takes(head_dim or FLASH_HEAD_DIMS[0], dtype, device):
-        attention = {"attention": f"flash-attn-4 {flash_version()} causal, one split", "kv_block": TILE[1]}
+        known = "" if flash_version() == FLASH["flash-attn-4"] else ", version not compared"
+        attention = {"attention": f"flash-attn-4 {flash_version()} causal, one split{known}", "kv_block": TILE[1]}
     capability = torch.cuda.get_device_capability(device)
     chain = "one ascending chain" if capability[0] == HOPPER else "one ascending chain, tiles not compared"
     return attention | {

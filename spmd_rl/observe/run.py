@@ -2,7 +2,8 @@
 
     config.toml    as given            metrics.jsonl   a line a step
     plan.json      as resolved         samples/        step_00001.jsonl ...
-    curves.png                         logs/ stacks/   of the workers
+    contract.json  of each link        logs/ stacks/   of the workers
+    curves.png
 
 Checkpoints and the exported model stand beside them, in checkpoints/ and hf/.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.controller.link import disagreement
+from spmd_rl.controller.link import disagreement, followed
 
 
 def test_equal_contracts_say_nothing() -> None:
@@ -21,3 +21,12 @@ def test_the_first_difference_is_named_with_both_values() -> None:
         "trainer on rank 0 and rollout on rank 1 follow different numeric contracts: "
         "torch is '2.11' here and '2.13' there; isa is None here and 'AVX2' there"
     )
+
+
+def test_what_is_followed_has_a_digest_of_its_facts() -> None:
+    facts = {"torch": "2.11", "threads": 2}
+    first, other = followed({"a on rank 0": facts, "b on rank 0": facts | {"threads": 3}, "a on rank 1": dict(facts)})
+    assert (first["by"], first["facts"]) == (["a on rank 0", "a on rank 1"], facts)
+    assert (other["by"], other["facts"]["threads"]) == (["b on rank 0"], 3)
+    (turned,) = followed({"a": dict(reversed(facts.items()))})
+    assert turned["digest"] == first["digest"] != other["digest"]

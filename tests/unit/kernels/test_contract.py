@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +88,22 @@ def test_rules_of_every_device(
     with monkeypatch.context() as patch:
         assert changed(cpu_facts, lambda: patch.setattr(module, name, value)) == {fact}
     assert changed(gpu_facts, lambda: monkeypatch.setattr(module, name, value)) == {fact}
+
+
+def test_an_edited_kernel_is_another_contract(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    digest, sources = CONTRACT.sources_digest.__wrapped__, CONTRACT.SOURCES
+    assert {"linear_cute.py", "rope_triton.py", "network.py"} <= {path.name for path in sources}
+    assert cpu_facts()["sources"] == digest()
+    edited = tmp_path / "rope_triton.py"
+    edited.write_text(sources[0].with_name("rope_triton.py").read_text() + "\n")
+    monkeypatch.setattr(CONTRACT, "SOURCES", [edited if path.name == edited.name else path for path in sources])
+    assert digest() != cpu_facts()["sources"]
+
+
+def test_flash_attention_of_another_version_was_not_compared(hopper: dict[str, Any]) -> None:
+    assert gpu_facts()["attention"] == f"flash-attn-4 {VERSIONS['flash-attn-4']} causal, one split"
+    hopper["versions"]["flash-attn-4"] = "4.1"
+    assert gpu_facts()["attention"] == "flash-attn-4 4.1 causal, one split, version not compared"
 
 
 @pytest.mark.parametrize(("name", "fact"), [("KV_BLOCK", "kv_block"), ("QUERY_TILE", "query_tile")])
