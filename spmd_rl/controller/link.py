@@ -19,8 +19,8 @@ from spmd_rl.observe.run import write_whole
 if TYPE_CHECKING:
     from spmd_rl.controller.controller import Controller
 
-
 CONTRACTS = "contract.json"
+NO = "no promise"  # in a fact of a contract
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ def disagreement(contracts: Mapping[str, Contract]) -> str:
     return ""
 
 
+def not_promised(contracts: Mapping[str, Contract]) -> str:
+    """Where a contract of equal bits promises none, as a clause; empty where all of it holds."""
+    weak = {f"{key} is {value!r}" for facts in contracts.values() for key, value in facts.items() if NO in str(value)}
+    return "; ".join(sorted(weak))
+
+
 def followed(contracts: Mapping[str, Contract]) -> list[dict[str, Any]]:
     """Each contract that is followed: its digest, by whom, and its facts."""
     found: dict[str, dict[str, Any]] = {}
@@ -97,6 +103,8 @@ def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool) -
     }
     if exact and (clause := disagreement(parties)):
         raise ContractError(f"{clause} (run.exact = false lets them)")
+    if exact and (weak := not_promised(parties)):
+        print(f"{union.name}: equal bits are not promised here: {weak}", flush=True)
     _keep(ctl.run_folder / CONTRACTS, union.name, parties)
     plan = bridge.prepare.call(
         [end.source for end in ends if end.source is not None],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -18,9 +19,9 @@ from spmd_rl.kernels.tile import ROW_TILE
 from spmd_rl.kernels.verified import DSL, FLASH, installed
 
 CONTRACT_VERSION = 2
+AMPERE = 8  # the first compute capability with bfloat16
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")  # what torch's wheels bring: for CUDA 13, and before
-KERNELS = Path(__file__).parent
-SOURCES = [*sorted(KERNELS.glob("*.py")), KERNELS.parent / "model" / "network.py"]
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
 
 
 def contract(
@@ -32,7 +33,7 @@ def contract(
     """
     facts: dict[str, str | int] = {
         "version": CONTRACT_VERSION,
-        "sources": sources_digest(),
+        "kernels": digest_of(SOURCES),
         "row_tile": ROW_TILE,
         "vocab_shards": NUM_VOCAB_SHARDS,
         "vocab_chunk": VOCAB_CHUNK,
@@ -47,12 +48,19 @@ def contract(
 
 
 @cache
-def sources_digest() -> str:
-    """Of the code of kernels and network: ranks that run different code do not follow one contract."""
+def digest_of(sources: tuple[Path, ...]) -> str:
+    """Of code on which bits depend: ranks that run different code do not follow one contract."""
     digest = hashlib.sha256()
-    for path in SOURCES:
+    for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def dtype_of(asked: str, device: torch.device) -> Literal["float32", "bfloat16"]:
+    """The type of numbers that a config asks for; for "auto", that in which the contract is kept on such a device."""
+    if asked == "auto" and device.type == "cuda":
+        return "bfloat16" if torch.cuda.get_device_capability(device)[0] >= AMPERE else "float32"
+    return "bfloat16" if asked == "bfloat16" else "float32"
 
 
 def cublas_version() -> str:

@@ -8,6 +8,7 @@ find another one the fastest.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -28,8 +29,8 @@ L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come 
 
 @torch.no_grad()
 def choose(shape: Shape, ours: Way) -> Way | None:
-    """None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to compare them in.
-    Not while a graph is recorded.
+    """None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to compare them in,
+    with a warning. Not while a graph is recorded.
 
     Raises: RuntimeError where cuBLAS refuses what it proposed.
     """
@@ -37,6 +38,7 @@ def choose(shape: Shape, ours: Way) -> Way | None:
         ways = [way for way in proposed(shape) if proves_equal(way, shape)]
         best = _fastest([ours, *ways], shape) if ways else ours
     except torch.OutOfMemoryError:
+        warnings.warn(f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies", stacklevel=2)
         return None
     return None if best is ours else best
 

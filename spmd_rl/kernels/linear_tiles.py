@@ -198,8 +198,7 @@ def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
         return None
     if gated:
         return _choose(GATED_RINGS, m, n)
-    bucket = next((rows for rows in RINGS if m <= rows), 0)
-    return RINGS_OF.get((bucket, n, k)) or _choose(RINGS, m, n)
+    return RINGS_OF.get((_bucket(RINGS, m), n, k)) or _choose(RINGS, m, n)
 
 
 def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:
@@ -253,5 +252,9 @@ def _rounded(n: int, parts: int, unit: int = UNIT) -> int:
 
 
 def _choose(table: Mapping[int, tuple[tuple[int, T], ...]], m: int, n: int) -> T | None:
-    row = next((row for rows, row in table.items() if m <= rows), ())
-    return next((one for width, one in row if n <= width), None)
+    return next((one for width, one in table.get(_bucket(table, m), ()) if n <= width), None)
+
+
+def _bucket(table: Mapping[int, object], m: int) -> int:
+    """The table's key for so many rows; 0 where they are more than any."""
+    return next((rows for rows in table if m <= rows), 0)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.microscope import inputs
 from spmd_rl.microscope.case import Case
@@ -46,7 +47,7 @@ def main(words: list[str]) -> int:
     model = Folder(options.model) if options.model else inputs.run_model(run or Folder())
     case = _case(options, run, model, settings)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, options.dtype or settings.get("engine", {}).get("dtype", "float32"))
+    dtype = getattr(torch, dtype_of(options.dtype or settings.get("engine", {}).get("dtype", "auto"), device))
     if drop_splits(settings, ModelSpec.from_folder(model).head_dim, dtype, device):
         print("the run's attention_split needs FlashAttention-4: both paths attend to all keys at once here")
     left, right = (_path(name, model, dtype, device, settings) for name in (options.left, options.right))
@@ -96,7 +97,7 @@ def _parser() -> _Parser:
     parser.add_argument("--right", choices=PATHS, default="trainer")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder; default: the run's hf/")
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="replay these instead of samples")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the run's, or float32")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the run's, or bfloat16 on GPUs")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     parser.add_argument("--plant", choices=tuple(FAULTS), help="plant a fault in the engine's path")
     parser.add_argument("--out", metavar="DIR", help="default: RUN/mismatch")

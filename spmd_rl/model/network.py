@@ -10,6 +10,7 @@ D head size, F intermediate, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from spmd_rl.kernels import (
     PagedAttention,
     add_rms_norm,
+    contract,
     cut_rows,
     embed,
     is_exact,
@@ -29,9 +31,12 @@ from spmd_rl.kernels import (
     rms_norm,
     rope_table,
 )
+from spmd_rl.kernels.contract import digest_of
 from spmd_rl.model.joined import Joined, join, lay_out, project, project_gated
 from spmd_rl.model.rotary import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
+
+SOURCES = tuple(Path(__file__).with_name(f"{name}.py") for name in ("network", "joined", "rotary"))
 
 
 class Attend(Protocol):
@@ -147,6 +152,10 @@ class CausalLM(nn.Module):
         self.model = Decoder(spec)
         self.lm_head = None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
         self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def contract(self, device: torch.device, dtype: torch.dtype, attention_split: int = 0) -> dict[str, str | int]:
+        """The numeric contract of its forward pass there: that of the kernels, and of how they are put together."""
+        return contract(device, dtype, self.spec.head_dim, attention_split) | {"network": digest_of(SOURCES)}
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm or, with `rows`, the logits of those tokens.

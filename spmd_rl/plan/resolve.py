@@ -95,7 +95,7 @@ def _ledgers(
 
     What computes in bfloat16 does so on GPUs.
     """
-    on_gpu = any(getattr(cfg, PARTS[name][0]).dtype == "bfloat16" for name in placements if name in PARTS)
+    on_gpu = any(_dtype(getattr(cfg, PARTS[name][0])) == "bfloat16" for name in placements if name in PARTS)
     num_communicators = _num_communicators(placements, routes)
     of_roles = cache(lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu, capacity_bytes)))
     ranks = {name: set(place.ranks) for name, place in placements.items()}
@@ -120,7 +120,7 @@ def _role_ledgers(
 ) -> Iterator[Ledger]:
     """What a trainer and an engine take of a rank that serves `roles`."""
     if "train" in roles:
-        compute_bytes = ITEM_BYTES[cfg.trainer.dtype]
+        compute_bytes = ITEM_BYTES[_dtype(cfg.trainer)]
         yield trainer_ledger(
             spec.num_parameters,
             placements.train.axes["fsdp"],
@@ -139,9 +139,9 @@ def _role_ledgers(
             ),
         )
     if "infer" in roles:
-        element_bytes = ITEM_BYTES[cfg.engine.dtype]
+        element_bytes = ITEM_BYTES[_dtype(cfg.engine)]
         token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes)
-        aliased = "train" in roles and placements.train.axes["fsdp"] == 1 and cfg.engine.dtype == "float32"
+        aliased = "train" in roles and placements.train.axes["fsdp"] == 1 and _dtype(cfg.engine) == "float32"
         yield engine_ledger(
             spec.num_parameters,
             0 if aliased else element_bytes,  # the engine can be the trainer's own memory
@@ -149,6 +149,11 @@ def _role_ledgers(
             sleeps="train" in roles,
             step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
         )
+
+
+def _dtype(cfg: TrainerConfig | EngineConfig) -> str:
+    """What GPUs compute in."""
+    return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
 
 
 def _num_communicators(placements: Placements, routes: Routes) -> int:
@@ -170,16 +175,16 @@ def _step_bytes(cfg: EngineConfig, spec: ModelSpec) -> int:
         attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
         logit_bytes=cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"],
         slope_bytes=0,
-        element_bytes=ITEM_BYTES[cfg.dtype],
+        element_bytes=ITEM_BYTES[_dtype(cfg)],
         recompute="none",
     )
 
 
 def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
     """What the head keeps for the backward pass: on a CPU, which computes in float32, little enough to leave out."""
-    if cfg.dtype == "float32" or cfg.recompute == "all":
+    if _dtype(cfg) == "float32" or cfg.recompute == "all":
         return 0
-    return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[cfg.dtype]
+    return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[_dtype(cfg)]
 
 
 def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, place: Placement) -> int:
@@ -206,7 +211,7 @@ def _routes(placements: Placements, spec: ModelSpec | None, cfg: Any, world_size
     train, infer = placements.get("train"), placements.get("infer")
     if spec is None or train is None or infer is None:
         return Routes.none(world_size)
-    return push_routes(train, infer, Counter(spec.parameter_shapes().values()), cfg.engine.dtype, world_size)
+    return push_routes(train, infer, Counter(spec.parameter_shapes().values()), _dtype(cfg.engine), world_size)
 
 
 def _axis_groups(place: Placement) -> list[tuple[str, tuple[int, ...]]]:

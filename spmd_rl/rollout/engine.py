@@ -70,7 +70,7 @@ class EngineConfig:
     max_step_tokens: int = 0  # shared by decoding (one a sequence) and chunks of prompts; 0: 8192 (GPU) or 2048 (CPU)
     prefix_cache: bool = True
     cuda_graphs: bool = True  # where FlashAttention runs: decoding steps are recorded and launched one ahead
-    dtype: str = "float32"
+    dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
     attention_split: int = 0  # tokens whose keys are seen at once, as in the trainer; 0: all (docs/numerics.md)
     load_weights: bool = True  # false leaves the parameters to the first push
     reward: str = ""  # "module:function", called with (prompt, sample)
@@ -93,7 +93,8 @@ class EngineConfig:
         _require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
         known = self.on_reward_error in ("raise", "skip")
         _require(known, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
-        _require(self.dtype in ("float32", "bfloat16"), "dtype", self.dtype, '"float32" or "bfloat16"')
+        known = self.dtype in ("auto", "float32", "bfloat16")
+        _require(known, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')
 
 
 def _require(holds: bool, key: str, value: object, wanted: str) -> None:

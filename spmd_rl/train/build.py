@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.hf import init_weights, load_weights
 from spmd_rl.model.network import CausalLM
@@ -17,6 +20,7 @@ def build(cfg: TrainerConfig, place: Place) -> Learner:
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
+    cfg = replace(cfg, dtype=dtype_of(cfg.dtype, place.device))
     return Learner(Fsdp2(_model(cfg), place.mesh, cfg, place.device), place, cfg)
 
 

@@ -30,7 +30,7 @@ class TrainerConfig:
     minibatches: int = 1  # optimizer steps a train step takes, each on a share of the batch
     max_tokens: int = 16384  # tokens of a micro-batch on one rank; a longer sequence goes alone
     logit_rows: int = 2048  # rows of logits that exist at once
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the forward and backward pass; the master is float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # to compute in; auto: bfloat16 on GPUs; masters are float32
     attention_split: int = 0  # tokens whose keys are seen at once, as in the engine; 0: all (docs/numerics.md)
     recompute: Literal["none", "cheap", "all"] = "none"  # in the backward pass, of each layer; cheap: but products
     wrap: Literal["auto", "layer", "model"] = "auto"  # what FSDP gathers at once; auto: the model while it is small

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import PackedAttention, contract, head_logprobs, remaking, token_logprobs
+from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logprobs
 from spmd_rl.kernels.flash import check_split
 from spmd_rl.model.network import CausalLM
 from spmd_rl.train.config import TrainerConfig, gathers_whole
@@ -90,7 +90,7 @@ class Fsdp2:
 
     def contract(self) -> dict[str, str | int]:
         """What the forward pass's bits depend on, besides the weights."""
-        return contract(self.device, self._dtype, self.scorer.model.spec.head_dim, self.scorer.attention_split)
+        return self.scorer.model.contract(self.device, self._dtype, self.scorer.attention_split)
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:
         return train_flops(self.scorer.model.spec, lengths, num_scored)

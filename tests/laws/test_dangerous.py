@@ -13,8 +13,8 @@ FORBIDDEN_CALLS = {"eval", "exec", "builtins.eval", "builtins.exec", "os.system"
 
 OWNED_IMPORTS = {
     "zmq": {"controller"},
-    "subprocess": {"check", "cli", "controller", "observe", "rollout", "slurm"},
-    "multiprocessing": {"cli", "controller", "rollout"},
+    "subprocess": {"check", "controller", "observe", "rollout", "slurm"},
+    "multiprocessing": {"controller", "rollout"},
 }
 OWNED_CALLS = {
     "init_process_group": {"mesh"},
@@ -23,10 +23,10 @@ OWNED_CALLS = {
     "init_device_mesh": {"mesh"},
     "all_gather_object": {"mesh"},
     "broadcast_object_list": {"mesh"},
-    "fork": {"controller", "cli"},
-    "execv": {"cli"},
-    "execvp": {"cli"},
-    "execvpe": {"cli"},
+    "fork": {"controller"},
+    "execv": set(),
+    "execvp": set(),
+    "execvpe": set(),
 }
 
 

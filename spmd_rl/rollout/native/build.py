@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.hf import has_weights, load_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
@@ -20,6 +22,7 @@ def build(cfg: EngineConfig, device: torch.device, decode: Callable[[tuple[int, 
 
     Raises: ConfigError if the model folder does not serve.
     """
+    cfg = replace(cfg, dtype=dtype_of(cfg.dtype, device))
     model = _model(cfg, device)
     engine = NativeEngine(model, cfg, device, decode=decode)
     if cfg.load_weights and has_weights(cfg.model):

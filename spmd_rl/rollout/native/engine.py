@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
-from spmd_rl.kernels import KvCache, contract, sample_and_score
+from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
@@ -168,7 +168,7 @@ class NativeEngine:
         return Held.whole(dict(self.model.named_parameters()))
 
     def contract(self) -> dict[str, str | int]:
-        return contract(self.device, getattr(torch, self.cfg.dtype), self.spec.head_dim, self.cfg.attention_split)
+        return self.model.contract(self.device, getattr(torch, self.cfg.dtype), self.cfg.attention_split)
 
     def stats(self) -> dict[str, int]:
         return {

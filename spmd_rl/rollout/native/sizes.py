@@ -1,4 +1,4 @@
-"""The sizes that an engine's config leaves to the machine."""
+"""What an engine's config leaves to the machine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import kv_pages, kv_token_bytes
@@ -17,7 +18,8 @@ CPU_STEP_TOKENS = 2048
 
 
 def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
-    """`cfg` with a number for every size that it leaves at 0."""
+    """`cfg` with a number for every size that it leaves at 0, and a type of numbers."""
+    cfg = replace(cfg, dtype=dtype_of(cfg.dtype, device))
     flash = flash_takes(spec.head_dim, getattr(torch, cfg.dtype), device)
     step_tokens = max(cfg.max_batch, GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
     cfg = replace(
@@ -30,7 +32,8 @@ def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineCo
 
 def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
     """As the ledger has it, within the memory that is free when the engine starts, or the pool of a CPU."""
-    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, getattr(torch, cfg.dtype).itemsize)
+    item_bytes = getattr(torch, dtype_of(cfg.dtype, device)).itemsize
+    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
     on_gpu = device.type == "cuda"
     budget = int(torch.cuda.mem_get_info(device)[0] * cfg.memory_fraction) if on_gpu else CPU_POOL_BYTES
     return kv_pages(token_bytes, cfg.page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget)

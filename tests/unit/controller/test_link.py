@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.controller.link import disagreement, followed
+from spmd_rl.controller.link import disagreement, followed, not_promised
 
 
 def test_equal_contracts_say_nothing() -> None:
@@ -30,3 +30,10 @@ def test_what_is_followed_has_a_digest_of_its_facts() -> None:
     assert (other["by"], other["facts"]["threads"]) == (["b on rank 0"], 3)
     (turned,) = followed({"a": dict(reversed(facts.items()))})
     assert turned["digest"] == first["digest"] != other["digest"]
+
+
+def test_where_no_bits_are_promised_is_said_once() -> None:
+    gpu = {"attention": "sdpa, no promise", "linear": "library, no promise", "threads": 2}
+    assert not_promised({"a": {"linear": "library", "threads": 2}}) == ""
+    said = "attention is 'sdpa, no promise'; linear is 'library, no promise'"
+    assert not_promised({"a": gpu, "b": dict(gpu)}) == said

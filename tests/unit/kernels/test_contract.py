@@ -90,14 +90,30 @@ def test_rules_of_every_device(
     assert changed(gpu_facts, lambda: monkeypatch.setattr(module, name, value)) == {fact}
 
 
-def test_an_edited_kernel_is_another_contract(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    digest, sources = CONTRACT.sources_digest.__wrapped__, CONTRACT.SOURCES
-    assert {"linear_cute.py", "rope_triton.py", "network.py"} <= {path.name for path in sources}
-    assert cpu_facts()["sources"] == digest()
+@pytest.mark.parametrize(
+    ("device", "capability", "asked", "expected"),
+    [
+        ("cpu", 9, "auto", "float32"),
+        ("cuda", 9, "auto", "bfloat16"),
+        ("cuda", 7, "auto", "float32"),
+        ("cuda", 9, "float32", "float32"),
+        ("cpu", 9, "bfloat16", "bfloat16"),
+    ],
+)
+def test_the_type_of_numbers_is_the_contracts(
+    device: str, capability: int, asked: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert CONTRACT.dtype_of(asked, torch.device(device)) == expected
+
+
+def test_an_edited_kernel_is_another_contract(tmp_path: Path) -> None:
+    sources = CONTRACT.SOURCES
+    assert {"linear_cute.py", "rope_triton.py", "contract.py"} <= {path.name for path in sources}
     edited = tmp_path / "rope_triton.py"
     edited.write_text(sources[0].with_name("rope_triton.py").read_text() + "\n")
-    monkeypatch.setattr(CONTRACT, "SOURCES", [edited if path.name == edited.name else path for path in sources])
-    assert digest() != cpu_facts()["sources"]
+    others = tuple(edited if path.name == edited.name else path for path in sources)
+    assert CONTRACT.digest_of(others) != CONTRACT.digest_of(sources) == cpu_facts()["kernels"]
 
 
 def test_flash_attention_of_another_version_was_not_compared(hopper: dict[str, Any]) -> None:

@@ -98,7 +98,15 @@ def test_a_rank_alone_connects_to_nobody(model: Path) -> None:
 
 
 def test_a_cpu_has_no_communicators(model: Path) -> None:
-    assert not {"context", "communicators"} & {entry.tag for entry in planned(model, 2).ledgers[0].entries}
+    words = ("trainer.dtype=float32", "engine.dtype=float32")
+    assert not {"context", "communicators"} & {entry.tag for entry in planned(model, 2, *words).ledgers[0].entries}
+
+
+def test_what_is_left_open_is_planned_for_gpus(model: Path) -> None:
+    said = planned(model, 2, "trainer.dtype=bfloat16", "engine.dtype=bfloat16")
+    left = planned(model, 2)
+    assert left.ledgers == said.ledgers
+    assert left.routes.within_bytes == said.routes.within_bytes > 0
 
 
 def test_colocated_copies_its_own_rows(model: Path) -> None:
