@@ -110,6 +110,7 @@ class Ours:
 
         for index, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True)):
             self.engine.submit(Request(index, 0, prompt, SamplingConfig(max_tokens=count, ignore_eos=True)))
+        before = self.engine.stats()
         steps, num_tokens, began = [], 0, time.perf_counter()
         while self.engine.has_work:
             progress, ended = self.engine.step(), time.perf_counter()
@@ -117,7 +118,9 @@ class Ours:
             if len(progress.tokens) == len(prompts):
                 steps.append(ended - began)
             began = ended
-        return {"num_tokens": num_tokens, "step_s": float(np.median(steps)) if steps else None}
+        rows, waited = (self.engine.stats()[key] - before[key] for key in ("num_backlog_rows", "num_backlog_steps"))
+        fill = rows / (waited * MAX_BATCH) if waited else None
+        return {"num_tokens": num_tokens, "step_s": float(np.median(steps)) if steps else None, "fill": fill}
 
     def facts(self) -> dict[str, Any]:
         return self.engine.stats()

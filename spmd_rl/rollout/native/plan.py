@@ -27,6 +27,8 @@ class Plan:
 
 @dataclass
 class Counters:
+    """Totals since the engine was made; of steps in which requests were left waiting, their number and their rows."""
+
     num_submitted: int = 0
     num_admissions: int = 0
     num_preemptions: int = 0
@@ -38,6 +40,8 @@ class Counters:
     num_copied_tails: int = 0
     num_forks: int = 0
     num_scheduled_tokens: int = 0
+    num_backlog_steps: int = 0
+    num_backlog_rows: int = 0
 
 
 def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:

@@ -15,7 +15,7 @@ from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.plan import Plan, share_budget
 from spmd_rl.rollout.native.rows import Rows
-from spmd_rl.rollout.native.scheduler import Scheduler
+from spmd_rl.rollout.native.scheduler import REFILL_SHARE, Scheduler
 
 MAX_TOKENS = 40
 FEATURES = (
@@ -241,6 +241,20 @@ def test_prompts_wait_for_some_free_rows_where_decoding_is_recorded():
         runner.submit(uid, [uid] * 3, max_tokens=30)
     sizes = [len(runner.step().rows) for _ in range(6)]
     assert sizes == [32, 32, 32, 31, 2, 32], "one free row of 32 waits, two are filled"
+
+
+def test_the_batch_stays_full_while_prompts_wait():
+    runner = FakeRunner(max_batch=32, page_size=4, num_pages=400, max_step_tokens=400, ahead=True)
+    for uid in range(200):
+        runner.submit(uid, [uid] * 3, max_tokens=30, stop_after=5 + uid * 7 % 25)
+    while runner.scheduler.waiting:
+        runner.step()
+    counted = runner.scheduler.counters
+    assert counted.num_backlog_steps > 50
+    assert counted.num_backlog_rows > (1 - 1 / REFILL_SHARE) * 32 * counted.num_backlog_steps
+    before = counted.num_backlog_steps
+    runner.run()
+    assert counted.num_backlog_steps == before, "nothing waits any more"
 
 
 def test_samples_of_one_prompt_copy_its_tail_and_compute_one_token():
