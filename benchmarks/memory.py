@@ -4,7 +4,9 @@ GRPO in the shape of Qwen3-0.6B with a gauge after every phase (memory_recipe.py
 does not know of (contexts, communicators, graphs, key-value pages) and the most that the allocator had given out
 within the phase; the ledger is that of the same command line, made without a GPU.
 
-    python -m benchmarks.memory one [colocated split] [--save]
+In `full` an engine takes as many pages as the ledger leaves it, so that the GPU is as full as a run makes it.
+
+    python -m benchmarks.memory one [colocated split full] [--save]
 """
 
 from __future__ import annotations
@@ -29,12 +31,16 @@ from spmd_rl.recipes.grpo import Config
 
 PACKAGES = ("torch", "triton", "flash-attn-4")
 RECIPE = "benchmarks.memory_recipe"
-SPLITS = {
-    "one": (1, []),
-    "colocated": (2, []),
-    "split": (2, ["split.train.ranks=1", "split.infer.ranks=1"]),
+PAGES = "engine.num_pages=2048"
+CASES = {
+    "one": (1, [PAGES]),
+    "colocated": (2, [PAGES]),
+    "split": (2, [PAGES, "split.train.ranks=1", "split.infer.ranks=1"]),
+    "full": (1, []),
 }
-CONTEXT = "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); print(total - free)"
+CONTEXT = (
+    "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); print(total - free, total)"
+)
 ENOUGH = 0.95  # of what is measured, the least that the ledger must have told
 
 
@@ -51,7 +57,6 @@ def settings(folder: Path) -> list[str]:
         "engine.dtype=bfloat16",
         "engine.max_batch=256",
         "engine.page_size=128",
-        "engine.num_pages=2048",
         "engine.load_weights=false",
         "trainer.init=random",
         "trainer.dtype=bfloat16",
@@ -61,7 +66,7 @@ def settings(folder: Path) -> list[str]:
 
 def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
     """Readings and their moments, rank by rank."""
-    num_ranks, more = SPLITS[name]
+    num_ranks, more = CASES[name]
     command = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run", RECIPE]
     words = [f"--{word}" for word in [*settings(folder), *more, f"run.name={name}"]]
     subprocess.run([*command, f"--nproc={num_ranks}", *words], check=True)
@@ -70,10 +75,10 @@ def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
     return found
 
 
-def measure(name: str, folder: Path) -> Iterator[Row]:
+def measure(name: str, folder: Path, capacity_bytes: int) -> Iterator[Row]:
     readings = dict(read(name, folder))  # of each phase, the last
-    num_ranks, more = SPLITS[name]
-    plan = resolve(load(Config, None, [*settings(folder), *more]), num_ranks)
+    num_ranks, more = CASES[name]
+    plan = resolve(load(Config, None, [*settings(folder), *more]), num_ranks, capacity_bytes)
 
     for rank in range(num_ranks):
         for phase in PHASES:
@@ -86,17 +91,17 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("splits", nargs="+", choices=SPLITS)
+    parser.add_argument("cases", nargs="+", choices=CASES)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    context = int(subprocess.check_output([sys.executable, "-c", CONTEXT], text=True))
+    context, capacity_bytes = map(int, subprocess.check_output([sys.executable, "-c", CONTEXT], text=True).split())
     rows: list[Row] = [measured("a context", context / 2**20, "MiB")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_config("0.6B", folder / "0.6B", TOKENIZER)
         write_prompts(folder / "prompts.jsonl", 64)
-        for split in options.splits:
-            rows += measure(split, folder)
+        for case in options.cases:
+            rows += measure(case, folder, capacity_bytes)
     return finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
 
 

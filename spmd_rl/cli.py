@@ -154,10 +154,11 @@ def _rank_main(words: list[str]) -> int:
             return _rank(rest)
         case ["controller", descriptor, folder, address, *rest]:
             from spmd_rl.controller.process import run_controller
+            from spmd_rl.plan.resolve import counted
             from spmd_rl.recipes.recorder import Recorder
 
             lifeline = Lifeline(int(descriptor), Path(folder))
-            exit_code = run_controller(lifeline, address, Invocation.parse(rest), Recorder)
+            exit_code = run_controller(lifeline, address, Invocation.parse(rest), Recorder, counted)
             return last_words.leave("the controller", exit_code)
         case ["check", *rest]:
             from spmd_rl.check import check

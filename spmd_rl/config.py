@@ -27,6 +27,8 @@ from spmd_rl.errors import ConfigError
 
 C = TypeVar("C")
 
+NO_KEY = {"key": False}  # metadata of a field that nobody sets: a run fills it in, and no file or `--help` shows it
+
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -139,7 +141,7 @@ def _dataclass(value: Any, cls: type, key: str, base: Any, root: type) -> Any:
         raise ConfigError(f"{key}: expected a table with keys such as {key}.{fields(cls)[0].name}, got {value!r}")
     prefix = f"{key}." if key else ""
     hints = typing.get_type_hints(cls)
-    known = {f.name: f for f in fields(cls) if f.init}
+    known = {f.name: f for f in _keys(cls)}
     for name in value:
         if name not in known:
             nearest = _nearest(prefix + name, root)
@@ -192,6 +194,10 @@ def _parse(text: str, hint: Any) -> Any:
         return str(text)
 
 
+def _keys(cls: Any) -> list[Field[Any]]:
+    return [field for field in fields(cls) if field.init and field.metadata.get("key", True)]
+
+
 def _default(field: Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not MISSING else field.default
 
@@ -226,8 +232,9 @@ def _type_name(hint: Any) -> str:
 
 
 def _describe(cls: type, prefix: str, base: Any) -> Iterator[Key]:
-    hints, docs = typing.get_type_hints(cls), _comments(cls)
-    for field in fields(cls):
+    hints = typing.get_type_hints(cls)
+    docs = {name: doc for one in reversed(cls.__mro__) for name, doc in _comments(one).items() if doc}
+    for field in _keys(cls):
         held = getattr(base, field.name) if isinstance(base, cls) else _default(field)
         name, hint = prefix + field.name, hints[field.name]
         if is_dataclass(hint):
@@ -255,7 +262,7 @@ def _comments(cls: type) -> dict[str, str]:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
+        return {f.name: _plain(getattr(value, f.name)) for f in _keys(value)}
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -25,13 +25,16 @@ from spmd_rl.errors import ConfigError, RemoteError, SpmdError
 from spmd_rl.mesh.world import World
 
 Watch = Callable[[RunConfig, Any, int], Observer]
+Fill = Callable[[Any, int], Any]
 
 CLOSE_S = 5.0
 
 
-def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch) -> int:
-    """Serve one run, from loading the recipe to the exit code; `watch(run, cfg, world_size)` makes its observer.
+def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, fill: Fill) -> int:
+    """Serve one run, from loading the recipe to the exit code.
 
+    `watch(run, cfg, world_size)` makes its observer; `fill(cfg, world_size)` is the config that the recipe gets, with
+    what is known now that the world is.
     Blocks: as long as the recipe runs.
     """
     board: Switchboard | None = None
@@ -41,8 +44,9 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
         recipe = load_recipe(invocation.recipe)
         cfg = recipe.configure(invocation)
         board = _open(lifeline, address, cfg)
-        observer = watch(run_config(cfg), cfg, board.roster.world_size)
-        _run(recipe, cfg, board, observer, lifeline.folder)
+        world_size = board.roster.world_size
+        observer = watch(run_config(cfg), cfg, world_size)
+        _run(recipe, fill(cfg, world_size), board, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, sys.exit too: the run's last words
         error = explain(raised, invocation.verbose)
     if board is not None:

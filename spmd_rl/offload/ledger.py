@@ -9,7 +9,7 @@ Units: bytes everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spmd_rl.errors import PlanError
@@ -52,6 +52,16 @@ class Ledger:
     def peak_bytes(self) -> int:
         return max((self.resident_bytes(phase) for phase in PHASES), default=0)
 
+    def beside_bytes(self, tag: str) -> int:
+        """The most that all else takes in a phase in which `tag` is there; 0 where it never is."""
+        there = {phase for entry in self.entries if entry.tag == tag for phase in entry.phases}
+        others = Ledger(tuple(entry for entry in self.entries if entry.tag != tag))
+        return max(map(others.resident_bytes, there), default=0)
+
+    def sized(self, tag: str, num_bytes: int) -> Ledger:
+        """The same with so many bytes under `tag`, where it has that."""
+        return Ledger(tuple(replace(e, num_bytes=num_bytes) if e.tag == tag else e for e in self.entries))
+
     def require(self, capacity_bytes: int) -> None:
         """Raises: PlanError with the arithmetic, if any phase needs more than `capacity_bytes`."""
         for phase in PHASES:
@@ -90,14 +100,15 @@ def trainer_ledger(
 def engine_ledger(
     num_parameters: int, weight_bytes: int, kv_bytes: int, *, sleeps: bool = True, step: int = 0
 ) -> Ledger:
-    """One whole replica of the weights, its pages of keys and values, which an engine beside a trainer gives back while
-    it `sleeps`, and what a `step` computes."""
+    """One whole replica of the weights, its pages of keys and values, and what a `step` computes. One that `sleeps`
+    gives its pages back while the trainer beside it trains; one that never does may be at a step in every phase."""
     awake: tuple[Phase, ...] = ("sync", "rollout") if sleeps else PHASES
+    computing: tuple[Phase, ...] = ("rollout",) if sleeps else PHASES
     return Ledger(
         (
             Entry("weights", num_parameters * weight_bytes),
             Entry("kv", kv_bytes, awake),
-            Entry("step", step, ("rollout",)),
+            Entry("step", step, computing),
         )
     )
 
@@ -147,6 +158,11 @@ def activation_bytes(
 def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
     """Bytes that one token's keys and values take in the whole model."""
     return 2 * num_layers * num_kv_heads * head_dim * element_bytes
+
+
+def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:
+    """What is left for pages of the `fraction` of a GPU that they may take with all beside them; below 0 if none is."""
+    return int(capacity_bytes * fraction) - beside_bytes
 
 
 def kv_pages(token_bytes: int, page_size: int, *, context: int, batch: int, budget_bytes: int | None) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
 from typing import Any
 
-from spmd_rl.errors import PlanError
-from spmd_rl.mesh.split import Placement, Placements, plan_split
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.split import Placement, Placements, disjoint, plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import (
     Ledger,
@@ -22,17 +22,19 @@ from spmd_rl.offload.ledger import (
     buckets_ledger,
     device_ledger,
     engine_ledger,
+    kv_budget,
     kv_pages,
     kv_token_bytes,
     total,
     trainer_ledger,
 )
 from spmd_rl.plan.routes import Routes, push_routes
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig, SamplingConfig
 from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.weights.layout import ITEM_BYTES
 
 PARTS = {"train": ("trainer",), "infer": ("engine", "sampling", "prompts_per_step")}  # what a role is planned by
+KINDS = {"trainer": TrainerConfig, "engine": EngineConfig, "sampling": SamplingConfig, "prompts_per_step": int}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Resolved:
             found.append(("link", tuple(sorted(union))))
         return found
 
+    def beside_bytes(self) -> int:
+        """What all that is counted beside an engine's pages takes at most, on any of its ranks while they are there."""
+        return max(self.ledgers[rank].beside_bytes("kv") for rank in self.placements.infer.ranks)
+
     def peak_rank(self) -> int:
         """The rank that needs most memory, the lowest of equals."""
         return max(sorted(self.ledgers), key=lambda rank: self.ledgers[rank].peak_bytes())
@@ -78,26 +84,50 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Res
         raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
     placements = plan_split(split, world_size)
     model = getattr(cfg, "model", "")
-    spec = ModelSpec.from_folder(model) if model else None
+    spec = ModelSpec.from_folder(model) if model and isinstance(model, str) else None
     for name, parts in PARTS.items():
-        missing = [part for part in parts if not hasattr(cfg, part)]
+        missing = [part for part in parts if not isinstance(getattr(cfg, part, None), KINDS[part])]
         if spec is not None and name in placements and missing:
             raise PlanError(f"split.{name} cannot be planned: this recipe's config has no `{missing[0]}`")
     routes = _routes(placements, spec, cfg, world_size)
-    ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size, capacity_bytes))
-    return Resolved(world_size, placements, spec, routes, ledgers)
+    ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size))
+    resolved = Resolved(world_size, placements, spec, routes, ledgers)
+    if spec is None or "infer" not in placements:
+        return resolved
+    kv_bytes = _kv_bytes(spec, cfg.engine, capacity_bytes, resolved.beside_bytes())
+    return replace(resolved, ledgers={rank: ledger.sized("kv", kv_bytes) for rank, ledger in ledgers.items()})
+
+
+def counted(cfg: Any, world_size: int) -> Any:
+    """The config of a run, whose engine is told what the ledger counts beside its pages.
+
+    `cfg` itself where their number is given, or where the ledger does not know all that shares their ranks; what keeps
+    a run from starting is told elsewhere.
+    """
+    engine = getattr(cfg, "engine", None)
+    if not isinstance(engine, EngineConfig) or engine.num_pages:
+        return cfg
+    try:
+        resolved = resolve(cfg, world_size)
+    except (ConfigError, PlanError):
+        return cfg
+    infer = resolved.placements.get("infer")
+    others = [place for name, place in resolved.placements.items() if name not in PARTS]
+    if infer is None or not resolved.ledgers or not all(disjoint(infer, place) for place in others):
+        return cfg
+    return replace(cfg, engine=replace(engine, beside_bytes=resolved.beside_bytes()))
 
 
 def _ledgers(
-    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int, capacity_bytes: int | None
+    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int
 ) -> Iterator[tuple[int, Ledger]]:
     """Each rank's: what the roles on it take, what a push packs, and what the GPU itself does.
 
-    What computes in bfloat16 does so on GPUs.
+    An engine's pages have no size yet. What computes in bfloat16 does so on GPUs.
     """
     on_gpu = any(_dtype(getattr(cfg, PARTS[name][0])) == "bfloat16" for name in placements if name in PARTS)
     num_communicators = _num_communicators(placements, routes)
-    of_roles = cache(lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu, capacity_bytes)))
+    of_roles = cache(lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu)))
     ranks = {name: set(place.ranks) for name, place in placements.items()}
     for rank in range(world_size):
         roles = tuple(name for name in ranks if rank in ranks[name])
@@ -111,12 +141,7 @@ def _ledgers(
 
 
 def _role_ledgers(
-    roles: tuple[str, ...],
-    placements: Placements,
-    spec: ModelSpec,
-    cfg: Any,
-    on_gpu: bool,
-    capacity_bytes: int | None,
+    roles: tuple[str, ...], placements: Placements, spec: ModelSpec, cfg: Any, on_gpu: bool
 ) -> Iterator[Ledger]:
     """What a trainer and an engine take of a rank that serves `roles`."""
     if "train" in roles:
@@ -140,13 +165,12 @@ def _role_ledgers(
         )
     if "infer" in roles:
         element_bytes = ITEM_BYTES[_dtype(cfg.engine)]
-        token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, element_bytes)
         aliased = "train" in roles and placements.train.axes["fsdp"] == 1 and _dtype(cfg.engine) == "float32"
         yield engine_ledger(
             spec.num_parameters,
             0 if aliased else element_bytes,  # the engine can be the trainer's own memory
-            _kv_bytes(spec, cfg.engine, token_bytes, capacity_bytes),
-            sleeps="train" in roles,
+            kv_bytes=0,  # sized when all else is known
+            sleeps="train" in roles and not getattr(cfg, "overlaps", False),
             step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
         )
 
@@ -197,10 +221,11 @@ def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, place: Placement) -> int:
     return spec.num_parameters - (spec.num_layers - 2) * layer
 
 
-def _kv_bytes(spec: ModelSpec, cfg: EngineConfig, token_bytes: int, capacity_bytes: int | None) -> int:
-    """What one engine's pages take: those given, else as many as it would take of a GPU with nothing on it."""
+def _kv_bytes(spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, beside_bytes: int) -> int:
+    """What one engine's pages take: those given, else as many as it finds room for beside all else."""
+    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, ITEM_BYTES[_dtype(cfg)])
     page_size = cfg.page_size or GPU_PAGE_SIZE
-    budget = None if capacity_bytes is None else int(capacity_bytes * cfg.memory_fraction)
+    budget = None if capacity_bytes is None else kv_budget(capacity_bytes, cfg.memory_fraction, beside_bytes)
     pages = cfg.num_pages or kv_pages(
         token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget
     )

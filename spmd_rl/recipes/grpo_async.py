@@ -6,13 +6,20 @@ one version old; the ratio is taken against the engine's own log-probs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import spmd_rl as rl
-from spmd_rl.recipes.grpo import Config, check
+from spmd_rl.recipes import grpo
+from spmd_rl.recipes.grpo import check
 
 __all__ = ["Config", "check", "main"]
+
+
+@dataclass(frozen=True)
+class Config(grpo.Config):
+    overlaps: ClassVar[bool] = True  # the engine never sleeps, so its pages stay while the trainer beside it trains
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

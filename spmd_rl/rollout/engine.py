@@ -8,13 +8,14 @@ submit again with what was generated so far.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.config import NO_KEY
 from spmd_rl.errors import ConfigError
 from spmd_rl.types import FinishReason, Sample
 
@@ -65,7 +66,8 @@ class EngineConfig:
     kind: str = "native"
     page_size: int = 0  # tokens; 0: 128 where FlashAttention runs, else 16
     num_pages: int = 0  # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
-    memory_fraction: float = 0.4  # of the GPU memory that is free when the engine starts
+    memory_fraction: float = 0.9  # of a GPU's memory: what these pages and all that is counted beside them may take
+    beside_bytes: int = field(default=0, metadata=NO_KEY)  # what a run's ledger counts beside the pages; 0: nobody did
     max_batch: int = 256  # sequences running at once
     max_step_tokens: int = 0  # shared by decoding (one a sequence) and chunks of prompts; 0: 8192 (GPU) or 2048 (CPU)
     prefix_cache: bool = True

@@ -9,10 +9,11 @@ import torch
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import kv_pages, kv_token_bytes
+from spmd_rl.offload.ledger import kv_budget, kv_pages, kv_token_bytes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 
 CPU_POOL_BYTES = 1 << 30
+FREE_SHARE = 0.4  # of a GPU's free memory: what pages take at most where nobody counted what will be beside them
 PAGE_SIZE = 16
 CPU_STEP_TOKENS = 2048
 
@@ -31,9 +32,16 @@ def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineCo
 
 
 def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
-    """As the ledger has it, within the memory that is free when the engine starts, or the pool of a CPU."""
+    """As the ledger has it, within what there is for pages."""
     item_bytes = getattr(torch, dtype_of(cfg.dtype, device)).itemsize
     token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
-    on_gpu = device.type == "cuda"
-    budget = int(torch.cuda.mem_get_info(device)[0] * cfg.memory_fraction) if on_gpu else CPU_POOL_BYTES
+    budget = _gpu_budget(cfg, device) if device.type == "cuda" else CPU_POOL_BYTES
     return kv_pages(token_bytes, cfg.page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget)
+
+
+def _gpu_budget(cfg: EngineConfig, device: torch.device) -> int:
+    """What is left beside all that the ledger counts, or beside what is in use now, should that be more."""
+    torch.cuda.empty_cache()  # what torch keeps for later is free too
+    free_bytes, capacity_bytes = torch.cuda.mem_get_info(device)
+    left = kv_budget(capacity_bytes, cfg.memory_fraction, max(cfg.beside_bytes, capacity_bytes - free_bytes))
+    return left if cfg.beside_bytes else min(left, int(free_bytes * FREE_SHARE))

@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import PlanError
-from spmd_rl.offload.ledger import Entry, Ledger, engine_ledger, kv_token_bytes, total, trainer_ledger
+from spmd_rl.offload.ledger import (
+    PHASES,
+    Entry,
+    Ledger,
+    engine_ledger,
+    kv_budget,
+    kv_pages,
+    kv_token_bytes,
+    total,
+    trainer_ledger,
+)
 
 
 def test_eight_billion_on_four_gpus() -> None:
@@ -39,3 +49,27 @@ def test_peak_is_the_worst_phase(rows: list[tuple[str, int, bool]]) -> None:
     ledger = Ledger(tuple(Entry(tag, size, ("train",) if narrow else ("sync", "train")) for tag, size, narrow in rows))
     assert ledger.peak_bytes() == sum(size for _, size, _ in rows) == ledger.resident_bytes("train")
     assert ledger.resident_bytes("rollout") == 0
+
+
+def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:
+    kept, given_back = (engine_ledger(10, 2, 100, sleeps=sleeps, step=7) for sleeps in (False, True))
+    assert [kept.resident_bytes(phase) for phase in PHASES] == [127, 127, 127]
+    assert [given_back.resident_bytes(phase) for phase in PHASES] == [120, 127, 20]
+
+
+def test_beside_a_tag() -> None:
+    """The worst phase of those in which it is there, whatever its size."""
+    narrow = Ledger((Entry("kv", 5, ("sync", "rollout")), Entry("all", 3), Entry("train", 90, ("train",))))
+    assert narrow.beside_bytes("kv") == narrow.sized("kv", 10**12).beside_bytes("kv") == 3
+    assert narrow.beside_bytes("train") == 3
+    assert narrow.beside_bytes("all") == 90
+    assert narrow.beside_bytes("nothing") == 0
+    assert narrow.sized("kv", 8).resident_bytes("sync") == 11
+    assert narrow.sized("nothing", 8) == narrow
+
+
+def test_a_budget_of_pages() -> None:
+    assert kv_budget(1000, 0.9, 400) == 500
+    assert kv_budget(1000, 0.9, 1000) == -100
+    for budget, pages in ((500, 12), (-100, 4), (70, 7), (39, 4)):
+        assert kv_pages(5, 2, context=7, batch=3, budget_bytes=budget) == pages

@@ -115,26 +115,6 @@ def test_colocated_copies_its_own_rows(model: Path) -> None:
     assert found.routes[0, 0] * 4 == pytest.approx(PARAMETERS * 2, rel=1e-3)
 
 
-@pytest.mark.parametrize(("gib", "max_batch"), [(141, 256), (141, 4), (1, 256)])
-def test_automatic_pages_are_those_that_the_engine_takes(
-    model: Path, monkeypatch: pytest.MonkeyPatch, gib: int, max_batch: int
-) -> None:
-    """A fraction of the GPU, a full batch of whole contexts, and a single one."""
-    import torch
-
-    from spmd_rl.rollout.native.sizes import auto_pages
-
-    capacity = gib << 30
-    words = ["engine.dtype=bfloat16", "engine.page_size=128", f"engine.max_batch={max_batch}"]
-    cfg = load(Config, None, [f"model={model}", "data=none.jsonl", *words])
-    found = resolve(cfg, 1, capacity)
-    kv = {entry.tag: entry.num_bytes for entry in found.ledgers[0].entries}["kv"]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (capacity, capacity))
-    assert found.spec is not None
-    taken = auto_pages(found.spec, cfg.engine, torch.device("cuda")) * 128 * 2 * 36 * 8 * 128 * 2
-    assert kv == taken
-
-
 def test_refusal_names_rank_phase_and_sum(model: Path) -> None:
     found = planned(model, 8, "engine.dtype=bfloat16", "engine.num_pages=125")
     found.require(200 << 30)

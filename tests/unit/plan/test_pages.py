@@ -1,0 +1,162 @@
+"""An engine's pages: what the ledger leaves, as the plan says and as the engine takes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.config import describe, dump_toml, load
+from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.mesh.split import RoleSplit, Split
+from spmd_rl.offload.ledger import PHASES, Ledger
+from spmd_rl.plan.resolve import counted, resolve
+from spmd_rl.recipes import grpo, grpo_async, sft
+from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.native.sizes import FREE_SHARE, auto_pages
+from spmd_rl.train.config import TrainerConfig
+
+GIB = 1 << 30
+QWEN3_0_6B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+PAGE_BYTES = 128 * 2 * 28 * 8 * 128 * 2
+LEAST = 40960 // 128 * PAGE_BYTES
+DISJOINT = ("split.train.ranks=1", "split.infer.ranks=1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(QWEN3_0_6B))
+    return folder
+
+
+def configured(model: Path, *words: str, recipe: Any = grpo) -> Any:
+    return load(recipe.Config, None, [f"model={model}", "data=none.jsonl", *words])
+
+
+def kv(ledger: Ledger) -> int:
+    return sum(entry.num_bytes for entry in ledger.entries if entry.tag == "kv")
+
+
+def taken(model: Path, cfg: EngineConfig, free: int, capacity: int) -> int:
+    """Bytes of the pages that an engine makes on a GPU that has so much left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, capacity))
+        spec = resolve(configured(model), 1).spec
+        assert spec is not None
+        cfg = replace(cfg, dtype="bfloat16", page_size=128)
+        return auto_pages(spec, cfg, torch.device("cuda")) * PAGE_BYTES
+
+
+@given(
+    gib=st.floats(4, 200),
+    max_batch=st.integers(1, 512),
+    fraction=st.floats(0.3, 0.95),
+    split=st.sampled_from([(), DISJOINT, ("split.train.ranks=0-0",), ("split.infer.ranks=1-1",)]),
+    recipe=st.sampled_from([grpo, grpo_async]),
+)
+def test_all_that_is_counted_fits_and_the_engine_takes_what_is_planned(
+    model: Path, gib: float, max_batch: int, fraction: float, split: tuple[str, ...], recipe: Any
+) -> None:
+    capacity = int(gib * GIB)
+    words = (f"engine.max_batch={max_batch}", f"engine.memory_fraction={fraction}", *split)
+    cfg = configured(model, *words, recipe=recipe)
+    found = resolve(cfg, 2, capacity)
+    pages = {kv(found.ledgers[rank]) for rank in found.placements.infer.ranks}
+    assert len(pages) == 1, "all ranks of an engine take the same"
+    assert pages == {taken(model, counted(cfg, 2).engine, capacity, capacity)}
+    if pages == {LEAST}:
+        return
+    for rank in found.placements.infer.ranks:
+        ledger = found.ledgers[rank]
+        for phase in PHASES:
+            there = any(entry.tag == "kv" and phase in entry.phases for entry in ledger.entries)
+            assert not there or ledger.resident_bytes(phase) <= fraction * capacity
+
+
+def test_pages_are_what_is_left(model: Path) -> None:
+    """Of 0.9 of the GPU, but for a part of a page; the worst phase that they are there in counts."""
+    ledger = resolve(configured(model), 1, 140 * GIB).ledgers[0]
+    assert ledger.beside_bytes("kv") == max(ledger.resident_bytes(phase) for phase in ("sync", "rollout")) - kv(ledger)
+    assert 0 <= 0.9 * 140 * GIB - ledger.beside_bytes("kv") - kv(ledger) < PAGE_BYTES
+
+
+def test_one_context_is_taken_of_a_full_gpu_and_refused(model: Path) -> None:
+    found = resolve(configured(model), 1, 10 * GIB)
+    assert kv(found.ledgers[0]) == LEAST
+    with pytest.raises(PlanError, match=r"phase sync needs .* \+ kv 4\.38 GiB \+ .* and there are 10\.00 GiB"):
+        found.require(10 * GIB)
+
+
+def test_roles_that_overlap_leave_less(model: Path) -> None:
+    """On shared ranks: while the trainer trains, the pages stay, and so does what a step computes in."""
+    turns, overlapping = (resolve(configured(model, recipe=one), 1, 140 * GIB).ledgers[0] for one in (grpo, grpo_async))
+    entries = {entry.tag: entry for entry in overlapping.entries}
+    assert entries["kv"].phases == entries["step"].phases == PHASES
+    trained = sum(entries[tag].num_bytes for tag in ("grads", "gathered", "activations"))
+    assert kv(turns) - kv(overlapping) == pytest.approx(trained, abs=PAGE_BYTES)
+    apart = [resolve(configured(model, *DISJOINT, recipe=one), 2, 140 * GIB) for one in (grpo, grpo_async)]
+    assert apart[0].ledgers == apart[1].ledgers
+
+
+def test_an_engine_that_finds_more_in_use_takes_less(model: Path) -> None:
+    cfg = counted(configured(model), 1).engine
+    room = 126 * GIB - cfg.beside_bytes
+    assert room - taken(model, cfg, 140 * GIB, 140 * GIB) < PAGE_BYTES
+    assert room - taken(model, cfg, 140 * GIB - cfg.beside_bytes, 140 * GIB) < PAGE_BYTES
+    assert 0 <= 36 * GIB - taken(model, cfg, 50 * GIB, 140 * GIB) < PAGE_BYTES, "90 are in use, of 126"
+
+
+@pytest.mark.parametrize(("fraction", "free", "left"), [(0.9, 140, 56), (0.9, 40, 16), (0.5, 90, 20), (0.9, 10, 0)])
+def test_an_engine_that_nobody_counted_for_takes_a_share(model: Path, fraction: float, free: int, left: int) -> None:
+    """Of what is free, as long as all in use stays below the fraction, and at least one context."""
+    assert FREE_SHARE == 0.4
+    pages = taken(model, EngineConfig(memory_fraction=fraction), free * GIB, 140 * GIB)
+    assert 0 <= max(left * GIB, LEAST) - pages < PAGE_BYTES
+
+
+def test_what_cannot_be_counted_stays_as_it_is(model: Path) -> None:
+    """Pages that are given; no engine, model, ranks or parts; and a role that the ledger does not know."""
+    full = configured(model)
+    cases = [
+        configured(model, "engine.num_pages=7"),
+        configured(model, recipe=sft),
+        configured(model / "nothing"),
+        replace(full, model=""),
+        configured(model, "split.infer.ranks=2"),
+        replace(full, split=dict.fromkeys(("train", "infer", "judge"), RoleSplit())),
+        SimpleNamespace(split=Split(), model=str(model), trainer=TrainerConfig(), engine=EngineConfig()),
+        SimpleNamespace(**vars(full) | {"trainer": "none of ours"}),
+        SimpleNamespace(**vars(full) | {"model": TrainerConfig()}),
+    ]
+    assert all(counted(cfg, 1) is cfg for cfg in cases)
+    assert counted(full, 1) != full
+    apart = replace(full, split={"train": RoleSplit("1"), "infer": RoleSplit("1"), "judge": RoleSplit("2-2")})
+    assert counted(apart, 3).engine.beside_bytes > 0
+
+
+def test_nobody_sets_what_is_counted(model: Path) -> None:
+    """It is in no file, so a run that goes on finds the config that it began with."""
+    cfg = configured(model)
+    assert dump_toml(counted(cfg, 1)) == dump_toml(cfg)
+    assert "engine.beside_bytes" not in {key.name for key in describe(grpo.Config)}
+    with pytest.raises(ConfigError, match="unknown key 'engine.beside_bytes'"):
+        configured(model, "engine.beside_bytes=1")
