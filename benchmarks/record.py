@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +52,13 @@ def measured(what: str, value: float, unit: str, *, at_most: float | None = None
     elif at_least is not None:
         bar, holds = f">= {at_least:g} {unit}".strip(), value >= at_least
     return Row(what=what, value=_short(value), unit=unit, bar=bar, holds=holds)
+
+
+def counted(what: str, each: Sequence[bool], *, all_must: bool = True) -> Row:
+    """A row that says of how many things it is true; with `all_must` its bar is all of them."""
+    held = sum(each)
+    bar, holds = ("all", held == len(each)) if all_must else (None, None)
+    return Row(what=what, value=held, unit=f"of {len(each)}", bar=bar, holds=holds)
 
 
 def gpu() -> dict[str, str]:

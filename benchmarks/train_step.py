@@ -1,16 +1,18 @@
 """Training step of Qwen3's shapes on one GPU, 16k-token packs: our contract path beside the same trainer free of it.
 
-Four ways of computing the same step take turns, repetition by repetition, each time another one first:
+Five ways of computing the same step take turns, repetition by repetition, each time another one first:
 
     contract  as shipped: every row's bits are its own
     free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
-    torch     the same, and torch's own operations for norms, rotary positions and log-probs, none of them fused
+    raced     the same, each by the fastest of all that cuBLAS has for its shape, whatever its bits
+    torch     as free, and torch's own operations for norms, rotary positions and log-probs, none of them fused
     repeats   as shipped, and the backward pass too gives the same bits again (trainer.deterministic)
 
 A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, optimizer included; medians of
 the host's clock around it, the GPU drained before and after. MFU counts 6 operations for every weight and token that
 meet, the causal half of attention, and no recomputation (spmd_rl/train/flops.py), against 989 TFLOP/s and against the
-788 that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path.
+788 that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path,
+and peak memory is of that path. Products are swapped in the forward pass; the backward pass's are torch's in all paths.
 
     python -m benchmarks.train_step 0.6B 4B [--save] [--profile 0.6B=trace.txt]
 """
@@ -88,8 +90,10 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     metrics = one.train_step(given, grpo_loss)
     what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.recompute}"
     yield measured(f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens", metrics[MISMATCHED], "tokens", at_most=0)
-    times: dict[str, list[float]] = {path: [] for path in options.paths}
     torch.cuda.reset_peak_memory_stats()
+    one.train_step(given, grpo_loss)
+    yield measured(f"{what}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    times: dict[str, list[float]] = {path: [] for path in options.paths}
     for repeat in range(WARMUPS + options.repeats):
         first = repeat % len(options.paths)
         for path in options.paths[first:] + options.paths[:first]:
@@ -106,7 +110,6 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     bar = MFU_BAR if name == "4B" else None
     yield measured(f"{what}: MFU of 989 TFLOP/s", flops / PEAK_FLOPS_PER_S["H200"], "", at_least=bar)
     yield measured(f"{what}: MFU of 788 TFLOP/s", flops / MEASURED_FLOPS_PER_S, "")
-    yield measured(f"{what}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
     one.backend = timed = Timed(one.backend)
     one.train_step(given, grpo_loss)
     for part, spent in timed.milliseconds().items():

@@ -1,14 +1,18 @@
-"""Decode matrix products of Qwen3 against cuBLAS's best, split-K allowed: microseconds, weights cold in L2.
+"""Matrix products of Qwen3, of decoding and of packs, against cuBLAS's best, split-K allowed: microseconds.
 
-Ours keeps one ascending chain over K (docs/numerics.md). Each number is the median over replays of a graph that runs
-the product for many copies of the weight, for some 1 ms, ours and cuBLAS's in turns; ours overlap at their ends, as in
-the engine. cuBLAS's best is the fastest, in a shorter run before, of what torch.mm takes and all that cublasLt
-proposes, with memory for partial sums and without. The floor is the time to move weight, x and result once, at the
-speed of a large copy just before, or to do the arithmetic at that of a large product, whichever is longer; beside it,
-without a bar, stands that of the weight alone.
+Ours keeps one ascending chain over K (docs/numerics.md). Each number of a product of decoding is the median over
+replays of a graph that runs the product for many copies of the weight, so that they are cold in L2, for some 1 ms, ours
+and cuBLAS's in turns; ours overlap at their ends, as in the engine. cuBLAS's best is the fastest, in a shorter run
+before, of what torch.mm takes and all that cublasLt proposes, with memory for partial sums and without. The floor is
+the time to move weight, x and result once, at the speed of a large copy just before, or to do the arithmetic at that of
+a large product, whichever is longer; beside it, without a bar, stands that of the weight alone.
 
 Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined product and torch's
 two kernels.
+
+Products of packs have 16,384 rows, those of the head the 2,048 of a chunk of the training loss. Training takes q, k, v,
+gate and up apart; the engine's prompts take them joined. There cuBLAS's best is the one of the same ways that
+`linear_library.fastest` finds.
 
     python -m benchmarks.kernels.decode_gemm [--save]
 """
@@ -16,27 +20,31 @@ two kernels.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.cublas import every_way
 from benchmarks.kernels.timing import copy_bytes_per_s, in_turns
-from benchmarks.record import compared, finish, gpu, measured
+from benchmarks.record import compared, counted, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM, MEASURED_FLOPS_PER_S, QWEN3, VOCAB
 from benchmarks.table import Row
 from spmd_rl.kernels import silu_mul_linear
-from spmd_rl.kernels.cublaslt import Shape, proposed
+from spmd_rl.kernels.cublaslt import Shape
+from spmd_rl.kernels.linear_library import fastest
 from spmd_rl.kernels.linear_plan import matmul
 
 ROWS = (1, 16, 64, 128, 256)
+PACK_ROWS, LOGIT_ROWS = 16384, 2048
+PACK_ROUNDS = 8  # these products are long
 COLD_BYTES = 256 << 20
 MAX_COPIES = 64
-WORKSPACES = (0, 32 << 20)  # none, and as much as torch lends cuBLAS on Hopper
 TRIAL_ROUNDS, TRIAL_REPLAYS = 4, 9
 BAR = 1.02  # at or under cuBLAS, to within the spread of repeats
 FLOOR_BAR = 0.85
+FLOOR, WEIGHT_FLOOR = "share of floor", "share of the weight's floor"
 LARGE_BYTES = 30e6
 
 
@@ -69,13 +77,27 @@ def floor_us(m: int, n: int, k: int, num_bytes: int, bytes_per_s: float) -> floa
 
 
 def cublas_best(x: Tensor, weights: list[Tensor], out_dtype: torch.dtype) -> Callable[[Tensor], object]:
-    widen = {"out_dtype": out_dtype} if out_dtype != x.dtype else {}
     shape = Shape(*weights[0].shape, len(x), False, out_dtype, x.device)
     out = x.new_empty(shape.rows, shape.n, dtype=out_dtype)
-    ways: list[Callable[[Tensor], object]] = [lambda w: torch.mm(x, w.t(), **widen)]
-    ways += [lambda w, way=way: way(out, x, w, None) for size in WORKSPACES for way in proposed(shape, size)]
+    ways = [lambda w, way=way: way(out, x, w, None) for way in every_way(shape)]
     times = in_turns(ways, weights, TRIAL_ROUNDS, TRIAL_REPLAYS)
     return ways[times.index(min(times))]
+
+
+def pack_rows(name: str) -> int:
+    """Rows that the product of this name has in training."""
+    return LOGIT_ROWS if name.endswith("lm_head") else PACK_ROWS
+
+
+def measure_pack(name: str, n: int, k: int, out_dtype: torch.dtype) -> Row:
+    m = pack_rows(name)
+    x, weight = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (m, n))
+    out, shape = x.new_empty(m, n, dtype=out_dtype), Shape(n, k, m, False, out_dtype, x.device)
+    best = fastest(every_way(shape), shape)
+    ways = [lambda w: matmul(x, w, None, out_dtype), lambda w: best(out, x, w, None)]
+    ours, cublas = in_turns(ways, [weight], PACK_ROUNDS)
+    what = f"{name} {n}x{k}, {m} rows"
+    return compared(what, ours, "us", peer="cuBLAS's best", peer_value=cublas, at_most=BAR)
 
 
 def measure(name: str, n: int, k: int, out_dtype: torch.dtype, bytes_per_s: float) -> list[Row]:
@@ -89,8 +111,8 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype, bytes_per_s: floa
         if m <= 64 and 2 * n * k >= LARGE_BYTES:
             weight, others = 2 * n * k, 2 * m * k + out_dtype.itemsize * m * n
             share, of_weight = (floor_us(m, n, k, each, bytes_per_s) / ours for each in (weight + others, weight))
-            found.append(measured(f"{what}, share of floor", share, "", at_least=FLOOR_BAR))
-            found.append(measured(f"{what}, share of the weight's floor", of_weight, ""))
+            found.append(measured(f"{what}, {FLOOR}", share, "", at_least=FLOOR_BAR))
+            found.append(measured(f"{what}, {WEIGHT_FLOOR}", of_weight, ""))
     return found
 
 
@@ -111,11 +133,30 @@ def measure_gated(model: str) -> list[Row]:
     return found
 
 
+def summary(products: Sequence[Row]) -> list[Row]:
+    """Counts over what `measure` found of all products."""
+    shares, of_weight = ([row for row in products if row.what.endswith(end)] for end in (FLOOR, WEIGHT_FLOOR))
+    large = "large weights, up to 64 rows"
+    return [
+        counted(
+            f"products of decoding: {BAR}x cuBLAS's best or less", [row.holds is True for row in products if row.peer]
+        ),
+        counted(f"{large}: {FLOOR} {FLOOR_BAR} or more", [row.holds is True for row in shares]),
+        counted(
+            f"{large}: {WEIGHT_FLOOR} {FLOOR_BAR} or more",
+            [row.value >= FLOOR_BAR for row in of_weight],
+            all_must=False,
+        ),
+    ]
+
+
 def main() -> int:
     copy = copy_bytes_per_s()
     rows = [measured("copy, read and written", copy / 1e12, "TB/s")]
-    rows += [row for name, shape in shapes().items() for row in measure(name, *shape, copy)]
+    decoding = [row for name, shape in shapes().items() for row in measure(name, *shape, copy)]
+    rows += decoding + summary(decoding)
     rows += [row for model in QWEN3 for row in measure_gated(model)]
+    rows += [measure_pack(name, *shape) for name, shape in shapes().items()]
     print(f"{sum(row.holds is True for row in rows)} of {sum(row.holds is not None for row in rows)} bars hold")
     packages = ("torch", "triton", "nvidia-cutlass-dsl")
     return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())

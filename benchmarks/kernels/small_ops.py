@@ -3,8 +3,9 @@
 Rows of a decoding step (64, 256) and of a pack of training (16,384). Each number is the median over replays of a graph
 that runs the op once for each of several inputs, together larger than L2. The share of a copy is the time that what is
 read and written once would take at a copy's bandwidth. torch's spelling: indexing, F.rms_norm behind an addition,
-F.rms_norm and rotation head by head, F.silu times up, log_softmax and gather, Gumbel noise and argmax, results weighted
-by a softmax of their sums. The head's product with its log-probs is torch.mm and log_softmax.
+F.rms_norm and rotation head by head, then index_copy into the pages, F.silu times up, log_softmax and gather, Gumbel
+noise and argmax, for top-p behind a sort, a softmax and its running sum, results weighted by a softmax of their sums.
+The head's product with its log-probs is torch.mm and log_softmax.
 
     python -m benchmarks.kernels.small_ops [--save]
 """
@@ -19,15 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.timing import copy_bytes_per_s, microseconds
+from benchmarks.kernels.timing import ROUNDS, copy_bytes_per_s, microseconds
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM, QWEN3, VOCAB
 from benchmarks.table import Row
 from spmd_rl.kernels import (
+    KvPlace,
     add_rms_norm,
     embed,
     head_logprobs,
     qk_norm_rope,
+    qk_norm_rope_into,
     rms_norm,
     rope_table,
     sample_and_score,
@@ -44,6 +47,7 @@ COLD_BYTES = 256 << 20
 CALLS = 8
 EPS = 1e-6
 PAGE_SIZE = 128
+TOP_P = 0.95
 
 Op = Callable[..., object]
 
@@ -56,6 +60,7 @@ class Case(NamedTuple):
     torch: Op
     inputs: Callable[[], tuple[Tensor, ...]]
     num_bytes: int
+    rounds: int = ROUNDS
 
 
 def bf16(*shape: int) -> Tensor:
@@ -68,16 +73,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def of_model(name: str, rows: int) -> Iterator[Case]:
-    hidden, inner, _, heads, kv_heads, _ = QWEN3[name]
-    weight, head_weight = torch.ones(hidden, device="cuda").bfloat16(), torch.ones(HEAD_DIM, device="cuda").bfloat16()
-    table = [one.cuda() for one in rope_table(1e6 ** -torch.arange(0, 1, 2 / HEAD_DIM), 4096)]
-    positions = torch.randint(4096, (rows,), device="cuda")
-    wide_table = [torch.cat([one, one], dim=1).bfloat16() for one in table]
-
-    def torch_qk(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = (one[positions].unsqueeze(1) for one in wide_table)
-        q, k = (F.rms_norm(x, (HEAD_DIM,), head_weight, EPS) for x in (q, k))
-        return rotated(q, cos, sin), rotated(k, cos, sin)
+    hidden, inner = QWEN3[name][:2]
+    weight = torch.ones(hidden, device="cuda").bfloat16()
 
     def torch_add_norm(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         summed = x + residual
@@ -107,13 +104,6 @@ def of_model(name: str, rows: int) -> Iterator[Case]:
         4 * row * hidden,
     )
     yield Case(
-        f"{where}: qk_norm_rope",
-        lambda q, k: qk_norm_rope(q, k, head_weight, head_weight, EPS, positions, *table),
-        torch_qk,
-        lambda: (bf16(rows, heads, HEAD_DIM), bf16(rows, kv_heads, HEAD_DIM)),
-        2 * row * (heads + kv_heads) * HEAD_DIM,
-    )
-    yield Case(
         f"{where}: silu_mul",
         silu_mul,
         lambda gate, up: F.silu(gate) * up,
@@ -122,19 +112,67 @@ def of_model(name: str, rows: int) -> Iterator[Case]:
     )
 
 
-def of_cache(rows: int, kv_heads: int = 8) -> Iterator[Case]:
-    slots = torch.randperm(rows * 4, device="cuda")[:rows]
+def of_heads(name: str, rows: int) -> Iterator[Case]:
+    heads, kv_heads = QWEN3[name][3:5]
+    weight = torch.ones(HEAD_DIM, device="cuda").bfloat16()
+    table = [one.cuda() for one in rope_table(1e6 ** -torch.arange(0, 1, 2 / HEAD_DIM), 4096)]
+    positions, slots = torch.randint(4096, (rows,), device="cuda"), some_slots(rows)
+    wide_table = [torch.cat([one, one], dim=1).bfloat16() for one in table]
+
+    def torch_qk(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (one[positions].unsqueeze(1) for one in wide_table)
+        q, k = (F.rms_norm(x, (HEAD_DIM,), weight, EPS) for x in (q, k))
+        return rotated(q, cos, sin), rotated(k, cos, sin)
+
+    def ours_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        place = KvPlace(keys, values, slots)
+        return qk_norm_rope_into(q, k, v, weight, weight, EPS, positions, *table, place)
+
+    def torch_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        q, k = torch_qk(q, k)
+        torch_write(keys, values, slots, k, v)
+        return q
+
+    where = f"Qwen3-{name}, {rows} rows"
+    q_shape, k_shape = (rows, heads, HEAD_DIM), (rows, kv_heads, HEAD_DIM)
+    yield Case(
+        f"{where}: qk_norm_rope",
+        lambda q, k: qk_norm_rope(q, k, weight, weight, EPS, positions, *table),
+        torch_qk,
+        lambda: (bf16(*q_shape), bf16(*k_shape)),
+        2 * 2 * rows * (heads + kv_heads) * HEAD_DIM,
+    )
+    yield Case(
+        f"{where}: qk_norm_rope_into",
+        ours_into,
+        torch_into,
+        lambda: (bf16(*q_shape), bf16(*k_shape), bf16(*k_shape), *some_pages(rows, kv_heads)),
+        2 * 2 * rows * (heads + 2 * kv_heads) * HEAD_DIM,
+    )
+
+
+def some_slots(rows: int) -> Tensor:
+    return torch.randperm(rows * 4, device="cuda")[:rows]
+
+
+def some_pages(rows: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of as many tokens as `some_slots` chooses from."""
     shape = (4 * rows // PAGE_SIZE, PAGE_SIZE, kv_heads, HEAD_DIM)
+    return bf16(*shape), bf16(*shape)
 
-    def torch_write(keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> None:
-        keys.view(-1, kv_heads, HEAD_DIM).index_copy_(0, slots, k)
-        values.view(-1, kv_heads, HEAD_DIM).index_copy_(0, slots, v)
 
+def torch_write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    keys.flatten(0, 1).index_copy_(0, slots, k)
+    values.flatten(0, 1).index_copy_(0, slots, v)
+
+
+def of_cache(rows: int, kv_heads: int = 8) -> Iterator[Case]:
+    slots = some_slots(rows)
     yield Case(
         f"{rows} rows of 8 heads: write_kv",
         lambda keys, values, k, v: write_kv(keys, values, slots, k, v),
-        torch_write,
-        lambda: (bf16(*shape), bf16(*shape), bf16(rows, kv_heads, HEAD_DIM), bf16(rows, kv_heads, HEAD_DIM)),
+        lambda keys, values, k, v: torch_write(keys, values, slots, k, v),
+        lambda: (*some_pages(rows, kv_heads), bf16(rows, kv_heads, HEAD_DIM), bf16(rows, kv_heads, HEAD_DIM)),
         4 * 2 * rows * kv_heads * HEAD_DIM,
     )
 
@@ -168,13 +206,25 @@ def of_head(name: str) -> Iterator[Case]:
     )
 
 
+def torch_draw(logits: Tensor) -> tuple[Tensor, Tensor]:
+    return drawn_and_scored(logits, logits)
+
+
+def torch_draw_top_p(logits: Tensor) -> tuple[Tensor, Tensor]:
+    ordered, order = logits.sort(dim=-1, descending=True)
+    probs = ordered.softmax(-1)
+    dropped = probs.cumsum(-1) - probs >= TOP_P
+    return drawn_and_scored(logits.masked_fill(dropped.scatter(1, order, dropped), -torch.inf), logits)
+
+
+def drawn_and_scored(kept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    drawn = (kept - torch.empty_like(kept).exponential_().log_()).argmax(-1)
+    return drawn, logits.log_softmax(-1).gather(1, drawn.unsqueeze(1))
+
+
 def of_vocabulary(rows: int) -> Iterator[Case]:
     one = torch.ones(rows, device="cuda")
     targets = torch.randint(VOCAB, (rows,), device="cuda")
-
-    def torch_draw(logits: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
-        return drawn, logits.log_softmax(-1).gather(1, drawn.unsqueeze(1))
 
     def logits() -> tuple[Tensor, ...]:
         return (torch.randn(rows, VOCAB, device="cuda"),)
@@ -187,6 +237,15 @@ def of_vocabulary(rows: int) -> Iterator[Case]:
             torch_draw,
             logits,
             num_bytes,
+        )
+        top_p = one * TOP_P
+        yield Case(
+            f"{rows} rows of {VOCAB} logits: sample_and_score, top_p {TOP_P}",
+            lambda logits: sample_and_score(logits, one, targets, targets, greedy=None, top_p=top_p),
+            torch_draw_top_p,
+            logits,
+            num_bytes,
+            rounds=1,
         )
     else:
         yield Case(
@@ -204,7 +263,7 @@ def measure(case: Case, copy: float) -> Iterator[Row]:
     inputs += [case.inputs() for _ in range(max(CALLS, -(-COLD_BYTES // size)) - 1)]
 
     def time(op: Op) -> float:
-        return microseconds(lambda given: op(*given), inputs)
+        return microseconds(lambda given: op(*given), inputs, case.rounds)
 
     with torch.no_grad():
         ours = time(case.ours)
@@ -213,8 +272,9 @@ def measure(case: Case, copy: float) -> Iterator[Row]:
 
 
 def main() -> int:
-    cases = [case for name in MODELS for rows in (*DECODING, TRAINING) for case in of_model(name, rows)]
-    cases += [case for rows in (*DECODING, TRAINING) for case in of_cache(rows)]
+    sizes = (*DECODING, TRAINING)
+    cases = [case for name in MODELS for rows in sizes for of in (of_model, of_heads) for case in of(name, rows)]
+    cases += [case for rows in sizes for case in of_cache(rows)]
     cases += [case for rows in (*DECODING, LOGIT_ROWS) for case in of_vocabulary(rows)]
     cases += [case for rows in DECODING for case in of_splits(rows)]
     cases += of_head("0.6B")

@@ -37,9 +37,9 @@ def in_turns(ops: Sequence[Op], inputs: list[Any], rounds: int = ROUNDS, runs: i
     return [1e6 * one / (rounds * len(inputs)) for one in seconds(replays, runs, WARM_UP)]
 
 
-def microseconds(op: Op, inputs: list[Any]) -> float:
+def microseconds(op: Op, inputs: list[Any], rounds: int = ROUNDS) -> float:
     """Median time of `op` for one input, with no other in turn."""
-    return in_turns([op], inputs)[0]
+    return in_turns([op], inputs, rounds)[0]
 
 
 def copy_bytes_per_s() -> float:

@@ -36,7 +36,7 @@ def choose(shape: Shape, ours: Way) -> Way | None:
     """
     try:
         ways = [way for way in proposed(shape) if proves_equal(way, shape)]
-        best = _fastest([ours, *ways], shape) if ways else ours
+        best = fastest([ours, *ways], shape) if ways else ours
     except torch.OutOfMemoryError:
         warnings.warn(f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies", stacklevel=2)
         return None
@@ -71,7 +71,7 @@ def _operands(shape: Shape) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     return x, weight, bias, x.new_empty(rows, n, dtype=out_dtype)
 
 
-def _fastest(ways: Sequence[Way], shape: Shape) -> Way:
+def fastest(ways: Sequence[Way], shape: Shape) -> Way:
     """By median time, in turns, for weights that lie in memory; recorded, as decoding steps are.
 
     Ways that are close to each other part only when they keep the GPU busy for long, as its clock then falls.

@@ -149,7 +149,7 @@ def test_operands_at_odd_addresses_are_moved_first(calls: list[torch.Size], rows
     assert calls == [odd[0].shape]
 
 
-@pytest.mark.parametrize("step", ["proves_equal", "_fastest"])
+@pytest.mark.parametrize("step", ["proves_equal", "fastest"])
 def test_ours_multiplies_where_there_is_no_memory_to_compare(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -11,8 +11,10 @@ import torch
 from benchmarks import paths, record, rollout_vs_sglang
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED
-from benchmarks.shapes import write_config
-from spmd_rl.kernels import token_logprobs
+from benchmarks.kernels import decode_gemm, small_ops
+from benchmarks.shapes import QWEN3, write_config
+from spmd_rl.kernels import linear_plan, token_logprobs, write_kv
+from spmd_rl.kernels.cublaslt import Shape, Way
 from spmd_rl.model import network
 from spmd_rl.rollout.native.plan import Counters
 
@@ -41,6 +43,84 @@ def test_paths_swap_operations_and_put_them_back() -> None:
         assert network.rms_norm is paths.torch_norm
         assert torch.allclose(network.rms_norm(x, weight, 1e-6), ours(x, weight, 1e-6), atol=1e-5)
     assert network.rms_norm is ours
+
+
+def test_a_shape_is_raced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    raced = []
+
+    def first(ways: list[Way], shape: Shape) -> Way:
+        raced.append(shape)
+        return ways[0]
+
+    monkeypatch.setattr(paths, "fastest", first)
+    monkeypatch.setattr(paths, "_raced", {})
+    weight, bias = torch.randn(16, 8), torch.randn(16)
+    with paths.PATHS["raced"]():
+        for rows, added in (4, None), (4, None), (4, bias), (8, None):
+            x = torch.randn(rows, 8)
+            found = linear_plan.matmul(x, weight, added, torch.float32)
+            assert torch.allclose(found, torch.nn.functional.linear(x, weight, added), atol=1e-5)
+    assert [(shape.n, shape.k, shape.rows, shape.has_bias) for shape in raced] == [
+        (16, 8, 4, False),
+        (16, 8, 4, True),
+        (16, 8, 8, False),
+    ]
+    assert linear_plan.matmul is not paths.raced_product
+
+
+@pytest.mark.parametrize("name", QWEN3)
+def test_products_are_those_of_the_network(tmp_path: Path, name: str) -> None:
+    spec = write_config(name, tmp_path)
+    weights = dict(spec.parameter_shapes())
+
+    def shape(*ends: str) -> tuple[int, int]:
+        found = [weights[f"model.layers.0.{end}_proj.weight"] for end in ends]
+        return sum(rows for rows, _ in found), found[0][1]
+
+    qkv, gated = [f"self_attn.{one}" for one in "qkv"], ["mlp.gate", "mlp.up"]
+    products = decode_gemm.shapes()
+    assert {key.split()[1]: value[:2] for key, value in products.items() if key.startswith(f"Qwen3-{name} ")} == {
+        "q": shape(qkv[0]),
+        "kv": shape(qkv[1]),
+        "qkv": shape(*qkv),
+        "o": shape("self_attn.o"),
+        "gate": shape(gated[0]),
+        "gate_up": shape(*gated),
+        "down": shape("mlp.down"),
+        "lm_head": weights["model.embed_tokens.weight"],
+    }
+    assert [decode_gemm.pack_rows(f"Qwen3-{name} {one}") for one in ("q", "lm_head")] == [16384, 2048]
+
+
+def test_products_of_decoding_are_counted() -> None:
+    def product(what: str, value: float) -> list[record.Row]:
+        return [
+            record.compared(what, value, "us", peer="cuBLAS's best", peer_value=1, at_most=decode_gemm.BAR),
+            record.measured(f"{what}, {decode_gemm.FLOOR}", 1 / value, "", at_least=decode_gemm.FLOOR_BAR),
+            record.measured(f"{what}, {decode_gemm.WEIGHT_FLOOR}", 0.9 / value, ""),
+        ]
+
+    rows = decode_gemm.summary([*product("a", 1.0), *product("b", 1.1), *product("c", 1.2)])
+    assert [(row.value, row.unit, row.holds) for row in rows] == [
+        (1, "of 3", False),
+        (2, "of 3", False),
+        (1, "of 3", None),
+    ]
+
+
+def test_torch_draws_from_the_nucleus_and_scores_among_all() -> None:
+    logits = torch.full((2, 50), -1.0).index_fill_(1, torch.tensor([7]), 8.0)
+    drawn, logprob = small_ops.torch_draw_top_p(logits)
+    assert drawn.tolist() == [7, 7]
+    assert torch.allclose(logprob.squeeze(1), logits.log_softmax(-1)[:, 7])
+
+
+def test_torch_writes_where_ours_do() -> None:
+    pages = [torch.zeros(2, 4, 3, 8) for _ in range(4)]
+    slots, k, v = torch.tensor([5, 0, 7]), torch.randn(3, 3, 8), torch.randn(3, 3, 8)
+    small_ops.torch_write(*pages[:2], slots, k, v)
+    write_kv(*pages[2:], slots, k, v)
+    assert torch.equal(pages[0], pages[2]) and torch.equal(pages[1], pages[3])
 
 
 def test_torch_operations_compute_what_ours_do() -> None:

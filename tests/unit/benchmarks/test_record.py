@@ -21,6 +21,13 @@ def test_without_a_bar_nothing_holds() -> None:
     assert record.measured("share", 0.1, "").holds is None
 
 
+def test_what_is_counted() -> None:
+    row = record.counted("products", [True, False, True])
+    assert (row.value, row.unit, row.bar, row.holds) == (2, "of 3", "all", False)
+    assert record.counted("products", [True]).holds
+    assert record.counted("products", [False], all_must=False).holds is None
+
+
 def test_what_is_saved_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     rows = [

@@ -1,0 +1,24 @@
+"""Every way in which cuBLAS would multiply a shape: the one that torch takes, and what cublasLt proposes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.cublaslt import Shape, Way, proposed
+
+WORKSPACES = (0, 32 << 20)  # none, and as much as torch lends cuBLAS on Hopper
+
+
+def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is not None:
+        torch.addmm(bias, x, weight.t(), out=out)
+    elif out.dtype == x.dtype:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
+
+
+def every_way(shape: Shape) -> list[Way]:
+    """torch's first. With memory for partial sums cuBLAS may split K."""
+    return [by_torch, *(way for size in WORKSPACES for way in proposed(shape, size))]

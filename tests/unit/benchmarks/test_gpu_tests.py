@@ -1,0 +1,66 @@
+"""The report that pytest writes becomes rows, file by file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_tests
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import pytest
+
+@pytest.fixture
+def sticky():
+    yield
+    raise ValueError
+
+class TestMore:
+    def test_one(self): pass
+
+@pytest.mark.parametrize("share", [0.5, 1.5])
+def test_share(share): assert share < 1
+
+def test_twice_wrong(sticky): assert False
+
+def test_not_cleaned_up(sticky): pass
+
+@pytest.mark.skip
+def test_later(): pass
+"""
+
+
+@pytest.fixture
+def report(pytester: pytest.Pytester) -> Path:
+    for name, text in {"kernels/test_rows": TESTS, "test_absent": "import no_such_module"}.items():
+        path = pytester.path / f"tests/gpu/{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    options = ["--import-mode=importlib", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    pytester.runpytest_inprocess("tests/gpu", "--junitxml=report.xml", *options)
+    return pytester.path / "report.xml"
+
+
+def test_each_test_counts_once(report: Path) -> None:
+    found = {row.what: row for row in gpu_tests.rows(gpu_tests.read_tests(report))}
+    ends = ("passed", "failed", "skipped")
+    assert {
+        file: [found[f"{file}: {end}"].value for end in ends]
+        for file in ("tests/gpu/kernels/test_rows.py", "tests/gpu/test_absent.py", "all")
+    } == {
+        "tests/gpu/kernels/test_rows.py": [2, 3, 1],
+        "tests/gpu/test_absent.py": [0, 1, 0],
+        "all": [2, 4, 1],
+    }
+    assert len(found) == 3 * 4
+    assert found["all: failed"].holds is False
+    assert found["all: time"].value > 0
+
+
+def test_a_report_of_no_tests_misses_its_bar(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text('<testsuites><testsuite tests="0"/></testsuites>')
+    rows = list(gpu_tests.rows(gpu_tests.read_tests(tmp_path / "report.xml")))
+    assert [row.holds for row in rows] == [False, True, None, None]
