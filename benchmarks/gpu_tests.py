@@ -1,7 +1,9 @@
 """What the tests that need a GPU gave, file by file: passed, failed, skipped, and the seconds of all.
 
-python -m pytest tests/gpu --junitxml=runs/gpu.xml
-python -m benchmarks.gpu_tests runs/gpu.xml [--save]
+    python -m pytest tests/gpu --junitxml=runs/gpu.xml
+    python -m benchmarks.gpu_tests runs/gpu.xml [more.xml ...] [--save]
+
+A test that stands in several reports counts once, as the worst that it gave.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ class Test(NamedTuple):
     seconds: float
 
 
-def read_tests(report: Path) -> list[Test]:
+def read_tests(*reports: Path) -> list[Test]:
     """A test that fails and cannot be cleaned up either stands in the report twice, and is one."""
     found: dict[str, Test] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
+    for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
         name = f"{case.get('classname')}.{case.get('name')}".lstrip(".")
         outcomes = [ENDS.get(child.tag, "passed") for child in case]
         before = found.get(name, Test(file_of(name), "passed", 0.0))
@@ -65,10 +67,10 @@ def counts(what: str, tests: list[Test], at_least: int | None = None) -> Iterato
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("report", type=Path)
+    parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    found = list(rows(read_tests(options.report)))
+    found = list(rows(read_tests(*options.reports)))
     return finish(__file__, PACKAGES, found, save=options.save, machine="h200", **gpu())
 
 

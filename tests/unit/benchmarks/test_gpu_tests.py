@@ -64,3 +64,12 @@ def test_a_report_of_no_tests_misses_its_bar(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text('<testsuites><testsuite tests="0"/></testsuites>')
     rows = list(gpu_tests.rows(gpu_tests.read_tests(tmp_path / "report.xml")))
     assert [row.holds for row in rows] == [False, True, None, None]
+
+
+def test_several_reports_are_one(report: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.xml"
+    case = '<testcase classname="tests.gpu.train.test_more" name="test_it" time="2"/>'
+    other.write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+    one, both = (gpu_tests.read_tests(*reports) for reports in ([report], [report, other, report]))
+    assert len(both) == len(one) + 1
+    assert sum(test.outcome == "passed" for test in both) == 3
