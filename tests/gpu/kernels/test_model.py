@@ -16,6 +16,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.types import Sample
 
 DEVICE = torch.device("cuda")
@@ -112,11 +113,39 @@ def test_recorded_logprobs_equal_the_training_forward(name: str, page_size: int,
     samples, stats = generate(model, wanted, max_batch=20, max_step_tokens=150, page_size=page_size)
     assert stats["num_hit_tokens"] > 0
     assert stats["num_partial_chunks"] > 0
+    assert (stats["num_copied_tails"] > 0) == (page_size == 128), "on pages of 16 no prompt has a tail worth a copy"
     scored, recorded = score(model, wanted, samples)
     assert len(scored) == 6 * 277
     assert unequal(scored.detach(), recorded) == 0
     some = wanted[::7]
     assert unequal(*(x.detach() for x in score(model, some, samples))) == 0
+
+
+@pytest.fixture
+def resumed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
+    """The sequences that engines have gone on with after a part of their answer."""
+    names, put = set(), Rows.put
+
+    def puts(rows: Rows, request: Request, *given: object, **named: object) -> int:
+        if len(request.tokens):
+            names.add((request.uid, request.index))
+        return put(rows, request, *given, **named)
+
+    monkeypatch.setattr(Rows, "put", puts)
+    return names
+
+
+@pytest.mark.parametrize(("page_size", "num_pages"), [(16, 50), (128, 10)])
+def test_preempted_and_resumed_sequences_equal_the_training_forward(
+    page_size: int, num_pages: int, resumed: set[tuple[int, int]], unequal
+) -> None:
+    model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
+    sizes = {"max_batch": 20, "max_step_tokens": 150, "page_size": page_size, "num_pages": num_pages}
+    samples, stats = generate(model, wanted, **sizes)
+    assert stats["num_preemptions"] >= len(resumed) > 0
+    assert (stats["num_copied_tails"] > 0) == (page_size == 128)
+    for some in (wanted, [one for one in wanted if (one.uid, one.index) in resumed]):
+        assert unequal(*(x.detach() for x in score(model, some, samples))) == 0
 
 
 def test_any_batch_gives_the_same_samples() -> None:

@@ -9,12 +9,14 @@ from torch import Tensor
 from spmd_rl.kernels import silu_mul
 from spmd_rl.kernels.linear_plan import ours_into
 from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, RINGS_OF, Ring, Share, choose_share
+from tests.gpu.kernels.products import shapes
 
 if torch.cuda.is_available():
     from spmd_rl.kernels.linear_triton import matmul_into
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.skipif(not HOPPER, reason="rings need wgmma, which Hopper alone has")
+SHARED = [(n, k) for n, k in shapes() if any(choose_share(m, n, k) for m in (1, 64, 128, 256))]
 
 
 def found(table: dict[int, tuple[tuple[int, Ring], ...]]) -> list[Ring]:
@@ -97,7 +99,7 @@ def test_shares(share: Share, rows, unequal) -> None:
                     assert unequal(whole(room, m, n), tiled(x, weight, added, dtype)) == 0
 
 
-@pytest.mark.parametrize(("n", "k"), [(2560, 9728), (6144, 2560), (4096, 4096), (4096, 12288), (12288, 4096)])
+@pytest.mark.parametrize(("n", "k"), SHARED)
 def test_accumulators_of_shares_beside_any_rows(n: int, k: int, rows, unequal_rows) -> None:
     from spmd_rl.kernels.linear_cute import shared_matmul_into
 
@@ -110,7 +112,7 @@ def test_accumulators_of_shares_beside_any_rows(n: int, k: int, rows, unequal_ro
         shared_matmul_into(out, x, weight, None, share)
         return out
 
-    assert unequal_rows(product, rows("cancelling", 1024, k)) == 0
+    assert unequal_rows(product, rows("cancelling", 8192, k)) == 0
 
 
 @pytest.mark.parametrize("columns", [16, 3176])

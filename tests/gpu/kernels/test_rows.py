@@ -22,27 +22,10 @@ from spmd_rl.kernels import (
     silu_mul_linear,
     token_logprobs,
 )
+from tests.gpu.kernels.products import shapes, split_in_two
 
 KINDS = ("normal", "wide", "cancelling", "tiny")
-# (N, K) of Qwen3's projections: 0.6B, 4B and 8B, joined and apart, and shapes that no library likes.
-SHAPES = [
-    (1024, 1024),
-    (2048, 1024),
-    (4096, 1024),
-    (1024, 2048),
-    (6144, 1024),
-    (1024, 3072),
-    (2560, 4096),
-    (6144, 2560),
-    (19456, 2560),
-    (2560, 9728),
-    (4096, 4096),
-    (6144, 4096),
-    (24576, 4096),
-    (4096, 12288),
-    (100, 72),
-    (37, 100),
-]
+SHAPES = [*shapes(), (100, 72), (37, 100)]  # the last two are such as no library likes
 NUM_TOKENS = 8192
 FLOATS = (torch.bfloat16, torch.float32)
 
@@ -65,10 +48,11 @@ def test_linear_rounded(n: int, k: int, has_bias: bool, rows, unequal, unequal_r
     assert unequal(linear(x, weight, bias), expected) == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1024, 2560, 4096])
-def test_head_of_a_large_vocabulary(k: int, rows, unequal_rows) -> None:
-    weight = rows("normal", 151936, k)
-    assert unequal_rows(lambda x: linear_fp32(x, weight), rows("normal", 2048, k)) == 0
+def test_head_of_a_large_vocabulary(k: int, kind: str, rows, unequal_rows) -> None:
+    weight = rows("normal" if kind == "tiny" else kind, 151936, k)
+    assert unequal_rows(lambda x: linear_fp32(x, weight), rows(kind, NUM_TOKENS, k)) == 0
 
 
 @pytest.mark.parametrize("count", [2, 8, 17, 33, 64, 65, 128, 256, 512, 1000])
@@ -121,7 +105,7 @@ def test_silu_mul(columns: int, kind: str, rows, unequal_rows) -> None:
 
 @pytest.mark.parametrize("vocab", [5, 97, 4096, 50257, 151936])
 def test_logprobs(vocab: int, rows, unequal_rows) -> None:
-    x = rows("normal", 2048 if vocab > 10000 else NUM_TOKENS, vocab, torch.float32) * 3
+    x = rows("normal", NUM_TOKENS, vocab, torch.float32).mul_(3)
 
     def op(x: Tensor) -> Tensor:
         target = torch.full((len(x),), 3, device="cuda")
@@ -130,16 +114,13 @@ def test_logprobs(vocab: int, rows, unequal_rows) -> None:
     assert unequal_rows(op, x) == 0
 
 
-def _split_in_two(x: Tensor, weight: Tensor) -> Tensor:
-    if len(x) > 64:
-        return linear_fp32(x, weight)
-    half = x.shape[1] // 2
-    return linear_fp32(x[:, :half], weight[:, :half]) + linear_fp32(x[:, half:], weight[:, half:])
-
-
 def test_control_split_of_k_fails(rows, unequal_rows) -> None:
     weight = rows("normal", 1024, 3072)
-    assert unequal_rows(lambda x: _split_in_two(x, weight), rows("normal", 256, 3072)) > 100_000
+
+    def op(x: Tensor) -> Tensor:
+        return split_in_two(x, weight) if len(x) <= 64 else linear_fp32(x, weight)
+
+    assert unequal_rows(op, rows("normal", 256, 3072)) > 100_000
 
 
 def test_control_cublas_for_few_rows_fails(rows, unequal_rows) -> None:

@@ -1,4 +1,5 @@
-"""Small runs in bfloat16, one or two ranks on GPUs, alike but for what a test says; several at a time."""
+"""Small runs, one or two ranks on GPUs, alike but for what a test says; several at a time. What they compute in is left
+to the machine."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ def write_model(folder: Path) -> Path:
 def new_run(folder: Path, name: str, mode: list[str], *more: str) -> Run:
     """A run of five steps in `folder`, which holds the model."""
     settings = [
-        *(f"--model={folder / 'model'}", "--trainer.dtype=bfloat16", "--engine.dtype=bfloat16"),
-        *("--trainer.deterministic=true", "--trainer.lr=1e-3", "--prompts_per_step=8", "--sampling.num_samples=8"),
-        *("--sampling.max_tokens=200", "--engine.num_pages=256", "--engine.max_batch=64"),
+        *(f"--model={folder / 'model'}", "--trainer.deterministic=true", "--trainer.lr=1e-3"),
+        *("--prompts_per_step=8", "--sampling.num_samples=8", "--sampling.max_tokens=200"),
+        *("--engine.num_pages=256", "--engine.max_batch=64"),
     ]
     return Run(folder, [*mode, *SMALL, *settings, *more], name=name)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.grpo_proof import broken_promises
 from spmd_rl.kernels.flash import flash_takes
 from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together, write_model
 from tests.system.kill_resume import Moment, Outcome, Run, differences
@@ -92,3 +93,9 @@ def test_no_token_is_unequal(whole: dict[str, Run]) -> None:
     for compared, mismatched in proof(whole["sync"]):
         assert compared > 1000
         assert mismatched == 0
+
+
+@pytest.mark.parametrize("mode", list(ONE_GPU))
+def test_what_the_machine_chose_promises_equal_bits(whole: dict[str, Run], mode: str) -> None:
+    assert broken_promises(whole[mode].folder) == []
+    assert "not promised" not in whole[mode].output

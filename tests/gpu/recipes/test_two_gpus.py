@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.grpo_proof import broken_promises
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT
 from tests.gpu.recipes.runs import ONE_GPU, TWO_GPUS, new_run, proof, together, write_model
@@ -93,6 +94,7 @@ def on_one_rank(sharded: Run) -> Run:
 
 @pytest.mark.parametrize("mode", [*TWO_GPUS, "alone"])
 def test_no_token_is_unequal(done: dict[str, Any], mode: str) -> None:
+    assert broken_promises(done["runs"][mode].folder) == []
     for step, (compared, mismatched) in enumerate(proof(done["runs"][mode])):
         assert mismatched == 0
         assert compared > 1000 or (mode == "async" and step > 0), "one step ahead, tokens are of the weights before"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -13,92 +11,10 @@ import torch
 
 from spmd_rl.errors import SpmdError
 from spmd_rl.kernels import PackedAttention, token_logprobs
-from spmd_rl.kernels.flash import flash_takes
-from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec, RopeSpec
-from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
-from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.graphs import DecodeGraphs
 from spmd_rl.rollout.native.staged import Staged
-from spmd_rl.rollout.native.steps import Drawn, Steps
-from spmd_rl.types import Sample
-
-DEVICE = torch.device("cuda")
-SPEC = ModelSpec(
-    family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3, num_heads=8, num_kv_heads=4,
-    head_dim=64, max_positions=1024, rms_eps=1e-6, rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False,
-    out_bias=False, mlp_bias=False, qk_norm=True, init_std=0.06,
-)  # fmt: skip
-Samples = dict[tuple[int, int], Sample]
-
-
-@pytest.fixture(autouse=True)
-def _needs_flash() -> None:
-    if not flash_takes(64, torch.bfloat16, DEVICE):
-        pytest.skip("needs FlashAttention-4 on a Hopper GPU")
-
-
-@pytest.fixture(scope="module")
-def model() -> CausalLM:
-    model = CausalLM(SPEC)
-    init_weights(model, SPEC, 0)
-    return model.to(DEVICE, torch.bfloat16).requires_grad_(False)
-
-
-def workload() -> list[Request]:
-    """Answers of 1 to 200 tokens, some cut short by a common token, some filtered, some greedy."""
-    rng = np.random.default_rng(1)
-    stem = rng.integers(2, SPEC.vocab_size, 400).astype(np.int32)
-    kinds = [
-        {},
-        {"stop_ids": tuple(range(100, 160))},
-        {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
-        {"temperature": 0.0},
-        {"temperature": 1.4, "min_p": 0.01, "stop_ids": tuple(range(100))},
-    ]
-    return [
-        Request(
-            uid,
-            index,
-            stem[: 1 + 37 * uid % 300],
-            SamplingConfig(max_tokens=int(rng.integers(1, 200)), seed=3, ignore_eos=True, **kinds[uid % len(kinds)]),
-        )
-        for uid in range(12)
-        for index in range(4)
-    ]
-
-
-def new_engine(model: CausalLM, **cfg: object) -> NativeEngine:
-    settings = {"max_batch": 24, "page_size": 128, "max_step_tokens": 256, "num_pages": 200} | cfg
-    engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **settings), DEVICE)
-    engine.new_version(0)
-    return engine
-
-
-def finish(engine: NativeEngine, requests: list[Request]) -> Samples:
-    for request in requests:
-        engine.submit(request)
-    samples = {}
-    while engine.has_work:
-        samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
-    return samples
-
-
-@pytest.fixture(scope="module")
-def alone(model: CausalLM) -> Samples:
-    """Every sample decoded step by step, in batches of two."""
-    return finish(new_engine(model, cuda_graphs=False, max_batch=2), workload())
-
-
-def unequal(samples: Samples, expected: Samples) -> int:
-    assert samples.keys() == expected.keys()
-    return sum(
-        sample.tokens.tobytes() != expected[name].tokens.tobytes()
-        or sample.logprobs.tobytes() != expected[name].logprobs.tobytes()
-        or sample.finish != expected[name].finish
-        for name, sample in samples.items()
-    )
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, Samples, finish, new_engine, unequal, workload
 
 
 @pytest.mark.parametrize(
@@ -246,74 +162,3 @@ def test_control_stale_newest_token_is_seen(model: CausalLM, alone: Samples, mon
     """Without the tokens that prompts' steps drew, the first replay reads what an earlier row left there."""
     monkeypatch.setattr("spmd_rl.rollout.native.graphs.DecodeGraphs.remember", lambda self, rows, tokens: None)
     assert unequal(finish(new_engine(model), workload()), alone) > 0
-
-
-@contextmanager
-def waiting_raises() -> Iterator[None]:
-    """torch refuses to copy to the host, or to wait for a stream; waits for events it does not see."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
-def decoding(model: CausalLM, num_rows: int, **cfg: object) -> NativeEngine:
-    """An engine in the middle of so many answers, its graphs recorded."""
-    engine, rng = new_engine(model, page_size=16, num_pages=400, **cfg), np.random.default_rng(4)
-    sampling = SamplingConfig(max_tokens=150, seed=3, ignore_eos=True)
-    for uid in range(num_rows):
-        engine.submit(Request(uid, 0, rng.integers(2, SPEC.vocab_size, 40).astype(np.int32), sampling))
-    for _ in range(20):
-        progress = engine.step()
-    assert len(progress.tokens) == num_rows
-    return engine
-
-
-def test_decoding_steps_do_not_synchronize(model: CausalLM) -> None:
-    """Over the borders of pages too, where the batch is uploaded again."""
-    num_rows, num_steps = 20, 40
-    engine = decoding(model, num_rows)
-    recorded = engine.stats()["num_graphs"]
-    with waiting_raises():
-        drawn = [len(engine.step().tokens) for _ in range(num_steps)]
-    assert drawn == [num_rows] * num_steps
-    assert engine.stats()["num_graphs"] == recorded
-
-
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_a_step_waits_for_the_one_before(model: CausalLM, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an event; without graphs, for what it has just launched: the control."""
-    engine, launch, arrays = decoding(model, 3, cuda_graphs=cuda_graphs), Steps.launch, Drawn.arrays
-    launched: list[Drawn] = []
-    waited_for_newest: list[bool] = []
-
-    def launches(steps: Steps, *plan: object) -> Drawn:
-        launched.append(launch(steps, *plan))
-        return launched[-1]
-
-    def waits(drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:
-        waited_for_newest.append(drawn is launched[-1])
-        return arrays(drawn)
-
-    monkeypatch.setattr(Steps, "launch", launches)
-    monkeypatch.setattr(Drawn, "arrays", waits)
-    for _ in range(10):
-        assert len(engine.step().tokens) == 3
-    assert waited_for_newest == [not cuda_graphs] * 10
-
-
-def test_control_a_wait_in_a_step_is_seen(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, engine, launch = torch.ones(1, device=DEVICE), decoding(model, 3), DecodeGraphs.launch
-
-    def waits(graphs: DecodeGraphs, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        assert one.item() == 1
-        return launch(graphs, rows)
-
-    with waiting_raises(), pytest.raises(RuntimeError, match="synchronizing"):
-        one.item()
-    monkeypatch.setattr(DecodeGraphs, "launch", waits)
-    with waiting_raises(), pytest.raises(RuntimeError, match="synchronizing"):
-        engine.step()
-    assert one.item() == 1

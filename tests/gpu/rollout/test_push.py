@@ -8,38 +8,16 @@ import torch
 from numpy.typing import NDArray
 
 from spmd_rl.kernels import PackedAttention, token_logprobs
-from spmd_rl.kernels.flash import flash_takes
-from spmd_rl.model.hf import init_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types import Sample
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, Samples, new_model
 
-DEVICE = torch.device("cuda")
-DTYPE = torch.bfloat16
-SPEC = ModelSpec(
-    family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3, num_heads=8, num_kv_heads=4,
-    head_dim=64, max_positions=1024, rms_eps=1e-6, rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False,
-    out_bias=False, mlp_bias=False, qk_norm=True, init_std=0.06,
-)  # fmt: skip
 OLD, NEW = 0, 1  # versions, and the seeds of their weights
 NUM_STEPS = 30  # before the push: behind the prompts, short of the shortest answer
 LATER = 100  # added to the uids of those that come after it
 CONFIGS = {"graphs": {}, "step by step": {"cuda_graphs": False}}
-Samples = dict[tuple[int, int], Sample]
-
-
-@pytest.fixture(autouse=True)
-def _needs_flash() -> None:
-    if not flash_takes(SPEC.head_dim, DTYPE, DEVICE):
-        pytest.skip("needs FlashAttention-4 on a Hopper GPU")
-
-
-def new_model(seed: int) -> CausalLM:
-    model = CausalLM(SPEC)
-    init_weights(model, SPEC, seed)
-    return model.to(DEVICE, DTYPE).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import torch
 
 from benchmarks import paths, record, rollout_vs_sglang
 from benchmarks.fsdp_overlap import overlap, union
-from benchmarks.grpo_proof import USED
+from benchmarks.grpo_proof import USED, broken_promises
 from benchmarks.kernels import decode_gemm, small_ops
 from benchmarks.shapes import QWEN3, write_config
+from spmd_rl.controller.link import CONTRACTS, followed
 from spmd_rl.kernels import linear_plan, token_logprobs, write_kv
 from spmd_rl.kernels.cublaslt import Shape, Way
 from spmd_rl.model import network
@@ -34,6 +36,28 @@ def test_a_rollout_has_the_same_long_tail_every_time() -> None:
 
 def test_what_the_proof_used_is_counted() -> None:
     assert set(USED.values()) - {field.name for field in fields(Counters)} == {"num_graphs"}
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({}, []),
+        ({"linear": "library, no promise"}, ["follow different numeric contracts: linear", "'library, no promise'"]),
+        (
+            {"dtype": "torch.float32"},
+            ["follow different numeric contracts: dtype", "rollout computes in torch.float32"],
+        ),
+    ],
+)
+def test_a_proof_without_a_promise_is_seen(tmp_path: Path, other: dict[str, str], said: list[str]) -> None:
+    facts = {"dtype": "torch.bfloat16", "linear": "one ascending chain"}
+    kept = followed({"trainer": facts, "rollout": facts | other})
+    (tmp_path / CONTRACTS).write_text(json.dumps({"trainer->rollout": kept}))
+    broken = broken_promises(tmp_path)
+    assert len(broken) == len(said)
+    assert all(
+        clause.startswith("trainer->rollout: ") and part in clause for clause, part in zip(broken, said, strict=True)
+    )
 
 
 def test_paths_swap_operations_and_put_them_back() -> None:

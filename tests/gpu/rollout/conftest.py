@@ -1,0 +1,27 @@
+"""What the tests of the engine's graphs share: the model, and the samples that every schedule must give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.model.network import CausalLM
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, Samples, finish, new_engine, new_model, workload
+
+
+@pytest.fixture(autouse=True)
+def _needs_flash() -> None:
+    if not flash_takes(SPEC.head_dim, torch.bfloat16, DEVICE):
+        pytest.skip("needs FlashAttention-4 on a Hopper GPU")
+
+
+@pytest.fixture(scope="session")
+def model() -> CausalLM:
+    return new_model()
+
+
+@pytest.fixture(scope="session")
+def alone(model: CausalLM) -> Samples:
+    """Every sample decoded step by step, in batches of two."""
+    return finish(new_engine(model, cuda_graphs=False, max_batch=2), workload())

@@ -1,0 +1,76 @@
+"""A small model, requests that end, stop and wait at every turn, and engines for them, for the tests of this folder."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from spmd_rl.model.hf import init_weights
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.types import Sample
+
+DEVICE = torch.device("cuda")
+SPEC = ModelSpec(
+    family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3, num_heads=8, num_kv_heads=4,
+    head_dim=64, max_positions=1024, rms_eps=1e-6, rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False,
+    out_bias=False, mlp_bias=False, qk_norm=True, init_std=0.06,
+)  # fmt: skip
+Samples = dict[tuple[int, int], Sample]
+
+
+def new_model(seed: int = 0) -> CausalLM:
+    model = CausalLM(SPEC)
+    init_weights(model, SPEC, seed)
+    return model.to(DEVICE, torch.bfloat16).requires_grad_(False)
+
+
+def workload() -> list[Request]:
+    """Answers of 1 to 200 tokens, some cut short by a common token, some filtered, some greedy."""
+    rng = np.random.default_rng(1)
+    stem = rng.integers(2, SPEC.vocab_size, 400).astype(np.int32)
+    kinds = [
+        {},
+        {"stop_ids": tuple(range(100, 160))},
+        {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"temperature": 1.4, "min_p": 0.01, "stop_ids": tuple(range(100))},
+    ]
+    return [
+        Request(
+            uid,
+            index,
+            stem[: 1 + 37 * uid % 300],
+            SamplingConfig(max_tokens=int(rng.integers(1, 200)), seed=3, ignore_eos=True, **kinds[uid % len(kinds)]),
+        )
+        for uid in range(12)
+        for index in range(4)
+    ]
+
+
+def new_engine(model: CausalLM, **cfg: object) -> NativeEngine:
+    settings = {"max_batch": 24, "page_size": 128, "max_step_tokens": 256, "num_pages": 200} | cfg
+    engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **settings), DEVICE)
+    engine.new_version(0)
+    return engine
+
+
+def finish(engine: NativeEngine, requests: list[Request]) -> Samples:
+    for request in requests:
+        engine.submit(request)
+    samples = {}
+    while engine.has_work:
+        samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
+    return samples
+
+
+def unequal(samples: Samples, expected: Samples) -> int:
+    assert samples.keys() == expected.keys()
+    return sum(
+        sample.tokens.tobytes() != expected[name].tokens.tobytes()
+        or sample.logprobs.tobytes() != expected[name].logprobs.tobytes()
+        or sample.finish != expected[name].finish
+        for name, sample in samples.items()
+    )

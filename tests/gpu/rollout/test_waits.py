@@ -1,0 +1,118 @@
+"""Steps of an engine with graphs do not wait for the GPU, but for what the step before drew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.model.network import CausalLM
+from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.engine import NativeEngine
+from spmd_rl.rollout.native.graphs import DecodeGraphs
+from spmd_rl.rollout.native.prompt_graphs import PromptGraphs
+from spmd_rl.rollout.native.steps import Drawn, Steps
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, Samples, finish, new_engine, unequal, workload
+
+
+@contextmanager
+def waiting_raises() -> Iterator[None]:
+    """torch refuses to copy to the host, or to wait for a stream; waits for events it does not see."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def decoding(model: CausalLM, num_rows: int, **cfg: object) -> NativeEngine:
+    """An engine in the middle of so many answers, its graphs recorded."""
+    engine, rng = new_engine(model, page_size=16, num_pages=400, **cfg), np.random.default_rng(4)
+    sampling = SamplingConfig(max_tokens=150, seed=3, ignore_eos=True)
+    for uid in range(num_rows):
+        engine.submit(Request(uid, 0, rng.integers(2, SPEC.vocab_size, 40).astype(np.int32), sampling))
+    for _ in range(20):
+        progress = engine.step()
+    assert len(progress.tokens) == num_rows
+    return engine
+
+
+def test_decoding_steps_do_not_synchronize(model: CausalLM) -> None:
+    """Over the borders of pages too, where the batch is uploaded again."""
+    num_rows, num_steps = 20, 40
+    engine = decoding(model, num_rows)
+    recorded = engine.stats()["num_graphs"]
+    with waiting_raises():
+        drawn = [len(engine.step().tokens) for _ in range(num_steps)]
+    assert drawn == [num_rows] * num_steps
+    assert engine.stats()["num_graphs"] == recorded
+
+
+def test_steps_in_which_prompts_come_and_sequences_end_do_not_synchronize(model: CausalLM, alone: Samples) -> None:
+    """The second time, when all graphs are recorded. Half of the prompts wait until others stop or have all tokens."""
+    engine, samples = new_engine(model), {}
+    assert unequal(finish(engine, workload()), alone) == 0
+    engine.new_version(1)  # nothing of the first time is found in the cache
+    recorded = engine.stats()["num_graphs"]
+    came_later, ended_beside_others = [], []
+    for request in workload():
+        engine.submit(request)
+    with waiting_raises():
+        while engine.has_work:
+            before, finished = engine.stats(), engine.step().finished
+            after = engine.stats()
+            if samples:
+                came_later.append(after["num_admissions"] - before["num_admissions"])
+            if after["num_running"]:
+                ended_beside_others += [sample.finish for sample in finished]
+            samples |= {(sample.prompt_uid, sample.index): sample for sample in finished}
+    assert unequal(samples, alone) == 0
+    assert engine.stats()["num_graphs"] == recorded
+    assert sum(came > 0 for came in came_later) > 5
+    assert {"stop", "length"} == set(ended_beside_others)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_a_step_waits_for_the_one_before(model: CausalLM, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an event; without graphs, for what it has just launched: the control."""
+    engine, launch, arrays = decoding(model, 3, cuda_graphs=cuda_graphs), Steps.launch, Drawn.arrays
+    launched: list[Drawn] = []
+    waited_for_newest: list[bool] = []
+
+    def launches(steps: Steps, *plan: object) -> Drawn:
+        launched.append(launch(steps, *plan))
+        return launched[-1]
+
+    def waits(drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:
+        waited_for_newest.append(drawn is launched[-1])
+        return arrays(drawn)
+
+    monkeypatch.setattr(Steps, "launch", launches)
+    monkeypatch.setattr(Drawn, "arrays", waits)
+    for _ in range(10):
+        assert len(engine.step().tokens) == 3
+    assert waited_for_newest == [not cuda_graphs] * 10
+
+
+@pytest.mark.parametrize(("graphs", "name"), [(DecodeGraphs, "launch"), (PromptGraphs, "hidden")])
+def test_control_a_wait_in_a_step_is_seen(
+    model: CausalLM, graphs: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, engine, work = torch.ones(1, device=DEVICE), decoding(model, 3), getattr(graphs, name)
+
+    def waits(*given: object) -> object:
+        assert one.item() == 1
+        return work(*given)
+
+    with waiting_raises(), pytest.raises(RuntimeError, match="synchronizing"):
+        one.item()
+    monkeypatch.setattr(graphs, name, waits)
+    if graphs is PromptGraphs:
+        engine.submit(Request(3, 0, np.arange(2, 42, dtype=np.int32), SamplingConfig(max_tokens=9)))
+    with waiting_raises(), pytest.raises(RuntimeError, match="synchronizing"):
+        engine.step()
+    assert one.item() == 1
