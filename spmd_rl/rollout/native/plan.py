@@ -27,7 +27,7 @@ class Plan:
 
 @dataclass
 class Counters:
-    """Totals since the engine was made; of steps in which requests were left waiting, their number and their rows."""
+    """Totals since the engine was made; `backlog` is of steps that left requests waiting."""
 
     num_submitted: int = 0
     num_admissions: int = 0
@@ -42,6 +42,10 @@ class Counters:
     num_scheduled_tokens: int = 0
     num_backlog_steps: int = 0
     num_backlog_rows: int = 0
+
+    def add_backlog(self, num_rows: int) -> None:
+        self.num_backlog_steps += 1
+        self.num_backlog_rows += num_rows
 
 
 def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:

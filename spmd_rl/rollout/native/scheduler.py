@@ -75,8 +75,7 @@ class Scheduler:
             plan = self._share(rows, admit=True)
         self.counters.num_scheduled_tokens += int(plan.lengths.sum())
         if self.waiting:
-            self.counters.num_backlog_steps += 1
-            self.counters.num_backlog_rows += len(self.running)
+            self.counters.add_backlog(len(self.running))
         return plan
 
     def _unfinished(self) -> NDArray[np.int64]:
