@@ -9,6 +9,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ MAX_WORKSPACE, REDUCTIONS, NO_REDUCTION = 1, 3, 0
 MIN_ALIGNMENTS = range(5, 9)  # of both factors, of what is added, and of the result
 ALIGNMENT = 16  # bytes
 NOT_SUPPORTED = 15
+SPLITS = 2  # of a proposal's own account
 MOST = 32
 ONE, ZERO = c_float(1), c_float(0)
 
@@ -39,6 +41,17 @@ class Shape(NamedTuple):
     device: torch.device
 
 
+@dataclass(frozen=True)
+class Proposed:
+    """One of cuBLAS's ways, and into how many parts it cuts K, by its own word."""
+
+    multiply: Way
+    splits: int
+
+    def __call__(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.multiply(out, x, weight, bias)
+
+
 class _Proposal(ctypes.Structure):
     _fields_ = (
         ("algorithm", c_uint64 * 8),
@@ -49,7 +62,7 @@ class _Proposal(ctypes.Structure):
     )
 
 
-def proposed(shape: Shape, workspace_bytes: int = 0) -> list[Way]:
+def proposed(shape: Shape, workspace_bytes: int = 0) -> list[Proposed]:
     """What cuBLAS proposes, best first as it thinks; nothing where cublasLt is not to be had.
 
     Without a workspace it is asked for ways that keep no partial sums, and so do not split K. The ways of one answer
@@ -96,7 +109,14 @@ def proposed(shape: Shape, workspace_bytes: int = 0) -> list[Way]:
 
         return multiply
 
-    return [way(proposal) for proposal in found[: count.value] if proposal.status == 0]
+    return [Proposed(way(one), _splits(one)) for one in found[: count.value] if one.status == 0]
+
+
+def _splits(proposal: _Proposal) -> int:
+    said, written = c_int(0), c_size_t(0)
+    size = c_size_t(ctypes.sizeof(said))
+    _call("cublasLtMatmulAlgoConfigGetAttribute", byref(proposal), c_int(SPLITS), byref(said), size, byref(written))
+    return said.value
 
 
 def _wishes(workspace_bytes: int) -> c_void_p:

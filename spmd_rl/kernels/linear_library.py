@@ -1,8 +1,8 @@
 """Which of cuBLAS's ways to multiply a shape the contract takes, if any: the fastest that was seen to have its bits.
 
-A way is compared with the reference kernel twice: for ordinary data, then for data whose halves cancel, so that nothing
-but the rounding of the chain is left. As all that pass give the same bits, it does not matter that another process may
-find another one the fastest.
+A way that says it cuts K is none of them. Others are compared with the reference kernel twice: for ordinary data, then
+for data whose halves cancel, so that nothing but the rounding of the chain is left. As all that pass give the same
+bits, it does not matter that another process may find another one the fastest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def choose(shape: Shape, ours: Way) -> Way | None:
     Raises: RuntimeError where cuBLAS refuses what it proposed.
     """
     try:
-        ways = [way for way in proposed(shape) if proves_equal(way, shape)]
+        ways = [way for way in proposed(shape) if way.splits == 1 and proves_equal(way, shape)]
         best = fastest([ours, *ways], shape) if ways else ours
     except torch.OutOfMemoryError:
         warnings.warn(f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies", stacklevel=2)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import linear_library, linear_plan
-from spmd_rl.kernels.cublaslt import Shape, Way, proposed
+from spmd_rl.kernels.cublaslt import Proposed, Shape, Way, proposed
 from spmd_rl.kernels.linear_library import choose, proves_equal
 from spmd_rl.kernels.linear_plan import matmul, ours_into
 from spmd_rl.kernels.linear_tiles import REFERENCE, Tile
@@ -97,6 +97,13 @@ def test_without_memory_for_partial_sums_cublas_proposes_no_way_that_splits_k(dt
     assert [shape for way, shape in proposals if not proves_equal(way, shape)] == []
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_ways_that_are_refused_are_those_that_say_they_cut_k(dtype: torch.dtype) -> None:
+    shapes = [Shape(*one, False, dtype, DEVICE) for one in SHAPES]
+    said = {(way.splits > 1, proves_equal(way, shape)) for shape in shapes for way in proposed(shape, LENT_BYTES)}
+    assert said == {(True, False), (False, True)}
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of what the library was asked to multiply, in a process that has chosen nothing yet and whose own
@@ -133,7 +140,7 @@ def test_refused_products_are_ours(
     rows_of_x: int, monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
     n, k = 6144, 4096
-    monkeypatch.setattr(linear_library, "proposed", lambda shape: [_split_in_two])
+    monkeypatch.setattr(linear_library, "proposed", lambda shape: [Proposed(_split_in_two, 1)])
     x, weight = rows("normal", rows_of_x, k), rows("normal", n, k)
     assert unequal(matmul(x, weight, None, FP32), reference(x, weight, None, FP32)) == 0
     assert calls == []
@@ -165,9 +172,12 @@ def test_ours_multiplies_where_there_is_no_memory_to_compare(step: str, monkeypa
 def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(4096, 4096, 1024, False, BF16, DEVICE)
     slow = _ten_times(by_torch)
-    monkeypatch.setattr(linear_library, "proposed", lambda shape: [slow, by_torch, slow])
-    assert choose(shape, slow) is by_torch
+    ways = [Proposed(slow, 1), Proposed(by_torch, 1), Proposed(slow, 1)]
+    monkeypatch.setattr(linear_library, "proposed", lambda shape: ways)
+    assert choose(shape, slow) is ways[1]
     assert choose(shape, lambda *given: None) is None
+    monkeypatch.setattr(linear_library, "proposed", lambda shape: [Proposed(by_torch, 2)])
+    assert choose(shape, slow) is None, "what says that it cuts K is not asked whether it is fast"
 
 
 def test_nothing_is_chosen_while_a_graph_is_recorded(
