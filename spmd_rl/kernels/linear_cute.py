@@ -1,8 +1,9 @@
 """Matrix products of few rows by large weights on NVIDIA Hopper: rings whose blocks share the weight.
 
 What `linear_gluon` does, early ask and all, but with a warp for the copies alone, and with shares of any multiple of 4
-or 8 rows of either side: so all multiprocessors get an equal one, and what goes through shared memory is least. Two
-blocks with the same rows of the weight form a cluster: each asks for its turn of the tiles, and both get them all.
+or 8 rows of either side: so as many multiprocessors as can get an equal one, and what goes through shared memory is
+least. Two blocks with the same rows of the weight form a cluster: each asks for its turn of the tiles, and both get
+them all. The last share ends where the weight does: it may overlap the one before, with the same bits.
 
 Half of the ring is asked for before the wait: more of the weight would keep x waiting, which comes the same way.
 """
@@ -40,8 +41,8 @@ def shared_matmul_into(
     """
     if gated and out.dtype != torch.bfloat16:
         raise ValueError(f"a gated product rounds to bfloat16, not to {out.dtype}")
-    if not share.n <= out.shape[1] <= share.n * share.num_shares:
-        raise ValueError(f"{share.num_shares} shares of {share.n} rows are no {out.shape[1]}")
+    if not share.n <= out.shape[1] <= share.n * share.most_shares:
+        raise ValueError(f"{share.most_shares} shares of {share.n} rows are no {out.shape[1]}")
     run = compiled_product(tuple(share), bias is not None, gated, out.dtype == torch.bfloat16)
     run(weight, x, out, bias if bias is None else bias.contiguous(), torch.cuda.is_current_stream_capturing())
 
@@ -96,7 +97,7 @@ class Product:
         )
         tiles_m = cute.round_up(cute.ceil_div(x.shape[0], share.m), self.cluster)
         self.kernel(w_atom, w_tma, x_atom, x_tma, out, bias, early, mma, w_layout, x_layout, operand).launch(
-            grid=(tiles_m, share.num_shares, 1),
+            grid=(tiles_m, cute.ceil_div(out.shape[1], share.n), 1),
             block=[32 * (WARPS + 1), 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
@@ -123,11 +124,10 @@ class Product:
         self, w_atom: Any, weight: Any, x_atom: Any, x: Any, out: Any, bias: Any, early: Boolean, mma: Any,
         w_layout: cute.ComposedLayout, x_layout: cute.ComposedLayout, operand: cute.ComposedLayout,
     ) -> None:  # fmt: skip
-        share, chunk = self.share, self.results.chunk
+        share = self.share
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block_m, block_n, _ = cute.arch.block_idx()
-        _, blocks_n, _ = cute.arch.grid_dim()
-        first = block_m * share.m, block_n * ((out.shape[1] - share.n) // chunk) // (blocks_n - 1) * chunk
+        first = block_m * share.m, cutlass.min(block_n * share.n, out.shape[1] - share.n)
         smem = cutlass.utils.SmemAllocator()
         full = smem.allocate_array(cutlass.Int64, share.stages)
         empty = smem.allocate_array(cutlass.Int64, share.stages)
@@ -172,7 +172,7 @@ class Product:
     def produce(
         self, w_atom: Any, w_ends: Any, x_atom: Any, x_ends: Any, full: Any, empty: Any, steps: Int32, early: Boolean
     ) -> None:
-        stages, asked = self.share.stages, self.share.stages // 2
+        stages, asked = self.share.stages, self.share.early
         cute.arch.griddepcontrol_launch_dependents()
         if not early:
             cute.arch.griddepcontrol_wait()

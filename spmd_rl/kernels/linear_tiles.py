@@ -45,19 +45,21 @@ class Ring(NamedTuple):
 class Share(NamedTuple):
     """What a block of `linear_cute` handles, as a `Ring`; so many `blocks` have the same rows of the weight.
 
-    There is a block for every multiprocessor: where `n` times their number is more than the weight, they overlap.
-    `swap` multiplies x by the weight, so that it is x of which wgmma takes 64 rows at a time.
+    Every multiprocessor gets a block at most: as many shares as the weight needs, the last of which may overlap.
+    `early` stages of the weight are asked for before the kernel in front has ended. `swap` multiplies x by the weight,
+    so that it is x of which wgmma takes 64 rows at a time.
     """
 
     m: int
     n: int
     k: int
     stages: int
+    early: int
     blocks: int
     swap: bool = False
 
     @property
-    def num_shares(self) -> int:
+    def most_shares(self) -> int:
         return MULTIPROCESSORS // self.blocks
 
     @property
@@ -68,6 +70,7 @@ class Share(NamedTuple):
 
 PART = 64  # a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
 LARGE_BYTES = 24 << 20  # a weight of so much comes in shares, or in tiles that gain nothing by beginning early
+FEW_BYTES = 20 << 20  # the least for shares with fewer rows of x than dozens
 HEAD_ROWS = 1 << 15  # weights with more rows are the head's, whose product is long beside its two ends
 SHARED_ROWS = range(1, 257)  # of x
 DOZENS = range(33, 65)  # of rows of x, with which smaller weights come in shares too, if they have some rows
@@ -204,11 +207,15 @@ def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
 def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:
     """For a weight of [n, k], or of [2 n, k]; None for small weights, heads, and too large shares."""
     fits = m in SHARED_ROWS and (m < DOZENS.stop or n <= SHARED_WIDTH)
-    large = _is_large(n, k, gated, DOZENS_BYTES if m in DOZENS and n >= DOZENS_WIDTH else LARGE_BYTES)
+    least = FEW_BYTES if m < DOZENS.start else LARGE_BYTES
+    large = _is_large(n, k, gated, DOZENS_BYTES if m in DOZENS and n >= DOZENS_WIDTH else least)
     if not fits or not large or k % PART or n % UNIT:
         return None
     rows = next((rows for rows in BUCKETS if m <= rows), _rounded(m, 1, BUCKET))
-    return _best_share(rows, n, 2 if gated else 1)
+    share = _best_share(rows, n, 2 if gated else 1)
+    if share is None or not _is_large(n, k, gated):
+        return share
+    return share._replace(early=-(-share.stages // 2))  # shorter products lose by it
 
 
 def _is_large(n: int, k: int, gated: bool, least: int = LARGE_BYTES) -> bool:
@@ -234,7 +241,8 @@ def _share(m: int, n: int, halves: int, blocks: int, swap: bool) -> Share | None
         return None
     bytes_of_step = 2 * (rows + halves * _rounded(height, 1))
     k = 2 * PART if 2 * PART * bytes_of_step <= STAGE_BYTES else PART
-    return Share(rows, height, k, SHARED_BYTES // (k * bytes_of_step), blocks, swap)
+    stages = SHARED_BYTES // (k * bytes_of_step)
+    return Share(rows, height, k, stages, stages // 2, blocks, swap)
 
 
 def _cost(share: Share, halves: int) -> int:

@@ -89,7 +89,7 @@ def test_gated(ring: Ring, rows, unequal) -> None:
 def test_shares(share: Share, rows, unequal) -> None:
     from spmd_rl.kernels.linear_cute import shared_matmul_into
 
-    for n, k in ((min(2600, share.n * share.num_shares), 1088), (share.padded, 64), (1096, 4096)):
+    for n, k in ((min(2600, share.n * share.most_shares), 1088), (share.padded, 64), (1096, 4096)):
         weight, bias = rows("normal", n, k), rows("normal", 1, n)[0]
         for m in (1, share.m - 1, share.m, share.m + 1, 2 * share.m + 3):
             for kind, added in (("normal", None), ("cancelling", None), ("normal", bias)):
@@ -121,7 +121,7 @@ def test_shares_that_do_not_cover_a_weight_once_are_refused(columns: int, rows) 
 
     x, weight = rows("normal", 8, 64), rows("normal", columns, 64)
     with pytest.raises(ValueError, match=f"132 shares of 24 rows are no {columns}"):
-        shared_matmul_into(x.new_empty(8, columns), x, weight, None, Share(8, 24, 64, 4, 1))
+        shared_matmul_into(x.new_empty(8, columns), x, weight, None, Share(8, 24, 64, 4, 2, 1))
 
 
 def test_what_is_gated_is_rounded(rows) -> None:

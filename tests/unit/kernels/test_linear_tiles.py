@@ -70,26 +70,34 @@ def test_shares_cover_a_product_with_a_block_for_each_multiprocessor(halves: int
     for m, n, share in found:
         if share is not None:
             high = -(-((halves - 1) * share.padded + share.n) // WGMMA_ROWS) * WGMMA_ROWS
-            assert -(-m // share.m) <= share.blocks and share.n <= n <= share.n * share.num_shares
+            assert -(-m // share.m) <= share.blocks and share.n <= n <= share.n * share.most_shares
             assert share.stages * (share.k * (share.m + halves * share.padded) * 2 + 16) + 1024 <= SHARED_BYTES
             results = share.m * (share.n + 8) if share.swap else (high + 8) * share.m
             assert results * 2 <= share.stages * share.k * share.padded * halves * 2  # are turned over in the ring
             behind = (high - halves * share.padded) * PART  # of the last tile, where its operand is taller
             assert behind <= share.stages * share.k * share.m
-            assert share.stages >= 3 and share.m % 8 == 0 and share.n % (4 if share.n < WGMMA_ROWS else 8) == 0
+            assert share.stages >= 3 and 0 < share.early < share.stages
+            assert share.m % 8 == 0 and share.n % (4 if share.n < WGMMA_ROWS else 8) == 0
             assert not share.swap or (share.m % WGMMA_ROWS == share.n % 8 == 0 and halves == 1)
 
 
 def test_x_comes_first_where_a_block_has_few_rows_of_the_weight_and_many_of_x() -> None:
-    assert choose_share(256, 2560, 9728) == Share(64, 80, 64, 12, 4, swap=True)
-    assert choose_share(128, 2560, 9728) == Share(64, 40, 128, 8, 2, swap=True)
-    assert choose_share(256, 4096, 12288) == Share(128, 64, 64, 9, 2)
+    assert choose_share(256, 2560, 9728) == Share(64, 80, 64, 12, 6, 4, swap=True)
+    assert choose_share(128, 2560, 9728) == Share(64, 40, 128, 8, 4, 2, swap=True)
+    assert choose_share(256, 4096, 12288) == Share(128, 64, 64, 9, 5, 2)
+
+
+def test_half_of_a_ring_is_asked_for_early_rounded_up_for_long_products() -> None:
+    assert choose_share(64, 4096, 4096) == Share(32, 64, 128, 9, 5, 2)
+    assert choose_share(64, 4096, 1024) == Share(32, 64, 128, 9, 4, 2)
+    assert choose_share(64, 6144, 4096) == Share(64, 48, 128, 8, 4, 1)
 
 
 def test_small_weights_and_heads_have_no_share() -> None:
-    assert choose_share(64, 2560, 9728) == Share(32, 40, 128, 12, 2)
-    assert choose_share(1, 4096, 4096) == choose_share(8, 4096, 4096) == Share(8, 32, 128, 22, 1)
+    assert choose_share(64, 2560, 9728) == Share(32, 40, 128, 12, 6, 2)
+    assert choose_share(1, 4096, 4096) == choose_share(8, 4096, 4096) == Share(8, 32, 128, 22, 11, 1)
     for m, n, k in ((257, 2560, 9728), (65, 6144, 4096), (32, 4096, 1024), (64, 151936, 4096), (64, 1024, 3072)):
         assert choose_share(m, n, k) is None
     assert choose_share(64, 4096, 1024) is not None
+    assert choose_share(32, 2560, 4096) is not None and choose_share(65, 2560, 4096) is None
     assert choose_share(64, 2560, 9720) is choose_share(64, 4100, 4096) is None
