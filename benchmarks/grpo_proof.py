@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
-from spmd_rl.controller.link import CONTRACTS, disagreement, not_promised
+from spmd_rl.controller.contracts import FILE, disagreement, not_promised
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "transformers", "numpy")
 RECIPE = "benchmarks.proof_recipe"
@@ -79,7 +79,7 @@ def options_of(name: str, folder: Path) -> list[str]:
 def broken_promises(run: Path) -> list[str]:
     """Where what a run's links kept promises no equal bits, or none in bfloat16."""
     broken = []
-    for link, kept in json.loads((run / CONTRACTS).read_text()).items():
+    for link, kept in json.loads((run / FILE).read_text()).items():
         contracts = {party: contract["facts"] for contract in kept for party in contract["by"]}
         types = {party: facts["dtype"] for party, facts in contracts.items() if facts["dtype"] != "torch.bfloat16"}
         clauses = [f"{party} computes in {dtype}" for party, dtype in types.items()]

@@ -1,8 +1,9 @@
 """What the proof costs: the comparison of every token's log-prob with the engine's, as a share of the training step.
 
 The comparison is timed between two CUDA events on the stream that it runs on, so that the kernels and the gaps between
-them count; the host's time for it is reported too, though it runs while the GPU works on the backward pass. One step
-is that of train_step.py.
+them count; the host's time for it is reported too, though it runs while the GPU works on the backward pass. Besides,
+whole steps with it and without take turns, with no bar: those of one kind differ by more. One step is that of
+train_step.py.
 
     python -m benchmarks.proof_cost 0.6B 4B [--save]
 """
@@ -16,15 +17,19 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from benchmarks.record import finish, gpu, measured
+from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train import learner as learner_module
+from spmd_rl.train.learner import COMPARED, MAX_DLOGP, MISMATCHED
+from spmd_rl.train.tally import Tally
 
-REPEATS, WARMUPS = 5, 2
+REPEATS, WARMUPS = 9, 2
 BAR = 0.01
+COUNTED = (COMPARED, MISMATCHED, "made_tokens", "onpolicy/k3", "tokens")
 
 
 class Watched:
@@ -48,19 +53,39 @@ class Watched:
         return sum(begin.elapsed_time(end) for begin, end in self.events) * 1e-3
 
 
+class LeftOut:
+    """In place of the comparison: zeros for what a step's metrics are made of."""
+
+    def __init__(self) -> None:
+        self.seen: Tally | None = None
+
+    def __call__(self, lp: Tensor, micro: object, version: int, tally: Tally) -> None:
+        if tally is not self.seen:
+            self.seen, zero = tally, lp.new_zeros(1)
+            for name in COUNTED:
+                tally.add(name, zero)
+            tally.raise_to(MAX_DLOGP, zero)
+
+
 def measure(name: str) -> Iterator[Row]:
     one = learner(name, config(name))
     given = scored(one, batch(STEP_TOKENS, one.backend.scorer.model.spec.vocab_size))
-    shares, host = [], []
+    shares, host, times, others = [], [], [], []
     for repeat in range(WARMUPS + REPEATS):
         watched = Watched()
         with patch.object(learner_module, "_compare", watched):
             seconds = step_seconds(one, given)
+        with patch.object(learner_module, "_compare", LeftOut()):
+            without = step_seconds(one, given)
         if repeat >= WARMUPS:
             shares.append(watched.gpu_s() / seconds)
             host.append(watched.host_s / seconds)
-    yield measured(f"Qwen3-{name}: comparison, share of the step", statistics.median(shares), "", at_most=BAR)
-    yield measured(f"Qwen3-{name}: comparison, share of the host's time", statistics.median(host), "")
+            times.append(seconds)
+            others.append(without)
+    what, median = f"Qwen3-{name}: comparison", statistics.median
+    yield measured(f"{what}, share of the step", median(shares), "", at_most=BAR)
+    yield measured(f"{what}, share of the host's time", median(host), "")
+    yield compared(f"{what}, whole step", median(times), "s", peer="without", peer_value=median(others))
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from spmd_rl.controller.contracts import Contract
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.place import Place
@@ -22,9 +23,6 @@ class Ends:
 
     source: str
     destination: str
-
-
-Contract = dict[str, str | int]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class RunConfig:
     name: str = "run"
     folder: str = "runs"
     seed: int = 0
-    exact: bool = True  # refuse a trainer and an engine whose numeric contracts differ
+    exact: bool = True  # refuse a role's ranks, or a trainer and an engine, whose numeric contracts differ
     deadline_s: float = 600.0  # how long one call may take, unless the call says otherwise
     between_calls_s: float = 1800.0  # how long the recipe's own code may take between two calls
     lost_after_s: float = 20.0  # a rank silent for this long is lost

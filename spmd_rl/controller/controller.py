@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from spmd_rl.controller.checkpoints import Checkpoints, Part, Record
-from spmd_rl.controller.codec import NOTHING, name_of, pack
+from spmd_rl.controller.codec import NOTHING, Codec, name_of, pack
 from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.contracts import Contract, settle
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.link import Link, connect
@@ -23,6 +24,8 @@ from spmd_rl.mesh.split import Placement, Placements, plan_split
 from spmd_rl.observe.trace import now_ns
 
 R = TypeVar("R", bound=Role)
+
+_CONTRACT = Codec(Contract | None)
 
 
 class ControllerWorld:
@@ -75,7 +78,8 @@ class Controller:
     def spawn(self, role: type[R], cfg: Any, *, on: Placement, name: str | None = None) -> R:
         """Build a role on every rank of a placement; what comes back has its endpoints.
 
-        Blocks: until all are built. Raises: PlanError when the name is taken, or what a constructor raised.
+        Blocks: until all are built. Raises: PlanError when the name is taken, or what a constructor raised;
+        ContractError when its ranks could not have the same bits and `run.exact` asks for them.
         """
         name = name or on.name
         if name in self._handles:
@@ -84,8 +88,11 @@ class Controller:
         value = pack(cfg)
         record = self._board.calls.open(f"{name}.__init__", on.ranks)
         self._board.issue(record, encode(Spawn(name, name_of(role), on, name_of(type(cfg)))), [(on.ranks, value)])
-        self._board.collect(record)
+        answers = self._board.collect(record)
         self._handles[name] = handle
+        said = {f"{name} on rank {rank}": _CONTRACT.unpack(answers[rank]) for rank in on.ranks}
+        if contracts := {party: contract for party, contract in said.items() if contract is not None}:
+            settle(self.run_folder, name, contracts, self._exact)
         return cast(R, handle)
 
     def link(self, source: Role, destination: Role) -> Link:

@@ -16,7 +16,7 @@ import msgspec
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address
-from spmd_rl.controller.codec import NOTHING, Codec, Packed, resolve
+from spmd_rl.controller.codec import NOTHING, Codec, Packed, pack, resolve
 from spmd_rl.controller.dealer import Dealer, Reply
 from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.supervisor import ControllerProcess
@@ -82,7 +82,7 @@ class Worker:
                 if type(command) is Call:
                     result = self._call(command, value, number)
                 else:
-                    self._build(command, value)
+                    result = self._build(command, value)
             except BaseException as error:  # user code may raise anything: the controller decides what it ends
                 if os.getpid() != self._pid:  # in a process that it forked
                     raise
@@ -110,17 +110,20 @@ class Worker:
         self._known[name, endpoint] = served
         return served
 
-    def _build(self, command: Command, value: Packed) -> None:
+    def _build(self, command: Command, value: Packed) -> Packed:
+        """The numeric contract of the role that was built, or nothing."""
         if isinstance(command, Spawn):
             config = Codec(resolve(command.cfg_type)).unpack(value)
-            self._roles[command.name] = resolve(command.role)(config, self._seats.place(command.placement))
+            role = self._roles[command.name] = resolve(command.role)(config, self._seats.place(command.placement))
             gc.collect()
             gc.freeze()  # roles and what they imported stay: a full collection would look through all of it
-        elif isinstance(command, Split):
+            return pack(role.numeric_contract() if hasattr(role, "numeric_contract") else None)
+        if isinstance(command, Split):
             if command.traces and not self._trace.on:
                 rank = self._seats.world.rank
                 self._trace = Trace(Path(command.traces), f"rank {rank}", rank=rank)
             self._seats.build(command.placements)
+        return NOTHING
 
 
 def failure_of(error: BaseException) -> Failure:

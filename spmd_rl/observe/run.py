@@ -1,8 +1,8 @@
 """The folder a run leaves behind.
 
-    config.toml    as given            metrics.jsonl   a line a step
-    plan.json      as resolved         samples/        step_00001.jsonl ...
-    contract.json  of each link        logs/ stacks/   of the workers
+    config.toml    as given             metrics.jsonl   a line a step
+    plan.json      as resolved          samples/        step_00001.jsonl ...
+    contract.json  of roles and links   logs/ stacks/   of the workers
     curves.png
 
 Checkpoints and the exported model stand beside them, in checkpoints/ and hf/.

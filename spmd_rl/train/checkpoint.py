@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from spmd_rl.controller.checksums import check, checksums
-from spmd_rl.controller.link import disagreement
+from spmd_rl.controller.contracts import disagreement
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.hf import save_folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -125,3 +126,32 @@ def test_two_numeric_contracts(run: Any) -> None:
     allowed = run("grpo", "--steps=1", "--engine.dtype=bfloat16", "--run.exact=false", name="allowed")
     assert allowed.code == 0, allowed.sentence
     assert allowed.metrics[0]["onpolicy/mismatched_tokens"] > 0
+
+
+ODD = """
+from dataclasses import dataclass, field
+
+import spmd_rl as rl
+
+@dataclass(frozen=True)
+class Config:
+    run: rl.RunConfig = field(default_factory=rl.RunConfig)
+
+class Odd(rl.Role):
+    def numeric_contract(self) -> dict[str, str | int]:
+        return {"threads": 4 + self.place.rank}
+
+def main(ctl, cfg):
+    ctl.spawn(Odd, cfg, on=ctl.world.split({"odd": rl.RoleSplit()}).odd)
+"""
+
+
+def test_ranks_of_one_role_that_follow_two_contracts(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    refused = run("odd.py", nproc=2, small=False, name="refused")
+    assert refused.code == 1
+    said = "odd on rank 0 and odd on rank 1 follow different numeric contracts: threads is 4 here and 5 there"
+    assert said in refused.sentence
+    allowed = run("odd.py", "--run.exact=false", nproc=2, small=False, name="allowed")
+    assert allowed.code == 0, allowed.sentence
+    assert len(json.loads((allowed.folder / "contract.json").read_text())["odd"]) == 2

@@ -51,7 +51,9 @@ def test_colocated_on_two_ranks(run: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(ended.folder / "hf")
     assert sum(p.numel() for p in model.parameters()) > 100_000
     assert {path.name for path in ended.folder.iterdir()} >= {"config.toml", "plan.json", "curves.png", "checkpoints"}
-    (followed,) = json.loads((ended.folder / "contract.json").read_text())["train->infer"]
+    contracts = json.loads((ended.folder / "contract.json").read_text())
+    assert contracts.keys() == {"train", "infer", "train->infer"}
+    (followed,) = contracts["train->infer"]
     assert followed["by"] == [f"{role} on rank {rank}" for rank in (0, 1) for role in ("train", "infer")]
     assert followed["facts"]["attention"] == "blocked"
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import paths, record, rollout_vs_sglang
+from benchmarks import paths, proof_cost, record, rollout_vs_sglang
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
 from benchmarks.kernels import decode_gemm, small_ops
 from benchmarks.shapes import QWEN3, write_config
-from spmd_rl.controller.link import CONTRACTS, followed
+from spmd_rl.controller.contracts import FILE, followed
 from spmd_rl.kernels import linear_plan, token_logprobs, write_kv
 from spmd_rl.kernels.cublaslt import Shape, Way
 from spmd_rl.model import network
 from spmd_rl.rollout.native.plan import Counters
+from spmd_rl.train import learner
+from spmd_rl.train.tally import Tally
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("4B", 4.022), ("8B", 8.191)])
@@ -52,7 +55,7 @@ def test_what_the_proof_used_is_counted() -> None:
 def test_a_proof_without_a_promise_is_seen(tmp_path: Path, other: dict[str, str], said: list[str]) -> None:
     facts = {"dtype": "torch.bfloat16", "linear": "one ascending chain"}
     kept = followed({"trainer": facts, "rollout": facts | other})
-    (tmp_path / CONTRACTS).write_text(json.dumps({"trainer->rollout": kept}))
+    (tmp_path / FILE).write_text(json.dumps({"trainer->rollout": kept}))
     broken = broken_promises(tmp_path)
     assert len(broken) == len(said)
     assert all(
@@ -184,3 +187,15 @@ def test_time_that_two_streams_share() -> None:
     shifted = [(start + 0.5, end + 1) for start, end in spans]
     both = sum(any(a <= t < b for a, b in spans) and any(a <= t < b for a, b in shifted) for t in ticks)
     assert overlap(spans, shifted) == both / 2
+
+
+def test_a_step_without_the_comparison_has_the_same_sums() -> None:
+    lp = torch.zeros(3)
+    micro = SimpleNamespace(versions=torch.tensor([1, 1, -1]), roll=torch.tensor([0.0, 1.0, 0.0]))
+    compared, left_out, leave_out = Tally(), Tally(), proof_cost.LeftOut()
+    for _ in range(2):
+        learner._compare(lp, micro, 1, compared)
+        leave_out(lp, micro, 1, left_out)
+    assert compared._values.keys() == left_out._values.keys()
+    assert compared._values[learner.MISMATCHED] == 2
+    assert all(value == 0 for value in left_out._values.values())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from spmd_rl.controller.link import disagreement
+from spmd_rl.controller.contracts import disagreement
 from spmd_rl.kernels import flash, flash_decode, logprob, sampling, tile, verified
 
 Facts = dict[str, str | int]

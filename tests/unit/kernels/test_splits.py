@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmd_rl.controller.link import disagreement
+from spmd_rl.controller.contracts import disagreement
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, contract
 from spmd_rl.kernels.flash import check_split

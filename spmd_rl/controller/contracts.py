@@ -1,0 +1,60 @@
+"""Numeric contracts: what ranks and roles must share to have the same bits, compared where they first meet.
+
+A role that has one (`numeric_contract`) says it when it is built, and its ranks are held to each other; both ends of a
+link say theirs once more when it is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import ContractError
+from spmd_rl.observe.run import write_whole
+
+Contract = dict[str, str | int]
+
+FILE = "contract.json"  # in the run's folder: what is followed, by role and by link
+NO = "no promise"  # in a fact of a contract
+
+
+def settle(folder: Path, name: str, parties: Mapping[str, Contract], exact: bool) -> None:
+    """Keep what the parties of a role or a link follow.
+
+    Raises: ContractError if they must be `exact` and could not have the same bits.
+    """
+    if exact and (clause := disagreement(parties)):
+        raise ContractError(f"{clause} (run.exact = false lets them)")
+    path = folder / FILE
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    write_whole(path, json.dumps(kept | {name: followed(parties)}, indent=1) + "\n")
+
+
+def disagreement(contracts: Mapping[str, Contract]) -> str:
+    """How the numeric contracts of named parties differ, as a clause; empty when all are the same."""
+    parties = iter(contracts.items())
+    first, expected = next(parties, ("", {}))
+    for name, contract in parties:
+        keys = [key for key in {**expected, **contract} if expected.get(key) != contract.get(key)]
+        if keys:
+            facts = "; ".join(f"{key} is {expected.get(key)!r} here and {contract.get(key)!r} there" for key in keys)
+            return f"{first} and {name} follow different numeric contracts: {facts}"
+    return ""
+
+
+def not_promised(contracts: Mapping[str, Contract]) -> str:
+    """Where a contract of equal bits promises none, as a clause; empty where all of it holds."""
+    weak = {f"{key} is {value!r}" for facts in contracts.values() for key, value in facts.items() if NO in str(value)}
+    return "; ".join(sorted(weak))
+
+
+def followed(contracts: Mapping[str, Contract]) -> list[dict[str, Any]]:
+    """Each contract that is followed: its digest, by whom, and its facts."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, facts in contracts.items():
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        found.setdefault(digest, {"digest": digest, "by": [], "facts": facts})["by"].append(name)
+    return list(found.values())
