@@ -118,7 +118,8 @@ class Ours:
             if len(progress.tokens) == len(prompts):
                 steps.append(ended - began)
             began = ended
-        rows, waited = (self.engine.stats()[key] - before[key] for key in ("num_backlog_rows", "num_backlog_steps"))
+        after = self.engine.stats()
+        rows, waited = (after[key] - before[key] for key in ("num_backlog_rows", "num_backlog_steps"))
         fill = rows / (waited * MAX_BATCH) if waited else None
         return {"num_tokens": num_tokens, "step_s": float(np.median(steps)) if steps else None, "fill": fill}
 

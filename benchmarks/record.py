@@ -62,12 +62,13 @@ def counted(what: str, each: Sequence[bool], *, all_must: bool = True) -> Row:
 
 
 def gpu() -> dict[str, str]:
-    """The first GPU, its driver and torch's cuBLAS, to stand among the versions of a result."""
-    from spmd_rl.kernels.contract import cublas_version
+    """The first GPU, its driver, torch's cuBLAS and a digest of our kernels, to stand among a result's versions."""
+    from spmd_rl.kernels.contract import SOURCES, cublas_version, digest_of
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     name, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
-    return {"gpu": name, "driver": driver, "cublas": cublas_version()}
+    found = {"gpu": name, "driver": driver, "cublas": cublas_version()}
+    return found | {"kernels": digest_of(SOURCES)}
 
 
 def finish(

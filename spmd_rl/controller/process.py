@@ -25,16 +25,16 @@ from spmd_rl.errors import ConfigError, RemoteError, SpmdError
 from spmd_rl.mesh.world import World
 
 Watch = Callable[[RunConfig, Any, int], Observer]
-Fill = Callable[[Any, int], Any]
+Complete = Callable[[Any, int], Any]
 
 CLOSE_S = 5.0
 
 
-def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, fill: Fill) -> int:
+def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, complete: Complete) -> int:
     """Serve one run, from loading the recipe to the exit code.
 
-    `watch(run, cfg, world_size)` makes its observer; `fill(cfg, world_size)` is the config that the recipe gets, with
-    what is known now that the world is.
+    `watch(run, cfg, world_size)` makes its observer; `complete(cfg, world_size)` is the config that the recipe gets,
+    with what is known now that the world is.
     Blocks: as long as the recipe runs.
     """
     board: Switchboard | None = None
@@ -46,7 +46,7 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
         board = _open(lifeline, address, cfg)
         world_size = board.roster.world_size
         observer = watch(run_config(cfg), cfg, world_size)
-        _run(recipe, fill(cfg, world_size), board, observer, lifeline.folder)
+        _run(recipe, complete(cfg, world_size), board, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, sys.exit too: the run's last words
         error = explain(raised, invocation.verbose)
     if board is not None:

@@ -22,7 +22,7 @@ EPILOGUE, ADD_BIAS, BIAS, BIAS_TYPE = 7, 4, 8, 26
 MAX_WORKSPACE, REDUCTIONS, NO_REDUCTION = 1, 3, 0
 MIN_ALIGNMENTS = range(5, 9)  # of both factors, of what is added, and of the result
 ALIGNMENT = 16  # bytes
-NOT_SUPPORTED = 15
+INVALID, NOT_SUPPORTED = 7, 15
 SPLITS = 2  # of a proposal's own account
 MOST = 32
 ONE, ZERO = c_float(1), c_float(0)
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Proposed:
-    """One of cuBLAS's ways, and into how many parts it cuts K, by its own word."""
+    """One of cuBLAS's ways, and into how many parts it cuts K, by its own word; 0 if it has none."""
 
     multiply: Way
     splits: int
@@ -113,9 +113,14 @@ def proposed(shape: Shape, workspace_bytes: int = 0) -> list[Proposed]:
 
 
 def _splits(proposal: _Proposal) -> int:
+    """0 where it does not say."""
     said, written = c_int(0), c_size_t(0)
     size = c_size_t(ctypes.sizeof(said))
-    _call("cublasLtMatmulAlgoConfigGetAttribute", byref(proposal), c_int(SPLITS), byref(said), size, byref(written))
+    _call(
+        "cublasLtMatmulAlgoConfigGetAttribute",
+        *(byref(proposal), c_int(SPLITS), byref(said), size, byref(written)),
+        accepted=(0, INVALID, NOT_SUPPORTED),
+    )
     return said.value
 
 

@@ -1,9 +1,9 @@
 """Matrix products of few rows by large weights on NVIDIA Hopper: rings whose blocks share the weight.
 
 What `linear_gluon` does, early ask and all, but with a warp for the copies alone, and with shares of any multiple of 4
-or 8 rows of either side: so as many multiprocessors as can get an equal one, and what goes through shared memory is
-least. Two blocks with the same rows of the weight form a cluster: each asks for its turn of the tiles, and both get
-them all. The last share ends where the weight does: it may overlap the one before, with the same bits.
+or 8 rows of either side: so nearly all multiprocessors get an equal one, and what goes through shared memory is least.
+Two blocks with the same rows of the weight form a cluster: each asks for its turn of the tiles, and both get them all.
+The last share ends where the weight does: it may overlap the one before, with the same bits.
 
 Half of the ring is asked for before the wait: more of the weight would keep x waiting, which comes the same way.
 """

@@ -35,7 +35,7 @@ def choose(shape: Shape, ours: Way) -> Way | None:
     Raises: RuntimeError where cuBLAS refuses what it proposed.
     """
     try:
-        ways = [way for way in proposed(shape) if way.splits == 1 and proves_equal(way, shape)]
+        ways = [way for way in proposed(shape) if way.splits <= 1 and proves_equal(way, shape)]
         best = fastest([ours, *ways], shape) if ways else ours
     except torch.OutOfMemoryError:
         warnings.warn(f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies", stacklevel=2)

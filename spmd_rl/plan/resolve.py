@@ -1,7 +1,7 @@
 """From a recipe's config and a world size to the resolved plan, as plain data.
 
 A recipe is planned by the parts of its config that this room knows: `split` places roles, `model` gives shapes,
-`trainer` and `engine` say how they are held, `sampling` and `prompts_per_step` how many tokens live at once.
+`trainer` and `engine` say how they are held, `engine_sleeps` whether one makes room for the other.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from spmd_rl.offload.ledger import (
     trainer_ledger,
 )
 from spmd_rl.plan.routes import Routes, push_routes
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig, SamplingConfig
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.weights.layout import ITEM_BYTES
 
-PARTS = {"train": ("trainer",), "infer": ("engine", "sampling", "prompts_per_step")}  # what a role is planned by
-KINDS = {"trainer": TrainerConfig, "engine": EngineConfig, "sampling": SamplingConfig, "prompts_per_step": int}
+PARTS = {"train": ("trainer", TrainerConfig), "infer": ("engine", EngineConfig)}  # what a role is planned by
 
 
 @dataclass(frozen=True)
@@ -85,10 +84,9 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Res
     placements = plan_split(split, world_size)
     model = getattr(cfg, "model", "")
     spec = ModelSpec.from_folder(model) if model and isinstance(model, str) else None
-    for name, parts in PARTS.items():
-        missing = [part for part in parts if not isinstance(getattr(cfg, part, None), KINDS[part])]
-        if spec is not None and name in placements and missing:
-            raise PlanError(f"split.{name} cannot be planned: this recipe's config has no `{missing[0]}`")
+    for name, (part, kind) in PARTS.items():
+        if spec is not None and name in placements and not isinstance(getattr(cfg, part, None), kind):
+            raise PlanError(f"split.{name} cannot be planned: this recipe's config has no `{part}: {kind.__name__}`")
     routes = _routes(placements, spec, cfg, world_size)
     ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size))
     resolved = Resolved(world_size, placements, spec, routes, ledgers)
@@ -170,7 +168,7 @@ def _role_ledgers(
             spec.num_parameters,
             0 if aliased else element_bytes,  # the engine can be the trainer's own memory
             kv_bytes=0,  # sized when all else is known
-            sleeps="train" in roles and not getattr(cfg, "overlaps", False),
+            sleeps="train" in roles and getattr(cfg, "engine_sleeps", False),
             step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
         )
 

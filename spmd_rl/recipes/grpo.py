@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import ClassVar
 
 import spmd_rl as rl
 
@@ -26,6 +27,7 @@ class Config:
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
     engine: rl.EngineConfig = field(default_factory=rl.EngineConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    engine_sleeps: ClassVar[bool] = True  # the train phase names the trainer alone as awake, which the plan counts on
 
     def __post_init__(self) -> None:
         least = {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2, "clip_low": 0, "clip_high": 0}

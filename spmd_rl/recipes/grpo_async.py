@@ -19,7 +19,7 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True)
 class Config(grpo.Config):
-    overlaps: ClassVar[bool] = True  # the engine never sleeps, so its pages stay while the trainer beside it trains
+    engine_sleeps: ClassVar[bool] = False  # its pages stay while the trainer beside it trains
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

@@ -27,7 +27,7 @@ class Plan:
 
 @dataclass
 class Counters:
-    """Totals since the engine was made; `backlog` is of steps that left requests waiting."""
+    """Totals since the engine was made. A backlog is what steps leave waiting: how many did, and their running rows."""
 
     num_submitted: int = 0
     num_admissions: int = 0

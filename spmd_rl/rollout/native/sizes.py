@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import kv_budget, kv_pages, kv_token_bytes
+from spmd_rl.offload.ledger import gib, kv_budget, kv_pages, kv_token_bytes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 
 CPU_POOL_BYTES = 1 << 30
@@ -36,7 +37,11 @@ def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
     item_bytes = getattr(torch, dtype_of(cfg.dtype, device)).itemsize
     token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
     budget = _gpu_budget(cfg, device) if device.type == "cuda" else CPU_POOL_BYTES
-    return kv_pages(token_bytes, cfg.page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget)
+    pages = kv_pages(token_bytes, cfg.page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget)
+    if (num_bytes := pages * cfg.page_size * token_bytes) > budget:
+        room = f"beside all else there is room for {gib(max(budget, 0))} of keys and values"
+        warnings.warn(f"{room}, and one context of {spec.max_positions} tokens takes {gib(num_bytes)}", stacklevel=2)
+    return pages
 
 
 def _gpu_budget(cfg: EngineConfig, device: torch.device) -> int:

@@ -64,7 +64,7 @@ LARGE = ((2560, 9728), (4096, 4096), (4096, 12288), (6144, 2560), (9728, 2560), 
 
 
 @pytest.mark.parametrize("halves", [1, 2])
-def test_shares_cover_a_product_with_a_block_for_each_multiprocessor(halves: int) -> None:
+def test_shares_cover_a_product_with_a_block_at_most_for_each_multiprocessor(halves: int) -> None:
     found = [(m, n, choose_share(m, n, k, halves == 2)) for m in SHARED_ROWS for n, k in LARGE]
     assert sum(share is not None for *_, share in found) > 100
     for m, n, share in found:

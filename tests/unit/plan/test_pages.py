@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,8 +58,9 @@ def kv(ledger: Ledger) -> int:
 
 
 def taken(model: Path, cfg: EngineConfig, free: int, capacity: int) -> int:
-    """Bytes of the pages that an engine makes on a GPU that has so much left."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Bytes of the pages that an engine makes on a GPU that has so much left; of no room it warns."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, capacity))
         spec = resolve(configured(model), 1).spec
         assert spec is not None
@@ -133,6 +135,17 @@ def test_an_engine_that_nobody_counted_for_takes_a_share(model: Path, fraction: 
     assert 0 <= max(left * GIB, LEAST) - pages < PAGE_BYTES
 
 
+def test_an_engine_without_room_for_one_context_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = resolve(configured(model), 1).spec
+    assert spec is not None
+    cfg = EngineConfig(dtype="bfloat16", page_size=128, beside_bytes=9 * GIB)
+    for capacity, said in (10, "0.00 GiB"), (12, "1.80 GiB"):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, size=capacity: (size * GIB, size * GIB))
+        sentence = f"room for {said} of keys and values, and one context of 40960 tokens takes 4.38 GiB"
+        with pytest.warns(UserWarning, match=sentence):
+            assert auto_pages(spec, cfg, torch.device("cuda")) * PAGE_BYTES == LEAST
+
+
 def test_what_cannot_be_counted_stays_as_it_is(model: Path) -> None:
     """Pages that are given; no engine, model, ranks or parts; and a role that the ledger does not know."""
     full = configured(model)
@@ -143,7 +156,7 @@ def test_what_cannot_be_counted_stays_as_it_is(model: Path) -> None:
         replace(full, model=""),
         configured(model, "split.infer.ranks=2"),
         replace(full, split=dict.fromkeys(("train", "infer", "judge"), RoleSplit())),
-        SimpleNamespace(split=Split(), model=str(model), trainer=TrainerConfig(), engine=EngineConfig()),
+        SimpleNamespace(split=Split(), model=str(model), trainer=TrainerConfig()),
         SimpleNamespace(**vars(full) | {"trainer": "none of ours"}),
         SimpleNamespace(**vars(full) | {"model": TrainerConfig()}),
     ]

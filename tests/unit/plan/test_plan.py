@@ -159,9 +159,11 @@ def test_a_recipe_without_an_engine(model: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_config_that_lacks_what_a_role_is_planned_by(model: Path) -> None:
-    cfg = SimpleNamespace(split=Split(), model=str(model), trainer=TrainerConfig(), engine=EngineConfig())
-    with pytest.raises(PlanError, match=r"split.infer cannot be planned: this recipe's config has no `sampling`"):
-        resolve(cfg, 2)
+    known = {"split": Split(), "model": str(model), "trainer": TrainerConfig()}
+    for lacking in ({}, {"engine": "fast"}):
+        with pytest.raises(PlanError, match="split.infer cannot be planned: .* has no `engine: EngineConfig`"):
+            resolve(SimpleNamespace(**known, **lacking), 2)
+    assert resolve(SimpleNamespace(**known, engine=EngineConfig()), 2).ledgers
 
 
 def test_a_thousand_ranks_take_seconds(model: Path) -> None:
