@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.cublas import by_torch
 from spmd_rl.kernels import linear_library, linear_plan
 from spmd_rl.kernels.cublaslt import Proposed, Shape, Way, proposed
 from spmd_rl.kernels.linear_library import choose, proves_equal
@@ -63,16 +64,6 @@ def differing(way: Way, shape: Shape, rows: Rows, unequal: Unequal) -> int:
             way(out, *pair, bias)
             count += unequal(out, reference(*pair, bias, dtype))
     return count
-
-
-def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """As torch asks cuBLAS, with memory lent."""
-    if bias is not None:
-        torch.addmm(bias, x, weight.t(), out=out)
-    elif out.dtype == x.dtype:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
 @pytest.mark.parametrize(("dtype", "has_bias"), [(BF16, False), (FP32, False), (BF16, True)])
