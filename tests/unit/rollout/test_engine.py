@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
+from spmd_rl.offload.host import HostMemory
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.sizes import auto_pages
@@ -127,6 +128,19 @@ def test_context_ends_a_sample(model, new_engine, finish):
     sample = finish(new_engine(model), [request(prompt=[3] * 190, max_tokens=50)])[0, 0]
     assert len(sample.tokens) == 2
     assert sample.finish == "length"
+
+
+def test_an_engine_that_finds_no_room_says_what_asks_for_less(model, new_engine, monkeypatch):
+    def full(memory: HostMemory) -> None:
+        raise ResidencyError("9 GiB are asked for, and the GPU has 8 GiB left")
+
+    engine = new_engine(model)
+    engine.sleep()
+    monkeypatch.setattr(HostMemory, "map", full)
+    with pytest.raises(
+        ResidencyError, match=r"no room for pages .*: 9 GiB are asked for, .* engine.memory_fraction asks"
+    ):
+        engine.wake()
 
 
 def test_sleep_gives_memory_back_and_wake_goes_on_with_the_same_bits(model, new_engine, finish):
