@@ -77,13 +77,14 @@ def options_of(name: str, folder: Path) -> list[str]:
 
 
 def broken_promises(run: Path) -> list[str]:
-    """Where what a run's links kept promises no equal bits, or none in bfloat16."""
-    broken = []
-    for link, kept in json.loads((run / FILE).read_text()).items():
+    """Where what a run's roles and its link kept promises no equal bits, or none in bfloat16."""
+    followed = json.loads((run / FILE).read_text())
+    broken = [] if any("->" in name for name in followed) else ["no link kept what its ends follow"]
+    for name, kept in followed.items():
         contracts = {party: contract["facts"] for contract in kept for party in contract["by"]}
         types = {party: facts["dtype"] for party, facts in contracts.items() if facts["dtype"] != "torch.bfloat16"}
         clauses = [f"{party} computes in {dtype}" for party, dtype in types.items()]
-        broken += [f"{link}: {one}" for one in (disagreement(contracts), not_promised(contracts), *clauses) if one]
+        broken += [f"{name}: {one}" for one in (disagreement(contracts), not_promised(contracts), *clauses) if one]
     return broken
 
 

@@ -1,7 +1,7 @@
 """Numeric contracts: what ranks and roles must share to have the same bits, compared where they first meet.
 
-A role that has one (`numeric_contract`) says it when it is built, and its ranks are held to each other; both ends of a
-link say theirs once more when it is made.
+A role that has one (`numeric_contract`) says it when it is built, and its ranks are held to each other. Both ends of a
+link say theirs once more when it is made: what one role sets for its process may change what the other follows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE = "contract.json"  # in the run's folder: what is followed, by role and by 
 NO = "no promise"  # in a fact of a contract
 
 
-def settle(folder: Path, name: str, parties: Mapping[str, Contract], exact: bool) -> None:
+def agree(folder: Path, name: str, parties: Mapping[str, Contract], exact: bool) -> None:
     """Keep what the parties of a role or a link follow.
 
     Raises: ContractError if they must be `exact` and could not have the same bits.

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from spmd_rl.controller.checkpoints import Checkpoints, Part, Record
 from spmd_rl.controller.codec import NOTHING, Codec, name_of, pack
 from spmd_rl.controller.config import RunConfig
-from spmd_rl.controller.contracts import Contract, settle
+from spmd_rl.controller.contracts import Contract, agree
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.link import Link, connect
@@ -92,7 +92,7 @@ class Controller:
         self._handles[name] = handle
         said = {f"{name} on rank {rank}": _CONTRACT.unpack(answers[rank]) for rank in on.ranks}
         if contracts := {party: contract for party, contract in said.items() if contract is not None}:
-            settle(self.run_folder, name, contracts, self._exact)
+            agree(self.run_folder, name, contracts, self._exact)
         return cast(R, handle)
 
     def link(self, source: Role, destination: Role) -> Link:

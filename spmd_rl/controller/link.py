@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spmd_rl.controller.bridge import Bridge, Ends, PlanSummary
-from spmd_rl.controller.contracts import not_promised, settle
+from spmd_rl.controller.contracts import agree, not_promised
 from spmd_rl.controller.handle import Handle
 from spmd_rl.mesh.split import Placement
 
@@ -61,7 +61,7 @@ def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool) -
         for rank, end in zip(ranks, ends, strict=True)
         for name, contract in end.contracts.items()
     }
-    settle(ctl.run_folder, union.name, parties, exact)
+    agree(ctl.run_folder, union.name, parties, exact)
     if exact and (weak := not_promised(parties)):
         print(f"{union.name}: equal bits are not promised here: {weak}", flush=True)
     plan = bridge.prepare.call(

@@ -208,8 +208,9 @@ def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:
     """For a weight of [n, k], or of [2 n, k]; None for small weights, heads, and too large shares."""
     fits = m in SHARED_ROWS and (m < DOZENS.stop or n <= SHARED_WIDTH)
     least = FEW_BYTES if m < DOZENS.start else LARGE_BYTES
-    large = _is_large(n, k, gated, DOZENS_BYTES if m in DOZENS and n >= DOZENS_WIDTH else least)
-    if not fits or not large or k % PART or n % UNIT:
+    if m in DOZENS and n >= DOZENS_WIDTH:
+        least = DOZENS_BYTES
+    if not fits or not _is_large(n, k, gated, least) or k % PART or n % UNIT:
         return None
     rows = next((rows for rows in BUCKETS if m <= rows), _rounded(m, 1, BUCKET))
     share = _best_share(rows, n, 2 if gated else 1)

@@ -33,8 +33,8 @@ def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineCo
 
 
 def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
-    """As the ledger has it, within what there is for pages."""
-    item_bytes = getattr(torch, dtype_of(cfg.dtype, device)).itemsize
+    """As the ledger has it, within what there is for pages; `cfg` has its type of numbers and its page size."""
+    item_bytes = getattr(torch, cfg.dtype).itemsize
     token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
     budget = _gpu_budget(cfg, device) if device.type == "cuda" else CPU_POOL_BYTES
     pages = kv_pages(token_bytes, cfg.page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget)

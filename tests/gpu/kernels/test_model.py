@@ -17,7 +17,7 @@ from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.rows import Rows
-from spmd_rl.types import Sample
+from tests.samples import Samples, finish
 
 DEVICE = torch.device("cuda")
 QWEN3 = ModelSpec(
@@ -75,18 +75,13 @@ def requests(vocab: int) -> list[Request]:
     ]
 
 
-def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[dict[tuple[int, int], Sample], dict]:
+def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[Samples, dict]:
     engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **cfg), DEVICE)
     engine.new_version(0)
-    for request in wanted:
-        engine.submit(request)
-    samples = {}
-    while engine.has_work:
-        samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
-    return samples, engine.stats()
+    return finish(engine, wanted), engine.stats()
 
 
-def score(model: CausalLM, wanted: list[Request], samples: dict[tuple[int, int], Sample]) -> tuple[Tensor, Tensor]:
+def score(model: CausalLM, wanted: list[Request], samples: Samples) -> tuple[Tensor, Tensor]:
     """Log-probs of all response tokens, packed: as the trainer computes them, and as the engine recorded them."""
     pairs = [(request, samples[request.uid, request.index]) for request in wanted]
     tokens = [np.concatenate([request.prompt, sample.tokens]).astype(np.int64) for request, sample in pairs]

@@ -7,7 +7,8 @@ import torch
 
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.network import CausalLM
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, Samples, finish, new_engine, new_model, workload
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, new_model, workload
+from tests.samples import Samples, finish
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.types import Sample
+from tests.samples import Samples
 
 DEVICE = torch.device("cuda")
 SPEC = ModelSpec(
@@ -18,7 +18,6 @@ SPEC = ModelSpec(
     head_dim=64, max_positions=1024, rms_eps=1e-6, rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False,
     out_bias=False, mlp_bias=False, qk_norm=True, init_std=0.06,
 )  # fmt: skip
-Samples = dict[tuple[int, int], Sample]
 
 
 def new_model(seed: int = 0) -> CausalLM:
@@ -55,15 +54,6 @@ def new_engine(model: CausalLM, **cfg: object) -> NativeEngine:
     engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **settings), DEVICE)
     engine.new_version(0)
     return engine
-
-
-def finish(engine: NativeEngine, requests: list[Request]) -> Samples:
-    for request in requests:
-        engine.submit(request)
-    samples = {}
-    while engine.has_work:
-        samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
-    return samples
 
 
 def unequal(samples: Samples, expected: Samples) -> int:

@@ -14,7 +14,8 @@ from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graphs import DecodeGraphs
 from spmd_rl.rollout.native.staged import Staged
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, Samples, finish, new_engine, unequal, workload
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
+from tests.samples import Samples, finish
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types import Sample
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, Samples, new_model
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_model
+from tests.samples import Samples
 
 OLD, NEW = 0, 1  # versions, and the seeds of their weights
 NUM_STEPS = 30  # before the push: behind the prompts, short of the shortest answer

@@ -15,7 +15,8 @@ from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.graphs import DecodeGraphs
 from spmd_rl.rollout.native.prompt_graphs import PromptGraphs
 from spmd_rl.rollout.native.steps import Drawn, Steps
-from tests.gpu.rollout.graph_case import DEVICE, SPEC, Samples, finish, new_engine, unequal, workload
+from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
+from tests.samples import Samples, finish
 
 
 @contextmanager

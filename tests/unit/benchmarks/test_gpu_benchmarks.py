@@ -63,6 +63,12 @@ def test_a_proof_without_a_promise_is_seen(tmp_path: Path, other: dict[str, str]
     )
 
 
+def test_a_proof_without_a_link_is_seen(tmp_path: Path) -> None:
+    kept = followed({"trainer on rank 0": {"dtype": "torch.bfloat16"}})
+    (tmp_path / FILE).write_text(json.dumps({"trainer": kept}))
+    assert broken_promises(tmp_path) == ["no link kept what its ends follow"]
+
+
 def test_paths_swap_operations_and_put_them_back() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)
     ours = network.rms_norm

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.controller.contracts import FILE, disagreement, followed, not_promised, settle
+from spmd_rl.controller.contracts import FILE, agree, disagreement, followed, not_promised
 from spmd_rl.errors import ContractError
 
 
@@ -48,9 +48,9 @@ def test_where_no_bits_are_promised_is_said_once() -> None:
 def test_contracts_of_roles_and_links_stand_beside_each_other(tmp_path: Path) -> None:
     roles = {"train": {"train on rank 0": {"threads": 1}}, "infer": {"infer on rank 0": {"threads": 2}}}
     for name, parties in roles.items():
-        settle(tmp_path, name, parties, exact=True)
+        agree(tmp_path, name, parties, exact=True)
     with pytest.raises(ContractError, match=r"threads is 1 here and 2 there \(run.exact = false lets them\)"):
-        settle(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=True)
+        agree(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=True)
     assert json.loads((tmp_path / FILE).read_text()).keys() == roles.keys()
-    settle(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=False)
+    agree(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=False)
     assert len(json.loads((tmp_path / FILE).read_text())["train->infer"]) == 2

@@ -15,10 +15,10 @@ from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.graphs import Draw
-from spmd_rl.types import Sample
+from tests import samples
+from tests.samples import Samples
 
 CPU = torch.device("cpu")
-Name = tuple[int, int]
 
 
 def _spec(family: str, num_heads: int, num_kv_heads: int) -> ModelSpec:
@@ -79,25 +79,15 @@ def new_engine() -> Callable[..., NativeEngine]:
 
 
 @pytest.fixture(scope="session")
-def finish() -> Callable[..., dict[Name, Sample]]:
-    """Submit, then step until nothing is left."""
-
-    def run(engine: NativeEngine, requests: Sequence[Request] = ()) -> dict[Name, Sample]:
-        for request in requests:
-            engine.submit(request)
-        samples = {}
-        while engine.has_work:
-            samples |= {(sample.prompt_uid, sample.index): sample for sample in engine.step().finished}
-        return samples
-
-    return run
+def finish() -> Callable[..., Samples]:
+    return samples.finish
 
 
 @pytest.fixture(scope="session")
 def mismatched_tokens() -> Callable[..., int]:
     """The gate: how many tokens of `samples` carry other bits than the packed training forward gives them."""
 
-    def count(model: CausalLM, requests: Sequence[Request], samples: dict[Name, Sample]) -> int:
+    def count(model: CausalLM, requests: Sequence[Request], samples: Samples) -> int:
         pairs = [(request, samples[request.uid, request.index]) for request in requests]
         tokens = [np.concatenate([request.prompt, sample.tokens]).astype(np.int64) for request, sample in pairs]
         lengths = np.array([len(t) for t in tokens], dtype=np.int32)

@@ -235,8 +235,8 @@ def test_config_values_out_of_range_are_named(build, key):
 
 def test_automatic_pool_holds_a_full_batch_of_whole_contexts_or_what_memory_allows(model):
     cpu = torch.device("cpu")
-    assert auto_pages(model.spec, EngineConfig(max_batch=3, page_size=16), cpu) == 3 * 12
-    large = EngineConfig(max_batch=1 << 20, max_step_tokens=1 << 20, page_size=64)
+    assert auto_pages(model.spec, EngineConfig(max_batch=3, page_size=16, dtype="float32"), cpu) == 3 * 12
+    large = EngineConfig(max_batch=1 << 20, max_step_tokens=1 << 20, page_size=64, dtype="float32")
     bytes_per_token = 2 * 2 * 2 * 8 * 4
     assert auto_pages(model.spec, large, cpu) * 64 * bytes_per_token == 1 << 30
 
