@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.cublaslt import Shape, Way, proposed
+from spmd_rl.kernels.cublaslt import COUNTERS, Shape, Way, proposed
 
-WORKSPACES = (0, 32 << 20)  # none, and as much as torch lends cuBLAS on Hopper
+LENT_BYTES = 32 << 20  # by torch, to cuBLAS on Hopper
 
 
 def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -21,4 +21,4 @@ def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Non
 
 def every_way(shape: Shape) -> list[Way]:
     """torch's first. With memory for partial sums cuBLAS may split K."""
-    return [by_torch, *(way for size in WORKSPACES for way in proposed(shape, size))]
+    return [by_torch, *proposed(shape, (0, COUNTERS, LENT_BYTES))]

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels.timing import seconds
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
+from spmd_rl.kernels.turns import seconds
 
 HEADS, KV_HEADS, PAGE_SIZE = 32, 8, 128
 PACK_TOKENS, LENGTHS = 16384, (512, 2048, 16384)

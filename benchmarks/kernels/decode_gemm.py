@@ -41,7 +41,7 @@ PACK_ROWS, LOGIT_ROWS = 16384, 2048
 PACK_ROUNDS = 8  # these products are long
 COLD_BYTES = 256 << 20
 MAX_COPIES = 64
-TRIAL_ROUNDS, TRIAL_REPLAYS = 4, 9
+TRIAL_ROUNDS, TRIAL_TURNS = 4, 15
 BAR = 1.02  # at or under cuBLAS, to within the spread of repeats
 FLOOR_BAR = 0.85
 FLOOR, WEIGHT_FLOOR = "share of floor", "share of the weight's floor"
@@ -80,7 +80,7 @@ def cublas_best(x: Tensor, weights: list[Tensor], out_dtype: torch.dtype) -> Cal
     shape = Shape(*weights[0].shape, len(x), False, out_dtype, x.device)
     out = x.new_empty(shape.rows, shape.n, dtype=out_dtype)
     ways = [lambda w, way=way: way(out, x, w, None) for way in every_way(shape)]
-    times = in_turns(ways, weights, TRIAL_ROUNDS, TRIAL_REPLAYS)
+    times = in_turns(ways, weights, TRIAL_ROUNDS, TRIAL_TURNS)
     return ways[times.index(min(times))]
 
 

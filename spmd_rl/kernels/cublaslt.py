@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +25,7 @@ ALIGNMENT = 16  # bytes
 INVALID, NOT_SUPPORTED = 7, 15
 SPLITS = 2  # of a proposal's own account
 MOST = 32
+COUNTERS = 4096  # bytes for what hands out tiles as multiprocessors come free: too few for partial sums
 ONE, ZERO = c_float(1), c_float(0)
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
@@ -62,13 +63,14 @@ class _Proposal(ctypes.Structure):
     )
 
 
-def proposed(shape: Shape, workspace_bytes: int = 0) -> list[Proposed]:
-    """What cuBLAS proposes, best first as it thinks; nothing where cublasLt is not to be had.
+def proposed(shape: Shape, workspaces: Sequence[int] = (0, COUNTERS)) -> list[Proposed]:
+    """What cuBLAS proposes if a way may use so many bytes, best first as it thinks, each way once; nothing where
+    cublasLt is not to be had.
 
-    Without a workspace it is asked for ways that keep no partial sums, and so do not split K. The ways of one answer
-    share what they are called with: no two of them may run at a time, nor be called from two threads. Each takes
-    contiguous operands at whole multiples of 16 bytes, whose shapes and types it does not check, and launches on
-    torch's stream.
+    With `COUNTERS` or less it is asked for ways that keep no partial sums, and so do not split K. The ways of one
+    answer share what they are called with, and memory: no two of them may run at a time, nor be called from two
+    threads. Each takes contiguous operands at whole multiples of 16 bytes, whose shapes and types it does not check,
+    and launches on torch's stream.
 
     Raises: RuntimeError with the status of a call that cublasLt refuses; so does each way.
     """
@@ -84,15 +86,7 @@ def proposed(shape: Shape, workspace_bytes: int = 0) -> list[Proposed]:
             _set("Desc", operation, attribute, value)
     of_weight, of_x = _layout(BF16, k, n), _layout(BF16, k, rows)
     of_out = _layout(BF16 if out_dtype == torch.bfloat16 else FP32, n, rows)
-    found, count, wishes = (_Proposal * MOST)(), c_int(0), _wishes(workspace_bytes)
-    _call(
-        "cublasLtMatmulAlgoGetHeuristic",
-        *(handle, operation, of_weight, of_x, of_out, of_out, wishes),
-        *(c_int(MOST), found, byref(count)),
-        accepted=(0, NOT_SUPPORTED),
-    )
-    _call("cublasLtMatmulPreferenceDestroy", wishes)
-    workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
+    workspace = torch.empty(max(workspaces), dtype=torch.uint8, device=device)
 
     def way(proposal: _Proposal) -> Way:
         def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -109,7 +103,26 @@ def proposed(shape: Shape, workspace_bytes: int = 0) -> list[Proposed]:
 
         return multiply
 
-    return [Proposed(way(one), _splits(one)) for one in found[: count.value] if one.status == 0]
+    different = {
+        bytes(one.algorithm): one
+        for size in workspaces
+        for one in _proposals(handle, operation, of_weight, of_x, of_out, size)
+    }
+    return [Proposed(way(one), _splits(one)) for one in different.values()]
+
+
+def _proposals(
+    handle: c_void_p, operation: c_void_p, of_weight: c_void_p, of_x: c_void_p, of_out: c_void_p, workspace_bytes: int
+) -> list[_Proposal]:
+    found, count, wishes = (_Proposal * MOST)(), c_int(0), _wishes(workspace_bytes)
+    _call(
+        "cublasLtMatmulAlgoGetHeuristic",
+        *(handle, operation, of_weight, of_x, of_out, of_out, wishes),
+        *(c_int(MOST), found, byref(count)),
+        accepted=(0, NOT_SUPPORTED),
+    )
+    _call("cublasLtMatmulPreferenceDestroy", wishes)
+    return [one for one in found[: count.value] if one.status == 0]
 
 
 def _splits(proposal: _Proposal) -> int:
@@ -129,7 +142,7 @@ def _wishes(workspace_bytes: int) -> c_void_p:
     _set("Preference", wishes, MAX_WORKSPACE, c_uint64(workspace_bytes))
     for attribute in MIN_ALIGNMENTS:
         _set("Preference", wishes, attribute, c_uint32(ALIGNMENT))
-    if not workspace_bytes:
+    if workspace_bytes <= COUNTERS:
         _set("Preference", wishes, REDUCTIONS, c_uint32(NO_REDUCTION))
     return wishes
 

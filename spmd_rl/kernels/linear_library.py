@@ -7,7 +7,6 @@ bits, it does not matter that another process may find another one the fastest.
 
 from __future__ import annotations
 
-import statistics
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -18,9 +17,10 @@ from torch import Tensor
 from spmd_rl.kernels.cublaslt import Shape, Way, proposed
 from spmd_rl.kernels.linear_tiles import REFERENCE
 from spmd_rl.kernels.recording import capture
+from spmd_rl.kernels.turns import seconds
 
 COMPARED_ROWS = 1024
-ROUNDS = ((5, 3), (25, 1))  # turns of each way, and how many of the fastest go on
+ROUNDS = ((9, 4), (41, 1))  # turns of each way, and how many of the fastest go on
 TURN_S = 1e-3  # what a graph of calls takes at about the pace of an H200, so that its launch is little beside it
 BYTES_PER_S, FLOPS_PER_S = 4e12, 8e14
 MOST_CALLS = 64
@@ -72,13 +72,13 @@ def _operands(shape: Shape) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
 
 
 def fastest(ways: Sequence[Way], shape: Shape) -> Way:
-    """By median time, in turns, for weights that lie in memory; recorded, as decoding steps are.
+    """By median time, in turns (`turns`), for weights that lie in memory; recorded, as decoding steps are.
 
     Ways that are close to each other part only when they keep the GPU busy for long, as its clock then falls.
     """
     x, weight, bias, out = _operands(shape)
-    seconds = max(weight.nbytes / BYTES_PER_S, 2 * shape.rows * weight.numel() / FLOPS_PER_S)
-    calls = min(max(int(TURN_S / seconds), 1), MOST_CALLS)
+    one_s = max(weight.nbytes / BYTES_PER_S, 2 * shape.rows * weight.numel() / FLOPS_PER_S)
+    calls = min(max(int(TURN_S / one_s), 1), MOST_CALLS)
     cache_bytes = torch.cuda.get_device_properties(shape.device).L2_cache_size
     num_copies = min(-(-L2_ROOM * cache_bytes // weight.nbytes), calls) - 1
     weights = [weight, *(weight.clone() for _ in range(num_copies))]
@@ -90,23 +90,9 @@ def fastest(ways: Sequence[Way], shape: Shape) -> Way:
     memory, left = torch.cuda.graph_pool_handle(), []
     for way in ways:
         work(way)
-        left.append((way, capture(partial(work, way), memory)[0]))
+        left.append((way, capture(partial(work, way), memory)[0].replay))
     for turns, num_kept in ROUNDS:
-        times = _times([graph for _, graph in left], turns)
+        times = seconds([replay for _, replay in left], turns, warm_up=1)
         order = sorted(range(len(left)), key=times.__getitem__)
         left = [left[index] for index in order[:num_kept]]
     return left[0][0]
-
-
-def _times(graphs: Sequence[torch.cuda.CUDAGraph], turns: int) -> list[float]:
-    """Median milliseconds of each, after one turn to warm up."""
-    spans: list[list[float]] = [[] for _ in graphs]
-    for _ in range(1 + turns):
-        for graph, found in zip(graphs, spans, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end))
-    return [statistics.median(found[1:]) for found in spans]

@@ -13,7 +13,7 @@ import torch
 from benchmarks import paths, proof_cost, record, rollout_vs_sglang
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
-from benchmarks.kernels import decode_gemm, library_choice, small_ops
+from benchmarks.kernels import decode_gemm, small_ops
 from benchmarks.shapes import QWEN3, write_config
 from spmd_rl.controller.contracts import FILE, followed
 from spmd_rl.kernels import linear_plan, token_logprobs, write_kv
@@ -205,17 +205,3 @@ def test_a_step_without_the_comparison_has_the_same_sums() -> None:
     assert compared._values.keys() == left_out._values.keys()
     assert compared._values[learner.MISMATCHED] == 2
     assert all(value == 0 for value in left_out._values.values())
-
-
-def test_races_are_those_that_a_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every case is a product that `matmul` asks the library for."""
-    asked: list[Shape] = []
-    monkeypatch.setattr(linear_plan, "choose", lambda shape, ours: asked.append(shape))
-    monkeypatch.setattr(linear_plan, "_chosen", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    cases = [shape for _, shape in library_choice.cases()]
-    for shape in cases:
-        x, weight = (torch.empty(size, shape.k, dtype=torch.bfloat16, device="meta") for size in (shape.rows, shape.n))
-        assert linear_plan._library_way(shape.rows, x, weight, None, shape.out_dtype) is None
-    assert [one._replace(device=None) for one in asked] == [one._replace(device=None) for one in cases]
-    assert {shape.rows for shape in cases} == {64, 128, 256, 512, 2048, 16384}
