@@ -25,7 +25,6 @@ ALIGNMENT = 16  # bytes
 INVALID, NOT_SUPPORTED = 7, 15
 SPLITS = 2  # of a proposal's own account
 MOST = 32
-COUNTERS = 4096  # bytes for what hands out tiles as multiprocessors come free: too few for partial sums
 ONE, ZERO = c_float(1), c_float(0)
 
 Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
@@ -63,14 +62,13 @@ class _Proposal(ctypes.Structure):
     )
 
 
-def proposed(shape: Shape, workspaces: Sequence[int] = (0, COUNTERS)) -> list[Proposed]:
+def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
     """What cuBLAS proposes if a way may use so many bytes, best first as it thinks, each way once; nothing where
     cublasLt is not to be had.
 
-    With `COUNTERS` or less it is asked for ways that keep no partial sums, and so do not split K. The ways of one
-    answer share what they are called with, and memory: no two of them may run at a time, nor be called from two
-    threads. Each takes contiguous operands at whole multiples of 16 bytes, whose shapes and types it does not check,
-    and launches on torch's stream.
+    With none it is asked for ways that keep no partial sums, and so do not split K. The ways of one answer share what
+    they are called with: no two of them may run at a time, nor be called from two threads. Each takes contiguous
+    operands at whole multiples of 16 bytes, whose shapes and types it does not check, and launches on torch's stream.
 
     Raises: RuntimeError with the status of a call that cublasLt refuses; so does each way.
     """
@@ -142,7 +140,7 @@ def _wishes(workspace_bytes: int) -> c_void_p:
     _set("Preference", wishes, MAX_WORKSPACE, c_uint64(workspace_bytes))
     for attribute in MIN_ALIGNMENTS:
         _set("Preference", wishes, attribute, c_uint32(ALIGNMENT))
-    if workspace_bytes <= COUNTERS:
+    if not workspace_bytes:
         _set("Preference", wishes, REDUCTIONS, c_uint32(NO_REDUCTION))
     return wishes
 

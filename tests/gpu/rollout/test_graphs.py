@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -130,16 +131,20 @@ def test_graphs_outlive_a_sleep(model: CausalLM, alone: Samples) -> None:
     """The memory goes and comes back at the same address, with other content; requests in flight go on."""
     engine = new_engine(model)
     first = finish(engine, workload())
-    recorded, free = engine.stats()["num_graphs"], torch.cuda.mem_get_info()[0]
+    recorded = engine.stats()["num_graphs"]
     for request in workload():
         engine.submit(request)
     samples: Samples = {}
     for _ in range(20):
         samples |= {(s.prompt_uid, s.index): s for s in engine.step().finished}
-    engine.sleep()
+    gone = []
+    for _ in range(5):  # other processes may take and give memory meanwhile
+        free = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        gone.append(torch.cuda.mem_get_info()[0] - free)
+        engine.wake()
     kv_bytes = 2 * 3 * 200 * 128 * 4 * 64 * 2
-    assert torch.cuda.mem_get_info()[0] - free >= kv_bytes - (4 << 20)
-    engine.wake()
+    assert statistics.median(gone) >= kv_bytes - (4 << 20)
     samples |= finish(engine, [])
     assert unequal(first, alone) == unequal(samples, alone) == 0
     assert engine.stats()["num_graphs"] == recorded
