@@ -40,6 +40,7 @@ EXPECTED = {
     **({"library-linear": "layer {middle} down_proj"} if DEVICE.type == "cuda" else {}),  # a CPU's contract is that
     "norm-order": "layer {middle} post_norm",
     "rope-bf16": "layer 0 q",
+    "logits-bf16": "logits",
     "auto-splits": "layer 0 attention",
     "library-logprob": "logprob",
 }

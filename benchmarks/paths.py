@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cublas import every_way
-from spmd_rl.kernels import linear_fp32, linear_plan
+from spmd_rl.kernels import linear_plan
 from spmd_rl.kernels.cublaslt import Shape, Way
+from spmd_rl.kernels.head import Logits
 from spmd_rl.kernels.linear_library import fastest
 from spmd_rl.kernels.tile import dense
 from spmd_rl.model import network
@@ -85,10 +86,10 @@ def torch_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> 
 
 
 def torch_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inv_temperature: Tensor, num_rows: int
+    hidden: Tensor, weight: Tensor, logits: Logits, targets: Tensor, inv_temperature: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor]:
     def score(part: slice) -> tuple[Tensor, Tensor]:
-        return torch_logprobs(linear_fp32(hidden[part], weight), targets[part], inv_temperature[part])
+        return torch_logprobs(logits(hidden[part]), targets[part], inv_temperature[part])
 
     parts = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
     scores = [checkpoint(score, part, use_reentrant=False) for part in parts]

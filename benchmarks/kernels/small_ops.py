@@ -29,6 +29,7 @@ from spmd_rl.kernels import (
     add_rms_norm,
     embed,
     head_logprobs,
+    linear_fp32,
     qk_norm_rope,
     qk_norm_rope_into,
     rms_norm,
@@ -199,7 +200,7 @@ def of_head(name: str) -> Iterator[Case]:
     one, targets = torch.ones(LOGIT_ROWS, device="cuda"), torch.randint(VOCAB, (LOGIT_ROWS,), device="cuda")
     yield Case(
         f"Qwen3-{name}, {LOGIT_ROWS} rows: head_logprobs",
-        lambda x, weight: head_logprobs(x, weight, targets, one, LOGIT_ROWS),
+        lambda x, weight: head_logprobs(x, weight, lambda rows: linear_fp32(rows, weight), targets, one, LOGIT_ROWS),
         lambda x, weight: torch.mm(x, weight.t()).float().log_softmax(-1).gather(1, targets.unsqueeze(1)),
         lambda: (bf16(LOGIT_ROWS, hidden), bf16(VOCAB, hidden)),
         2 * (LOGIT_ROWS + VOCAB) * hidden,

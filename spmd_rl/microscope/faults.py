@@ -68,6 +68,13 @@ def norm_order(path: EnginePath) -> None:
     norm.forward = scaled_before_rounding
 
 
+def logits_bf16(path: EnginePath) -> None:
+    """The head's logits are rounded to bfloat16, as a plain linear layer gives them."""
+    model = path.model
+    multiply = model.logits
+    model.logits = lambda hidden: multiply(hidden).bfloat16().float()  # type: ignore[method-assign]
+
+
 def rope_bf16(path: EnginePath) -> None:
     """The tables of cosines and sines are rounded to bfloat16."""
     model = path.model
@@ -152,6 +159,7 @@ FAULTS: dict[str, Callable[[EnginePath], None]] = {
     "library-linear": library_linear,
     "norm-order": norm_order,
     "rope-bf16": rope_bf16,
+    "logits-bf16": logits_bf16,
     "auto-splits": auto_splits,
     "library-logprob": library_logprob,
 }

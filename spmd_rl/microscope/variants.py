@@ -61,7 +61,9 @@ def variants(op: str) -> list[Variant]:
         exact = ("one ascending chain over K, the contract's", partial(_product, _head if op == "logits" else linear))
         parts = [(f"K summed in {n} parts", partial(_in_parts, n)) for n in (2, 3, 4, 8)]
         library = ("the library's product of that many rows", partial(_product, F.linear))
-        return [exact, library, ("the library's product, rows padded", partial(_product, _padded)), *parts]
+        padded = ("the library's product, rows padded", partial(_product, _padded))
+        rounded = [("one ascending chain over K, rounded to bfloat16", partial(_product, _rounded_head))]
+        return [exact, library, padded, *parts, *(rounded if op == "logits" else [])]
     return _OTHERS.get(op, [])
 
 
@@ -71,6 +73,10 @@ def _product(product: Callable[..., Tensor], given: Together) -> Tensor:
 
 def _head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear_fp32(x, weight)
+
+
+def _rounded_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear_fp32(x, weight).bfloat16()
 
 
 def _padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -33,7 +33,7 @@ _ENTERED = {"self_attn": "input_norm", "mlp": "post_norm", "mlp.down_proj": "act
 def watch(model: CausalLM, see: See) -> Iterator[None]:
     """While it is open, every op of `model` passes `see`."""
     layers = len(model.model.layers)
-    score = model.logits
+    score, own = model.logits, vars(model).get("logits")
 
     def attended(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if "attend" in kwargs:
@@ -43,7 +43,7 @@ def watch(model: CausalLM, see: See) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(attended, with_kwargs=True).remove)
         stack.enter_context(watch_modules(model, see))
-        stack.callback(delattr, model, "logits")
+        stack.callback(setattr, model, "logits", own) if own else stack.callback(delattr, model, "logits")
         model.logits = lambda hidden: see(Point(layers, "logits"), score(hidden))  # type: ignore[method-assign]
         yield
 

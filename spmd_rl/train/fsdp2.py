@@ -56,8 +56,8 @@ class Scorer(nn.Module):
             lp, entropy = token_logprobs(self.model.logits(hidden[:1]), micro.tokens[:1], torch.ones(1, device=device))
             return lp.index_select(0, micro.rows), entropy.index_select(0, micro.rows)
         if hidden.is_cuda and not self.recomputes:
-            rows = hidden.index_select(0, micro.rows)
-            return head_logprobs(rows, self.model.head, micro.targets, micro.inv_temperature, self.logit_rows)
+            rows, given = hidden.index_select(0, micro.rows), (micro.targets, micro.inv_temperature)
+            return head_logprobs(rows, self.model.head, self.model.logits, *given, self.logit_rows)
         if micro.num_scored <= self.logit_rows:
             return self._score(hidden, micro, slice(None))
         chunks = [slice(start, start + self.logit_rows) for start in range(0, micro.num_scored, self.logit_rows)]

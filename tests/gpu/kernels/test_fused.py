@@ -331,10 +331,14 @@ def test_head_has_the_bits_and_gradients_of_its_parts(vocab: int, num_rows: int,
     hidden, weight = rows("normal", num_rows, 256), rows("normal", vocab, 256) * 0.1
     targets, scale = torch.arange(num_rows, device="cuda") * 7 % vocab, torch.linspace(0.5, 2, num_rows, device="cuda")
     push = torch.randn(num_rows, device="cuda")
-    logprob, entropy = head_logprobs(hidden, weight, targets, scale, 128)
+
+    def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return head_logprobs(hidden, weight, lambda part: linear_fp32(part, weight), targets, scale, 128)
+
+    logprob, entropy = head(hidden, weight)
     expected = token_logprobs(linear_fp32(hidden, weight), targets, scale)
     assert unequal(logprob, expected[0]) == unequal(entropy, expected[1]) == 0
-    found = _gradients(lambda *leaves: head_logprobs(*leaves, targets, scale, 128)[0], [hidden, weight], push)
+    found = _gradients(lambda *leaves: head(*leaves)[0], [hidden, weight], push)
     wide = _gradients(lambda *leaves: _head(*leaves, targets, scale), [hidden.float(), weight.float()], push)
     for one, other in zip(found, wide, strict=True):
         assert _distance(one, other) < 8e-3

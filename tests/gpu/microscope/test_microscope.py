@@ -66,7 +66,8 @@ def test_engine_and_trainer_agree_in_every_op(folder: Path, case: Case, trainer:
     comparison = compare(path, trainer, case)
     assert comparison.findings == ()
     assert path.facts["recorded graphs"] >= 4
-    assert {point.op for point in comparison.points} >= {"q", "k", "v", "attention", "act", "down_proj", "logprob"}
+    seen = {"q", "k", "v", "attention", "act", "down_proj", "logits", "logprob"}
+    assert {point.op for point in comparison.points} >= seen
 
 
 @pytest.mark.parametrize("fault", mismatch.EXPECTED)

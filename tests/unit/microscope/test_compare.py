@@ -76,6 +76,7 @@ FOUND = {
     "split-k": (Point(MIDDLE, "down_proj"), {"down_proj": 1}),
     "norm-order": (Point(MIDDLE, "post_norm"), {"post_norm": 1}),
     "rope-bf16": (Point(0, "q"), {"q": 3, "k": 3}),
+    "logits-bf16": (Point(3, "logits"), {"logits": 1}),
     "auto-splits": (Point(0, "attention"), {"attention": 3}),
     "library-logprob": (Point(3, "logprob"), {"logprob": 1}),
 }
@@ -222,6 +223,7 @@ ARITHMETIC = {
     "split-k": "K summed in 2 parts",
     "norm-order": "scaled by the weight before rounding",
     "rope-bf16": "tables rounded to bfloat16",
+    "logits-bf16": "one ascending chain over K, rounded to bfloat16",
     "library-logprob": "the library's log-softmax, then one entry",
 }
 

@@ -1,0 +1,25 @@
+"""The shipped recipe `grpo` with an engine whose middle layer sums K in two parts; the trainer's does not."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from unittest.mock import patch
+
+import spmd_rl as rl
+from spmd_rl.recipes import grpo
+from spmd_rl.recipes.grpo import Config, check
+
+__all__ = ["Config", "Faulty", "check", "main"]
+
+
+class Faulty(rl.Rollout):
+    def __init__(self, cfg: rl.EngineConfig, place: Any) -> None:
+        super().__init__(cfg, place)
+        from spmd_rl.microscope.faults import split_k
+
+        split_k(cast(Any, self.engine))  # it asks for no more than a model
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    with patch.object(rl, "Rollout", Faulty):
+        grpo.main(ctl, cfg)

@@ -1,0 +1,47 @@
+"""No token is unequal under other settings of the trainer and of attention; with a fault in the engine many are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmd_rl.kernels.flash import flash_takes
+from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together, write_model
+from tests.system.kill_resume import Run
+
+pytestmark = pytest.mark.timeout(400)
+
+SETTINGS = {
+    "recomputed whole, in two optimizer steps": ["--trainer.recompute=all", "--trainer.minibatches=2"],
+    "recomputed where cheap, attention in splits": [
+        *("--trainer.recompute=cheap", "--trainer.attention_split=128", "--engine.attention_split=128"),
+    ],
+}
+FAULTY = "one product of the engine sums K in two parts"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    if not flash_takes(64, torch.bfloat16, torch.device("cuda")):
+        pytest.skip("needs FlashAttention-4 on a Hopper GPU")
+    folder: Path = tmp_path_factory.mktemp("runs")
+    write_model(folder / "model")
+    found = {what: new_run(folder, f"r{n}", ONE_GPU["sync"], *more) for n, (what, more) in enumerate(SETTINGS.items())}
+    found[FAULTY] = new_run(folder, "faulty", ["tests.gpu.recipes.faulty", "--nproc=1"])
+    together({what: run.finish for what, run in found.items()})
+    return found
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_no_token_is_unequal(runs: dict[str, Run], what: str) -> None:
+    for compared, mismatched in proof(runs[what]):
+        assert compared > 1000
+        assert mismatched == 0
+
+
+def test_control_a_fault_in_the_engine_is_counted(runs: dict[str, Run]) -> None:
+    for compared, mismatched in proof(runs[FAULTY]):
+        assert compared > 1000
+        assert mismatched > 10
