@@ -31,8 +31,6 @@ from spmd_rl.train.determinism import WORKSPACE, WORKSPACES, deterministic
 
 os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # the size that torch takes on Hopper anyhow
 
-_raced: dict[Shape, Way] = {}
-
 
 @contextmanager
 def swapped(*swaps: tuple[object, str, Callable[..., object]]) -> Iterator[None]:
@@ -48,14 +46,21 @@ def free_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torc
     return torch.mm(x, weight.t(), **({"out_dtype": out_dtype} if out_dtype != x.dtype else {}))
 
 
-def raced_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """The first product of a shape also takes the time of the race."""
-    shape = Shape(*weight.shape, len(x), bias is not None, out_dtype, x.device)
-    if shape not in _raced:
-        _raced[shape] = fastest(every_way(shape), shape)
-    out = x.new_empty(shape.rows, shape.n, dtype=out_dtype)
-    _raced[shape](out, dense(x), dense(weight), None if bias is None else dense(bias))
-    return out
+class Race:
+    """Products that each take the fastest of `ways_of` their shape. The first of a shape also takes the time to find
+    it, and must not come while a graph is recorded."""
+
+    def __init__(self, ways_of: Callable[[Shape], list[Way]]) -> None:
+        self._ways_of = ways_of
+        self._chosen: dict[Shape, Way] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        shape = Shape(*weight.shape, len(x), bias is not None, out_dtype, x.device)
+        if shape not in self._chosen:
+            self._chosen[shape] = fastest(self._ways_of(shape), shape)
+        out = x.new_empty(shape.rows, shape.n, dtype=out_dtype)
+        self._chosen[shape](out, dense(x), dense(weight), None if bias is None else dense(bias))
+        return out
 
 
 def torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -97,7 +102,7 @@ def torch_head(
 
 
 FREE = ((linear_plan, "matmul", free_product),)
-RACED = ((linear_plan, "matmul", raced_product),)
+RACED = ((linear_plan, "matmul", Race(every_way)),)
 TORCH = (
     *FREE,
     (network, "rms_norm", torch_norm),

@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import paths, proof_cost, record, rollout_vs_sglang
+from benchmarks import engine_cost, paths, proof_cost, record, rollout_vs_sglang
+from benchmarks.cublas import every_way
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
 from benchmarks.kernels import decode_gemm, small_ops
 from benchmarks.shapes import QWEN3, write_config
 from spmd_rl.controller.contracts import FILE, followed
-from spmd_rl.kernels import linear_plan, token_logprobs, write_kv
+from spmd_rl.kernels import gated, linear_plan, token_logprobs, write_kv
 from spmd_rl.kernels.cublaslt import Shape, Way
 from spmd_rl.model import network
 from spmd_rl.rollout.native.plan import Counters
@@ -78,6 +79,17 @@ def test_paths_swap_operations_and_put_them_back() -> None:
     assert network.rms_norm is ours
 
 
+def test_engines_free_of_the_contract_multiply_in_other_ways() -> None:
+    used = {}
+    for path, context in engine_cost.PATHS.items():
+        with context():
+            used[path] = linear_plan.matmul, gated.choose_gated_tile(64, 9728) is not None
+    ours, free, apart = used.values()
+    assert ours == (linear_plan.matmul, True)
+    assert free[0] is apart[0] is not ours[0]
+    assert (free[1], apart[1]) == (True, False)
+
+
 def test_a_shape_is_raced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     raced = []
 
@@ -86,19 +98,17 @@ def test_a_shape_is_raced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return ways[0]
 
     monkeypatch.setattr(paths, "fastest", first)
-    monkeypatch.setattr(paths, "_raced", {})
     weight, bias = torch.randn(16, 8), torch.randn(16)
-    with paths.PATHS["raced"]():
-        for rows, added in (4, None), (4, None), (4, bias), (8, None):
-            x = torch.randn(rows, 8)
-            found = linear_plan.matmul(x, weight, added, torch.float32)
-            assert torch.allclose(found, torch.nn.functional.linear(x, weight, added), atol=1e-5)
+    product = paths.Race(every_way)
+    for rows, added in (4, None), (4, None), (4, bias), (8, None):
+        x = torch.randn(rows, 8)
+        found = product(x, weight, added, torch.float32)
+        assert torch.allclose(found, torch.nn.functional.linear(x, weight, added), atol=1e-5)
     assert [(shape.n, shape.k, shape.rows, shape.has_bias) for shape in raced] == [
         (16, 8, 4, False),
         (16, 8, 4, True),
         (16, 8, 8, False),
     ]
-    assert linear_plan.matmul is not paths.raced_product
 
 
 @pytest.mark.parametrize("name", QWEN3)
