@@ -7,6 +7,10 @@ equal bits. Prompts have 8 to 400 tokens; an answer ends at 512 tokens or at one
 few hundred, so sequences come and go all the time. Steps are short enough that prompts are cut, pages few enough that
 sequences are preempted and resumed. The bar is no unequal token, among two million of 0.6B alone.
 
+A chosen token's log-prob can hide what other logits differ by. So a sample of each prompt of the last step goes through
+engine and trainer once more, under the weights that the run began with, and hashes of every row after every op are
+compared, whole rows of logits among them.
+
     python -m benchmarks.grpo_proof [--save] [0.6B 4B]
 """
 
@@ -23,10 +27,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 from spmd_rl.controller.contracts import FILE, disagreement, not_promised
+from spmd_rl.microscope.compare import unequal_rows
+from spmd_rl.microscope.engine_path import EnginePath
+from spmd_rl.microscope.inputs import run_settings, samples_of_run
+from spmd_rl.microscope.paths import TrainerPath, load_model
+from spmd_rl.microscope.points import Point
+from spmd_rl.microscope.taps import Hashes
+from spmd_rl.rollout.engine import EngineConfig
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "transformers", "numpy")
 RECIPE = "benchmarks.proof_recipe"
@@ -37,6 +50,7 @@ STEPS = {
 }  # steps, prompts, more
 SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300
 SHORTEST, LONGEST = 8, 400
+PAGE_SIZE, MAX_BATCH, STEP_TOKENS = 128, 512, 2048
 USED = {  # what must have happened at least once
     "recorded graphs": "num_graphs",
     "prompts cut into chunks": "num_partial_chunks",
@@ -45,6 +59,7 @@ USED = {  # what must have happened at least once
 }
 BAR_TOKENS = 2_000_000
 ALONE = "0.6B"  # the model whose own tokens are so many
+LEAST_LOGITS = 1000  # rows
 
 
 def write_prompts(path: Path, count: int) -> None:
@@ -67,9 +82,9 @@ def options_of(name: str, folder: Path) -> list[str]:
         f"--sampling.num_samples={SAMPLES}",
         f"--sampling.max_tokens={NEW_TOKENS}",
         f"--sampling.stop_ids={list(range(1000, 1000 + STOP_IDS))}",
-        "--engine.page_size=128",
-        "--engine.max_batch=512",
-        "--engine.max_step_tokens=2048",
+        f"--engine.page_size={PAGE_SIZE}",
+        f"--engine.max_batch={MAX_BATCH}",
+        f"--engine.max_step_tokens={STEP_TOKENS}",
         "--engine.load_weights=false",
         "--trainer.lr=1e-5",
         *more,
@@ -86,6 +101,28 @@ def broken_promises(run: Path) -> list[str]:
         clauses = [f"{party} computes in {dtype}" for party, dtype in types.items()]
         broken += [f"{name}: {one}" for one in (disagreement(contracts), not_promised(contracts), *clauses) if one]
     return broken
+
+
+def one_of_each_prompt(run: Path) -> list[str]:
+    """Names of samples of the last step."""
+    last = max((run / "samples").glob("step_*.jsonl"))
+    rows = map(json.loads, last.read_text().splitlines())
+    return list({row["prompt_uid"]: f"{row['prompt_uid']}:{row['index']}" for row in rows if row["tokens"]}.values())
+
+
+def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
+    case = samples_of_run(run, model, run_settings(run), one_of_each_prompt(run))
+    device, tables = torch.device("cuda"), (Hashes(case.num_rows), Hashes(case.num_rows))
+    ours, trainers = (load_model(model, torch.bfloat16, device) for _ in range(2))
+    cfg = EngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
+    for path, hashes in zip((EnginePath(ours, cfg), TrainerPath(trainers)), tables, strict=True):
+        path.run(case, hashes)
+    logits = Point(ours.spec.num_layers, "logits")
+    unequal = unequal_rows(*tables)
+    num_logits = int((tables[0].seen(logits) & tables[1].seen(logits))[: case.num_rows].sum())
+    yield measured(f"{what}: whole rows of logits compared", num_logits, "rows", at_least=LEAST_LOGITS)
+    differ = sum(len(rows) for rows in unequal.values())
+    yield measured(f"{what}: rows that differ after any op, at {len(unequal)} points", differ, "rows", at_most=0)
 
 
 def measure(name: str, folder: Path) -> Iterator[Row]:
@@ -123,6 +160,7 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
     for said, counter in USED.items():
         yield measured(f"{what}: {said}", last[f"engine/{counter}"], "", at_least=1)
     yield measured(f"{what}: start to end", seconds, "s")
+    yield from replayed(what, folder / name, run)
 
 
 def main() -> int:

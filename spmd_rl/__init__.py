@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from spmd_rl.algo.losses import grpo_loss as grpo_loss
     from spmd_rl.algo.losses import sft_loss as sft_loss
     from spmd_rl.batch import Batch as Batch
-    from spmd_rl.config import at_least as at_least
+    from spmd_rl.config_rules import at_least as at_least
+    from spmd_rl.config_rules import given_by as given_by
     from spmd_rl.controller.ahead import Ahead as Ahead
     from spmd_rl.controller.config import RunConfig as RunConfig
     from spmd_rl.controller.controller import Controller as Controller
@@ -53,7 +54,7 @@ _HOMES = {
     "algo.batch": ("pack", "pack_sft"),
     "algo.losses": ("grpo_loss", "sft_loss"),
     "batch": ("Batch",),
-    "config": ("at_least",),
+    "config_rules": ("at_least", "given_by"),
     "controller.ahead": ("Ahead",),
     "controller.config": ("RunConfig",),
     "controller.controller": ("Controller",),

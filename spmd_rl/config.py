@@ -19,7 +19,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -65,17 +64,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-def at_least(cfg: Any, least: Mapping[str, float]) -> None:
-    """For a config's `__post_init__`: each named number (`steps`, `sampling.num_samples`) has its least value, or more.
-
-    Raises: ConfigError, which names the first that has not.
-    """
-    for name, bound in least.items():
-        value = attrgetter(name)(cfg)
-        if not value >= bound:
-            raise ConfigError(f"{name} = {value}: expected {bound} or more")
 
 
 def dump_toml(cfg: Any) -> str:

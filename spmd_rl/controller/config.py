@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmd_rl.config import at_least
+from spmd_rl.config_rules import at_least
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.sinks import check_sinks
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.config import at_least
+from spmd_rl.config_rules import at_least
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
 from spmd_rl.errors import ConfigError, DataError

@@ -63,7 +63,7 @@ class _BlockedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
         out = torch.empty_like(q)
         num_rows, width, kept = layout.num_used, layout.num_keys, None
-        for rows in _row_slices(q, k):
+        for rows in _row_slices(q, k, num_rows):
             live = slice(rows.start, min(rows.stop, num_rows))
             weights = _weights(q[:, :, rows], k[:, :, :width], layout.unseen(live), scale)
             out[:, :, live] = _ascending_sums(weights, v[:, :, :width], rows.stop - rows.start)
@@ -80,7 +80,7 @@ class _BlockedAttention(torch.autograd.Function):
         grad_q, sums = torch.empty_like(q), []
         grad_q[:, :, num_rows:] = 0
         keys, values = k[:, :, :width], v[:, :, :width]
-        for rows in _row_slices(q, k):
+        for rows in _row_slices(q, k, num_rows):
             live = slice(rows.start, min(rows.stop, num_rows))
             weights = kept
             if weights is None:
@@ -112,11 +112,11 @@ def _ascending_sums(weights: Tensor, v: Tensor, height: int) -> Tensor:
     return total.view(num_groups, batch, height, -1)[:, :, :rows]
 
 
-def _row_slices(q: Tensor, k: Tensor) -> list[slice]:
-    """Row ranges, multiples of the tile, whose score matrix stays within MAX_SCORES entries."""
+def _row_slices(q: Tensor, k: Tensor, num_used: int) -> list[slice]:
+    """Row ranges, multiples of the tile, whose score matrix stays within MAX_SCORES entries; each has a used row."""
     num_groups, batch, rows, _ = q.shape
     height = max(1, MAX_SCORES // (num_groups * batch * k.shape[2] * QUERY_TILE)) * QUERY_TILE
-    return [slice(start, min(start + height, rows)) for start in range(0, rows, height)]
+    return [slice(start, min(start + height, rows)) for start in range(0, num_used, height)]
 
 
 @dataclass(frozen=True)

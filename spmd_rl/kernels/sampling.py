@@ -13,7 +13,8 @@ from torch import Tensor
 
 from spmd_rl.kernels.logprob import token_logprobs
 
-RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64"  # another name for any other draws
+RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in 2^-40ths"  # another name for any other draws
+NUCLEUS_UNITS = 2.0**40  # of the likeliest entry's share: sums of whole numbers, whose order does not matter
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -141,13 +142,14 @@ def _filter(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: T
     dropped = torch.zeros_like(scores, dtype=torch.bool)
     if top_k is not None:
         dropped |= (top_k.unsqueeze(1) > 0) & (rank >= top_k.unsqueeze(1))
-    probs = ordered.masked_fill(dropped, -torch.inf).softmax(dim=1)
+    terms = (ordered - ordered[:, :1]).exp().masked_fill(dropped, 0.0)  # of the likeliest entry 1
     if top_p is not None:
-        dropped |= (probs.cumsum(dim=1) - probs) >= top_p.unsqueeze(1).clamp(min=1e-9).masked_fill(
-            top_p.unsqueeze(1) >= 1, torch.inf
-        )
+        shares = (terms.double() * NUCLEUS_UNITS).long()
+        sums = shares.cumsum(dim=1)
+        reached = (sums - shares).double() >= top_p.double().unsqueeze(1) * sums[:, -1:].double()
+        dropped |= reached & (rank > 0) & (top_p.unsqueeze(1) < 1)
     if min_p is not None:
-        dropped |= probs < min_p.unsqueeze(1) * probs[:, :1]
+        dropped |= terms < min_p.unsqueeze(1)
     return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
 
 

@@ -99,7 +99,7 @@ def init_weights(model: nn.Module, spec: ModelSpec, seed: int) -> None:
     generator = torch.Generator()
     with torch.no_grad():
         for order, (name, parameter) in enumerate(sorted(model.named_parameters())):
-            generator.manual_seed((seed << 20) + order)
+            generator.manual_seed(((seed << 20) + order) % (1 << 63))
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue

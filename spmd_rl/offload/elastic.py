@@ -82,9 +82,17 @@ class ElasticMemory:
         handle, size = ctypes.c_uint64(), ctypes.c_size_t(self._size)
         _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._prop), ctypes.c_uint64(0))
         at, access = ctypes.c_uint64(self._address), _AccessDesc(self._location, READ_WRITE)
-        _call("cuMemMap", at, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
-        _call("cuMemSetAccess", at, size, ctypes.byref(access), ctypes.c_size_t(1))
+        try:
+            _call("cuMemMap", at, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+        except ResidencyError:
+            _call("cuMemRelease", handle)
+            raise
         self._handles.append(handle.value)
+        try:
+            _call("cuMemSetAccess", at, size, ctypes.byref(access), ctypes.c_size_t(1))
+        except ResidencyError:
+            _unmap(self._address, self._size, self._handles)
+            raise
 
     def unmap(self) -> None:
         """Give the memory back. Blocks: until the GPU has finished what it was given."""

@@ -70,7 +70,7 @@ def _routes(routes: Routes) -> Iterator[str]:
 def _memory(resolved: Resolved) -> Iterator[str]:
     rank = resolved.peak_rank()
     ledger = resolved.ledgers[rank]
-    yield f"memory of rank {rank}, which needs most" + " " * 8 + "".join(f"{phase:>12}" for phase in PHASES)
+    yield f"{f'memory of rank {rank}, which needs most':42}" + "".join(f"{phase:>12}" for phase in PHASES)
     for entry in filter(lambda entry: entry.num_bytes, ledger.entries):
         cells = "".join(f"{gib(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES)
         yield f"  {entry.tag:40}{cells}"

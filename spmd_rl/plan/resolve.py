@@ -216,7 +216,7 @@ def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, place: Placement) -> int:
     if place.axes["fsdp"] == 1 or gathers_whole(cfg, num_bytes, len(place.ranks)):
         return spec.num_parameters
     layer = sum(prod(shape) for name, shape in spec.parameter_shapes().items() if name.startswith("model.layers.0."))
-    return spec.num_parameters - (spec.num_layers - 2) * layer
+    return spec.num_parameters - max(spec.num_layers - 2, 0) * layer
 
 
 def _kv_bytes(spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, beside_bytes: int) -> int:

@@ -32,6 +32,8 @@ class Config:
     def __post_init__(self) -> None:
         least = {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2, "clip_low": 0, "clip_high": 0}
         rl.at_least(self, least)
+        given = {"trainer.model": "model", "engine.model": "model", "engine.reward": "reward"}
+        rl.given_by(self, given | {"prompts.path": "data", "sampling.seed": "run.seed"})
 
 
 def check(cfg: Config) -> None:

@@ -28,6 +28,7 @@ class Config:
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
+        rl.given_by(self, {"trainer.model": "model", "prompts.path": "data"})
 
 
 def check(cfg: Config) -> None:

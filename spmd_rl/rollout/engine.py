@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.config import NO_KEY
-from spmd_rl.errors import ConfigError
+from spmd_rl.config_rules import require
 from spmd_rl.types import FinishReason, Sample
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require(self.num_samples >= 1, "num_samples", self.num_samples, "at least 1")
-        _require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more, and finite")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (all) or more")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
-        _require(all(self.stop), "stop", self.stop, "strings that are not empty")
+        require(self.num_samples >= 1, "num_samples", self.num_samples, "at least 1")
+        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more, and finite")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        require(self.top_k >= 0, "top_k", self.top_k, "0 (all) or more")
+        require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
+        require(all(self.stop), "stop", self.stop, "strings that are not empty")
 
     @property
     def scored_temperature(self) -> float:
@@ -80,28 +80,23 @@ class EngineConfig:
     on_reward_error: str = "raise"  # or "skip": go on without a sample that cannot be graded
 
     def __post_init__(self) -> None:
-        _require(self.kind == "native", "kind", self.kind, '"native"')
+        require(self.kind == "native", "kind", self.kind, '"native"')
         fits = self.page_size == 0 or (self.page_size > 0 and (64 % self.page_size == 0 or self.page_size % 64 == 0))
-        _require(fits, "page_size", self.page_size, "0 (automatic), or a divisor or a multiple of 64")
+        require(fits, "page_size", self.page_size, "0 (automatic), or a divisor or a multiple of 64")
         unit = math.lcm(GPU_PAGE_SIZE, self.page_size or GPU_PAGE_SIZE)
         fits = self.attention_split >= 0 and self.attention_split % unit == 0
-        _require(fits, "attention_split", self.attention_split, f"0 (all), or a multiple of {unit}")
-        _require(self.num_pages >= 0, "num_pages", self.num_pages, "0 (automatic) or more")
-        _require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
-        _require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
+        require(fits, "attention_split", self.attention_split, f"0 (all), or a multiple of {unit}")
+        require(self.num_pages >= 0, "num_pages", self.num_pages, "0 (automatic) or more")
+        require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
+        require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         enough = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
-        _require(enough, "max_step_tokens", self.max_step_tokens, "0 (automatic), or at least max_batch")
+        require(enough, "max_step_tokens", self.max_step_tokens, "0 (automatic), or at least max_batch")
         fits = 0 <= self.reward_deadline_s < math.inf
-        _require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
+        require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
         known = self.on_reward_error in ("raise", "skip")
-        _require(known, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
+        require(known, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
         known = self.dtype in ("auto", "float32", "bfloat16")
-        _require(known, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')
-
-
-def _require(holds: bool, key: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise ConfigError(f"{key} must be {wanted}, got {value!r}")
+        require(known, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')
 
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)

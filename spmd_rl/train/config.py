@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from spmd_rl.errors import ConfigError
+from spmd_rl.config_rules import require
 
 WHOLE_MODEL_BYTES = 64 << 20  # up to this size FSDP gathers the model as one
 WHOLE_ALONE_BYTES = 4 << 30  # the same on one rank: layer by layer, the host would be slower than the GPU
@@ -28,7 +28,7 @@ class TrainerConfig:
     weight_decay: float = 0.0  # on matrices only, not on norms and biases
     clip_norm: float = 1.0  # largest gradient norm; 0 leaves gradients as they are
     minibatches: int = 1  # optimizer steps a train step takes, each on a share of the batch
-    max_tokens: int = 16384  # tokens of a micro-batch on one rank; a longer sequence goes alone
+    max_tokens: int = 16384  # tokens of a micro-batch on one rank; a longer sequence raises it to its own length
     logit_rows: int = 2048  # rows of logits that exist at once
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # to compute in; auto: bfloat16 on GPUs; masters are float32
     attention_split: int = 0  # tokens whose keys are seen at once, as in the engine; 0: all (docs/numerics.md)
@@ -38,16 +38,16 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "max_tokens", "logit_rows"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         for name in ("lr", "warmup_steps", "eps", "weight_decay", "clip_norm"):
             value = getattr(self, name)
-            _require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
-        _require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
-        _require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
+            require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
+        require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
+        require(all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)")
         fits = self.attention_split >= 0 and self.attention_split % 128 == 0
-        _require(fits, "attention_split", self.attention_split, "0 (all), or a multiple of 128")
+        require(fits, "attention_split", self.attention_split, "0 (all), or a multiple of 128")
         if self.schedule != "constant":
-            _require(
+            require(
                 self.total_steps > self.warmup_steps,
                 "total_steps",
                 self.total_steps,
@@ -69,8 +69,3 @@ def learning_rate(cfg: TrainerConfig, step: int) -> float:
         return cfg.lr
     done = min((step - cfg.warmup_steps) / (cfg.total_steps - cfg.warmup_steps), 1.0)
     return cfg.lr * (1 - done if cfg.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
-
-
-def _require(holds: bool, name: str, value: object, expected: str) -> None:
-    if not holds:
-        raise ConfigError(f"trainer.{name} = {value!r}: expected {expected}")

@@ -8,8 +8,16 @@ from numpy.typing import NDArray
 
 from spmd_rl.model.spec import ModelSpec
 
-# dense bf16 operations per second, from the data sheets
-PEAK_FLOPS_PER_S = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12}
+# dense bf16 operations per second, from the data sheets; of names that fit, the first
+PEAK_FLOPS_PER_S = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+}
 
 
 def train_flops(spec: ModelSpec, lengths: NDArray[np.int32], num_scored: int) -> float:

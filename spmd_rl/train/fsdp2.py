@@ -81,7 +81,7 @@ class Fsdp2:
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
         check_split(cfg.attention_split, model.spec.head_dim, self._dtype, device)
-        self.scorer = Scorer(model.to(device), cfg.logit_rows, cfg.recompute == "all", cfg.attention_split)
+        self.scorer = Scorer(model, cfg.logit_rows, cfg.recompute == "all", cfg.attention_split)
         _recompute(model, cfg.recompute)
         self.units = _shard(self.scorer, mesh, cfg)
         self.parameters = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}

@@ -57,19 +57,22 @@ class Learner:
         optimizer step that would have used it.
         """
         start = time.perf_counter()
-        parts = [self._micro_batches(part) for part in _minibatches(batch, self.cfg.minibatches)]
+        parts = [self._micro_batches(part) for part in self._minibatches(batch)]
         scale = len(parts) / batch.denominator
         with deterministic(self.cfg.deterministic):
             olds = [[self._lp(micro) if len(parts) > 1 else None for micro in micros] for micros in parts]
             steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
         self.progress.version += 1
-        return _metrics(steps, batch.denominator) | self._speed(batch, time.perf_counter() - start)
+        return _metrics(steps, batch.denominator) | self._speed(batch, start)
 
-    def _speed(self, batch: Batch, seconds: float) -> dict[str, float]:
+    def _speed(self, batch: Batch, start: float) -> dict[str, float]:
         """Tokens per second; of GPUs, the memory in use and, where its peak is known, the share of arithmetic.
 
         Ranks: all of the role.
         """
+        if self.backend.device.type == "cuda":
+            torch.cuda.synchronize(self.backend.device)  # with the optimizer's last step
+        seconds = time.perf_counter() - start
         flops = self.backend.flops(batch.lengths, int(batch.mask.sum()))
         total_s, num_tokens, flops = self.place.all_reduce_sum(np.array([seconds, batch.num_tokens, flops]))
         speed = {"perf/train_tokens_per_s": float(num_tokens / (total_s / self.place.size))}
@@ -96,6 +99,13 @@ class Learner:
         """This rank's sequences by micro-batch: as many micro-batches as the rank that needs most."""
         lengths = batch.lengths.tolist()
         return split(lengths, self.place.all_reduce_max(max(num_needed(lengths, self.cfg.max_tokens), 1)))
+
+    def _minibatches(self, batch: Batch) -> list[Batch]:
+        """As many on every rank, and no more than the largest shard has sequences: each has some to learn from."""
+        count = self.cfg.minibatches
+        if count > 1:
+            count = max(1, min(count, self.place.all_reduce_max(len(batch.lengths))))
+        return [batch.take(part) for part in split(batch.lengths.tolist(), count)]
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
         return [lay_out(batch.take(part), self.backend.device) for part in self._parts(batch)]
@@ -138,10 +148,6 @@ class Learner:
                     "the weights were left as they are"
                 )
         return sqrt(gathered["square_norm"].sum())
-
-
-def _minibatches(batch: Batch, count: int) -> list[Batch]:
-    return [batch.take(part) for part in split(batch.lengths.tolist(), count)]
 
 
 def _compare(lp: Tensor, micro: MicroBatch, version: int, tally: Tally) -> None:

@@ -23,7 +23,7 @@ from spmd_rl.train import prefixes
 
 
 def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
-    """The least number of balanced micro-batches that each fit the budget; a longer sequence goes alone."""
+    """The least number of balanced micro-batches that each fit the budget, or the longest sequence if that is more."""
     if not lengths:
         return 0
     limit = max(max_tokens, *lengths)

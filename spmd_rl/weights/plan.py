@@ -20,7 +20,7 @@ from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece
 SCHEMA = 2
 BUCKET_BYTES = 256 << 20  # what is packed for one peer at once
 
-Held = list[tuple[int, Piece]]  # who holds what of one tensor, by rank
+Owners = list[tuple[int, Piece]]  # who holds what of one tensor, by rank
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Holders:
 class _Tensor:
     """The moves of one tensor."""
 
-    def __init__(self, name: str, sources: Held, wanted: Held, node_of: Mapping[int, int]) -> None:
+    def __init__(self, name: str, sources: Owners, wanted: Owners, node_of: Mapping[int, int]) -> None:
         self._name = name
         self._wanted = wanted
         self._own = {rank: piece.box for rank, piece in sources if piece.box.num_elements}
@@ -145,15 +145,15 @@ class _Tensor:
         return piece.box.intersect(box) if box is not None and piece.box.num_elements else None
 
 
-def _by_name(layouts: Sequence[Layout]) -> dict[str, Held]:
-    found: dict[str, Held] = defaultdict(list)
+def _by_name(layouts: Sequence[Layout]) -> dict[str, Owners]:
+    found: dict[str, Owners] = defaultdict(list)
     for layout in sorted(layouts, key=lambda one: one.rank):
         for piece in layout.pieces:
             found[piece.name].append((layout.rank, piece))
     return dict(found)
 
 
-def _check_names(sources: Mapping[str, Held], destinations: Mapping[str, Held]) -> None:
+def _check_names(sources: Mapping[str, Owners], destinations: Mapping[str, Owners]) -> None:
     for name in sorted(destinations.keys() ^ sources.keys()):
         here, there = ("engine", "trainer") if name in destinations else ("trainer", "engine")
         raise PlanError(f"weight plan: the {here} holds tensor '{name}', the {there} does not")
@@ -183,7 +183,7 @@ def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:
     return missing[0]
 
 
-def _digest(sources: Mapping[str, Held], destinations: Mapping[str, Held], nodes: Mapping[int, int]) -> str:
+def _digest(sources: Mapping[str, Owners], destinations: Mapping[str, Owners], nodes: Mapping[int, int]) -> str:
     """All that a plan depends on, in one order."""
     found = hashlib.sha256(repr((SCHEMA, sorted(nodes.items()))).encode())
     for side in (sources, destinations):

@@ -1,8 +1,7 @@
-"""Our own engine: the scheduler decides when, the shared model definition computes what.
+"""Our own engine: the scheduler decides when, the shared model definition computes what (docs/engine.md).
 
-pages.py      pages of KV memory and the prefix cache over them
-rows.py       the running sequences, as arrays
-scheduler.py  who computes which tokens in the next step
+engine.py     what a Rollout calls: requests in, steps, samples out, sleep and wake
+scheduler.py  who computes which tokens in the next step; plan.py is its answer, rows.py and pages.py what it works on
+steps.py      one step on the device, eager or from graphs.py and prompt_graphs.py
 stop.py       stop strings over tokens
-engine.py     one step: schedule, run the model, sample, hand out
 """

@@ -194,7 +194,9 @@ class NativeEngine:
         if self._steps is None or not self._is_awake:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
-            raise SpmdError("the engine has no weights yet: push a version to it, or set load_weights")
+            raise SpmdError(
+                "the engine has no weights yet: push a version to it, or give it a model folder that has some"
+            )
         return self._steps, self.version
 
     def _check(self, request: Request) -> None:

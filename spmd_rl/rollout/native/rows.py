@@ -184,9 +184,6 @@ class Rows:
     def last_page(self, row: int) -> int:
         return int(self.pages[row, self.num_pages[row] - 1])
 
-    def response(self, row: int) -> NDArray[np.int32]:
-        return self.tokens[row, self.prompt_length[row] : self.length[row]]
-
     def take(self, rows: list[int]) -> list[Request]:
         """Free `rows` and return their requests, each with all that is known of its answer."""
         index = np.array(rows, dtype=np.int64)

@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
         (["--model=nowhere"], "no model folder at nowhere"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
         (["--reward=spmd_rl.rewards.match:excat"], "has no 'excat'"),
-        (["--sampling.temperature=-1"], "temperature must be 0 (greedy) or more"),
+        (["--sampling.temperature=-1"], "temperature = -1.0: expected 0 (greedy) or more"),
         (["--config=missing.toml"], "cannot read config file missing.toml"),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import gumbel_noise, position_keys, sample_and_score, sample_tokens, token_logprobs
+from spmd_rl.kernels import gumbel_noise, position_keys, sample_and_score, sample_tokens, sampling, token_logprobs
 
 NUM_ROWS = 24
 VOCAB = 20011
@@ -71,3 +71,16 @@ def test_one_finite_logit_is_drawn(vocab: int, inv_temperature: float) -> None:
 def test_greedy_ties_across_the_vocabulary() -> None:
     columns = torch.tensor([17, 512, 5000, VOCAB - 1], device="cuda").expand(NUM_ROWS, -1)
     _check(_only(columns, torch.full(columns.shape, 2.0, device="cuda")), 1.0)
+
+
+@pytest.mark.parametrize("vocab", [151936, 32001])
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_p": 0.3, "min_p": 1e-4}, {"top_p": 0.999, "top_k": 5000}])
+def test_filters_do_not_depend_on_company(vocab: int, filters: dict[str, float]) -> None:
+    """A nucleus of many entries, whose probabilities a scan adds up in an order of its own for each number of rows."""
+    logits = torch.randn(513, vocab, device="cuda")
+    rows = {name: torch.full((513,), filters.get(name, 0), device="cuda") for name in ("top_k", "top_p", "min_p")}
+    whole = sampling._filter(logits, *rows.values())
+    assert (whole > -torch.inf).sum(1).min() > 100
+    for count in (1, 3, 64, 65, 512):
+        found = sampling._filter(logits[:count], *(one[:count] for one in rows.values()))
+        assert torch.equal(found, whole[:count])

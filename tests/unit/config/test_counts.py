@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,14 @@ REFUSED = [
     *[(recipe, "steps=-1", "steps = -1: expected 0 or more") for recipe in EVERY],
     *[(recipe, "prompts_per_step=0", "prompts_per_step = 0: expected 1 or more") for recipe in RL],
     *[(recipe, "sampling.num_samples=1", "sampling.num_samples = 1: expected 2 or more") for recipe in RL],
-    *[(recipe, "sampling.num_samples=0", "sampling: num_samples must be at least 1") for recipe in RL],
-    *[(recipe, "sampling.max_tokens=0", "sampling: max_tokens must be at least 1") for recipe in RL],
+    *[(recipe, "sampling.num_samples=0", "sampling: num_samples = 0: expected at least 1") for recipe in RL],
+    *[(recipe, "sampling.max_tokens=0", "sampling: max_tokens = 0: expected at least 1") for recipe in RL],
     *[(recipe, "clip_low=-0.1", "clip_low = -0.1: expected 0 or more") for recipe in RL],
     *[(recipe, "clip_high=nan", "clip_high = nan: expected 0 or more") for recipe in RL],
     *[(recipe, "prompts.max_prompt_tokens=-1", "max_prompt_tokens = -1: expected 0 or more") for recipe in EVERY],
     *[(recipe, "run.save_every=-1", "run: save_every = -1: expected 0 or more") for recipe in EVERY],
-    ("grpo", "engine.reward_deadline_s=inf", "engine: reward_deadline_s must be 0 (none) or more, and finite"),
+    ("grpo", "engine.reward_deadline_s=inf", "engine: reward_deadline_s = inf: expected 0 (none) or more, and finite"),
+    *[(recipe, "trainer.lr=-1", "trainer: lr = -1.0: expected 0 or more, and finite") for recipe in EVERY],
     ("sft", "pairs_per_step=0", "pairs_per_step = 0: expected 1 or more"),
     (ARITHMETIC, "warmup_steps=-1", "warmup_steps = -1: expected 0 or more"),
     (ARITHMETIC, "warmup_pairs=0", "warmup_pairs = 0: expected 1 or more"),
@@ -41,6 +44,23 @@ def test_a_count_that_cannot_work(recipe: str, setting: str, sentence: str) -> N
     with pytest.raises(ConfigError) as told:
         configured(recipe, setting)
     assert sentence in str(told.value)
+
+
+TAKEN_FROM = {
+    "trainer.model=x": "trainer.model = 'x': this recipe takes it from 'model'; set that instead",
+    "prompts.path=x": "prompts.path = 'x': this recipe takes it from 'data'; set that instead",
+    "engine.model=x": "engine.model = 'x': this recipe takes it from 'model'; set that instead",
+    "engine.reward=x": "engine.reward = 'x': this recipe takes it from 'reward'; set that instead",
+    "sampling.seed=9": "sampling.seed = 9: this recipe takes it from 'run.seed'; set that instead",
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting"), [*product(RL, TAKEN_FROM), ("sft", "trainer.model=x"), ("sft", "prompts.path=x")]
+)
+def test_a_key_that_would_be_ignored(recipe: str, setting: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(TAKEN_FROM[setting])):
+        configured(recipe, setting)
 
 
 @pytest.mark.parametrize("recipe", EVERY)

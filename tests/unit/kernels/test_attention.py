@@ -120,6 +120,23 @@ def test_row_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(x.grad, grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("max_scores", [1, 3000, 20_000])
+@pytest.mark.parametrize("heads", [Heads(7, 1, 8), Heads(10, 2, 8), Heads(12, 4, 8)])
+def test_slices_end_where_rows_are_padding(monkeypatch: pytest.MonkeyPatch, heads: Heads, max_scores: int) -> None:
+    """Rows of a sequence are padded to whole tiles of rows and heads, which can be more than one slice of rows."""
+    lengths = [9] * 5
+    leaves = [x.requires_grad_() for x in qkv(lengths, heads)]
+    out = packed(*leaves, lengths, heads)
+    grads = torch.autograd.grad(out.square().sum(), leaves)
+    monkeypatch.setattr("spmd_rl.kernels.attention.MAX_SCORES", max_scores)
+    sliced = packed(*leaves, lengths, heads)
+    assert torch.equal(sliced, out)
+    for found, expected in zip(torch.autograd.grad(sliced.square().sum(), leaves), grads, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    one = new_paged([9, 9], heads, 16, 1).chunks(tuple(x[:18].detach() for x in leaves), [1])
+    assert torch.equal(one, out[:18])
+
+
 def _mismatches(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> int:
     """Unequal bits when the paged side runs with another rule than the packed side."""
     heads, lengths = HEADS[0], [150, 33]

@@ -13,6 +13,7 @@ from spmd_rl.kernels import (
     position_keys,
     sample_and_score,
     sample_tokens,
+    sampling,
     stream_bases,
     stream_keys,
     token_logprobs,
@@ -56,6 +57,24 @@ def test_filters_keep_the_right_support(filters: dict[str, float], kept: int) ->
     assert (counts[kept:] == 0).all()
     probs = LOGITS[:kept].double().softmax(0).numpy()
     assert kept == 1 or chi_square(counts[:kept], probs) < 25.0
+
+
+@settings(max_examples=30)
+@given(top_p=st.floats(0.01, 0.999), seed=st.integers(0, 1000), rows=st.lists(st.integers(0, 19), min_size=1))
+def test_a_nucleus_is_the_least_and_does_not_depend_on_company(top_p: float, seed: int, rows: list[int]) -> None:
+    """Beside float64: the kept entries reach top_p, and without the last of them do not."""
+    logits = 3 * torch.randn(20, 301, generator=torch.Generator().manual_seed(seed))
+    filters = None, torch.full((20,), top_p), None
+    kept = sampling._filter(logits, *filters) > -torch.inf
+    ordered, order = logits.double().softmax(1).sort(dim=1, descending=True)
+    for row in range(20):
+        count = int(kept[row].sum())
+        assert set(order[row, :count].tolist()) == set(kept[row].nonzero()[:, 0].tolist())
+        assert ordered[row, :count].sum() > top_p - 1e-6
+        assert count == 1 or ordered[row, : count - 1].sum() < top_p + 1e-6
+    pick = torch.tensor(rows)
+    alone = sampling._filter(logits[pick], None, filters[1][pick], None) > -torch.inf
+    assert torch.equal(alone, kept[pick])
 
 
 def test_rows_of_one_call_filter_apart() -> None:

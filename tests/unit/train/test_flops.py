@@ -41,6 +41,7 @@ def test_counted_products_agree(new_trainer) -> None:
     [
         ("NVIDIA H200", "bfloat16", 989e12),
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
         ("NVIDIA H200", "float32", None),
         ("NVIDIA GeForce", "bfloat16", None),
     ],

@@ -108,6 +108,17 @@ def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_
     assert new_trainer().train_step(make_batch(), grpo_loss)["train/clip_frac"] == 0
 
 
+def test_there_are_no_more_minibatches_than_sequences(new_trainer) -> None:
+    """An optimizer step without a sequence would move the weights by its momentum alone."""
+    batch = make_batch()
+    few, many = new_trainer(minibatches=len(batch.lengths)), new_trainer(minibatches=50)
+    for trainer in (few, many):
+        trainer.train_step(batch, grpo_loss)
+    assert many.learner.progress.optimizer_steps == few.learner.progress.optimizer_steps == len(batch.lengths)
+    expected = _weights(few)
+    assert all(torch.equal(one, expected[name]) for name, one in _weights(many).items())
+
+
 def test_learning_lowers_the_loss(new_trainer) -> None:
     trainer, batch = new_trainer(), make_batch()
     losses = [trainer.train_step(batch, sft_loss)["train/loss"] for _ in range(8)]
