@@ -18,7 +18,7 @@ from spmd_rl.observe.run import write_whole
 Contract = dict[str, str | int]
 
 FILE = "contract.json"  # in the run's folder: what is followed, by role and by link
-NO = "no promise"  # in a fact of a contract
+WEAK = ("no promise", "not compared")  # in a fact of a contract
 
 
 def agree(folder: Path, name: str, parties: Mapping[str, Contract], exact: bool) -> None:
@@ -46,9 +46,9 @@ def disagreement(contracts: Mapping[str, Contract]) -> str:
 
 
 def not_promised(contracts: Mapping[str, Contract]) -> str:
-    """Where a contract of equal bits promises none, as a clause; empty where all of it holds."""
-    weak = {f"{key} is {value!r}" for facts in contracts.values() for key, value in facts.items() if NO in str(value)}
-    return "; ".join(sorted(weak))
+    """Where a contract of equal bits promises none, or was not seen to keep it, as a clause; empty where all holds."""
+    facts = {(key, str(value)) for contract in contracts.values() for key, value in contract.items()}
+    return "; ".join(f"{key} is {value!r}" for key, value in sorted(facts) if any(weak in value for weak in WEAK))
 
 
 def followed(contracts: Mapping[str, Contract]) -> list[dict[str, Any]]:

@@ -43,6 +43,8 @@ def test_where_no_bits_are_promised_is_said_once() -> None:
     assert not_promised({"a": {"linear": "library", "threads": 2}}) == ""
     said = "attention is 'sdpa, no promise'; linear is 'library, no promise'"
     assert not_promised({"a": gpu, "b": dict(gpu)}) == said
+    newer = {"attention": "flash-attn-4 4.1 causal, one split, version not compared", "threads": 2}
+    assert not_promised({"a": newer}) == f"attention is '{newer['attention']}'"
 
 
 def test_contracts_of_roles_and_links_stand_beside_each_other(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from spmd_rl.kernels import (
     KvPlace,
     add_rms_norm,
     linear,
+    linear_cpu,
     qk_norm_rope,
     qk_norm_rope_into,
     rms_norm,
@@ -65,6 +66,42 @@ KINDS = ("normal", "wide", "cancelling")
 def test_linear(k: int, n: int, kind: str) -> None:
     w, bias = weight(n, k), weight(1, n)[0]
     assert unequal_rows(lambda x: linear(x, w, bias), data(kind, TOTAL, k)) == 0
+
+
+def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that sums K in as many parts as there are tiles: then each tile is multiplied by itself."""
+    sizes: list[int] = []
+
+    def by_parts(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        sizes.append(len(x))
+        parts = zip(x.chunk(len(x) // 16, 1), w.chunk(len(x) // 16, 1), strict=True)
+        total = sum(part @ columns.t() for part, columns in parts)
+        return total if bias is None else total + bias
+
+    plain, given = F.linear, (weight(48, 97), weight(1, 48)[0])
+    x = data("normal", TOTAL, 97)
+    monkeypatch.setattr(linear_cpu.F, "linear", by_parts)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_cpu, "rows_stand_alone", lambda *shape: True)
+        assert unequal_rows(lambda part: linear(part, *given), x) > 0, "the control"
+    linear_cpu.rows_stand_alone.cache_clear()
+    sizes.clear()
+    assert unequal_rows(lambda part: linear(part, *given), x) == 0
+    assert set(sizes) == {16, 32}, "all but the comparison's are tiles"
+    torch.testing.assert_close(linear(x, *given), plain(x, *given), rtol=1e-4, atol=1e-4)
+    linear_cpu.rows_stand_alone.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_library_is_compared_once_a_shape(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear_cpu.rows_stand_alone.cache_clear()
+    for _ in range(3):
+        linear(data("normal", 40, 64).to(dtype), weight(32, 64).to(dtype))
+    found = linear_cpu.rows_stand_alone.cache_info()
+    assert (found.misses, found.hits) == (1, 2)
+    x = data("normal", 256, 64).to(dtype).requires_grad_()
+    linear(x, weight(32, 64).to(dtype)).sum().backward()
+    assert x.grad is not None
 
 
 @pytest.mark.parametrize("threads", [1, 2])
