@@ -24,12 +24,13 @@ from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train import learner as learner_module
-from spmd_rl.train.learner import COMPARED, MAX_DLOGP, MISMATCHED
+from spmd_rl.train.learner import COMPARED, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
 from spmd_rl.train.tally import Tally
 
 REPEATS, WARMUPS = 9, 2
 BAR = 0.01
-COUNTED = (COMPARED, MISMATCHED, "made_tokens", "onpolicy/k3", "tokens")
+RATIOS = ("ratio", "square_ratio")
+COUNTED = (COMPARED, MISMATCHED, "tokens", "made_tokens", MEAN_DLOGP, K1, K3, *RATIOS)
 
 
 class Watched:
@@ -62,8 +63,7 @@ class LeftOut:
     def __call__(self, lp: Tensor, micro: object, version: int, tally: Tally) -> None:
         if tally is not self.seen:
             self.seen, zero = tally, lp.new_zeros(1)
-            for name in COUNTED:
-                tally.add(name, zero)
+            tally.add_each(dict.fromkeys(COUNTED, zero))
             tally.raise_to(MAX_DLOGP, zero)
 
 

@@ -38,7 +38,13 @@ METRICS = (
     Metric("onpolicy/mismatched_tokens", "tokens", "tokens whose trainer and engine log-probs differ in any bit"),
     Metric("onpolicy/compared_tokens", "tokens", "tokens whose log-probs were compared"),
     Metric("onpolicy/max_abs_dlogp", "nats", "largest |trainer - engine| log-prob of a token"),
-    Metric("onpolicy/k3", "nats", "k3 estimate of KL(engine || trainer) per token"),
+    Metric("onpolicy/mean_abs_dlogp", "nats", "mean |trainer - engine| log-prob of a token"),
+    Metric(
+        "onpolicy/k1", "nats", "k1 estimate of KL(engine || trainer) a token, whose exp is the ratio of perplexities"
+    ),
+    Metric("onpolicy/k3", "nats", "k3 estimate of the same"),
+    Metric("onpolicy/chi2", "", "mean square of the ratio trainer / engine of a token, less 1"),
+    Metric("onpolicy/ess", "", "effective sample size under these ratios, as a share of the tokens"),
     Metric("train/loss", "", "loss of the step, over its global denominator"),
     Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
     Metric("train/entropy", "nats", "mean entropy of the policy per response token"),

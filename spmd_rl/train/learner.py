@@ -30,6 +30,7 @@ from spmd_rl.train.microbatch import MicroBatch, lay_out, num_needed, split
 from spmd_rl.train.tally import Tally
 
 COMPARED, MISMATCHED, MAX_DLOGP = "onpolicy/compared_tokens", "onpolicy/mismatched_tokens", "onpolicy/max_abs_dlogp"
+MEAN_DLOGP, K1, K3 = "onpolicy/mean_abs_dlogp", "onpolicy/k1", "onpolicy/k3"
 
 
 @dataclass
@@ -153,14 +154,28 @@ class Learner:
 def _compare(lp: Tensor, micro: MicroBatch, version: int, tally: Tally) -> None:
     """Compare bits where the current weights made the token, and measure the distance wherever an engine did."""
     current = micro.versions == version
-    tally.add(COMPARED, current)
-    tally.add(MISMATCHED, current & (lp.view(torch.int32) != micro.roll.view(torch.int32)))
     made = micro.versions >= 0
     distance = torch.where(made, lp - micro.roll, 0.0)
-    tally.add("made_tokens", made)
-    tally.add("onpolicy/k3", distance.exp() - 1 - distance)
-    tally.raise_to(MAX_DLOGP, distance.abs())
-    tally.add("tokens", torch.ones_like(made))
+    size, beyond_one = distance.abs(), distance.expm1()  # of the ratio trainer / engine: how far from 1
+    tally.add_each(
+        {
+            COMPARED: current,
+            MISMATCHED: current & (lp.view(torch.int32) != micro.roll.view(torch.int32)),
+            "tokens": torch.ones_like(made),
+            "made_tokens": made,
+            MEAN_DLOGP: size,
+            K1: -distance,
+            K3: beyond_one - distance,
+            "ratio": beyond_one,
+            "square_ratio": (2 * distance).expm1(),
+        }
+    )
+    tally.raise_to(MAX_DLOGP, size)
+
+
+def _ratios(mean: float, mean_square: float) -> dict[str, float]:
+    """From the means of ratio - 1 and of ratio^2 - 1, each of a token's ratio trainer / engine."""
+    return {"onpolicy/chi2": mean_square, "onpolicy/ess": (1 + mean) ** 2 / (1 + mean_square)}
 
 
 def _metrics(steps: list[dict[str, float]], denominator: float) -> dict[str, float]:
@@ -172,7 +187,8 @@ def _metrics(steps: list[dict[str, float]], denominator: float) -> dict[str, flo
         "train/loss": total.pop("loss") / denominator,
         "train/grad_norm": total.pop("train/grad_norm") / len(steps),
         "train/lr": total.pop("train/lr") / len(steps),
-        "onpolicy/k3": total.pop("onpolicy/k3") / num_made,
+        **{name: total.pop(name) / num_made for name in (MEAN_DLOGP, K1, K3)},
+        **_ratios(total.pop("ratio") / num_made, total.pop("square_ratio") / num_made),
         MISMATCHED: total.pop(MISMATCHED),
         COMPARED: total.pop(COMPARED),
         MAX_DLOGP: max(step[MAX_DLOGP] for step in steps),

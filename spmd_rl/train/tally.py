@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -15,10 +17,20 @@ class Tally:
 
     def __init__(self) -> None:
         self._values: dict[str, Tensor] = {}
+        self._together: dict[tuple[str, ...], Tensor] = {}
 
     def add(self, name: str, values: Tensor) -> None:
         total = values.detach().sum(dtype=torch.float64)
         self._values[name] = self._values[name] + total if name in self._values else total
+
+    def add_each(self, named: Mapping[str, Tensor]) -> None:
+        """Several of one length in one sum, which takes the host as long as one; the same names whenever it is called.
+
+        Shape: each [M], of numbers that float32 holds.
+        """
+        names = tuple(named)
+        totals = torch.stack([values.detach().float() for values in named.values()]).sum(1, dtype=torch.float64)
+        self._together[names] = self._together[names] + totals if names in self._together else totals
 
     def raise_to(self, name: str, values: Tensor) -> None:
         """Keep the largest of `values`, which are not negative."""
@@ -31,8 +43,11 @@ class Tally:
         Ranks: all of the role. Blocks: until each has called.
         Shape: arrays of [ranks], in rank order, so that a sum over them has a fixed order.
         """
-        names = sorted(self._values)
-        own = torch.stack([self._values[name] for name in names]).tolist() if names else []
+        names = [*self._values, *(name for group in self._together for name in group)]
+        parts = [*(value.reshape(1) for value in self._values.values()), *self._together.values()]
+        found = dict(zip(names, torch.cat(parts).tolist() if parts else [], strict=True))
+        names = sorted(found)
+        own = [found[name] for name in names]
         table = np.zeros((len(names) + len(numbers), place.size))
         table[:, place.rank] = [*own, *numbers.values()]
         return dict(zip([*names, *numbers], place.all_reduce_sum(table), strict=True))

@@ -212,6 +212,8 @@ def test_a_step_without_the_comparison_has_the_same_sums() -> None:
     for _ in range(2):
         learner._compare(lp, micro, 1, compared)
         leave_out(lp, micro, 1, left_out)
-    assert compared._values.keys() == left_out._values.keys()
-    assert compared._values[learner.MISMATCHED] == 2
+    (names,), (left_out_names,) = compared._together, left_out._together
+    assert (names, compared._values.keys()) == (left_out_names, left_out._values.keys())
+    assert compared._together[names][names.index(learner.MISMATCHED)] == 2
+    assert not left_out._together[names].any()
     assert all(value == 0 for value in left_out._values.values())

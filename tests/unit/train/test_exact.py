@@ -63,7 +63,29 @@ def test_the_training_forward_has_the_scoring_bits(new_trainer, options: dict[st
     stats = new_trainer(**options).train_step(batch, grpo_loss)
     assert stats["onpolicy/mismatched_tokens"] == 0
     assert stats["onpolicy/compared_tokens"] == batch.mask.sum()
-    assert stats["onpolicy/max_abs_dlogp"] == stats["onpolicy/k3"] == 0
+    distances = {stats[f"onpolicy/{name}"] for name in ("max_abs_dlogp", "mean_abs_dlogp", "k1", "k3", "chi2")}
+    assert (distances, stats["onpolicy/ess"]) == ({0.0}, 1.0)
+
+
+def test_distances_are_those_of_float64(new_trainer) -> None:
+    """For an engine whose log-probs are other numbers, as another library's are."""
+    trainer, rng = new_trainer(), np.random.default_rng(0)
+    batch = _as_rolled(trainer, make_batch())
+    there = np.flatnonzero(batch.mask)
+    exact = batch.roll_logprobs[there].astype(np.float64)
+    batch.roll_logprobs[there] += rng.normal(0, 0.3, len(there)).astype(np.float32)
+    stats = trainer.train_step(batch, grpo_loss)
+    d = exact - batch.roll_logprobs[there]
+    expected = {
+        "max_abs_dlogp": np.abs(d).max(),
+        "mean_abs_dlogp": np.abs(d).mean(),
+        "k1": -d.mean(),
+        "k3": (np.exp(d) - 1 - d).mean(),
+        "chi2": (np.exp(d) ** 2).mean() - 1,
+        "ess": np.exp(d).sum() ** 2 / (np.exp(d) ** 2).sum() / len(d),
+    }
+    assert {name: stats[f"onpolicy/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert stats["onpolicy/mismatched_tokens"] == len(d)
 
 
 def test_one_flipped_bit_is_counted(new_trainer) -> None:
@@ -102,7 +124,7 @@ def test_without_padding_to_the_row_tile_bits_differ(new_trainer, monkeypatch: p
     """The negative control: if this passes bit for bit, the tests above prove nothing."""
     trainer, batch = new_trainer(), make_batch()
     expected = _scores(trainer, batch)
-    monkeypatch.setattr(sys.modules["spmd_rl.kernels.linear"], "pad_rows", lambda x: x)
+    monkeypatch.setattr(sys.modules["spmd_rl.kernels.linear_cpu"], "pad_rows", lambda x: x)
     trainer.backend.scorer.logit_rows = 1
     alone = _scores(trainer, batch)
     assert np.allclose(alone, expected, atol=1e-4)
