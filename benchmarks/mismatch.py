@@ -114,6 +114,8 @@ def rows(name: str, found: Examined) -> Iterator[Row]:
         result = measured(f"{name}: {point} ({said})", one.fed.unequal, f"of {one.fed.total:,} outputs")
         holds = explained and at_its_place
         yield Row(what=result.what, value=result.value, unit=result.unit, bar="explained", holds=holds)
+    last = found.comparison.findings[-1:]
+    yield from (measured(f"{name}: largest change of a log-prob", one.largest_difference, "nats") for one in last)
 
 
 def main(words: list[str]) -> int:
