@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from benchmarks.shapes import random_weights, write_config
@@ -18,8 +17,6 @@ from spmd_rl.batch import Batch
 from spmd_rl.mesh.place import Seats
 from spmd_rl.mesh.split import Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
-from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
@@ -50,21 +47,12 @@ def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
     seats = Seats(world)
     seats.build([placement])
     place = seats.place(placement)
-    made = Learner(Fsdp2(_model(spec, place.device), place.mesh, cfg, place.device), place, cfg)
+    backend = Fsdp2(spec, place.mesh, cfg, place.device)
+    backend.fill(random_weights(spec))
+    made = Learner(backend, place, cfg)
     gc.collect()
     gc.freeze()
     return made
-
-
-def _model(spec: ModelSpec, device: torch.device) -> CausalLM:
-    with torch.device("meta"):
-        model = CausalLM(spec)
-    model = model.to_empty(device=device)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, weight in random_weights(spec):
-            parameters[name].copy_(weight)
-    return model
 
 
 def batch(num_tokens: int, vocab: int) -> Batch:

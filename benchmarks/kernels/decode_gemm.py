@@ -139,7 +139,11 @@ def summary(products: Sequence[Row]) -> list[Row]:
     large, beside = "large weights, up to 64 rows", [row for row in products if row.peer]
     return [
         counted(f"products of decoding: {BAR}x cuBLAS's best or less", [row.holds is True for row in beside]),
-        counted("products of decoding: cuBLAS's best or less", [row.value <= (row.peer_value or 0) for row in beside], all_must=False),
+        counted(
+            "products of decoding: cuBLAS's best or less",
+            [row.value <= (row.peer_value or 0) for row in beside],
+            all_must=False,
+        ),
         counted(f"{large}: {FLOOR} {FLOOR_BAR} or more", [row.holds is True for row in shares]),
         counted(
             f"{large}: {WEIGHT_FLOOR} {FLOOR_BAR} or more",

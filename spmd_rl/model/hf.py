@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -65,46 +65,56 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill every parameter of `model` from the folder, cast to the parameter's dtype.
+def model_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of a model with these `shapes`, out of the folder, in its order and type. A tied head is skipped.
 
-    A tied head in the file is skipped. Raises: ConfigError naming the first parameter that is missing, unknown or of
-    another shape.
+    Raises: ConfigError naming the first weight that is unknown, of another shape, or, after the last, missing.
     """
-    wanted = dict(model.named_parameters())
-    missing = set(wanted)
-    with torch.no_grad():
-        for name, tensor in read_weights(folder):
-            if name not in wanted:
-                if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
-                    continue
-                raise ConfigError(f"{folder} holds {name}, which the model of its config.json does not have")
-            if wanted[name].shape != tensor.shape:
-                raise ConfigError(
-                    f"{folder}: {name} is {list(tensor.shape)}, and the config asks for {list(wanted[name].shape)}"
-                )
-            wanted[name].copy_(tensor)
-            missing.discard(name)
+    missing = set(shapes)
+    for name, tensor in read_weights(folder):
+        if name not in shapes:
+            if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
+                continue
+            raise ConfigError(f"{folder} holds {name}, which the model of its config.json does not have")
+        if tuple(shapes[name]) != tuple(tensor.shape):
+            raise ConfigError(f"{folder}: {name} is {list(tensor.shape)}, and the config asks for {list(shapes[name])}")
+        missing.discard(name)
+        yield name, tensor
     if missing:
         raise ConfigError(f"{folder} lacks {len(missing)} weights of its config, first {min(missing)}")
 
 
-def init_weights(model: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Random weights, a function of the seed and each parameter's name: normal matrices, zero biases, unit norms.
+def load_weights(model: nn.Module, folder: str | Path) -> None:
+    """Fill every parameter of `model` from the folder, cast to the parameter's dtype. Raises: as `model_weights`."""
+    wanted = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in model_weights(folder, {name: one.shape for name, one in wanted.items()}):
+            wanted[name].copy_(tensor)
+
+
+def random_weights(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """A model's first weights, fp32, a function of the seed and each name: normal matrices, zero biases, unit norms.
 
     The two projections that write to the residual stream are scaled down by the depth.
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
     """
     depth = 1.0 / math.sqrt(2 * spec.num_layers)
     generator = torch.Generator()
+    for order, (name, shape) in enumerate(sorted(spec.parameter_shapes().items())):
+        generator.manual_seed(((seed << 20) + order) % (1 << 63))
+        if len(shape) == 1:
+            yield name, torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+            continue
+        scale = depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+        yield name, torch.randn(shape, generator=generator) * (spec.init_std * scale)
+
+
+def init_weights(model: nn.Module, spec: ModelSpec, seed: int) -> None:
+    """Fill every parameter of `model` with `random_weights`."""
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for order, (name, parameter) in enumerate(sorted(model.named_parameters())):
-            generator.manual_seed(((seed << 20) + order) % (1 << 63))
-            if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-                continue
-            scale = depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * (spec.init_std * scale))
+        for name, tensor in random_weights(spec, seed):
+            parameters[name].copy_(tensor)
 
 
 def save_folder(

@@ -6,6 +6,7 @@ optimizer works on the local shards as plain tensors: AdamW is elementwise and n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logprobs
 from spmd_rl.kernels.flash import check_split
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
@@ -70,9 +72,11 @@ class Scorer(nn.Module):
 
 
 class Fsdp2:
-    """`model` sharded in place over `mesh`, whose axes are dp and fsdp, with its AdamW."""
+    """A model sharded over `mesh`, whose axes are dp and fsdp, with its AdamW. Weights are unset until `fill`."""
 
-    def __init__(self, model: CausalLM, mesh: DeviceMesh, cfg: TrainerConfig, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, mesh: DeviceMesh, cfg: TrainerConfig, device: torch.device) -> None:
+        with torch.device("meta"):
+            model = CausalLM(spec)
         self.device = device
         self._dtype = getattr(torch, cfg.dtype)
         if cfg.deterministic:
@@ -84,9 +88,17 @@ class Fsdp2:
         self.scorer = Scorer(model, cfg.logit_rows, cfg.recompute == "all", cfg.attention_split)
         _recompute(model, cfg.recompute)
         self.units = _shard(self.scorer, mesh, cfg)
+        self.scorer.to_empty(device=device)
         self.parameters = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
         self.local = {name: nn.Parameter(one.to_local().detach()) for name, one in self.parameters.items()}
         self.optimizer = _adamw(self.local, cfg)
+
+    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the first values, whole tensors by name, of which each rank keeps its rows."""
+        with torch.no_grad():
+            for name, whole in weights:
+                rows = chunk_box(tuple(whole.shape), self.shard, self.num_shards)
+                self.local[name].copy_(whole.narrow(0, rows.offset[0], rows.extent[0]))
 
     def contract(self) -> dict[str, str | int]:
         """What the forward pass's bits depend on, besides the weights."""
