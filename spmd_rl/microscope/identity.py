@@ -22,6 +22,7 @@ from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import MARK, Marks
 
 MAX_KERNELS = 6  # of one op that are worth naming
+FLASH, MERGE = "FlashAttention-4", "_merge"  # as a report calls it; our kernel that merges softmaxes
 _OURS = re.compile(
     r"(?P<kind>_|_ring_|shared_)matmul_(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(x(?P<stages>\d+))?(?P<turned>_swap|_x_first)?"
 )
@@ -105,9 +106,19 @@ def between_marks(events: list[dict[str, Any]]) -> Ran:
         if op and stretch:
             point = Point(int(layer), op)
             stretch = [name for name in stretch if not _COPIES.search(name)] or stretch
-            found.setdefault((int(forward), point), tuple(dict.fromkeys(map(identify, stretch)))[:MAX_KERNELS])
+            found.setdefault((int(forward), point), _together(stretch))
         stretch = []
     return found
+
+
+def _together(names: list[str]) -> tuple[Kernel, ...]:
+    """The kernels of one op, each once. FlashAttention's splits are told by how often it ran, and by what follows."""
+    kernels = [identify(name) for name in names]
+    launches = sum(kernel.name == FLASH for kernel in kernels)
+    if launches > 1 or (launches and MERGE in names):
+        splits = f"ranges of keys in {launches} {'launch' if launches == 1 else 'launches'}, merged"
+        kernels = [replace(kernel, splits=splits) if kernel.name == FLASH else kernel for kernel in kernels]
+    return tuple(dict.fromkeys(kernels))[:MAX_KERNELS]
 
 
 def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -146,7 +157,7 @@ def identify(name: str) -> Kernel:
     if ours := _OURS.match(name):
         return _our_product(ours)
     if "flash" in name.lower() and ("cute" in name.lower() or name.startswith("kernel_cutlass")):
-        return Kernel("FlashAttention-4", "keys in blocks of 128", "one split", "wgmma")
+        return Kernel(FLASH, "keys in blocks of 128", "one split", "wgmma")
     return replace(short, splits=splits)
 
 

@@ -101,6 +101,23 @@ def test_kernels_belong_to_the_mark_after_their_launch_not_their_run() -> None:
     assert ran[0, Point(4, "input_norm")] == (Kernel("Triton _forward"),)
 
 
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ([], "one split"),
+        (["_merge"], "ranges of keys in 1 launch, merged"),
+        (["flash", "add", "flash"], "ranges of keys in 3 launches, merged"),
+    ],
+)
+def test_splits_of_keys_are_told_by_what_ran(after: list[str], said: str) -> None:
+    flash = "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at"
+    names = [flash, *(flash if name == "flash" else name for name in after)]
+    launches = [event(n + 1, "cuda_driver", "cuLaunchKernelEx", correlation=n) for n in range(len(names))]
+    runs = [event(n + 50, "kernel", name, correlation=n) for n, name in enumerate(names)]
+    (kernels,) = between_marks([mark(0, "0||"), *launches, mark(20, "0|2|attention"), *runs]).values()
+    assert [kernel.splits for kernel in kernels if kernel.name == "FlashAttention-4"] == [said]
+
+
 def test_without_a_gpu_the_outermost_ops_count() -> None:
     outer = event(1, "cpu_op", "aten::linear", **{"Input Dims": [[16, 64], [64, 64], []]}) | {"dur": 3}
     events = [
