@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.splitmix import GAMMA, ODD, mix_, signed
+
 CHUNK_ELEMENTS = 1 << 22
 
 
@@ -19,7 +21,7 @@ def row_hashes(x: Tensor) -> Tensor:
 
         return on_gpu(x)
     step = max(1, CHUNK_ELEMENTS // x.shape[1])
-    keys = torch.arange(1, x.shape[1] + 1, device=x.device) * _signed(0x9E3779B97F4A7C15)
+    keys = torch.arange(1, x.shape[1] + 1, device=x.device) * signed(GAMMA)
     return torch.cat([_hash(part, keys) for part in x.split(step)]) if len(x) else keys.new_zeros(0)
 
 
@@ -45,17 +47,4 @@ def wide_bits(x: Tensor) -> Tensor:
 
 
 def _hash(x: Tensor, keys: Tensor) -> Tensor:
-    """Source: the finaliser of Steele, Lea and Flood, Fast splittable pseudorandom number generators (2014)."""
-    mixed = keys + wide_bits(x).to(torch.int64) * _signed(0xD1342543DE82EF95)
-    mixed = (mixed ^ _shift_right(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ _shift_right(mixed, 27)) * _signed(0x94D049BB133111EB)
-    return (mixed ^ _shift_right(mixed, 31)).sum(1)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64 taken as unsigned."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return mix_(keys + wide_bits(x).to(torch.int64) * signed(ODD)).sum(1)

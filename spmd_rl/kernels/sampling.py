@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.logprob import token_logprobs
+from spmd_rl.kernels.splitmix import GAMMA, mix_, next64, shift_right, signed
 
 RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in 2^-40ths"  # another name for any other draws
 NUCLEUS_UNITS = 2.0**40  # of the likeliest entry's share: sums of whole numbers, whose order does not matter
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 
 
 def stream_bases(seed: int | NDArray[np.int64], uid: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -25,7 +23,7 @@ def stream_bases(seed: int | NDArray[np.int64], uid: NDArray[np.int64], index: N
 
     Shape: arrays [M]. `uid` is the prompt's, `index` the sample's within its group.
     """
-    base = _mix64(np.broadcast_to(np.asarray(seed, dtype=np.int64), uid.shape).view(np.uint64))
+    base = next64(np.broadcast_to(np.asarray(seed, dtype=np.int64), uid.shape).view(np.uint64))
     return _next(_next(base, uid), index).view(np.int64)
 
 
@@ -40,15 +38,7 @@ def stream_keys(
 
 
 def _next(key: NDArray[np.uint64], part: NDArray[np.int64]) -> NDArray[np.uint64]:
-    return _mix64(key + np.asarray(part, dtype=np.int64).view(np.uint64) * np.uint64(_GAMMA))
-
-
-def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2014)."""
-    x = x + np.uint64(_GAMMA)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
-    return x ^ (x >> np.uint64(31))
+    return next64(key + np.asarray(part, dtype=np.int64).view(np.uint64) * np.uint64(GAMMA))
 
 
 def position_keys(bases: Tensor, positions: Tensor) -> Tensor:
@@ -56,10 +46,7 @@ def position_keys(bases: Tensor, positions: Tensor) -> Tensor:
 
     Shape: both [M] int64, or such that broadcast; returns int64.
     """
-    x = bases + (positions + 1) * _signed(_GAMMA)
-    x.bitwise_xor_(_shift_right(x, 30)).mul_(_signed(_MIX_1))
-    x.bitwise_xor_(_shift_right(x, 27)).mul_(_signed(_MIX_2))
-    return x.bitwise_xor_(_shift_right(x, 31))
+    return mix_(bases + (positions + 1) * signed(GAMMA))
 
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
@@ -69,7 +56,7 @@ def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     the upper tail keeps all 32 bits.
     """
     ids = torch.arange(vocab, device=keys.device, dtype=torch.int64)
-    bits = _shift_right(position_keys(keys.unsqueeze(1), ids), 32)
+    bits = shift_right(position_keys(keys.unsqueeze(1), ids), 32)
     v = bits.double().add_(0.5).mul_(2.0**-32)
     return v.neg_().log1p_().neg_().log_().neg_().float()
 
@@ -151,12 +138,3 @@ def _filter(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: T
     if min_p is not None:
         dropped |= terms < min_p.unsqueeze(1)
     return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
-
-
-def _signed(x: int) -> int:
-    return x - (1 << 64) if x >= 1 << 63 else x
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift of int64 taken as unsigned."""
-    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import ContractError
+from spmd_rl.kernels.splitmix import GAMMA, ODD, mix_, signed
 from spmd_rl.weights.held import Held, HeldTensor
 from spmd_rl.weights.layout import Box, Layout
 
@@ -56,7 +57,8 @@ def _digest_box(one: HeldTensor, dtype: str) -> int:
         part = rows[start : start + step].to(getattr(torch, dtype))
         row = torch.arange(first_row + start, first_row + start + len(part), device=part.device)
         index = row.unsqueeze(1) * prod(one.shape[1:]) + columns
-        total += int(_mix(index, part.view(_BITS[part.element_size()]).to(torch.int64)).sum())
+        bits = part.view(_BITS[part.element_size()]).to(torch.int64)
+        total += int(mix_(index * signed(GAMMA) + bits * signed(ODD)).sum())
     return total % MODULUS
 
 
@@ -66,26 +68,3 @@ def _column_indices(one: HeldTensor) -> Tensor:
     for size, offset, extent in zip(one.shape[1:], one.box.offset[1:], one.box.extent[1:], strict=True):
         index = (index.unsqueeze(1) * size + torch.arange(offset, offset + extent)).reshape(-1)
     return index
-
-
-def _mix(index: Tensor, bits: Tensor) -> Tensor:
-    """A 64-bit hash of each (index, bits) pair, in wrapping int64 arithmetic (the finaliser of splitmix64)."""
-    x = index * _GOLDEN + bits * _ODD
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, places: int) -> Tensor:
-    """Logical shift right of int64."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - MODULUS if value >= MODULUS // 2 else value
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_ODD = _signed(0xD1342543DE82EF95)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
