@@ -60,6 +60,7 @@ USED = {  # what must have happened at least once
 BAR_TOKENS = 2_000_000
 ALONE = "0.6B"  # the model whose own tokens are so many
 LEAST_LOGITS = 1000  # rows
+DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 
 
 def write_prompts(path: Path, count: int) -> None:
@@ -112,8 +113,8 @@ def one_of_each_prompt(run: Path) -> list[str]:
 
 def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
     case = samples_of_run(run, model, run_settings(run), one_of_each_prompt(run))
-    device, tables = torch.device("cuda"), (Hashes(case.num_rows), Hashes(case.num_rows))
-    ours, trainers = (load_model(model, torch.bfloat16, device) for _ in range(2))
+    tables = Hashes(case.num_rows), Hashes(case.num_rows)
+    ours, trainers = (load_model(model, DTYPE, DEVICE) for _ in range(2))
     cfg = EngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
     for path, hashes in zip((EnginePath(ours, cfg), TrainerPath(trainers)), tables, strict=True):
         path.run(case, hashes)

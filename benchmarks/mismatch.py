@@ -25,7 +25,7 @@ from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.faults import plant
 from spmd_rl.microscope.paths import ReferencePath, TrainerPath, load_model
 from spmd_rl.microscope.report import Examined, Replay, examine, write
-from spmd_rl.model.hf import init_weights, save_folder
+from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig
@@ -66,7 +66,7 @@ def write_model(folder: Path) -> Path:
     (folder / "like" / "config.json").write_text(json.dumps(config))
     spec = ModelSpec.from_folder(folder / "like")
     model = CausalLM(spec)
-    init_weights(model, spec, seed=0)
+    model.load_state_dict(dict(random_weights(spec, seed=0)))
     generator = torch.Generator().manual_seed(1)
     weights = (
         (name, one + 0.2 * torch.randn(one.shape, generator=generator) if one.ndim == 1 else one)

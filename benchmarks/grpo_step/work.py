@@ -45,7 +45,7 @@ SIZES = (
 
 def write_model(size: Size, folder: Path) -> int:
     """A Hugging Face folder with random weights; returns its number of parameters."""
-    from spmd_rl.model.hf import init_weights, save_folder
+    from spmd_rl.model.hf import random_weights, save_folder
     from spmd_rl.model.network import CausalLM
     from spmd_rl.model.spec import ModelSpec
 
@@ -64,7 +64,7 @@ def write_model(size: Size, folder: Path) -> int:
     (like / "config.json").write_text(json.dumps(config))
     spec = ModelSpec.from_folder(like)
     model = CausalLM(spec)
-    init_weights(model, spec, WEIGHTS_SEED)
+    model.load_state_dict(dict(random_weights(spec, WEIGHTS_SEED)))
     save_folder(folder / "model", like, model.named_parameters())
     return spec.num_parameters
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from spmd_rl.kernels.tile import ROW_TILE, cut_rows, pad_rows
 
-COMPARED_ROWS = (2 * ROW_TILE, 3 * ROW_TILE, 16 * ROW_TILE)
+COMPARED_ROWS = (2 * ROW_TILE, 3 * ROW_TILE, 8 * ROW_TILE)
 
 
 def linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `linear`. The first product of a shape also takes the time of a comparison, of up to 256 rows."""
+    """See `linear`. The first product of a shape also takes the time of a comparison, of up to 128 rows."""
     tall = pad_rows(x)
     if rows_stand_alone(*weight.shape, bias is not None, x.dtype, torch.get_num_threads()):
         out = F.linear(tall, weight, bias)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def watch(model: CausalLM, see: See) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(attended, with_kwargs=True).remove)
         stack.enter_context(watch_modules(model, see))
-        stack.callback(setattr, model, "logits", own) if own else stack.callback(delattr, model, "logits")
+        stack.callback(partial(setattr, model, "logits", own) if own else partial(delattr, model, "logits"))
         model.logits = lambda hidden: see(Point(layers, "logits"), score(hidden))  # type: ignore[method-assign]
         yield
 

@@ -109,14 +109,6 @@ def random_weights(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.randn(shape, generator=generator) * (spec.init_std * scale)
 
 
-def init_weights(model: nn.Module, spec: ModelSpec, seed: int) -> None:
-    """Fill every parameter of `model` with `random_weights`."""
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in random_weights(spec, seed):
-            parameters[name].copy_(tensor)
-
-
 def save_folder(
     folder: str | Path, like: str | Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype = torch.float32
 ) -> None:

@@ -142,7 +142,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """Parameters carry their Hugging Face names; a tied head has no parameter of its own.
 
-    Build it under `torch.device("meta")` to allocate nothing, or plainly for random weights (`init_weights`). The
+    Build it under `torch.device("meta")` to allocate nothing, or plainly for random weights (`random_weights`). The
     rotary table is made on the host in fp32 at first use on a device and shared from then on.
     """
 

@@ -16,12 +16,11 @@ class Tally:
     """Named sums and maxima over tokens; every rank uses the same names."""
 
     def __init__(self) -> None:
-        self._values: dict[str, Tensor] = {}
-        self._together: dict[tuple[str, ...], Tensor] = {}
+        self._sums: dict[tuple[str, ...], Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor) -> None:
-        total = values.detach().sum(dtype=torch.float64)
-        self._values[name] = self._values[name] + total if name in self._values else total
+        self.add_each({name: values})
 
     def add_each(self, named: Mapping[str, Tensor]) -> None:
         """Several of one length in one sum, which takes the host as long as one; the same names whenever it is called.
@@ -30,12 +29,12 @@ class Tally:
         """
         names = tuple(named)
         totals = torch.stack([values.detach().float() for values in named.values()]).sum(1, dtype=torch.float64)
-        self._together[names] = self._together[names] + totals if names in self._together else totals
+        self._sums[names] = self._sums[names] + totals if names in self._sums else totals
 
     def raise_to(self, name: str, values: Tensor) -> None:
         """Keep the largest of `values`, which are not negative."""
         top = torch.cat([values.detach().double(), values.new_zeros(1, dtype=torch.float64)]).max()
-        self._values[name] = torch.maximum(self._values[name], top) if name in self._values else top
+        self._maxima[name] = torch.maximum(self._maxima[name], top) if name in self._maxima else top
 
     def gather(self, place: Place, **numbers: float) -> dict[str, NDArray[np.float64]]:
         """Each name's value on each rank of the role; `numbers` are more names, with this rank's values.
@@ -43,8 +42,8 @@ class Tally:
         Ranks: all of the role. Blocks: until each has called.
         Shape: arrays of [ranks], in rank order, so that a sum over them has a fixed order.
         """
-        names = [*self._values, *(name for group in self._together for name in group)]
-        parts = [*(value.reshape(1) for value in self._values.values()), *self._together.values()]
+        names = [*(name for group in self._sums for name in group), *self._maxima]
+        parts = [*self._sums.values(), *(value.reshape(1) for value in self._maxima.values())]
         found = dict(zip(names, torch.cat(parts).tolist() if parts else [], strict=True))
         names = sorted(found)
         own = [found[name] for name in names]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, token_logprobs
 from spmd_rl.kernels.flash import flash_takes
-from spmd_rl.model.hf import init_weights
+from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
@@ -53,7 +53,7 @@ def _needs_flash() -> None:
 
 def build(name: str) -> CausalLM:
     model = CausalLM(SPECS[name])
-    init_weights(model, SPECS[name], 0)
+    model.load_state_dict(dict(random_weights(SPECS[name], 0)))
     return model.to(DEVICE, torch.bfloat16)
 
 

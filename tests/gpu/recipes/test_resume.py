@@ -8,25 +8,14 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.grpo_proof import broken_promises
-from spmd_rl.kernels.flash import flash_takes
-from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together, write_model
+from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together
 from tests.system.kill_resume import Moment, Outcome, Run, differences
 
 pytestmark = pytest.mark.timeout(400)
 
 AT_STEP_2 = Moment(1, 0, within="step_00002.jsonl")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not flash_takes(64, torch.bfloat16, torch.device("cuda")):
-        pytest.skip("needs FlashAttention-4 on a Hopper GPU")
-    folder = tmp_path_factory.mktemp("runs")
-    write_model(folder / "model")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from spmd_rl.kernels.flash import flash_takes
-from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together, write_model
+from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together
 from tests.system.kill_resume import Run
 
 pytestmark = pytest.mark.timeout(400)
@@ -23,11 +21,7 @@ FAULTY = "one product of the engine sums K in two parts"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    if not flash_takes(64, torch.bfloat16, torch.device("cuda")):
-        pytest.skip("needs FlashAttention-4 on a Hopper GPU")
-    folder: Path = tmp_path_factory.mktemp("runs")
-    write_model(folder / "model")
+def runs(folder: Path) -> dict[str, Run]:
     found = {what: new_run(folder, f"r{n}", ONE_GPU["sync"], *more) for n, (what, more) in enumerate(SETTINGS.items())}
     found[FAULTY] = new_run(folder, "faulty", ["tests.gpu.recipes.faulty", "--nproc=1"])
     together({what: run.finish for what, run in found.items()})

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from benchmarks.grpo_proof import broken_promises
-from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT
-from tests.gpu.recipes.runs import ONE_GPU, TWO_GPUS, new_run, proof, together, write_model
+from tests.gpu.recipes.runs import ONE_GPU, TWO_GPUS, new_run, proof, together
 from tests.system.kill_resume import Moment, Outcome, Run, differences
 
 pytestmark = [
@@ -28,13 +27,6 @@ HANG = str(Path(__file__).with_name("hang.py"))
 LIMITS = {"sleep": "--run.deadline_s=8", "stop": "--run.lost_after_s=8"}
 DEADLINE_S, END_S = 8.0, 10.0
 CUT = 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    write_model(folder / "model")
-    return folder
 
 
 class Hang:
@@ -57,8 +49,6 @@ class Hang:
 @pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
     """Everything at once: what the tests below look at."""
-    if not flash_takes(64, torch.bfloat16, torch.device("cuda")):
-        pytest.skip("needs FlashAttention-4 on Hopper GPUs")
     modes = {**TWO_GPUS, "alone": ONE_GPU["sync"]}
     runs = {mode: new_run(folder, mode, words, "--run.keep_checkpoints=9") for mode, words in modes.items()}
     tasks: dict[str, Callable[[], Any]] = {name: run.finish for name, run in runs.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from spmd_rl.model.hf import init_weights
+from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
@@ -22,7 +22,7 @@ SPEC = ModelSpec(
 
 def new_model(seed: int = 0) -> CausalLM:
     model = CausalLM(SPEC)
-    init_weights(model, SPEC, seed)
+    model.load_state_dict(dict(random_weights(SPEC, seed)))
     return model.to(DEVICE, torch.bfloat16).requires_grad_(False)
 
 

@@ -213,8 +213,7 @@ def test_a_step_without_the_comparison_has_the_same_sums() -> None:
     for _ in range(2):
         learner._compare(lp, micro, 1, compared)
         leave_out(lp, micro, 1, left_out)
-    (names,), (left_out_names,) = compared._together, left_out._together
-    assert (names, compared._values.keys()) == (left_out_names, left_out._values.keys())
-    assert compared._together[names][names.index(learner.MISMATCHED)] == 2
-    assert not left_out._together[names].any()
-    assert all(value == 0 for value in left_out._values.values())
+    (names,) = compared._sums
+    assert (compared._sums.keys(), compared._maxima.keys()) == (left_out._sums.keys(), left_out._maxima.keys())
+    assert compared._sums[names][names.index(learner.MISMATCHED)] == 2
+    assert not any(value.any() for value in (left_out._sums[names], *left_out._maxima.values()))

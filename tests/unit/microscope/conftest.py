@@ -14,7 +14,7 @@ import torch
 from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.paths import ReferencePath, TrainerPath, load_model
-from spmd_rl.model.hf import init_weights, save_folder
+from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (like / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
     spec = ModelSpec.from_folder(like)
     model = CausalLM(spec)
-    init_weights(model, spec, seed=1)
+    model.load_state_dict(dict(random_weights(spec, seed=1)))
     generator = torch.Generator().manual_seed(2)
     tensors = {
         name: one + 0.2 * torch.randn(one.shape, generator=generator) if one.ndim == 1 else one

@@ -8,8 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from benchmarks import grpo_proof
 from spmd_rl import cli
+from spmd_rl.microscope.engine_path import EnginePath
+from spmd_rl.microscope.faults import plant
+from spmd_rl.model.network import CausalLM
+from spmd_rl.rollout.engine import EngineConfig
 
 SENTENCE = {"prompt_uid": 7, "prompt": "15+29=", "answer": "44", "text": "44", "reward": 1.0, "finish": "stop"}
 
@@ -121,3 +127,21 @@ def test_a_run_with_attention_in_splits_is_replayed_without_where_they_cannot_ru
     notice, sentence, _ = capsys.readouterr().out.splitlines()
     assert "attention_split needs FlashAttention-4" in notice
     assert "agree in every bit" in sentence
+
+
+@pytest.mark.parametrize("fault", [None, "logits-bf16"])
+def test_the_proof_compares_whole_rows_of_logits(
+    run: Path, folder: Path, fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def path(model: CausalLM, cfg: EngineConfig) -> EnginePath:
+        made = EnginePath(model, cfg)
+        if fault:
+            plant(fault, made)
+        return made
+
+    for name, value in {"DEVICE": torch.device("cpu"), "DTYPE": torch.float32, "EnginePath": path}.items():
+        monkeypatch.setattr(grpo_proof, name, value)
+    logits, unequal = grpo_proof.replayed("demo", folder, run)
+    assert (logits.value, logits.holds) == (4, False), "one sample's, fewer than the bar"
+    assert unequal.holds is (fault is None)
+    assert unequal.value == (8 if fault else 0), "its logits and its log-probs"

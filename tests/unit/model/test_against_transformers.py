@@ -12,7 +12,7 @@ import transformers
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.model.hf import SHARD_BYTES, has_weights, init_weights, load_weights, read_weights, save_folder
+from spmd_rl.model.hf import SHARD_BYTES, has_weights, load_weights, random_weights, read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 
@@ -181,7 +181,8 @@ def test_random_weights_are_a_function_of_the_seed(tmp_path: Path) -> None:
     _reference("qwen3", tmp_path)
     spec = ModelSpec.from_folder(tmp_path)
     one, two, other = CausalLM(spec), CausalLM(spec), CausalLM(spec)
-    init_weights(one, spec, 3), init_weights(two, spec, 3), init_weights(other, spec, 4)
+    for model, seed in (one, 3), (two, 3), (other, 4):
+        model.load_state_dict(dict(random_weights(spec, seed)))
     pairs = zip(one.parameters(), two.parameters(), other.parameters(), strict=True)
     for a, b, c in pairs:
         assert torch.equal(a, b)

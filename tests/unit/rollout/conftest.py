@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spmd_rl.kernels import PackedAttention, sample_and_score, token_logprobs
-from spmd_rl.model.hf import init_weights
+from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec, RopeSpec
 from spmd_rl.rollout.engine import EngineConfig, Request
@@ -49,7 +49,7 @@ def new_model() -> Callable[..., CausalLM]:
     def build(family: str = "qwen3", num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0) -> CausalLM:
         spec = _spec(family, num_heads, num_kv_heads)
         model = CausalLM(spec)
-        init_weights(model, spec, seed)
+        model.load_state_dict(dict(random_weights(spec, seed)))
         return model.requires_grad_(False)
 
     return build

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from spmd_rl.algo.losses import grpo_loss, sft_loss
 from spmd_rl.batch import Batch
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.model.hf import init_weights
+from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.learner import Learner
@@ -136,7 +136,7 @@ def test_scores_are_the_log_softmax(new_trainer) -> None:
     scores = _scores(trainer, batch)
     spec = ModelSpec.from_folder(trainer.cfg.model)
     model = CausalLM(spec)
-    init_weights(model, spec, trainer.cfg.seed)
+    model.load_state_dict(dict(random_weights(spec, trainer.cfg.seed)))
     starts = np.cumsum(batch.lengths) - batch.lengths
     for i, start in enumerate(starts):
         tokens = torch.from_numpy(batch.tokens[start : start + batch.lengths[i]]).long()

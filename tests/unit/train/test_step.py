@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,10 @@ from spmd_rl.algo.losses import grpo_loss, sft_loss
 from spmd_rl.batch import Batch
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.model.hf import init_weights
+from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train import config
+from spmd_rl.train import config, fsdp2
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.role import Trainer
 from tests.dist.train_case import make_batch
@@ -32,7 +34,7 @@ class Oracle:
         self.cfg = cfg
         spec = ModelSpec.from_folder(cfg.model)
         self.model = CausalLM(spec)
-        init_weights(self.model, spec, cfg.seed)
+        self.model.load_state_dict(dict(random_weights(spec, cfg.seed)))
         decay = [one for one in self.model.parameters() if one.dim() > 1]
         plain = [one for one in self.model.parameters() if one.dim() == 1]
         groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
@@ -106,6 +108,25 @@ def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_
     assert trainer.version() == 1
     assert stats["train/clip_frac"] > 0
     assert new_trainer().train_step(make_batch(), grpo_loss)["train/clip_frac"] == 0
+
+
+@pytest.mark.parametrize("init", ["random", "folder"])
+def test_a_model_has_no_memory_before_it_is_sharded(
+    new_trainer, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str
+) -> None:
+    spec, folder, there = ModelSpec.from_folder(model_folder), tmp_path / "hf", []
+    save_folder(folder, model_folder, random_weights(spec, seed=3))
+    shard = fsdp2._shard
+
+    def looked_at(scorer: fsdp2.Scorer, *rest: Any) -> Any:
+        there.extend(parameter.device.type for parameter in scorer.parameters())
+        return shard(scorer, *rest)
+
+    monkeypatch.setattr(fsdp2, "_shard", looked_at)
+    weights = _weights(new_trainer(model=str(folder), init=init, seed=3))
+    assert set(there) == {"meta"}
+    assert weights.keys() == spec.parameter_shapes().keys()
+    assert all(torch.equal(weights[name], whole) for name, whole in random_weights(spec, seed=3))
 
 
 def test_there_are_no_more_minibatches_than_sequences(new_trainer) -> None:

@@ -1,0 +1,20 @@
+"""The folder of a file's runs on GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmd_rl.kernels.flash import flash_takes
+from tests.gpu.recipes.runs import SHAPE, write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not flash_takes(SHAPE["head_dim"], torch.bfloat16, torch.device("cuda")):
+        pytest.skip("no bits are promised but by FlashAttention-4 on a Hopper GPU")
+    folder = tmp_path_factory.mktemp("runs")
+    write_model(folder / "model")
+    return folder
