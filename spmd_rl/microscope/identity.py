@@ -23,6 +23,7 @@ from spmd_rl.microscope.taps import MARK, Marks
 
 MAX_KERNELS = 6  # of one op that are worth naming
 FLASH, MERGE = "FlashAttention-4", "_merge"  # as a report calls it; our kernel that merges softmaxes
+COMBINE = f"{FLASH} combine"  # its own, of as many parts as it was called with
 _OURS = re.compile(
     r"(?P<kind>_|_ring_|shared_)matmul_(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(x(?P<stages>\d+))?(?P<turned>_swap|_x_first)?"
 )
@@ -115,7 +116,9 @@ def _together(names: list[str]) -> tuple[Kernel, ...]:
     """The kernels of one op, each once. FlashAttention's splits are told by how often it ran, and by what follows."""
     kernels = [identify(name) for name in names]
     launches = sum(kernel.name == FLASH for kernel in kernels)
-    if launches > 1 or (launches and MERGE in names):
+    if any(kernel.name == COMBINE for kernel in kernels):
+        kernels = [replace(kernel, splits="keys split") if kernel.name == FLASH else kernel for kernel in kernels]
+    elif launches > 1 or (launches and MERGE in names):
         splits = f"ranges of keys in {launches} {'launch' if launches == 1 else 'launches'}, merged"
         kernels = [replace(kernel, splits=splits) if kernel.name == FLASH else kernel for kernel in kernels]
     return tuple(dict.fromkeys(kernels))[:MAX_KERNELS]
@@ -144,7 +147,7 @@ def _torch_op(event: dict[str, Any]) -> str:
 def identify(name: str) -> Kernel:
     """Read tile, splits and instruction out of a kernel's name, where it tells."""
     short = Kernel(_short(name))
-    split = re.search(r"split_?k", name, re.IGNORECASE)
+    split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE)
     splits = "" if split is None else "K split"
     if name.startswith("nvjet"):
         tile = re.search(r"_(\d+x\d+)_(\d+x\d+)_", name)
@@ -157,7 +160,11 @@ def identify(name: str) -> Kernel:
     if ours := _OURS.match(name):
         return _our_product(ours)
     if "flash" in name.lower() and ("cute" in name.lower() or name.startswith("kernel_cutlass")):
-        return Kernel(FLASH, "keys in blocks of 128", "one split", "wgmma")
+        return (
+            Kernel(COMBINE)
+            if "combine" in name.lower()
+            else Kernel(FLASH, "keys in blocks of 128", "one split", "wgmma")
+        )
     return replace(short, splits=splits)
 
 

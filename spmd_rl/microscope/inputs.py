@@ -15,6 +15,7 @@ from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.model.hf import has_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
+from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.rollout.engine import SamplingConfig
 
 DEFAULT_SAMPLES = 8
@@ -32,6 +33,11 @@ def run_model(run: Path) -> Path:
     if not has_weights(run / "hf"):
         raise ConfigError(f"{run} has no weights to replay: {run / 'hf'} holds none, so name a model with --model")
     return run / "hf"
+
+
+def mismatched_tokens(run: Path) -> int:
+    """All that the run counted. Raises: DataError for a broken metrics.jsonl."""
+    return sum(int(row.get("onpolicy/mismatched_tokens") or 0) for row in read_metrics(run / "metrics.jsonl"))
 
 
 def samples_of_run(run: Path, model: Path, settings: dict[str, Any], wanted: Sequence[str]) -> Case:

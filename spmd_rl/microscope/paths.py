@@ -56,7 +56,11 @@ def load_model(folder: str | Folder, dtype: torch.dtype, device: torch.device) -
 
 
 class TrainerPath:
-    """The trainer's forward pass over packed micro-batches, its weights whole where FSDP would gather them."""
+    """The forward pass of a training step over packed micro-batches, its weights whole where FSDP would gather them.
+
+    Gradients are enabled, so that rows are padded and every op is the one that a backward pass could follow; since no
+    weight wants one, nothing is kept for it.
+    """
 
     name = "trainer"
 
@@ -72,7 +76,7 @@ class TrainerPath:
         self.scorer = Scorer(model, logit_rows, False, attention_split)
         self.max_tokens = max_tokens
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def run(self, case: Case, tap: Tap) -> None:
         batch = _batch(case)
         lengths = batch.lengths.tolist()

@@ -108,7 +108,9 @@ def write(examined: Examined, folder: Folder) -> Folder:
 
 def versions(replay: Replay) -> dict[str, str]:
     """What the bits may depend on: the numeric contract's facts, and the libraries' versions."""
-    facts = contract(torch.device(replay.device), getattr(torch, replay.dtype.removeprefix("torch.")))
+    head_dim, split = ModelSpec.from_folder(replay.model).head_dim, max(replay.left.split, replay.right.split)
+    dtype = getattr(torch, replay.dtype.removeprefix("torch."))
+    facts = contract(torch.device(replay.device), dtype, head_dim, split)
     return {key: str(value) for key, value in facts.items()} | {"python": platform.python_version()}
 
 

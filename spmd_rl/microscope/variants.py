@@ -63,7 +63,7 @@ def variants(op: str) -> list[Variant]:
         library = ("the library's product of that many rows", partial(_product, F.linear))
         padded = ("the library's product, rows padded", partial(_product, _padded))
         rounded = [("one ascending chain over K, rounded to bfloat16", partial(_product, _rounded_head))]
-        return [exact, library, padded, *parts, *(rounded if op == "logits" else [])]
+        return [exact, *(rounded if op == "logits" else []), library, padded, *parts]
     return _OTHERS.get(op, [])
 
 

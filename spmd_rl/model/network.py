@@ -9,6 +9,7 @@ D head size, F intermediate, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -154,8 +155,13 @@ class CausalLM(nn.Module):
         self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def contract(self, device: torch.device, dtype: torch.dtype, attention_split: int = 0) -> dict[str, str | int]:
-        """The numeric contract of its forward pass there: that of the kernels, and of how they are put together."""
-        return contract(device, dtype, self.spec.head_dim, attention_split) | {"network": digest_of(SOURCES)}
+        """The numeric contract of its forward pass there: that of the kernels, and of how they are put together.
+
+        The rotary table is made by the host's own cosine, which has other bits on another kind of processor.
+        """
+        table = hashlib.sha256(b"".join(half.cpu().numpy().tobytes() for half in self.rope_tables(device)))
+        facts = contract(device, dtype, self.spec.head_dim, attention_split)
+        return facts | {"network": digest_of(SOURCES), "rotary_table": table.hexdigest()[:16]}
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm or, with `rows`, the logits of those tokens.

@@ -104,8 +104,8 @@ def _length(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 
 def _mismatch(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     tokens = _column(rows, "onpolicy/mismatched_tokens")
-    total = np.nansum(tokens)
-    _title(axes, f"trainer vs engine: {total:,.0f} mismatched tokens")
+    total, compared = np.nansum(tokens), np.nansum(_column(rows, "onpolicy/compared_tokens"))
+    _title(axes, f"trainer vs engine: {total:,.0f} of {compared:,.0f} tokens mismatched")
     axes.set_ylabel("tokens a step", color=_RED if total else _GREEN, fontsize=8)
     axes.plot(steps, tokens, color=_RED if total else _GREEN, linewidth=1.6)
     axes.fill_between(steps, 0, tokens, color=_RED, alpha=0.15, linewidth=0)

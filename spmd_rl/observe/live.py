@@ -115,11 +115,14 @@ def _reward(progress: Progress) -> Text | None:
 def _mismatch(progress: Progress) -> Text | None:
     if "onpolicy/mismatched_tokens" not in progress.metrics:
         return None
+    if not progress.compared_tokens:
+        return Text("no token was drawn from the weights in training: none to compare", style="yellow")
+    of_all = f"{progress.mismatched_tokens:,.0f} of {progress.compared_tokens:,.0f} tokens"
     if not progress.mismatched_tokens:
-        return Text("0 tokens: trainer and engine agree bit for bit", style="green")
+        return Text(f"{of_all}: trainer and engine agree bit for bit", style="green")
     now = progress.metrics["onpolicy/mismatched_tokens"]
     worst = progress.metrics.get("onpolicy/max_abs_dlogp", float("nan"))
-    text = f"{now:,.0f} tokens this step, {progress.mismatched_tokens:,} in all, max |Δ log-prob| {worst:.2e}"
+    text = f"{now:,.0f} tokens this step, {of_all} in all, max |Δ log-prob| {worst:.2e}"
     return Text(text, style="bold red")
 
 

@@ -10,11 +10,11 @@ from spmd_rl.observe.progress import Metrics, Progress, duration
 from spmd_rl.types import Group
 
 _COLUMNS = (
-    ("reward/mean", "reward {:.3f}"),
-    ("onpolicy/mismatched_tokens", "mismatched {:,.0f}"),
-    ("train/loss", "loss {:+.4f}"),
-    ("rollout/tokens_per_s", "{:,.0f} tok/s"),
-    ("time/step", "{:.2f} s/step"),
+    (("reward/mean",), "reward {:.3f}"),
+    (("onpolicy/mismatched_tokens", "onpolicy/compared_tokens"), "mismatched {:,.0f} of {:,.0f}"),
+    (("train/loss",), "loss {:+.4f}"),
+    (("rollout/tokens_per_s",), "{:,.0f} tok/s"),
+    (("time/step",), "{:.2f} s/step"),
 )
 
 
@@ -33,11 +33,11 @@ class PlainView:
 
 
 def step_line(progress: Progress) -> str:
-    """`step  12/150  reward 0.523  mismatched 0  loss +0.0021  8,123 tok/s  0.37 s/step  ETA 0:51`."""
+    """`step  12/150  reward 0.523  mismatched 0 of 5,120  loss +0.0021  8,123 tok/s  0.37 s/step  ETA 0:51`."""
     width = len(str(progress.num_steps))
     head = f"step {progress.index:>{width}}/{progress.num_steps}"
     return "  ".join([head, *_columns(progress.metrics), f"ETA {duration(progress.left_s)}"])
 
 
 def _columns(metrics: Metrics) -> list[str]:
-    return [form.format(metrics[name]) for name, form in _COLUMNS if name in metrics]
+    return [form.format(*(metrics[name] for name in names)) for names, form in _COLUMNS if set(names) <= set(metrics)]

@@ -24,7 +24,8 @@ class Progress:
     metrics: Metrics = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
-    mismatched_tokens: int = 0
+    mismatched_tokens: float = 0
+    compared_tokens: float = 0
     phase: str = ""
     phase_since: float = 0.0
 
@@ -44,8 +45,8 @@ class Progress:
             self.rewards.append(metrics["reward/mean"])
         if "time/step" in metrics:
             self.step_times_s.append(metrics["time/step"])
-        mismatched = metrics.get("onpolicy/mismatched_tokens", 0)
-        self.mismatched_tokens += int(mismatched) if math.isfinite(mismatched) else 0
+        self.mismatched_tokens += metrics.get("onpolicy/mismatched_tokens", 0)
+        self.compared_tokens += metrics.get("onpolicy/compared_tokens", 0)
 
     @property
     def elapsed_s(self) -> float:

@@ -31,6 +31,7 @@ FIGURES = (
     Figure("response tokens", "rollout/response_tokens_mean", "latest", 0),
     Figure("entropy", "train/entropy", "latest", 0),
     Figure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1),
+    Figure("compared tokens", "onpolicy/compared_tokens", "total", 0),
     Figure("max |Δ log-prob|", "onpolicy/max_abs_dlogp", "largest", -1),
     Figure("time per step", "time/step", "median", -1),
     Figure("rollout speed", "rollout/tokens_per_s", "median", 1),

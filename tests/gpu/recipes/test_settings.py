@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,26 @@ def test_no_token_is_unequal(runs: dict[str, Run], what: str) -> None:
     for compared, mismatched in proof(runs[what]):
         assert compared > 1000
         assert mismatched == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 0, "agree in every bit"),
+        (["--plant=split-k"], 1, "K summed in 2 parts"),
+        (["--right=transformers"], 1, "transformers ran"),
+    ],
+)
+def test_the_microscope_replays_a_run(runs: dict[str, Run], words: list[str], code: int, said: str) -> None:
+    run = runs["recomputed where cheap, attention in splits"]
+    command = [*run.command[:-1], "mismatch", str(run.folder), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout
+    found = json.loads((run.folder / "mismatch" / "mismatch.json").read_text())
+    assert found["agree"] is (code == 0)
+    assert "flash-attn-4" in found["versions"]["attention"]
+    assert found["versions"]["attention_split"] == "128"
 
 
 def test_control_a_fault_in_the_engine_is_counted(runs: dict[str, Run]) -> None:

@@ -185,6 +185,29 @@ def test_the_gpu(
     assert changed(gpu_facts, lambda: change(monkeypatch)) == {fact}
 
 
+@pytest.mark.parametrize("fact", ["isa", "threads"])
+def test_the_cpu(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = {
+        "isa": lambda: monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX"),
+        "threads": lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 99),
+    }
+    assert changed(cpu_facts, others[fact]) == {fact}
+
+
+@pytest.mark.parametrize(
+    ("flag", "fact"), [("allow_tf32", "tf32"), ("allow_bf16_reduced_precision_reduction", "bf16_reduced")]
+)
+def test_flags_of_precision(flag: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+    flags = SimpleNamespace(allow_tf32=False, allow_bf16_reduced_precision_reduction=False)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", flags)
+    assert changed(gpu_facts, lambda: setattr(flags, flag, True)) == {fact}
+
+
+def test_the_type_of_numbers_is_a_fact() -> None:
+    kinds = [facts_of("cpu", dtype) for dtype in (torch.float32, torch.bfloat16)]
+    assert [key for key in kinds[0] if kinds[0][key] != kinds[1][key]] == ["dtype"]
+
+
 def test_tiles_are_free_where_that_was_measured(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
     assert gpu_facts()["linear"] == "one ascending chain"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))

@@ -53,6 +53,21 @@ def test_a_run_whose_sides_agree_exits_zero(run: Path, mismatch, capsys) -> None
     assert data["verdict"] in (run / "mismatch" / "mismatch.html").read_text()
 
 
+def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(run: Path, mismatch, capsys) -> None:
+    rows = [
+        {"step": 1, "onpolicy/mismatched_tokens": 1200.0},
+        {"step": 2, "onpolicy/mismatched_tokens": 34.0},
+        {"step": 3},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert mismatch(run) == 0
+    said = capsys.readouterr().out
+    assert "agree in every bit" in said
+    assert "the run itself counted 1,234 unequal tokens" in said
+    assert mismatch(run, "--plant", "split-k") == 1
+    assert "itself counted" not in capsys.readouterr().out
+
+
 def test_a_planted_fault_exits_one_and_the_page_shows_it(run: Path, mismatch, capsys, tmp_path: Path) -> None:
     assert mismatch(run, "--samples", "7:1", "--plant", "split-k", "--out", tmp_path / "out") == 1
     out = capsys.readouterr().out

@@ -16,6 +16,7 @@ from spmd_rl.microscope.taps import MARK
     [
         ("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT", ("tile 64x8", "K split", "wgmma")),
         ("nvjet_sm90_tst_128x64_64x9_2x1_v_bz_TNT", ("tile 128x64", "one chain", "wgmma")),
+        ("cutlass_90_tensorop_gemm_bf16_128x128_64x4_streamk_tn", ("tile 128x128_64x4", "K split", "mma.sync")),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_bias_execute_kernel",
          ("tile 64x64x64", "", "wgmma")),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8>(Params)",
@@ -107,6 +108,7 @@ def test_kernels_belong_to_the_mark_after_their_launch_not_their_run() -> None:
         ([], "one split"),
         (["_merge"], "ranges of keys in 1 launch, merged"),
         (["flash", "add", "flash"], "ranges of keys in 3 launches, merged"),
+        (["kernel_cutlass_kernel_flash_attncuteflash_fwd_combineFlashAttentionForwardCombine_object_at"], "keys split"),
     ],
 )
 def test_splits_of_keys_are_told_by_what_ran(after: list[str], said: str) -> None:

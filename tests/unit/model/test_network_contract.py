@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,22 @@ def test_the_code_of_the_network_is_part_of_it(tmp_path: Path, monkeypatch: pyte
         model = CausalLM(ModelSpec.from_folder(MODEL))
     facts = model.contract(CPU, torch.float32)
     rest = contract(CPU, torch.float32, model.spec.head_dim)
+    table = facts.pop("rotary_table")
     assert facts == rest | {"network": digest_of(network.SOURCES)}
+    assert re.fullmatch("[0-9a-f]{16}", str(table))
     edited = tmp_path / "network.py"
     edited.write_text(network.SOURCES[0].read_text() + "\n")
     monkeypatch.setattr(network, "SOURCES", (edited, *network.SOURCES[1:]))
     assert model.contract(CPU, torch.float32)["network"] != facts["network"]
+
+
+def test_a_bit_of_the_rotary_table_is_part_of_it() -> None:
+    """As of a host whose cosine rounds another way."""
+    with torch.device("meta"):
+        model = CausalLM(ModelSpec.from_folder(MODEL))
+    facts = model.contract(CPU, torch.float32)
+    assert facts == model.contract(CPU, torch.float32)
+    cosines, _ = model.rope_tables(CPU)
+    cosines.view(torch.int32)[7, 3] ^= 1
+    changed = model.contract(CPU, torch.float32)
+    assert {key for key, value in facts.items() if changed[key] != value} == {"rotary_table"}

@@ -23,6 +23,7 @@ from spmd_rl.types import Group, Prompt, Sample
 METRICS = {
     "reward/mean": 0.5,
     "onpolicy/mismatched_tokens": 0.0,
+    "onpolicy/compared_tokens": 5120.0,
     "rollout/tokens_per_s": 8123.4,
     "train/loss": 0.01,
     "time/step": 0.5,
@@ -72,7 +73,7 @@ def test_time_left_is_the_recent_pace() -> None:
 
 def test_a_plain_line() -> None:
     line = step_line(progress())
-    assert line == "step  4/10  reward 0.500  mismatched 0  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
+    assert line == "step  4/10  reward 0.500  mismatched 0 of 5,120  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
     assert step_line(Progress(10, Clock())) == "step  0/10  ETA -:--"
 
 
@@ -98,7 +99,7 @@ def test_the_live_view_shows_what_matters() -> None:
         "train",
         "0.500",
         "8,123 tok/s",
-        "agree bit for bit",
+        "0 of 5,120 tokens: trainer and engine agree bit for bit",
         "37+48= → 85",
     ):
         assert expected in text
@@ -106,8 +107,15 @@ def test_the_live_view_shows_what_matters() -> None:
 
 def test_the_live_view_shouts_about_a_mismatch() -> None:
     text = rendered(progress(**{"onpolicy/mismatched_tokens": 3.0, "onpolicy/max_abs_dlogp": 0.02}))
-    assert "3 tokens this step, 3 in all, max |Δ log-prob| 2.00e-02" in text
+    assert "3 tokens this step, 3 of 5,120 tokens in all, max |Δ log-prob| 2.00e-02" in text
     assert "bit for bit" not in text
+
+
+def test_the_live_view_claims_nothing_where_nothing_was_compared() -> None:
+    text = rendered(progress(**{"onpolicy/compared_tokens": 0.0}))
+    assert "none to compare" in text
+    assert "bit for bit" not in text
+    assert "nan of 5,120 tokens in all" in rendered(progress(**{"onpolicy/mismatched_tokens": float("nan")}))
 
 
 def test_the_live_view_before_the_first_step() -> None:

@@ -270,6 +270,24 @@ def test_samples_of_one_prompt_copy_its_tail_and_compute_one_token():
     assert runner.done[3] == [3 + 11 + i for i in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "first", "second"),
+    [
+        (16, [16] * 3, [1] * 3),
+        (17, [17], [1] * 3),
+        (32, [32], [1] * 3),
+        (37, [37, 5, 5], [1] * 3),
+    ],
+)
+def test_only_a_short_tail_is_computed_by_each(num_tokens: int, first: list[int], second: list[int]):
+    """Nobody waits for fewer than 16 tokens where steps are recorded; pages are of 32 here."""
+    runner = FakeRunner(max_batch=8, page_size=32, num_pages=64, max_step_tokens=200, ahead=True)
+    runner.submit_all([0, 1, 2], list(range(num_tokens)), max_tokens=3)
+    assert [runner.step().lengths.tolist() for _ in range(2)] == [first, second]
+    runner.run()
+    assert runner.done[2] == [2 + num_tokens + i for i in range(3)]
+
+
 def test_samples_of_one_prompt_fork_from_the_row_that_computes_it():
     runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64)
     runner.submit_all([0, 1, 2], list(range(7)), max_tokens=3)

@@ -23,12 +23,13 @@ function howText(figure, run) {
 }
 
 function figureCards(data, run) {
-  const cards = data.figures.map((figure, i) => [figure, run.figures[i]]).filter(([, value]) => value !== null);
+  const cards = data.figures.map((figure, i) => [figure, run.figures[i]]).filter(([, value]) => value !== null),
+    compared = run.figures[data.figures.findIndex((figure) => figure.metric === "onpolicy/compared_tokens")];
   return el(
     "div",
     { class: "cards" },
     cards.map(([figure, value]) => {
-      const exact = figure.metric === "onpolicy/mismatched_tokens",
+      const exact = figure.metric === "onpolicy/mismatched_tokens" && compared > 0,
         mood = exact ? (value === 0 ? " good" : " bad") : "";
       const how = exact && value === 0 ? "trainer and engine agree bit for bit" : howText(figure, run);
       return el(

@@ -1,0 +1,28 @@
+"""What a small op is timed on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernels.timing import ROUNDS
+
+Op = Callable[..., object]
+
+
+class Case(NamedTuple):
+    """`ours` and `torch` take the tensors of `inputs()`; together they move `num_bytes` at least."""
+
+    what: str
+    ours: Op
+    torch: Op
+    inputs: Callable[[], tuple[Tensor, ...]]
+    num_bytes: int
+    rounds: int = ROUNDS
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
