@@ -88,14 +88,13 @@ def engine(folder: Path) -> EnginePath:
 
 def comparisons(folder: Path, case: Case) -> Iterator[tuple[str, Examined]]:
     """Each fault against the trainer, and both our paths against transformers."""
-    about = {"model": str(folder), "dtype": str(DTYPE), "device": str(DEVICE)}
-    trainer = TrainerPath(load_model(folder, DTYPE, DEVICE))
-    yield "engine, trainer", examine(Replay(case, engine(folder), trainer, **about))
+    trainer, model = TrainerPath(load_model(folder, DTYPE, DEVICE)), str(folder)
+    yield "engine, trainer", examine(Replay(case, engine(folder), trainer, model))
     for fault in EXPECTED:
         path = engine(folder)
         plant(fault, path)
-        yield fault, examine(Replay(case, path, trainer, planted=fault, **about))
-    yield "engine, transformers", examine(Replay(case, engine(folder), ReferencePath(folder, DTYPE, DEVICE), **about))
+        yield fault, examine(Replay(case, path, trainer, model, planted=fault))
+    yield "engine, transformers", examine(Replay(case, engine(folder), ReferencePath(folder, DTYPE, DEVICE), model))
 
 
 def rows(name: str, found: Examined) -> Iterator[Row]:

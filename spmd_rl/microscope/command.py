@@ -47,14 +47,15 @@ def main(words: list[str]) -> int:
     model = Folder(options.model) if options.model else inputs.run_model(run or Folder())
     case = _case(options, run, model, settings)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = getattr(torch, dtype_of(options.dtype or settings.get("engine", {}).get("dtype", "auto"), device))
-    if drop_splits(settings, ModelSpec.from_folder(model).head_dim, dtype, device):
+    names = options.left, options.right
+    dtypes = {name: _dtype(name, options.dtype, device, settings) for name in names}
+    if drop_splits(settings, ModelSpec.from_folder(model).head_dim, dtypes[options.left], device):
         print("the run's attention_split needs FlashAttention-4: both paths attend to all keys at once here")
-    left, right = (_path(name, model, dtype, device, settings) for name in (options.left, options.right))
+    left, right = (_path(name, model, dtypes[name], device, settings) for name in names)
     if options.plant:
         assert isinstance(left, EnginePath)
         plant(options.plant, left)
-    replay = Replay(case, left, right, model=str(model), dtype=str(dtype), device=str(device), planted=options.plant)
+    replay = Replay(case, left, right, model=str(model), planted=options.plant)
     found = examine(replay)
     page = write(found, Folder(options.out) if options.out else (run or Folder()) / "mismatch")
     print(found.verdict)
@@ -85,6 +86,13 @@ def _case(options: argparse.Namespace, run: Folder | None, model: Folder, settin
     return inputs.samples_of_run(run, model, settings, wanted)
 
 
+def _dtype(name: str, asked: str | None, device: torch.device, settings: dict[str, Any]) -> torch.dtype:
+    """That of the role in the run; of `transformers`, the engine's."""
+    role = settings.get("trainer" if name == "trainer" else "engine", {})
+    dtype: torch.dtype = getattr(torch, dtype_of(asked or role.get("dtype", "auto"), device))
+    return dtype
+
+
 def _path(name: str, model: Folder, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]) -> Path:
     if name == "transformers":
         return ReferencePath(model, dtype, device)
@@ -103,7 +111,9 @@ def _parser() -> _Parser:
     parser.add_argument("--right", choices=PATHS, default="trainer")
     parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder; default: the run's hf/")
     parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="replay these instead of samples")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the run's, or bfloat16 on GPUs")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="default: each role's in the run, or bfloat16 on GPUs"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
     parser.add_argument("--plant", choices=tuple(FAULTS), help="plant a fault in the engine's path")
     parser.add_argument("--out", metavar="DIR", help="default: RUN/mismatch")

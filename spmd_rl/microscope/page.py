@@ -84,11 +84,11 @@ def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
     for one in kinds:
         places = sum(other["op"] == one["op"] and other["status"] == "introduced" for other in data["findings"])
         counts = one["on_same_input"]["counts"]
-        cause = causes[one["layer"], one["op"]]
+        cause = causes.get((one["layer"], one["op"]))
         cells = [
             f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; in {places} place{'s' * (places > 1)}</small>",
             f"{sum(counts[1:]):,} of {sum(counts):,}, at most {one['on_same_input']['largest_ulp']:,} ULP",
-            *(_side(cause[side]) for side in ("left", "right")),
+            *(_side(cause[side]) if cause else "" for side in ("left", "right")),
         ]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     heads = ("op", "elements that differ on the same input", data["left"], data["right"])

@@ -34,13 +34,16 @@ class Replay:
     left: Path
     right: Path
     model: str
-    dtype: str
-    device: str
     planted: str | None = None
 
     @property
     def names(self) -> tuple[str, str]:
         return self.left.name, self.right.name
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        left, right = (next(path.model.parameters()).dtype for path in (self.left, self.right))
+        return left, right
 
 
 @dataclass(frozen=True)
@@ -82,16 +85,22 @@ class Examined:
 
 
 def examine(replay: Replay) -> Examined:
-    """Compare the two paths and look up the kernels where they part."""
+    """Compare the two paths and, where they part in the same type of numbers, look up the kernels."""
     comparison = compare(replay.left, replay.right, replay.case)
     first_of_kind: dict[str, Finding] = {}
     for one in comparison.findings:
         if one.status == "introduced":
             first_of_kind.setdefault(one.point.op, one)
-    causes = _causes(replay, comparison, list(first_of_kind.values())) if first_of_kind else {}
+    alike = replay.dtypes[0] == replay.dtypes[1]
+    causes = _causes(replay, comparison, list(first_of_kind.values())) if first_of_kind and alike else {}
     first = comparison.first
     cause = causes.get(first.point) if first else None
     said = verdict(comparison, replay.case, replay.names, cause)
+    if not alike:
+        (left, right), (ours, theirs) = replay.names, replay.dtypes
+        said = (
+            f"The {left} computes in {_short(ours)}, the {right} in {_short(theirs)}: no op has the same bits.\n{said}"
+        )
     if replay.planted and not comparison.findings:
         said += f"\nThe planted fault, {replay.planted}, changes nothing here."
     return Examined(replay, comparison, causes, said)
@@ -109,8 +118,9 @@ def write(examined: Examined, folder: Folder) -> Folder:
 def versions(replay: Replay) -> dict[str, str]:
     """What the bits may depend on: the numeric contract's facts, and the libraries' versions."""
     head_dim, split = ModelSpec.from_folder(replay.model).head_dim, max(replay.left.split, replay.right.split)
-    dtype = getattr(torch, replay.dtype.removeprefix("torch."))
-    facts = contract(torch.device(replay.device), dtype, head_dim, split)
+    device = next(replay.left.model.parameters()).device
+    facts = contract(device, replay.dtypes[0], head_dim, split)
+    facts["dtype"] = ", ".join(dict.fromkeys(map(str, replay.dtypes)))
     return {key: str(value) for key, value in facts.items()} | {"python": platform.python_version()}
 
 
@@ -132,6 +142,10 @@ def _causes(replay: Replay, comparison: Comparison, findings: Sequence[Finding])
         )
         for one in findings
     }
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _side(side: Side) -> dict[str, list[str]]:

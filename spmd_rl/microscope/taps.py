@@ -124,7 +124,8 @@ class Transplant(Values):
             given = self.other.table[point], self.other.known[point]
             self._given[point] = tuple(torch.cat([one, torch.zeros_like(one[:1])]).to(x.device) for one in given)
         values, known = (one.index_select(0, rows) for one in self._given[point])
-        x = x.to(torch.promote_types(x.dtype, values.dtype))  # logits may be of a wider format over there
+        if point.op == "logits":  # nothing but the log-probs follows, which take any format
+            x = x.to(torch.promote_types(x.dtype, values.dtype))
         mine = x[: len(rows)] if places is None else x.index_select(0, places)
         mixed = torch.where(known[:, None], values.to(x.dtype), mine.flatten(1) if x.dim() > 1 else mine[:, None])
         at = torch.arange(len(rows), device=x.device) if places is None else places

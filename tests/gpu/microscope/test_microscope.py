@@ -86,7 +86,7 @@ def test_a_planted_fault_is_found_where_it_is(folder: Path, case: Case, trainer:
 def test_a_log_prob_is_explained_on_both_sides(folder: Path, case: Case, trainer: TrainerPath) -> None:
     path = mismatch.engine(folder)
     plant("library-logprob", path)
-    found = examine(Replay(case, path, trainer, str(folder), "torch.bfloat16", "cuda"))
+    found = examine(Replay(case, path, trainer, str(folder)))
     (cause,) = found.causes.values()
     scored = sum(len(one.response) for one in case.sequences)
     for side, says in ((cause.left, "the library's log-softmax"), (cause.right, "the contract's")):
@@ -130,7 +130,7 @@ def test_splits_on_one_side_are_named_and_on_both_agree(folder: Path, case: Case
     path = EnginePath(load_model(folder, torch.bfloat16, DEVICE), EngineConfig(max_batch=64, attention_split=128))
     alike = TrainerPath(trainer.model, attention_split=128)
     assert compare(path, alike, case).findings == ()
-    found = examine(Replay(case, path, trainer, str(folder), "torch.bfloat16", "cuda"))
+    found = examine(Replay(case, path, trainer, str(folder)))
     point, cause = next(iter(found.causes.items()))
     assert point == Point(0, "attention")
     assert cause.left.matches[-1].says.startswith("softmaxes of splits of one size")

@@ -14,7 +14,7 @@ from benchmarks import engine_cost, paths, proof_cost, record, rollout_vs_sglang
 from benchmarks.cublas import every_way
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
-from benchmarks.kernels import decode_gemm, small_ops
+from benchmarks.kernels import decode_gemm, layer_cases, step_cases
 from benchmarks.shapes import QWEN3, write_config
 from spmd_rl.controller.contracts import FILE, followed
 from spmd_rl.kernels import gated, linear_plan, token_logprobs, write_kv
@@ -154,7 +154,7 @@ def test_products_of_decoding_are_counted() -> None:
 
 def test_torch_draws_from_the_nucleus_and_scores_among_all() -> None:
     logits = torch.full((2, 50), -1.0).index_fill_(1, torch.tensor([7]), 8.0)
-    drawn, logprob = small_ops.torch_draw_top_p(logits)
+    drawn, logprob = step_cases.torch_draw_top_p(logits)
     assert drawn.tolist() == [7, 7]
     assert torch.allclose(logprob.squeeze(1), logits.log_softmax(-1)[:, 7])
 
@@ -162,7 +162,7 @@ def test_torch_draws_from_the_nucleus_and_scores_among_all() -> None:
 def test_torch_writes_where_ours_do() -> None:
     pages = [torch.zeros(2, 4, 3, 8) for _ in range(4)]
     slots, k, v = torch.tensor([5, 0, 7]), torch.randn(3, 3, 8), torch.randn(3, 3, 8)
-    small_ops.torch_write(*pages[:2], slots, k, v)
+    layer_cases.torch_write(*pages[:2], slots, k, v)
     write_kv(*pages[2:], slots, k, v)
     assert torch.equal(pages[0], pages[2]) and torch.equal(pages[1], pages[3])
 

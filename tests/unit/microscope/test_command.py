@@ -68,6 +68,19 @@ def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(run: Path, m
     assert "itself counted" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("engine", "trainer"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_each_side_computes_in_the_type_of_its_role(run: Path, mismatch, capsys, engine: str, trainer: str) -> None:
+    (run / "config.toml").write_text(f'[engine]\npage_size = 4\ndtype = "{engine}"\n[trainer]\ndtype = "{trainer}"\n')
+    assert mismatch(run) == 1
+    out, err = capsys.readouterr()
+    said = out.splitlines()
+    assert said, err
+    assert said[0] == f"The engine computes in {engine}, the trainer in {trainer}: no op has the same bits."
+    data = json.loads((run / "mismatch" / "mismatch.json").read_text())
+    assert data["versions"]["dtype"] == f"torch.{engine}, torch.{trainer}"
+    assert mismatch(run, "--dtype", "float32") == 0
+
+
 def test_a_planted_fault_exits_one_and_the_page_shows_it(run: Path, mismatch, capsys, tmp_path: Path) -> None:
     assert mismatch(run, "--samples", "7:1", "--plant", "split-k", "--out", tmp_path / "out") == 1
     out = capsys.readouterr().out
