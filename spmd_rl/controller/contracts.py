@@ -40,7 +40,10 @@ def disagreement(contracts: Mapping[str, Contract]) -> str:
     for name, contract in parties:
         keys = [key for key in {**expected, **contract} if expected.get(key) != contract.get(key)]
         if keys:
-            facts = "; ".join(f"{key} is {expected.get(key)!r} here and {contract.get(key)!r} there" for key in keys)
+            values = [(key, expected.get(key), contract.get(key)) for key in keys]
+            facts = "; ".join(
+                f"{key} is {one!r} in the first and {other!r} in the second" for key, one, other in values
+            )
             return f"{first} and {name} follow different numeric contracts: {facts}"
     return ""
 

@@ -38,7 +38,7 @@ class Notice:
         """The error to end with now, if the run has to."""
         if self.error is None or now - self._since < self.grace_s:
             return None
-        return self.and_then(self.unsaved)
+        return self.and_then(self.unsaved) if self._since > -math.inf else self.error
 
 
 class RecipeClock:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
-from spmd_rl.data.prompts import PromptConfig, Tokenizer, encode_prompts
+from spmd_rl.data.prompts import PromptConfig, Tokenizer, encode_prompts, tell_dropped, too_long
 from spmd_rl.errors import ConfigError, DataError
 
 
@@ -35,13 +35,14 @@ class Pairs:
         prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
         answers = _encode_answers(records, cfg, tokenizer)
         self._pairs = [
-            _join(prompt, answer)
-            for prompt, answer in zip(prompts, answers, strict=True)
+            _join(record, prompt, answer, tokenizer)
+            for record, prompt, answer in zip(records, prompts, answers, strict=True)
             if not cfg.max_prompt_tokens or len(prompt) <= cfg.max_prompt_tokens
         ]
         if not self._pairs:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
         self.num_dropped = len(records) - len(self._pairs)
+        tell_dropped(cfg, self.num_dropped, len(records))
         self._source = cfg.path
         self._order = Order(len(self._pairs), seed=cfg.seed, shuffle=cfg.shuffle)
 
@@ -79,6 +80,8 @@ def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokeniz
     return [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
 
 
-def _join(prompt: NDArray[np.int32], answer: list[int]) -> Pair:
+def _join(record: Record, prompt: NDArray[np.int32], answer: list[int], tokenizer: Tokenizer) -> Pair:
     tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
+    if 0 < tokenizer.context < len(tokens):
+        raise too_long(str(record.where), f"prompt and answer have {len(tokens)}", tokenizer)
     return Pair(tokens, np.arange(len(tokens)) >= len(prompt))

@@ -32,6 +32,9 @@ class Tokenizer(Protocol):
     @property
     def chat_template(self) -> str | None: ...
 
+    @property
+    def context(self) -> int: ...  # the model's positions; 0 if nobody knows
+
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
@@ -77,6 +80,7 @@ class Prompts:
         if not kept:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
         self.num_dropped = len(records) - len(kept)
+        tell_dropped(cfg, self.num_dropped, len(records))
         self._entries = kept
         self._order = Order(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
 
@@ -138,9 +142,26 @@ def encode_prompts(
     # a template writes its own special tokens: the tokenizer must not add a second BOS
     encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
     for record, tokens in zip(records, encoded, strict=True):
+        where, kept = (
+            f"{record.where}: {cfg.prompt_key}",
+            not cfg.max_prompt_tokens or len(tokens) <= cfg.max_prompt_tokens,
+        )
         if not tokens:
-            raise DataError(f"{record.where}: {cfg.prompt_key}", "the prompt is empty")
+            raise DataError(where, "the prompt is empty")
+        if kept and 0 < tokenizer.context <= len(tokens):
+            raise too_long(where, f"the prompt has {len(tokens)}", tokenizer)
     return [(text, np.array(tokens, dtype=np.int32)) for text, tokens in zip(texts, encoded, strict=True)]
+
+
+def too_long(where: str, has: str, tokenizer: Tokenizer) -> DataError:
+    room = f"the model's context of {tokenizer.context} tokens is for prompt and answer"
+    return DataError(where, f"{has} tokens, and {room}: prompts.max_prompt_tokens drops longer prompts")
+
+
+def tell_dropped(cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
+    if num_dropped:
+        limit = cfg.max_prompt_tokens
+        print(f"{cfg.path}: {num_dropped} of {num_records} prompts have more than {limit} tokens: dropped", flush=True)
 
 
 def _plain_text(record: Record, cfg: PromptConfig) -> str:

@@ -46,6 +46,8 @@ def main(words: list[str]) -> int:
         raise ConfigError("name the folder of a run, or a model with --model and --prompts")
     model = Folder(options.model) if options.model else inputs.run_model(run or Folder())
     case = _case(options, run, model, settings)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     names = options.left, options.right
     dtypes = {name: _dtype(name, options.dtype, device, settings) for name in names}

@@ -56,7 +56,9 @@ class ModelSpec:
         """Raises: ConfigError if the folder, its config.json or a field is missing, broken or of another family."""
         path = Path(folder) / "config.json"
         if not Path(folder).is_dir():
-            raise ConfigError(f"no model folder at {folder}")
+            raise ConfigError(
+                f"no model folder at {folder}: models are read from disk (`hf download` brings one there)"
+            )
         if not path.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")
         raw = _read_object(path)

@@ -26,6 +26,11 @@ class FolderTokenizer:
         self._config = _read_json(folder / "tokenizer_config.json")
 
     @cached_property
+    def context(self) -> int:
+        """Positions of the folder's model; 0 where its config.json does not say."""
+        return _context(self.folder)
+
+    @cached_property
     def eos_token_id(self) -> int | None:
         name = self._config.get("eos_token")
         text = name.get("content") if isinstance(name, dict) else name
@@ -58,7 +63,7 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise ConfigError(f"no model folder at {folder}")
+        raise ConfigError(f"no model folder at {folder}: models are read from disk (`hf download` brings one there)")
     if not (path / "tokenizer.json").is_file():
         tokenizer: FolderTokenizer = _auto_tokenizer(path)
         return tokenizer
@@ -72,9 +77,15 @@ def _auto_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a missing or broken file; all mean the same here
         raise ConfigError(f"{folder} holds no tokenizer that loads: {type(error).__name__}: {error}") from error
+    tokenizer.context = _context(folder)
+    return tokenizer
+
+
+def _context(folder: Path) -> int:
+    return int(_read_json(folder / "config.json").get("max_position_embeddings", 0))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -46,17 +46,23 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path, config: str, plan: Mapping[str, Any], *, resume: bool = False) -> RunFolder:
-        """Make the folder, or continue in one that holds a run of the same configuration.
+        """Make the folder, or continue in one that holds a run of the same configuration, or one without a step.
 
         No other process can open it while this object lives. `config` is the TOML of the run, `plan` what it resolved
         to. `resume` accepts a changed configuration.
-        Raises: ConfigError when the folder holds something else, which is not touched then, or a live run.
+        Raises: ConfigError when the folder holds something else, which is not touched then, or a live run, or cannot
+        be made.
         """
         run = cls(Path(path))
         run.refuse_other(config, resume)
-        run.path.mkdir(parents=True, exist_ok=True)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{run.path} cannot be made: {error.strerror}") from None
         weakref.finalize(run, os.close, claim(run.path))
         run.refuse_other(config, resume)  # again: another may have begun meanwhile
+        if not run._has_steps():
+            (run.path / "contract.json").unlink(missing_ok=True)
         write_whole(run.path / "config.toml", config)  # first: it is what makes this the folder of a run
         for folder in (run.samples, run.logs, run.stacks):
             folder.mkdir(exist_ok=True)
@@ -81,13 +87,17 @@ class RunFolder:
         held = self.path / "config.toml"
         if not held.is_file():
             raise ConfigError(f"{self.path} exists and is not the folder of a run: choose another name")
-        if not resume:
+        if self._has_steps() and not resume:
             changed = list(_changes(tomllib.loads(held.read_text(encoding="utf-8")), tomllib.loads(config)))
             if changed:
                 raise ConfigError(
                     f"{self.path} holds a run with another configuration ({changed[0]}): choose another name, "
                     "remove the folder, or say --run.resume=true"
                 )
+
+    def _has_steps(self) -> bool:
+        """Whether there is anything that a start with another configuration could not make again at once."""
+        return (self.metrics.is_file() and self.metrics.stat().st_size > 0) or any(self.checkpoints.glob("*"))
 
 
 def _before_a_run(path: Path) -> bool:

@@ -32,6 +32,8 @@ class Recorder:
 
     def on_steps(self, start: int, num_steps: int) -> None:
         self._folder.drop_samples(after=start)
+        if start >= num_steps > 0:
+            print(f"all {num_steps} steps are done: more of them, with --run.resume=true, go on from here", flush=True)
         self._observer = Observer(self._folder, num_steps, sinks=self._sinks, resume_at=start)
 
     def on_phase(self, name: str, seconds: float | None) -> None:
@@ -59,9 +61,12 @@ class Recorder:
             self._observer.catch_up()
 
     def close(self) -> None:
-        """Draw the last curves and give the terminal back; also after a run that failed."""
+        """Draw the last curves, give the terminal back and say what there is; also after a run that failed."""
         if self._observer is not None:
             self._observer.close()
+            names = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
+            there = [name for name in names if (self._folder.path / name).exists()]
+            print(f"{self._folder.path} holds {', '.join(there)}", flush=True)
         else:
             self._sinks.close()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from traceback import extract_tb
 from types import FrameType
 from typing import Any
 
@@ -55,7 +56,7 @@ class Grader(AbstractContextManager["Grader"]):
         except BaseException as error:  # the function is the user's: whatever it raises is told with the sample it met
             if os.getpid() != self._pid:  # a process that it forked ends as it likes
                 raise
-            problem = f"raised {type(error).__name__}: {_shown(error, str)}"
+            problem = f"raised {type(error).__name__}: {_shown(error, str)}{self._line(error)}"
             raise DataError(self._where(prompt, sample), problem) from error
         if not isinstance(result, Mapping):
             return sample.changed(reward=self._number(result, "reward", prompt, sample))
@@ -94,6 +95,12 @@ class Grader(AbstractContextManager["Grader"]):
             problem = f"returned no finite number as {_shown(key)}: {_shown(value)}"
             raise DataError(self._where(prompt, sample), problem)
         return number
+
+    def _line(self, error: BaseException) -> str:
+        """Where in the function's own file, as far as it goes."""
+        code = getattr(self._reward, "__code__", None)
+        frames = [one for one in extract_tb(error.__traceback__) if code and one.filename == code.co_filename]
+        return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
     def _where(self, prompt: Prompt, sample: Sample) -> str:
         code = getattr(self._reward, "__code__", None)

@@ -75,7 +75,7 @@ def test_prompt_longer_than_the_context(run: Any, tmp_path: Path) -> None:
     data.write_text('{"prompt": "' + "1+" * 100 + '1=", "answer": "101"}\n')
     ended = run("grpo", f"--data={data}")
     assert ended.code == 2
-    assert "has 202 tokens, but the model's context is 128" in ended.sentence
+    assert "long.jsonl:1: prompt: the prompt has 202 tokens, and the model's context of 128" in ended.sentence
 
 
 def test_reward_that_raises_shows_the_sample(run: Any, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_two_numeric_contracts(run: Any) -> None:
     """A bfloat16 engine cannot have the bits of a float32 trainer; it may be asked for all the same."""
     refused = run("grpo", "--steps=1", "--engine.dtype=bfloat16", name="refused")
     assert refused.code == 1
-    assert "follow different numeric contracts: dtype is 'torch.float32' here" in refused.sentence
+    assert "follow different numeric contracts: dtype is 'torch.float32' in the first" in refused.sentence
     allowed = run("grpo", "--steps=1", "--engine.dtype=bfloat16", "--run.exact=false", name="allowed")
     assert allowed.code == 0, allowed.sentence
     assert allowed.metrics[0]["onpolicy/mismatched_tokens"] > 0
@@ -150,7 +150,7 @@ def test_ranks_of_one_role_that_follow_two_contracts(run: Any, tmp_path: Path) -
     (tmp_path / "odd.py").write_text(ODD)
     refused = run("odd.py", nproc=2, small=False, name="refused")
     assert refused.code == 1
-    said = "odd on rank 0 and odd on rank 1 follow different numeric contracts: threads is 4 here and 5 there"
+    said = "odd on rank 0 and odd on rank 1 follow different numeric contracts: threads is 4 in the first and 5 in the second"
     assert said in refused.sentence
     allowed = run("odd.py", "--run.exact=false", nproc=2, small=False, name="allowed")
     assert allowed.code == 0, allowed.sentence

@@ -24,8 +24,8 @@ def test_the_first_difference_is_named_with_both_values() -> None:
         "rollout on rank 1": {"torch": "2.13", "dtype": "bfloat16", "isa": "AVX2"},
     }
     assert disagreement(contracts) == (
-        "trainer on rank 0 and rollout on rank 1 follow different numeric contracts: "
-        "torch is '2.11' here and '2.13' there; isa is None here and 'AVX2' there"
+        "trainer on rank 0 and rollout on rank 1 follow different numeric contracts: torch is '2.11' in the first "
+        "and '2.13' in the second; isa is None in the first and 'AVX2' in the second"
     )
 
 
@@ -51,7 +51,7 @@ def test_contracts_of_roles_and_links_stand_beside_each_other(tmp_path: Path) ->
     roles = {"train": {"train on rank 0": {"threads": 1}}, "infer": {"infer on rank 0": {"threads": 2}}}
     for name, parties in roles.items():
         agree(tmp_path, name, parties, exact=True)
-    with pytest.raises(ContractError, match=r"threads is 1 here and 2 there \(run.exact = false lets them\)"):
+    with pytest.raises(ContractError, match=r"threads is 1 in the first and 2 in the second \(run.exact = false"):
         agree(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=True)
     assert json.loads((tmp_path / FILE).read_text()).keys() == roles.keys()
     agree(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=False)

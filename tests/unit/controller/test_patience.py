@@ -24,9 +24,10 @@ def test_sigterm_leaves_the_grace_and_then_says_what_is_lost() -> None:
 @pytest.mark.parametrize(("name", "grace_s", "code"), [("SIGINT", 25.0, 130), ("SIGTERM", 0.0, 143)])
 def test_an_interrupt_and_a_run_with_nothing_to_save_end_at_once(name: str, grace_s: float, code: int) -> None:
     notice = Notice()
-    notice.grace_s = grace_s
+    notice.grace_s, notice.unsaved = grace_s, "; step 8 did not end in time" if name == "SIGINT" else ""
     notice.take(name, "somebody", 100.0)
     error = notice.overdue(100.0)
+    assert str(error) == "the run was ended from outside: somebody", "nobody waited for a step"
     assert error is not None
     assert error.exit_code == code
 

@@ -101,12 +101,26 @@ def test_chat_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
         Prompts(PromptConfig(messages, chat_template=True), tokenizer)
 
 
-def test_long_prompts_are_dropped_and_counted(jsonl: Jsonl, tokenizer: Any) -> None:
+def test_long_prompts_are_dropped_and_counted(jsonl: Jsonl, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(*lines(12))  # 10? and 11? have four tokens with BOS
     prompts = Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)
     assert (len(prompts), prompts.num_dropped) == (10, 2)
+    assert "2 of 12 prompts have more than 3 tokens: dropped" in capsys.readouterr().out
+    assert len(Prompts(PromptConfig(path, max_prompt_tokens=4), tokenizer)) == 12
+    assert capsys.readouterr().out == ""
     with pytest.raises(DataError, match="all 12 prompts are longer than 2 tokens"):
         Prompts(PromptConfig(path, max_prompt_tokens=2), tokenizer)
+
+
+def test_a_prompt_leaves_room_for_its_answer(jsonl: Jsonl, tokenizer: Any) -> None:
+    path, tokenizer.context = jsonl(*lines(12)), 4
+    with pytest.raises(
+        DataError, match=r"train.jsonl:11: prompt: the prompt has 4 tokens, and the model's context of 4"
+    ):
+        Prompts(PromptConfig(path), tokenizer)
+    assert len(Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)) == 10
+    tokenizer.context = 5
+    assert len(Prompts(PromptConfig(path), tokenizer)) == 12
 
 
 def test_a_field_of_the_wrong_kind_is_named(jsonl: Jsonl, tokenizer: Any) -> None:
@@ -154,6 +168,13 @@ def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
         Pairs(PromptConfig(jsonl(*reversed(lines(4)))), tokenizer).restore(one.state())
     with pytest.raises(ConfigError, match="answer_key"):
         Pairs(PromptConfig(path, answer_key=""), tokenizer)
+    tokenizer.context = 5
+    assert len(Pairs(PromptConfig(path), tokenizer)) == 4
+    tokenizer.context = 4
+    with pytest.raises(
+        DataError, match=r"train.jsonl:1: prompt and answer have 5 tokens, and the model's context of 4"
+    ):
+        Pairs(PromptConfig(path), tokenizer)
     tokenizer.eos_token_id = None
     with pytest.raises(ConfigError, match="no end-of-text token"):
         Pairs(PromptConfig(path), tokenizer)

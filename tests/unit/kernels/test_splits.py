@@ -124,4 +124,6 @@ def test_not_a_number_of_key_blocks(split: int) -> None:
 
 def test_both_roles_must_agree() -> None:
     trainer, engine = (contract(CPU, torch.float32, 16, split) for split in (2048, 4096))
-    assert "attention_split is 2048 here and 4096 there" in disagreement({"trainer": trainer, "engine": engine})
+    assert "attention_split is 2048 in the first and 4096 in the second" in disagreement(
+        {"trainer": trainer, "engine": engine}
+    )

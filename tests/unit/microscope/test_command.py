@@ -114,6 +114,7 @@ def test_the_newest_sample_of_a_name_is_replayed(run: Path, mismatch) -> None:
 
 
 BAD = {
+    "no gpu": (["{run}", "--device=cuda"], "torch sees no GPU here"),
     "a folder that is no run": (["{tmp}"], "is not the folder of a run"),
     "nothing to replay": ([], "name the folder of a run"),
     "a sample that is not there": (["{run}", "--samples", "7:99"], "has a sample 7:99"),

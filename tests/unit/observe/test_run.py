@@ -60,13 +60,34 @@ def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:
     RunFolder.open(tmp_path, CONFIG, {})
 
 
-def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    RunFolder.open(tmp_path / "r", CONFIG, {"world": 2})
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_00001"])
+def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path, left: str) -> None:
+    file = RunFolder.open(tmp_path / "r", CONFIG, {"world": 2}).path / left
+    file.parent.mkdir(exist_ok=True)
+    file.write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match=r"another configuration \(trainer\.lr was 0\.1, is 0\.2\)"):
         RunFolder.open(tmp_path / "r", CONFIG.replace("0.1", "0.2"), {"world": 4})
     assert (tmp_path / "r" / "config.toml").read_text() == CONFIG
     assert json.loads((tmp_path / "r" / "plan.json").read_text()) == {"world": 2}
     RunFolder.open(tmp_path / "r", CONFIG.replace("0.1", "0.2"), {}, resume=True)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/r cannot be made: Not a directory"):
+        RunFolder.open(tmp_path / "file" / "r", CONFIG, {})
+
+
+def test_a_start_that_made_no_step_is_replaced(tmp_path: Path) -> None:
+    failed = RunFolder.open(tmp_path / "r", CONFIG, {"world": 2})
+    failed.metrics.touch()
+    (failed.path / "contract.json").write_text("{}")
+    other = CONFIG.replace("0.1", "0.2")
+    del failed
+    run = RunFolder.open(tmp_path / "r", other, {"world": 4})
+    assert (run.path / "config.toml").read_text() == other
+    assert json.loads((run.path / "plan.json").read_text()) == {"world": 4}
+    assert not (run.path / "contract.json").exists()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

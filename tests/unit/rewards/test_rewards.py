@@ -149,6 +149,7 @@ def _raises_silently(prompt: Prompt, sample: Sample) -> float:
     ("reward", "problem"),
     [
         (_raises, "raised KeyError: 'gold'"),
+        (_raises, "(at test_rewards.py:"),
         (lambda p, s: None, "returned no finite number as 'reward': None"),
         (lambda p, s: math.nan, "returned no finite number as 'reward': nan"),
         (lambda p, s: {"form": 1.0}, "without the key 'reward'"),

@@ -48,7 +48,7 @@ def test_another_numeric_contract_is_a_caveat(new_trainer, tmp_path: Path) -> No
     trainer.load(str(tmp_path / "step_0"))
     assert trainer.caveats() == [
         "the trainer and the checkpoint follow different numeric contracts: "
-        f"torch is '{torch.__version__}' here and '0.1' there"
+        f"torch is '{torch.__version__}' in the first and '0.1' in the second"
     ]
 
 
