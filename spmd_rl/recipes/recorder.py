@@ -18,6 +18,8 @@ from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.types import Group
 
+LEAVES = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
+
 
 class Recorder:
     """The controller's observer. Recipes log `groups` (a list of Group) and metrics (dicts), in any order."""
@@ -28,11 +30,13 @@ class Recorder:
         self._folder = RunFolder.open(run.path, config, _resolved(cfg, world_size), resume=run.resume)
         self._sinks = Sinks(run.sinks, run.path, tomllib.loads(config))
         self._observer: Observer | None = None
+        self._steps_left = 0
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 
     def on_steps(self, start: int, num_steps: int) -> None:
         self._folder.drop_samples(after=start)
-        if start >= num_steps > 0:
+        self._steps_left = num_steps - start
+        if self._steps_left <= 0 < num_steps:
             print(f"all {num_steps} steps are done: more of them, with --run.resume=true, go on from here", flush=True)
         self._observer = Observer(self._folder, num_steps, sinks=self._sinks, resume_at=start)
 
@@ -52,6 +56,7 @@ class Recorder:
 
     def on_step(self, step: Step) -> None:
         groups, metrics = self._logged.pop(step.index, ([], {}))
+        self._steps_left -= 1
         if self._observer is not None:
             full = metrics | {"perf/controller_share": step.controller_share}
             self._observer.on_step(step.index + 1, full, groups, partial(_account, groups, step.index))
@@ -61,12 +66,12 @@ class Recorder:
             self._observer.catch_up()
 
     def close(self) -> None:
-        """Draw the last curves, give the terminal back and say what there is; also after a run that failed."""
+        """Draw the last curves and give the terminal back, also after a run that failed; of a whole one, say where."""
         if self._observer is not None:
             self._observer.close()
-            names = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
-            there = [name for name in names if (self._folder.path / name).exists()]
-            print(f"{self._folder.path} holds {', '.join(there)}", flush=True)
+            if self._steps_left <= 0:
+                there = [name for name in LEAVES if (self._folder.path / name).exists()]
+                print(f"{self._folder.path} holds {', '.join(there)}", flush=True)
         else:
             self._sinks.close()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -19,6 +20,14 @@ def test_the_first_sentence_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     last_words.write("its echo")
     assert last_words.of_the_last_start(tmp_path) == ["the cause"]
     assert [path.name for path in folder.iterdir()] == ["error.json"]
+
+
+def test_words_that_come_when_torchrun_is_gone_are_no_second_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "removed/attempt_0/0/error.json"))
+    last_words.write("the cause, again")
+    assert capfd.readouterr().err == ""
 
 
 def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,12 +87,16 @@ def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("folder", [None, "missing"])
+@pytest.mark.parametrize("full", [False, True])
 def test_without_a_file_or_room_it_goes_to_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], folder: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], full: bool
 ) -> None:
+    def write_text(path: Path, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.delenv(last_words.ERROR_FILE_ENV, raising=False)
-    if folder:
-        monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / folder / "error.json"))
+    if full:
+        monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "error.json"))
+        monkeypatch.setattr(Path, "write_text", write_text)
     last_words.write("the cause")
     assert capfd.readouterr().err == "the cause\n"
