@@ -3,6 +3,8 @@
     reward            response length      mismatched tokens
     loss, entropy     seconds a step       tokens per second
 
+A panel that the run has no number for is left out.
+
 Drawing happens in a process of its own, the last in line for a core, so that no step waits for a plot:
 
     python -m spmd_rl.observe.curves metrics.jsonl curves.png TITLE
@@ -10,10 +12,11 @@ Drawing happens in a process of its own, the last in line for a core, so that no
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ PHASES = ("rollout", "train", "sync", "sleep", "wake")
 _INK, _GRID = "#22303c", "#e3e8ec"
 _BLUE, _RED, _GREEN, _AMBER, _VIOLET, _GREY = "#2667c9", "#d1495b", "#2a9d6f", "#e08e2b", "#7a5cc2", "#a7b1ba"
 _PHASE_COLOURS = (_BLUE, _AMBER, _GREEN, _VIOLET, _RED)
+_HEADROOM = 1.1  # of a scale over the highest value on it
+_TITLE_PAD = 20  # points between a title and the frame: room for a legend
 
 
 class CurvePainter:
@@ -59,23 +64,34 @@ class CurvePainter:
 
 
 def draw(rows: Rows, path: Path, title: str) -> None:
-    """Write the picture at once, whole; without rows there is none."""
-    if not rows:
+    """Write the picture at once, whole; without a number there is none."""
+    figure = picture(rows, title)
+    if figure is None:
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 6.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    panels = (_reward, _length, _mismatch, _loss, _time, _throughput)
-    steps = np.array([row["step"] for row in rows])
-    for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
-        _dress(axes, steps)
-        panel(axes, steps, rows)
     part = path.with_name(path.name + ".part")
     figure.savefig(part, format="png", dpi=110)
     os.replace(part, path)
+
+
+def picture(rows: Rows, title: str) -> Any:
+    """The matplotlib figure, with at most three panels side by side; None when there is no number to draw."""
+    panels = [panel for panel, names in _PANELS if any(np.isfinite(_column(rows, name)).any() for name in names)]
+    if not panels:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    down = math.ceil(len(panels) / 3)
+    across = math.ceil(len(panels) / down)
+    figure = Figure(figsize=(4.4 * across, 0.3 + 3.2 * down), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    steps = np.array([row["step"] for row in rows])
+    for number, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(down, across, number)
+        _dress(axes, steps)
+        panel(axes, steps, rows)
+    return figure
 
 
 def _reward(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
@@ -93,39 +109,36 @@ def _reward(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 def _length(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     _title(axes, "response length")
     axes.set_ylabel("tokens", color=_BLUE, fontsize=8)
-    _raw_and_smooth(axes, steps, _column(rows, "rollout/response_tokens_mean"), _BLUE, "mean length")
-    axes.set_ylim(bottom=0)
-    truncated = _column(rows, "rollout/truncated")
-    if np.isfinite(truncated).any():
-        right = _second_axis(axes, "share truncated", _AMBER)
-        _line(right, steps, truncated, _AMBER, "truncated")
-        right.set_ylim(-0.03, 1.03)
+    _raw_and_smooth(axes, steps, _column(rows, "rollout/response_tokens_mean"), _BLUE, "mean")
+    _from_zero(axes)
+    right = _second_axis(axes, steps, _column(rows, "rollout/truncated"), _AMBER, "share truncated")
+    right.set_ylim(0, 1)
+    _legend(axes, right)
 
 
 def _mismatch(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
-    tokens = _column(rows, "onpolicy/mismatched_tokens")
-    total, compared = np.nansum(tokens), np.nansum(_column(rows, "onpolicy/compared_tokens"))
-    _title(axes, f"trainer vs engine: {total:,.0f} of {compared:,.0f} tokens mismatched")
-    axes.set_ylabel("tokens a step", color=_RED if total else _GREEN, fontsize=8)
-    axes.plot(steps, tokens, color=_RED if total else _GREEN, linewidth=1.6)
-    axes.fill_between(steps, 0, tokens, color=_RED, alpha=0.15, linewidth=0)
-    if not total:
+    tokens, compared = (_column(rows, f"onpolicy/{what}_tokens") for what in ("mismatched", "compared"))
+    tokens = np.where(compared == 0, np.nan, tokens)
+    total, of_all = np.nansum(tokens), np.nansum(compared)
+    _title(axes, f"mismatched tokens: {f'{total:,.0f} of {of_all:,.0f}' if of_all else 'no tokens compared'}")
+    colour = _RED if total else _GREEN
+    _line(axes, steps, tokens, colour, "trainer vs engine")
+    if total:
+        axes.set_ylabel("tokens a step", color=colour, fontsize=8)
+        axes.fill_between(steps, 0, tokens, color=colour, alpha=0.15, linewidth=0)
+        _from_zero(axes)
+        _legend(axes, _second_axis(axes, steps, _column(rows, "onpolicy/max_abs_dlogp"), _VIOLET, "max |Δ log-prob|"))
+    else:
         axes.set_ylim(-0.05, 1)
-        axes.set_yticks([0, 1])
-        return
-    axes.set_ylim(bottom=0)
-    right = _second_axis(axes, "max |Δ log-prob|", _VIOLET)
-    _line(right, steps, _column(rows, "onpolicy/max_abs_dlogp"), _VIOLET, "max")
-    right.set_ylim(bottom=0)
+        axes.set_yticks([0, 1] if of_all else [])
+        _legend(axes)
 
 
 def _loss(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     _title(axes, "loss and entropy")
     axes.set_ylabel("loss", color=_BLUE, fontsize=8)
     _raw_and_smooth(axes, steps, _column(rows, "train/loss"), _BLUE, "loss")
-    right = _second_axis(axes, "entropy (nats)", _AMBER)
-    _line(right, steps, _column(rows, "train/entropy"), _AMBER, "entropy")
-    right.set_ylim(bottom=0)
+    _legend(axes, _second_axis(axes, steps, _column(rows, "train/entropy"), _AMBER, "entropy (nats)"))
 
 
 def _time(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
@@ -136,9 +149,12 @@ def _time(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     shown = {name: values for name, values in phases.items() if values.any()}
     colours = [_PHASE_COLOURS[PHASES.index(name)] for name in shown]
     axes.stackplot(steps, *shown.values(), rest, labels=[*shown, "other"], colors=[*colours, _GREY], alpha=0.85)
-    if np.isfinite(whole).any():
-        slow = 2 * float(np.nanmedian(whole))  # one slow first step must not flatten the rest
-        axes.set_ylim(0, min(slow, 1.05 * float(np.nanmax(whole))))
+    _from_zero(axes)
+    known = whole[np.isfinite(whole)]
+    if known.size and 0 < 2 * (usual := np.percentile(known, 95, method="lower")) < known.max():
+        axes.set_ylim(0, _HEADROOM * usual)  # one slow first step must not flatten the rest
+        most = f"{known.max():,.0f}" if known.max() >= 100 else f"{known.max():.3g}"
+        axes.set_title(f"▲ up to {most} s", fontsize=8, color=_INK, loc="right", pad=_TITLE_PAD)
     _legend(axes)
 
 
@@ -146,9 +162,21 @@ def _throughput(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     _title(axes, "tokens per second")
     _line(axes, steps, _column(rows, "rollout/tokens_per_s"), _BLUE, "rollout")
     _line(axes, steps, _column(rows, "perf/train_tokens_per_s"), _AMBER, "train")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _legend(axes)
+
+
+Panel = Callable[[Any, NDArray[Any], Rows], None]
+
+_PANELS: tuple[tuple[Panel, tuple[str, ...]], ...] = (  # each with the metrics of which it needs one
+    (_reward, ("reward/mean",)),
+    (_length, ("rollout/response_tokens_mean",)),
+    (_mismatch, ("onpolicy/mismatched_tokens",)),
+    (_loss, ("train/loss", "train/entropy")),
+    (_time, ("time/step",)),
+    (_throughput, ("rollout/tokens_per_s", "perf/train_tokens_per_s")),
+)
 
 
 def _column(rows: Rows, name: str) -> NDArray[np.float64]:
@@ -169,21 +197,32 @@ def _dress(axes: Any, steps: NDArray[Any]) -> None:
 
 
 def _title(axes: Any, text: str) -> None:
-    axes.set_title(text, fontsize=10, fontweight="bold", color=_INK, loc="left")
+    axes.set_title(text, fontsize=10, fontweight="bold", color=_INK, loc="left", pad=_TITLE_PAD)
 
 
-def _second_axis(axes: Any, label: str, colour: str) -> Any:
+def _from_zero(axes: Any) -> None:
+    """Zero at the bottom, and the highest value of the lines clearly below the top."""
+    axes.set_ylim(0, _HEADROOM * max(axes.dataLim.y1, 0) or 1)
+
+
+def _second_axis(axes: Any, steps: NDArray[Any], values: NDArray[np.float64], colour: str, label: str) -> Any:
+    """`values` on a scale of their own, at the right; no scale where there are none."""
     right = axes.twinx()
-    right.set_ylabel(label, color=colour, fontsize=8)
-    right.tick_params(colors=_INK, labelsize=8, length=0)
     for spine in right.spines.values():
         spine.set_visible(False)
+    right.tick_params(colors=_INK, labelsize=8, length=0, pad=7)
+    right.yaxis.set_visible(bool(np.isfinite(values).any()))
+    right.set_ylabel(label, color=colour, fontsize=8)
+    _line(right, steps, values, colour, label)
+    _from_zero(right)
     return right
 
 
 def _line(axes: Any, steps: NDArray[Any], values: NDArray[np.float64], colour: str, label: str, **style: Any) -> None:
-    if np.isfinite(values).any():
-        axes.plot(steps, values, color=colour, linewidth=1.4, label=label, **style)
+    if known := np.isfinite(values).sum():
+        marker = "o" if known == 1 else ""  # a line shows nothing of a single value
+        whole = {"clip_on": False, "marker": marker, "markersize": 4}  # also on the frame
+        axes.plot(steps, values, color=colour, linewidth=1.4, label=label, **whole, **style)
 
 
 def _raw_and_smooth(axes: Any, steps: NDArray[Any], values: NDArray[np.float64], colour: str, label: str) -> None:
@@ -206,9 +245,13 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
 
-def _legend(axes: Any) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, framealpha=0.8, edgecolor="none", labelcolor=_INK, loc="best")
+def _legend(*all_axes: Any) -> None:
+    """Name the lines between title and frame, where they hide none of them."""
+    named = [pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    if named:
+        room = {"borderpad": 0, "borderaxespad": 0.4, "handlelength": 1.2, "handletextpad": 0.4, "columnspacing": 1.0}
+        where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(named)}
+        all_axes[0].legend(*zip(*named, strict=True), fontsize=8, frameon=False, labelcolor=_INK, **where, **room)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,8 @@ class Observer:
         if self._unwritten is None:
             return
         (index, metrics, groups, more), self._unwritten = self._unwritten, None
-        full = metrics | _rate(metrics, groups) | dict(more())
+        known = metrics | dict(more())
+        full = known | _rate(known, groups)
         self._rows.append(self._log.write(index, full))
         self._sinks.write(self._rows[-1])
         if groups:
@@ -121,11 +122,16 @@ class Observer:
 
 
 def _rate(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """The rate of generation, where there was any."""
+    """The rate of generation, where there was any.
+
+    Samples older than their step were generated while others were trained on: their phase is the end of that, a wait,
+    and a step's time is what each step's samples take.
+    """
     rollout_s = metrics.get("time/rollout", 0.0)
     if not groups or rollout_s <= 0:
         return {}
-    return {"rollout/tokens_per_s": len(Group.to_columns(groups).samples.tokens) / rollout_s}
+    seconds = metrics["time/step"] if metrics.get("version/lag_max", 0.0) > 0 else rollout_s
+    return {"rollout/tokens_per_s": len(Group.to_columns(groups).samples.tokens) / seconds}
 
 
 def _view(progress: Progress, title: str, tty: bool) -> View:

@@ -9,9 +9,10 @@ from typing import TextIO
 from spmd_rl.observe.progress import Metrics, Progress, duration
 from spmd_rl.types import Group
 
+_COMPARED = "onpolicy/compared_tokens"
 _COLUMNS = (
     (("reward/mean",), "reward {:.3f}"),
-    (("onpolicy/mismatched_tokens", "onpolicy/compared_tokens"), "mismatched {:,.0f} of {:,.0f}"),
+    (("onpolicy/mismatched_tokens", _COMPARED), "mismatched {:,.0f} of {:,.0f}"),
     (("train/loss",), "loss {:+.4f}"),
     (("rollout/tokens_per_s",), "{:,.0f} tok/s"),
     (("time/step",), "{:.2f} s/step"),
@@ -40,4 +41,5 @@ def step_line(progress: Progress) -> str:
 
 
 def _columns(metrics: Metrics) -> list[str]:
-    return [form.format(*(metrics[name] for name in names)) for names, form in _COLUMNS if set(names) <= set(metrics)]
+    known = {name for name, value in metrics.items() if value or name != _COMPARED}  # 0 of 0 is no agreement
+    return [form.format(*(metrics[name] for name in names)) for names, form in _COLUMNS if known.issuperset(names)]

@@ -221,6 +221,17 @@ def test_short_and_long_runs(browser: Browser, tmp_path: Path, num_steps: int) -
     check_quiet(browser, page)
 
 
+def test_cards_hold_large_numbers_and_claim_nothing_without_a_comparison(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=60)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    changed = {"onpolicy/compared_tokens": 0, "rollout/tokens_per_s": 3008405}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row | changed) + "\n" for row in rows))
+    opened(browser, run)
+    assert not any(browser.each(".figure .value", "e.scrollWidth > e.clientWidth"))
+    assert "no tokens compared" in browser.each(".figure .how")
+    assert not browser.each(".figure .good, .figure .bad")
+
+
 def test_a_run_folder_with_a_config_only(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("steps = 3\n")
     page = opened(browser, tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.metrics import METRICS, read_metrics
-from spmd_rl.observe.report.metrics import FIGURES, MAX_POINTS, curves, figures, num_latest, wall_s
+from spmd_rl.observe.report.metrics import FIGURES, MAX_POINTS, curves, figures, num_latest, wall_s, winner
 from spmd_rl.observe.report.page import render
 from spmd_rl.observe.report.samples import Room, read_samples
 from spmd_rl.observe.report.settings import as_text, differences, read_config, read_plan
@@ -64,11 +64,12 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"a report shows 1 to {MAX_RUNS} runs, not {len(runs)}")
     shown = [_run(run, name, len(runs), small) for run, name in zip(runs, _names(runs), strict=True)]
+    values = zip(FIGURES, *(run["figures"] for run in shown), strict=True)
     return {
         "title": " · ".join(run["name"] for run in shown),
         "made_unix_s": int(time.time()),
         "metrics": {metric.name: {"unit": metric.unit, "meaning": metric.meaning} for metric in METRICS},
-        "figures": [vars(figure) for figure in FIGURES],
+        "figures": [vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values],
         "differences": differences([run["settings"] for run in shown]),
         "runs": shown,
     }

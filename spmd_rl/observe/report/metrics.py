@@ -17,29 +17,35 @@ MAX_POINTS = 600
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that stands for a whole run. `better` is +1 where more is better, -1 where less is, else 0."""
+    """One number that stands for a whole run. `better` is +1 where more is better, -1 where less is, else 0.
+
+    It is of the steps in which the metric `among` is not 0.
+    """
 
     label: str
     metric: str
     how: str
-    better: int
+    better: int = 0
+    among: str = ""
 
 
 FIGURES = (
-    Figure("reward", "reward/mean", "latest", 1),
-    Figure("prompts never solved", "reward/solve_none", "latest", 0),
-    Figure("response tokens", "rollout/response_tokens_mean", "latest", 0),
-    Figure("entropy", "train/entropy", "latest", 0),
-    Figure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1),
-    Figure("compared tokens", "onpolicy/compared_tokens", "total", 0),
+    Figure("reward", "reward/mean", "last twentieth", 1),
+    Figure("prompts never solved", "reward/solve_none", "last twentieth"),
+    Figure("response tokens", "rollout/response_tokens_mean", "last twentieth"),
+    Figure("entropy", "train/entropy", "last twentieth"),
+    Figure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1, among="onpolicy/compared_tokens"),
+    Figure("compared tokens", "onpolicy/compared_tokens", "total"),
     Figure("max |Δ log-prob|", "onpolicy/max_abs_dlogp", "largest", -1),
-    Figure("time per step", "time/step", "median", -1),
+    Figure("time per step", "time/step", "median"),
     Figure("rollout speed", "rollout/tokens_per_s", "median", 1),
     Figure("train speed", "perf/train_tokens_per_s", "median", 1),
     Figure("MFU", "perf/mfu", "median", 1),
-    Figure("controller's share", "perf/controller_share", "median", -1),
-    Figure("peak device memory", "memory/gpu_peak_gib", "largest", -1),
+    Figure("controller's share", "perf/controller_share", "median"),
+    Figure("peak device memory", "memory/gpu_peak_gib", "largest"),
 )
+
+CLEARLY = 0.05  # by how much of the larger one two values must differ to say that one is better
 
 
 def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
@@ -70,6 +76,15 @@ def figures(rows: Sequence[Row]) -> list[float | None]:
     return [_figure(rows, figure) for figure in FIGURES]
 
 
+def winner(figure: Figure, values: Sequence[float | None]) -> int | None:
+    """Which of several runs has the best value, clearly better than every other; None where none has."""
+    known = sorted(((figure.better * value, i) for i, value in enumerate(values) if value is not None), reverse=True)
+    if not figure.better or len(known) < 2:
+        return None
+    (best, index), (second, _) = known[:2]
+    return index if best - second >= CLEARLY * max(abs(best), abs(second)) > 0 else None
+
+
 def wall_s(rows: Sequence[Row]) -> float | None:
     """Seconds from the start of the first step to the end of the last, pauses between restarts included."""
     times = [row["unix_s"] for row in rows if _is_number(row.get("unix_s"))]
@@ -77,7 +92,7 @@ def wall_s(rows: Sequence[Row]) -> float | None:
 
 
 def num_latest(num_steps: int) -> int:
-    """How many steps a "latest" figure is the mean of: the last twentieth of the run."""
+    """How many steps a run's last twentieth are."""
     return max(1, num_steps // 20)
 
 
@@ -86,7 +101,7 @@ def _latest(values: list[float]) -> float:
 
 
 _HOW: dict[str, Callable[[list[float]], float]] = {
-    "latest": _latest,
+    "last twentieth": _latest,
     "total": sum,
     "largest": max,
     "median": statistics.median,
@@ -94,7 +109,8 @@ _HOW: dict[str, Callable[[list[float]], float]] = {
 
 
 def _figure(rows: Sequence[Row], figure: Figure) -> float | None:
-    values = [row[figure.metric] for row in rows if _is_number(row.get(figure.metric))]
+    counted = [row for row in rows if row.get(figure.among) != 0]
+    values = [row[figure.metric] for row in counted if _is_number(row.get(figure.metric))]
     return _short(_HOW[figure.how](values)) if values else None
 
 

@@ -20,10 +20,19 @@ def print_comparison(data: dict[str, Any]) -> None:
         values = [run["figures"][i] for run in runs]
         if any(value is not None for value in values):
             label = f"{figure['label']} ({figure['how']})"
-            results.add_row(label, *("-" if value is None else f"{value:,.5g}" for value in values))
+            results.add_row(label, *map(as_number, values))
     console = Console()
     console.print(settings if data["differences"] else "the runs' settings are the same")
     console.print(results)
+
+
+def as_number(value: float | None) -> str:
+    """Four significant digits, but all of a whole number."""
+    if value is None:
+        return "-"
+    if value == int(value) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}" if abs(value) >= 0.001 else f"{value:.2e}"
 
 
 def _table(what: str, runs: list[dict[str, Any]]) -> Table:

@@ -70,6 +70,7 @@ def metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
         "rollout/response_tokens_mean": 60 + 100 * done + rng.gauss(0, 6),
         "rollout/truncated": 0.1 * (1 - done),
         "onpolicy/mismatched_tokens": 0,
+        "onpolicy/compared_tokens": 5120,
         "onpolicy/max_abs_dlogp": 0.0,
         "onpolicy/k3": 0.0,
         "train/loss": rng.gauss(0, 0.03),

@@ -16,6 +16,7 @@ from spmd_rl.observe.report import metrics as figures
 from spmd_rl.observe.report.build import gather
 from spmd_rl.observe.report.page import as_json
 from spmd_rl.observe.report.settings import differences
+from spmd_rl.observe.report.terminal import as_number
 from tests.unit.observe.synthetic import HOSTILE, make_run
 
 PAGE = Path(figures.__file__).parent / "page"
@@ -167,6 +168,71 @@ def test_final_figures_are_what_their_words_say() -> None:
     assert values["onpolicy/mismatched_tokens"] == 200
     assert values["time/step"] == 1.0
     assert values["perf/mfu"] is None
+
+
+def figure_of(rows: list[dict[str, Any]], metric: str) -> float | None:
+    return dict(zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True))[metric]
+
+
+def test_no_mismatches_are_counted_where_nothing_was_compared() -> None:
+    rows = [{"step": step, "onpolicy/mismatched_tokens": 0, "onpolicy/compared_tokens": 0} for step in (1, 2)]
+    assert figure_of(rows, "onpolicy/mismatched_tokens") is None
+    assert figure_of(rows, "onpolicy/compared_tokens") == 0
+    rows[0] |= {"onpolicy/mismatched_tokens": 3, "onpolicy/compared_tokens": 9}
+    assert figure_of(rows, "onpolicy/mismatched_tokens") == 3
+
+
+@pytest.mark.parametrize(
+    ("better", "values", "winner"),
+    [
+        (1, [0.5, 0.6], 1),
+        (-1, [0.5, 0.6], 0),
+        (0, [0.5, 0.6], None),
+        (1, [0.58, 0.6], None),  # 3 % is nothing
+        (1, [1000.0, 951.0], None),
+        (1, [1000.0, 950.0], 0),
+        (1, [0.6, 0.59, 0.1], None),  # better than the third only
+        (-1, [0, 3, None], 0),
+        (-1, [0, 0], None),
+        (1, [-2.0, -1.0], 1),
+        (1, [0.7, None], None),
+        (1, [None, None], None),
+    ],
+)
+def test_a_winner_is_clearly_better_than_the_next(better: int, values: list[float | None], winner: int | None) -> None:
+    assert figures.winner(figures.Figure("", "", "total", better), values) == winner
+
+
+def test_winners_are_named_in_the_page_and_only_of_qualities(tmp_path: Path) -> None:
+    one, two = (make_run(tmp_path / name, num_steps=40, num_ranks=1, sample_steps=[]) for name in ("one", "two"))
+    rows = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
+    halved = [{name: value if name == "step" else value / 2 for name, value in row.items()} for row in rows]
+    (two / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in halved))
+    winners = {figure["metric"]: figure["winner"] for figure in gather([one, two])["figures"]}
+    qualities = {"reward/mean": 0, "rollout/tokens_per_s": 0, "perf/train_tokens_per_s": 0}
+    assert winners == dict.fromkeys(winners) | qualities
+    assert {figure["winner"] for figure in gather([one])["figures"]} == {None}
+
+
+def test_a_comparison_has_the_figures_of_the_single_pages_in_one_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        make_run(tmp_path / name, num_steps=100, num_ranks=1, sample_steps=[], seed=n) for n, name in enumerate("ab")
+    ]
+    alone = [json.loads(page_of(run).data)["runs"][0] for run in runs]
+    assert main([*map(str, runs)]) == 0
+    said = capsys.readouterr().out
+    rewards = [f"{run['figures'][0]:.4g}" for run in alone]
+    assert re.search(rf"reward \(last twentieth\) +{rewards[0]} +{rewards[1]} *\n", said)
+    assert [run["num_latest"] for run in alone] == [5, 5]
+    assert re.search(r"compared tokens \(total\) +512,000 +512,000 *\n", said)
+
+
+def test_numbers_in_the_terminal_have_four_digits_and_separators() -> None:
+    values = (None, 0, 5, 0.0078125, 999.96, 45431.4, 118_890, 118_890.0, 3_008_405, -1234.5, 1.23456e-5)
+    shown = ["-", "0", "5", "0.007812", "1,000", "45,431", "118,890", "118,890", "3,008,405", "-1,234", "1.23e-05"]
+    assert list(map(as_number, values)) == shown
 
 
 def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

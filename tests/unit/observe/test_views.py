@@ -77,6 +77,11 @@ def test_a_plain_line() -> None:
     assert step_line(Progress(10, Clock())) == "step  0/10  ETA -:--"
 
 
+def test_a_plain_line_says_nothing_of_mismatches_where_nothing_was_compared() -> None:
+    line = step_line(progress(**{"onpolicy/compared_tokens": 0.0}))
+    assert line == "step  4/10  reward 0.500  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
+
+
 def rendered(state: Progress, *groups: Group) -> str:
     console = Console(file=io.StringIO(), width=100, force_terminal=False)
     view = LiveView(state, "runs/demo", console)
@@ -146,6 +151,20 @@ def test_the_observer_times_records_and_prints(tmp_path: Path, capsys: pytest.Ca
     assert [path.name for path in (tmp_path / "r" / "samples").iterdir()] == ["step_00001.jsonl"]
 
 
+@pytest.mark.parametrize(("lag", "rate"), [(0.0, 4 / 0.5), (1.0, 4 / 2.0)])
+def test_samples_made_during_training_are_counted_by_the_whole_step(tmp_path: Path, lag: float, rate: float) -> None:
+    clock = Clock()
+    watch = opened(tmp_path, clock)
+    watch.on_phase("rollout", 0.5)
+    clock.now += 2.0
+    watch.on_step(1, {}, [group()], lambda: {"version/lag_max": lag})
+    watch.on_step(2, {}, [group()], lambda: {"version/lag_max": lag})  # learns from them again
+    watch.close()
+    first, second = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert first["rollout/tokens_per_s"] == rate
+    assert "rollout/tokens_per_s" not in second
+
+
 def test_a_step_is_written_when_there_is_time_or_the_next_one_ends(tmp_path: Path) -> None:
     clock = Clock()
     watch = opened(tmp_path, clock)
@@ -206,6 +225,7 @@ def test_curves_are_drawn_whatever_is_missing(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
     curves.draw([], tmp_path / "none.png", "")
+    curves.draw([{"step": 1, "reward/mean": None}], tmp_path / "none.png", "")
     assert not (tmp_path / "none.png").exists()
 
 

@@ -8,6 +8,9 @@ const FORMATS = {
   "perf/controller_share": percent,
 };
 
+const MISMATCHED = "onpolicy/mismatched_tokens",
+  COMPARED = "onpolicy/compared_tokens";
+
 function figureText(figure, value) {
   return (FORMATS[figure.metric] || number)(value);
 }
@@ -17,48 +20,53 @@ function unitOf(data, figure) {
 }
 
 function howText(figure, run) {
-  if (figure.how === "latest")
+  if (figure.how === "last twentieth")
     return run.num_latest > 1 ? `mean of the last ${number(run.num_latest)} steps` : "last step";
   return { total: "over all steps", largest: "largest of all steps", median: "median step" }[figure.how];
 }
 
+// A card has room for seven digits.
+function cardText(figure, value) {
+  return FORMATS[figure.metric] || Math.abs(value) < 1e7 ? figureText(figure, value) : short(value);
+}
+
 function figureCards(data, run) {
-  const cards = data.figures.map((figure, i) => [figure, run.figures[i]]).filter(([, value]) => value !== null),
-    compared = run.figures[data.figures.findIndex((figure) => figure.metric === "onpolicy/compared_tokens")];
+  const compared = run.figures[data.figures.findIndex((figure) => figure.metric === COMPARED)];
+  const cards = data.figures.map((figure, i) => {
+    const value = run.figures[i],
+      isProof = figure.metric === MISMATCHED;
+    if (value === null) return isProof && compared === 0 ? card(figure, value, "", "no tokens compared") : null;
+    const exact = isProof && compared > 0 && value === 0,
+      mood = exact ? "good" : isProof && compared > 0 ? "bad" : "";
+    const how = exact ? "trainer and engine agree bit for bit" : howText(figure, run);
+    return card(figure, value, unitOf(data, figure), how, mood);
+  });
+  return el("div", { class: "cards" }, cards);
+}
+
+function card(figure, value, unit, how, mood = "") {
   return el(
     "div",
-    { class: "cards" },
-    cards.map(([figure, value]) => {
-      const exact = figure.metric === "onpolicy/mismatched_tokens" && compared > 0,
-        mood = exact ? (value === 0 ? " good" : " bad") : "";
-      const how = exact && value === 0 ? "trainer and engine agree bit for bit" : howText(figure, run);
-      return el(
-        "div",
-        { class: "card figure", title: figure.metric },
-        el("div", { class: "label" }, figure.label),
-        el("div", { class: `value${mood}` }, figureText(figure, value), el("small", {}, unitOf(data, figure))),
-        el("div", { class: "how" }, how),
-      );
-    }),
+    { class: "card figure", title: `${figure.metric}: ${figureText(figure, value)}` },
+    el("div", { class: "label" }, figure.label),
+    el("div", { class: `value ${mood}` }, el("span", {}, cardText(figure, value)), el("small", {}, unit)),
+    el("div", { class: "how" }, how),
   );
 }
 
-// All figures of several runs; the best of a row stands out.
+// All figures of several runs; what is clearly the best of a row stands out.
 function figuresTable(data) {
   const rows = data.figures.map((figure, i) => {
-    const values = data.runs.map((run) => run.figures[i]),
-      known = values.filter((v) => v !== null);
-    if (!known.length) return null;
-    const best =
-      figure.better && new Set(known).size > 1 ? (figure.better > 0 ? Math.max(...known) : Math.min(...known)) : null;
+    const values = data.runs.map((run) => run.figures[i]);
+    if (values.every((v) => v === null)) return null;
     return el(
       "tr",
       {},
       el("th", { title: figure.metric }, `${figure.label} (${figure.how})`),
-      values.map((value) =>
+      values.map((value, run) =>
         el(
           "td",
-          { class: value !== null && value === best ? "good" : "" },
+          { class: run === figure.winner ? "good" : "" },
           `${figureText(figure, value)} ${value === null ? "" : unitOf(data, figure)}`,
         ),
       ),
