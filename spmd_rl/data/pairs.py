@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
-from spmd_rl.data.prompts import PromptConfig, Tokenizer, encode_prompts, tell_dropped, too_long
+from spmd_rl.data.prompts import PromptConfig, Tokenizer, encode_prompts, is_dropped, tell_dropped, too_long
 from spmd_rl.errors import ConfigError, DataError
 
 
@@ -37,7 +37,7 @@ class Pairs:
         self._pairs = [
             _join(record, prompt, answer, tokenizer)
             for record, prompt, answer in zip(records, prompts, answers, strict=True)
-            if not cfg.max_prompt_tokens or len(prompt) <= cfg.max_prompt_tokens
+            if not is_dropped(cfg, len(prompt))
         ]
         if not self._pairs:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")

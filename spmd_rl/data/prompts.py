@@ -48,8 +48,8 @@ class PromptConfig:
     chat_template: bool = False  # wrap in the tokenizer's template, with the generation prompt
     template_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the template
     max_prompt_tokens: int = 0  # longer prompts are dropped and counted; 0 keeps all
-    shuffle: bool = True
-    seed: int = 0
+    shuffle: bool = True  # a new order every epoch; false: that of the file
+    seed: int = 0  # of the orders
 
     def __post_init__(self) -> None:
         at_least(self, {"max_prompt_tokens": 0})
@@ -75,7 +75,7 @@ class Prompts:
                 meta=_meta(record, hidden),
             )
             for record, (text, tokens) in zip(records, encoded, strict=True)
-            if not cfg.max_prompt_tokens or len(tokens) <= cfg.max_prompt_tokens
+            if not is_dropped(cfg, len(tokens))
         ]
         if not kept:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
@@ -142,15 +142,16 @@ def encode_prompts(
     # a template writes its own special tokens: the tokenizer must not add a second BOS
     encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
     for record, tokens in zip(records, encoded, strict=True):
-        where, kept = (
-            f"{record.where}: {cfg.prompt_key}",
-            not cfg.max_prompt_tokens or len(tokens) <= cfg.max_prompt_tokens,
-        )
+        where = f"{record.where}: {cfg.prompt_key}"
         if not tokens:
             raise DataError(where, "the prompt is empty")
-        if kept and 0 < tokenizer.context <= len(tokens):
+        if 0 < tokenizer.context <= len(tokens) and not is_dropped(cfg, len(tokens)):
             raise too_long(where, f"the prompt has {len(tokens)}", tokenizer)
     return [(text, np.array(tokens, dtype=np.int32)) for text, tokens in zip(texts, encoded, strict=True)]
+
+
+def is_dropped(cfg: PromptConfig, num_tokens: int) -> bool:
+    return 0 < cfg.max_prompt_tokens < num_tokens
 
 
 def too_long(where: str, has: str, tokenizer: Tokenizer) -> DataError:

@@ -160,11 +160,8 @@ def identify(name: str) -> Kernel:
     if ours := _OURS.match(name):
         return _our_product(ours)
     if "flash" in name.lower() and ("cute" in name.lower() or name.startswith("kernel_cutlass")):
-        return (
-            Kernel(COMBINE)
-            if "combine" in name.lower()
-            else Kernel(FLASH, "keys in blocks of 128", "one split", "wgmma")
-        )
+        merges = "combine" in name.lower()
+        return Kernel(COMBINE) if merges else Kernel(FLASH, "keys in blocks of 128", "one split", "wgmma")
     return replace(short, splits=splits)
 
 
