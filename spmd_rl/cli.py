@@ -1,22 +1,12 @@
-"""The command line.
+"""The command line: from words to what they ask for.
 
-    spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]    on this machine
-    torchrun --nproc-per-node N [--max-restarts N] -m spmd_rl run RECIPE ...                         anywhere
-    spmd-rl plan RECIPE --world N                  what a run would be: split, groups, weight routes, memory
-    spmd-rl submit RECIPE --nodes N ...            the same run through Slurm
-    spmd-rl check                                  is this host fit for it
-    spmd-rl report RUN [RUN ...]                   a page of curves and samples; several runs side by side
-    spmd-rl trace RUN                              a Chrome / Perfetto trace
-    spmd-rl rewind RUN best|STEP                   let the run go on from an earlier checkpoint
-    spmd-rl mismatch RUN                           where engine and trainer part, down to layer and op
-    spmd-rl stacks RUN                             where every process of the live run in folder RUN is
-
-RECIPE is a shipped name, a path to a .py file, or a module. `spmd-rl run` checks the config, then becomes
-torchrun's launcher; each rank that torchrun starts arrives in `rank_main`.
+`spmd-rl run` checks the config, then becomes torchrun's launcher; each rank that torchrun starts arrives in
+`rank_main`. Every other command is answered in this process.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import sys
@@ -24,18 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from spmd_rl.config import describe, dump_toml
+from spmd_rl import __version__
+from spmd_rl.config import dump_toml
 from spmd_rl.controller import last_words
 from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
 from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview, require_recipe
 from spmd_rl.launcher import ENDINGS, endings, heed_no_more, launch
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.streams import let_streams_last
 
-USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]"
 HELP = {"--help", "-h"}
 OPEN_FILES = 1 << 16
 
@@ -67,9 +58,25 @@ def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
 
 
 def _main(words: list[str]) -> int:
-    match words:
-        case ["run", *rest] if not HELP & set(rest):
-            return _run(rest)
+    if words[:1] == ["run"] and len(words) > 1 and not HELP & set(words):
+        return _run(words[1:])
+    try:
+        try:
+            return _answer(words)
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:  # who reads has read enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered still goes there
+        return 128 + signal.SIGPIPE
+
+
+def _answer(words: list[str]) -> int:
+    """Do what starts no ranks."""
+    asked_for_help = bool(HELP & set(words)) and words[0] != "run"
+    match [words[0], "--help"] if asked_for_help else words:
+        case ["--version", *_]:
+            print(f"spmd-rl {__version__}")
+            return 0
         case ["stacks", *rest]:
             return _stacks(rest)
         case ["check", *rest]:
@@ -108,6 +115,7 @@ def _run(words: list[str]) -> int:
     for number in endings():
         signal.signal(number, _end_before_launch)
     _open_many_files()
+    require_recipe(words)
     invocation = Invocation.parse(words)
     recipe = load_recipe(invocation.recipe)
     cfg = recipe.configure(invocation)
@@ -131,19 +139,28 @@ def _end_before_launch(number: int, frame: FrameType | None) -> None:
 def _stacks(words: list[str]) -> int:
     """Print the Python stacks of every rank of a live run."""
     if len(words) != 1 or HELP & set(words):
-        print("usage: spmd-rl stacks RUN")
-        return 0 if HELP & set(words) else 2
+        return _say("usage: spmd-rl stacks RUN", asked=bool(HELP & set(words)))
     print(ask(Path(words[0])))
     return 0
 
 
 def _help(words: list[str]) -> int:
-    print(USAGE if words[:1] == ["run"] else __doc__.strip())
-    named = [word for word in words[1:] if not word.startswith("-")]
-    if words[:1] == ["run"] and named:
-        for key in describe(load_recipe(named[0]).config):
-            print(f"  --{key.name}={key.default}  ({key.type})  {key.doc}".rstrip())
-    return 0 if HELP & set(words) else 2
+    match words:
+        case ["run", recipe, *_] if not recipe.startswith("-"):
+            text = of_recipe(recipe)
+        case ["run", *_]:
+            text = of_run()
+        case [] | ["--help" | "-h", *_]:
+            text = overview()
+        case [word, *_]:
+            raise no_command(word)
+    return _say(text, asked=bool(HELP & set(words)))
+
+
+def _say(text: str, asked: bool) -> int:
+    """Help where it was asked for, which is no mistake, and else as one's answer."""
+    print(text, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
 
 
 def _rank_main(words: list[str]) -> int:

@@ -19,6 +19,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -28,6 +29,7 @@ C = TypeVar("C")
 
 NO_KEY = {"key": False}  # metadata of a field that nobody sets: a run fills it in, and no file or `--help` shows it
 
+NEAR = 0.75  # how like two keys' last words must be, of 1, for one to be meant by the other
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -132,8 +134,7 @@ def _dataclass(value: Any, cls: type, key: str, base: Any, root: type) -> Any:
     known = {f.name: f for f in _keys(cls)}
     for name in value:
         if name not in known:
-            nearest = _nearest(prefix + name, root)
-            raise ConfigError(f"unknown key {prefix + name!r}; the nearest known key is {nearest!r}")
+            raise ConfigError(f"unknown key {prefix + name!r}{_nearest(prefix + name, root)}")
     filled: dict[str, Any] = {}
     for name, field in known.items():
         held = getattr(base, name) if isinstance(base, cls) else _default(field)
@@ -191,13 +192,16 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _nearest(name: str, root: type) -> str:
-    last = name.rpartition(".")[2]
+    """The end of a sentence that names the known key, or table of keys, which is most like `name`, if any really is."""
 
-    def likeness(known: str) -> float:
-        whole = difflib.SequenceMatcher(None, name, known).ratio()
-        return max(whole, 0.99 * difflib.SequenceMatcher(None, last, known.rpartition(".")[2]).ratio())
+    def likeness(known: str) -> tuple[float, float]:
+        pairs = ((name.rpartition(".")[2], known.rpartition(".")[2]), (name, known))
+        last, whole = (difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        return last, whole
 
-    return max((key.name for key in describe(root)), key=likeness, default="")
+    known = [part for key in describe(root) for part in accumulate(key.name.split("."), "{}.{}".format)]
+    nearest = max(known, key=likeness, default="")
+    return f"; the nearest known key is {nearest!r}" if likeness(nearest)[0] >= NEAR else ""
 
 
 def _words(hint: Any) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 from spmd_rl.errors import ConfigError
 
+TAKEN = "this recipe takes it from"  # another key
+
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
     """Raises: ConfigError, which says what was expected of the key `name`, where it does not hold."""
@@ -37,4 +39,4 @@ def given_by(cfg: Any, names: Mapping[str, str]) -> None:
         part = attrgetter(owner)(cfg)
         value = getattr(part, key)
         if value != next(one.default for one in fields(part) if one.name == key):
-            raise ConfigError(f"{name} = {value!r}: this recipe takes it from {other!r}; set that instead")
+            raise ConfigError(f"{name} = {value!r}: {TAKEN} {other!r}; set that instead")

@@ -20,7 +20,7 @@ class Config(grpo.Config):
     warmup_data: str = ""  # what the supervised steps imitate; "" means data
     warmup_steps: int = 100  # supervised steps before the first rollout
     warmup_pairs: int = 256  # prompts and answers in each
-    warmup_lr: float = 3e-3
+    warmup_lr: float = 3e-3  # learning rate of the supervised steps
 
     def __post_init__(self) -> None:
         super().__post_init__()

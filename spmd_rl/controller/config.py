@@ -19,9 +19,9 @@ LEAST = {"seed": 0, "save_every": 0, "keep_checkpoints": 1, "keep_best": 0}
 class RunConfig:
     """Name, seed and patience of a run."""
 
-    name: str = "run"
-    folder: str = "runs"
-    seed: int = 0
+    name: str = "run"  # of the run, and of its folder
+    folder: str = "runs"  # where the folders of runs are
+    seed: int = 0  # of the tokens that are drawn; the order of data has prompts.seed, random weights trainer.seed
     exact: bool = True  # refuse a role's ranks, or a trainer and an engine, whose numeric contracts differ
     deadline_s: float = 600.0  # how long one call may take, unless the call says otherwise
     between_calls_s: float = 1800.0  # how long the recipe's own code may take between two calls

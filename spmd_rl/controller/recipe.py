@@ -49,9 +49,9 @@ class Invocation:
         parser.add_argument("--max-restarts", type=int, default=0)
         parser.add_argument("--verbose", action="store_true")
         known, rest = parser.parse_known_args(words)
-        for name, count in (("--nproc", known.nproc), ("--max-restarts", known.max_restarts)):
-            if count is not None and count < 0:
-                raise ConfigError(f"{name}={count}: expected 0 or more")
+        for name, count, least in (("--nproc", known.nproc, 1), ("--max-restarts", known.max_restarts, 0)):
+            if count is not None and count < least:
+                raise ConfigError(f"{name}={count}: expected {least} or more")
         return cls(known.recipe, known.config, known.nproc, known.max_restarts, known.verbose, _overrides(rest))
 
 
@@ -94,8 +94,8 @@ def make_importable(recipe: str) -> str:
     beside = [module.name for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__)]
     shipped = [name for name in beside if hasattr(importlib.import_module(f"{SHIPPED}.{name}"), "Config")]
     near = difflib.get_close_matches(recipe, shipped, 1)
-    hint = f"did you mean {near[0]}" if near else f"shipped ones are {', '.join(shipped) or 'none'}"
-    raise ConfigError(f"there is no recipe '{recipe}': {hint}? (a path must end in .py)")
+    hint = f"did you mean {near[0]}?" if near else f"shipped ones are {', '.join(shipped) or 'none'}"
+    raise ConfigError(f"there is no recipe '{recipe}': {hint} (a path must end in .py)")
 
 
 def load_recipe(recipe: str) -> Recipe:

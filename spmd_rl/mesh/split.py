@@ -27,10 +27,10 @@ AXES = ("dp", "fsdp", "tp")
 class RoleSplit:
     """Ranks and axis sizes of one role; `fsdp = 0` takes whatever dp and tp leave."""
 
-    ranks: str = "all"
-    dp: int = 1
-    fsdp: int = 0
-    tp: int = 1
+    ranks: str = "all"  # "all", a count such as "4" (the next that no count before took), or a range such as "2-5"
+    dp: int = 1  # copies of the model, among which data is split
+    fsdp: int = 0  # ranks that a copy is sharded over, among which data is split too; 0: all that dp and tp leave
+    tp: int = 1  # named, but not yet built: 1
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ def plan_split(split: Any, world_size: int) -> Placements:
     """
     roles: dict[str, RoleSplit] = dict(split) if isinstance(split, Mapping) else _fields(split)
     taken = 0
-    placements = []
+    ranks_of: dict[str, range] = {}
     for name, role in roles.items():
-        ranks = _ranks(name, role.ranks, taken, world_size)
+        ranks_of[name] = _ranks(name, role.ranks, taken, world_size)
         if role.ranks.isdigit():
-            taken += len(ranks)
-        placements.append(Placement(name, ranks, _axes(name, role, len(ranks))))
-    return Placements(placements)
+            taken = ranks_of[name].stop
+    _require_world(roles, max((ranks.stop for ranks in ranks_of.values()), default=0), world_size)
+    return Placements([Placement(name, tuple(of), _axes(name, roles[name], len(of))) for name, of in ranks_of.items()])
 
 
 def disjoint(a: Placement, b: Placement) -> bool:
@@ -114,23 +114,26 @@ def _fields(split: Any) -> dict[str, RoleSplit]:
     return {entry.name: getattr(split, entry.name) for entry in dataclasses.fields(split)}
 
 
-def _ranks(name: str, ranks: str, taken: int, world_size: int) -> tuple[int, ...]:
+def _ranks(name: str, ranks: str, taken: int, world_size: int) -> range:
+    """Those that a role asks for, whether or not the world has them."""
     if ranks == "all":
-        return tuple(range(world_size))
+        return range(world_size)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", ranks)
     if match is None:
         raise PlanError(f"split.{name}.ranks = '{ranks}' is neither 'all', a count like '4' nor a range like '0-3'")
-    if match[2] is None:
-        first, last = taken, taken + int(match[1]) - 1
-        asked = f"{match[1]} ranks after the {taken} already taken"
-    else:
-        first, last = int(match[1]), int(match[2])
-        asked = f"ranks {ranks}"
-    if first > last:
+    found = range(int(match[1]), int(match[2]) + 1) if match[2] else range(taken, taken + int(match[1]))
+    if not found:
         raise PlanError(f"split.{name}.ranks = '{ranks}' is empty")
-    if last >= world_size:
-        raise PlanError(f"split.{name} asks for {asked}: that needs {last + 1} ranks, and the world has {world_size}")
-    return tuple(range(first, last + 1))
+    return found
+
+
+def _require_world(roles: Mapping[str, RoleSplit], needed: int, world_size: int) -> None:
+    if needed > world_size:
+        asked = ", ".join(f"{name} {role.ranks}" for name, role in roles.items() if role.ranks != "all")
+        raise PlanError(
+            f"the split asks for {needed} ranks ({asked}), and the world has {world_size}: "
+            f"start {needed}, on one machine by --nproc {needed}"
+        )
 
 
 def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:

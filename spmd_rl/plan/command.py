@@ -10,12 +10,14 @@ from pathlib import Path
 
 from spmd_rl.controller.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError
-from spmd_rl.offload.ledger import PHASES, gib
+from spmd_rl.offload.ledger import PHASES, Ledger
 from spmd_rl.plan.resolve import Resolved, resolve
 from spmd_rl.plan.routes import Routes
 
 MANY = 8
 MOST_RANKS = 8192  # what a push moves is counted for every pair of them
+UNITS = ("KiB", "MiB", "GiB")
+THREE_DIGITS = 999.5  # what is less has no more of them before the point, also when it is rounded
 
 
 def main(words: list[str]) -> int:
@@ -23,12 +25,7 @@ def main(words: list[str]) -> int:
 
     Raises: PlanError when the split does not fit the world, or the memory the GPU.
     """
-    parser = argparse.ArgumentParser(prog="spmd-rl plan", description=main.__doc__, allow_abbrev=False)
-    parser.add_argument("recipe")
-    parser.add_argument("--world", type=int, required=True, help="number of ranks")
-    parser.add_argument("--gpu-gib", type=float, help="memory of one device; more than that is refused")
-    parser.add_argument("--config", type=Path)
-    options, rest = parser.parse_known_args(words)
+    options, rest = _parser().parse_known_args(words)
     if not 1 <= options.world <= MOST_RANKS:
         raise ConfigError(f"--world={options.world}: expected 1 to {MOST_RANKS}")
     if options.gpu_gib is not None and not 0 < options.gpu_gib < math.inf:
@@ -42,6 +39,24 @@ def main(words: list[str]) -> int:
         resolved.require(capacity_bytes)
         print(f"fits in {options.gpu_gib:g} GiB")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spmd-rl plan",
+        usage="spmd-rl plan RECIPE --world N [--gpu-gib G] [--config F.toml] [--a.b=c ...]",
+        description="Print what a run would be, without a GPU or a rank: which ranks serve which role, the process "
+        "groups, what a push of weights moves, and the memory of each role, phase by phase.",
+        epilog="--a.b=c is any setting of the run: `spmd-rl run RECIPE --help` lists them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="as in `spmd-rl run`")
+    parser.add_argument("--world", type=int, required=True, metavar="N", help=f"number of ranks, up to {MOST_RANKS}")
+    parser.add_argument(
+        "--gpu-gib", type=float, metavar="G", help="memory of one GPU; a run that needs more is refused"
+    )
+    parser.add_argument("--config", type=Path, metavar="F.toml", help="settings of the run, as a file")
+    return parser
 
 
 def lines(resolved: Resolved) -> Iterator[str]:
@@ -62,19 +77,34 @@ def lines(resolved: Resolved) -> Iterator[str]:
 
 def _routes(routes: Routes) -> Iterator[str]:
     if routes:
-        yield f"weight push  {gib(routes.within_bytes)} within ranks, {gib(routes.between_bytes)} between ranks"
-        rows = (f"  rank {source:>3} -> {target:<3} {gib(routes[source, target])}" for source, target in routes)
+        yield f"weight push  {size(routes.within_bytes)} within ranks, {size(routes.between_bytes)} between ranks"
+        rows = (f"  rank {source:>3} -> {target:<3} {size(routes[source, target])}" for source, target in routes)
         yield from _first(rows, len(routes))
 
 
 def _memory(resolved: Resolved) -> Iterator[str]:
-    rank = resolved.peak_rank()
-    ledger = resolved.ledgers[rank]
-    yield f"{f'memory of rank {rank}, which needs most':42}" + "".join(f"{phase:>12}" for phase in PHASES)
+    for roles, rank in resolved.peak_ranks().items():
+        yield from _table(f"memory of {' + '.join(roles)}, most on rank {rank}", resolved.ledgers[rank])
+
+
+def _table(title: str, ledger: Ledger) -> Iterator[str]:
+    yield f"{title:42}" + "".join(f"{phase:>12}" for phase in PHASES)
     for entry in filter(lambda entry: entry.num_bytes, ledger.entries):
-        cells = "".join(f"{gib(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES)
+        cells = "".join(f"{size(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES)
         yield f"  {entry.tag:40}{cells}"
-    yield f"  {'all':40}" + "".join(f"{gib(ledger.resident_bytes(phase)):>12}" for phase in PHASES)
+    yield f"  {'all':40}" + "".join(f"{size(ledger.resident_bytes(phase)):>12}" for phase in PHASES)
+
+
+def size(num_bytes: int) -> str:
+    """Three digits, in the unit that leaves no more than three before the point; more of GiB alone."""
+    number, unit = float(num_bytes), "B"
+    for larger in UNITS:
+        if number < THREE_DIGITS:
+            break
+        number, unit = number / 1024, larger
+    if unit == "B" or number >= THREE_DIGITS:
+        return f"{number:,.0f} {unit}"
+    return f"{number:#.3g}".rstrip(".") + f" {unit}"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -61,9 +61,18 @@ class Resolved:
         """What all that is counted beside an engine's pages takes at most, on any of its ranks while they are there."""
         return max(self.ledgers[rank].beside_bytes("kv") for rank in self.placements.infer.ranks)
 
-    def peak_rank(self) -> int:
-        """The rank that needs most memory, the lowest of equals."""
-        return max(sorted(self.ledgers), key=lambda rank: self.ledgers[rank].peak_bytes())
+    def peak_ranks(self) -> dict[tuple[str, ...], int]:
+        """For each set of roles that share ranks, the one of these that needs most memory, the lowest of equals."""
+        roles_of: dict[int, tuple[str, ...]] = {}
+        for place in self.placements.values():
+            for rank in place.ranks:
+                roles_of[rank] = (*roles_of.get(rank, ()), place.name)
+        ranks_of: dict[tuple[str, ...], list[int]] = {}
+        for rank in sorted(roles_of):
+            ranks_of.setdefault(roles_of[rank], []).append(rank)
+        return {
+            roles: max(ranks, key=lambda rank: self.ledgers[rank].peak_bytes()) for roles, ranks in ranks_of.items()
+        }
 
     def require(self, capacity_bytes: int) -> None:
         """Raises: PlanError with the arithmetic of the first rank and phase that cannot fit."""

@@ -17,10 +17,10 @@ class Config:
     model: str  # Hugging Face folder
     data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
     reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
-    steps: int = 200
-    prompts_per_step: int = 32
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    steps: int = 200  # training steps of the whole run
+    prompts_per_step: int = 32  # each with sampling.num_samples samples
+    clip_low: float = 0.2  # a token's ratio of new probability to old counts as 1 - clip_low at least
+    clip_high: float = 0.2  # and as 1 + clip_high at most
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)

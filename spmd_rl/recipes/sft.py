@@ -19,8 +19,8 @@ class TrainSplit:
 class Config:
     model: str  # Hugging Face folder
     data: str  # .jsonl or .parquet of prompts and answers; a slice as path@[a:b]
-    steps: int = 200
-    pairs_per_step: int = 64
+    steps: int = 200  # training steps of the whole run
+    pairs_per_step: int = 64  # prompts with their answers
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)

@@ -33,14 +33,14 @@ class SamplingConfig:
 
     num_samples: int = 1  # of each prompt
     temperature: float = 1.0  # 0 takes the most likely token and records its log-prob at temperature 1
-    top_p: float = 1.0
+    top_p: float = 1.0  # the likeliest tokens whose probabilities sum to this are drawn from; 1 is all
     top_k: int = 0  # 0 is all
-    min_p: float = 0.0
-    max_tokens: int = 128
+    min_p: float = 0.0  # tokens of less than this share of the likeliest one's probability are not drawn; 0 is all
+    max_tokens: int = 128  # of a sample, besides its prompt
     stop_ids: tuple[int, ...] = ()  # end a sample and stay in it, like the model's own end-of-sequence ids
     stop: tuple[str, ...] = ()  # strings that end a sample and stay in it
-    ignore_eos: bool = False
-    seed: int = 0
+    ignore_eos: bool = False  # go on past the model's end-of-sequence ids
+    seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
         require(self.num_samples >= 1, "num_samples", self.num_samples, "at least 1")
@@ -63,14 +63,14 @@ class EngineConfig:
     """One engine: its model, its memory, and how much it does in a step."""
 
     model: str = ""  # a Hugging Face folder
-    kind: str = "native"
+    kind: str = "native"  # the only one there is
     page_size: int = 0  # tokens; 0: 128 where FlashAttention runs, else 16
     num_pages: int = 0  # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
     memory_fraction: float = 0.9  # of a GPU's memory: what these pages and all that is counted beside them may take
     beside_bytes: int = field(default=0, metadata=NO_KEY)  # what a run's ledger counts beside the pages; 0: nobody did
     max_batch: int = 256  # sequences running at once
     max_step_tokens: int = 0  # shared by decoding (one a sequence) and chunks of prompts; 0: 8192 (GPU) or 2048 (CPU)
-    prefix_cache: bool = True
+    prefix_cache: bool = True  # keys and values of a beginning that sequences share are computed and held once
     cuda_graphs: bool = True  # where FlashAttention runs: decoding steps are recorded and launched one ahead
     dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
     attention_split: int = 0  # tokens whose keys are seen at once, as in the trainer; 0: all (docs/numerics.md)

@@ -14,7 +14,7 @@ FLOORS = (
     {"weights", "model", "data", "rewards"},
     {"controller"},
     {"train", "rollout"},
-    {"cli", "launcher", "recipes", "slurm", "check", "plan", "microscope", "__main__", ""},
+    {"cli", "help", "launcher", "recipes", "slurm", "check", "plan", "microscope", "__main__", ""},
 )
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
 

@@ -40,7 +40,7 @@ def test_refused_before_anything_starts(run: Any, words: list[str], sentence: st
 def test_split_that_does_not_fit(run: Any) -> None:
     ended = run("grpo", "--split.train.ranks=1", "--split.infer.ranks=2", nproc=2)
     assert ended.code == 2
-    assert "split.infer asks for 2 ranks after the 1 already taken: that needs 3 ranks" in ended.sentence
+    assert "the split asks for 3 ranks (train 1, infer 2), and the world has 2: start 3" in ended.sentence
 
 
 def test_unknown_recipe(run: Any) -> None:

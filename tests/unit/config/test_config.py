@@ -90,7 +90,10 @@ def test_an_overrides_text_is_read_by_type(override: str, key: str, value: objec
     [
         ("stpes=3", "unknown key 'stpes'; the nearest known key is 'steps'"),
         ("lr=3", "unknown key 'lr'; the nearest known key is 'optimizer.lr'"),
-        ("optimizer.learning_rate=3", "unknown key 'optimizer.learning_rate'; the nearest known key is 'optimizer.lr'"),
+        ("optimiser.kind=sgd", "unknown key 'optimiser'; the nearest known key is 'optimizer'"),
+        ("optimizer.step=3", "unknown key 'optimizer.step'; the nearest known key is 'steps'"),
+        ("optimizer.learning_rate=3", "unknown key 'optimizer.learning_rate'$"),
+        ("batch_sizes=3", "unknown key 'batch_sizes'$"),
         ("steps=many", "steps: expected a whole number, got 'many'"),
         ("steps=1.5", "steps: expected a whole number, got 1.5"),
         ("steps=true", "steps: expected a whole number, got True"),

@@ -29,7 +29,15 @@ def test_words_become_an_invocation() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["grpo", "stray"], ["grpo", "--nproc", "two"], ["grpo", "--nproc"], ["grpo", "--nproc=-1"]]
+    "words",
+    [
+        [],
+        ["grpo", "stray"],
+        ["grpo", "--nproc", "two"],
+        ["grpo", "--nproc"],
+        ["grpo", "--nproc=-1"],
+        ["grpo", "--nproc=0"],
+    ],
 )
 def test_unreadable_words_are_config_errors(words: list[str]) -> None:
     with pytest.raises(ConfigError):
@@ -71,7 +79,7 @@ def test_what_is_no_recipe(
 
 
 def test_a_missing_recipe_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="there is no recipe 'gpro'"):
+    with pytest.raises(ConfigError, match=r"there is no recipe 'gpro': did you mean grpo\? "):
         load_recipe("gpro")
     with pytest.raises(ConfigError, match="there is no recipe '..'"):
         load_recipe("..")
@@ -80,5 +88,5 @@ def test_a_missing_recipe_names_the_nearest() -> None:
 
 
 def test_only_recipes_are_named_as_shipped() -> None:
-    with pytest.raises(ConfigError, match="shipped ones are grpo, grpo_async, sft"):
+    with pytest.raises(ConfigError, match=r"shipped ones are grpo, grpo_async, sft \(a path must end in .py\)"):
         load_recipe("nope")

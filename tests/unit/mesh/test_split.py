@@ -36,9 +36,11 @@ def test_mixed_split_of_user_roles() -> None:
     [
         (
             Split(RoleSplit("4"), RoleSplit("4")),
-            "4 ranks after the 4 already taken: that needs 8 ranks, and the world has 6",
+            "the split asks for 8 ranks (train 4, infer 4), and the world has 6: start 8, on one machine by --nproc 8",
         ),
-        (Split(RoleSplit("0-6")), "needs 7 ranks"),
+        (Split(RoleSplit("7"), RoleSplit("2")), "the split asks for 9 ranks (train 7, infer 2), and the world has 6"),
+        (Split(RoleSplit("0-6")), "the split asks for 7 ranks (train 0-6), and the world has 6"),
+        (Split(RoleSplit("9" * 30)), "asks for 9{30} ranks"),
         (Split(RoleSplit("3-1")), "is empty"),
         (Split(RoleSplit("0")), "is empty"),
         (Split(RoleSplit("some")), "neither 'all'"),
@@ -49,7 +51,7 @@ def test_mixed_split_of_user_roles() -> None:
     ],
 )
 def test_what_does_not_fit_says_why(split: Split, sentence: str) -> None:
-    with pytest.raises(PlanError, match=sentence.replace("(", r"\(")):
+    with pytest.raises(PlanError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
         plan_split(split, 6)
 
 

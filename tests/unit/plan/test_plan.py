@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,9 @@ import pytest
 from spmd_rl.config import load
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import Split
-from spmd_rl.offload.ledger import Ledger
+from spmd_rl.offload.ledger import Entry, Ledger
 from spmd_rl.plan import main
-from spmd_rl.plan.command import lines
+from spmd_rl.plan.command import lines, size
 from spmd_rl.plan.resolve import Resolved, resolve
 from spmd_rl.recipes.grpo import Config
 from spmd_rl.rollout.engine import EngineConfig
@@ -151,6 +152,101 @@ def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
             main(["grpo", "--world", number, f"--model={model}", "--data=x.jsonl"])
 
 
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"])
+    assert leaving.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith(
+        "usage: spmd-rl plan RECIPE --world N [--gpu-gib G] [--config F.toml] [--a.b=c ...] Print what"
+    )
+    assert "the memory of each role" in out
+    assert "Raises" not in out
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (1024, "1.00 KiB"),
+        (154_656, "151 KiB"),
+        (1023 << 10, "0.999 MiB"),
+        (int(999.4 * 1024), "999 KiB"),
+        (int(999.6 * 1024), "0.976 MiB"),
+        (12 << 20, "12.0 MiB"),
+        (720 << 20, "720 MiB"),
+        (int(4.3756 * 2**30), "4.38 GiB"),
+        (140 << 30, "140 GiB"),
+        (15_624 << 30, "15,624 GiB"),
+    ],
+)
+def test_sizes_have_three_digits(num_bytes: int, text: str) -> None:
+    assert size(num_bytes) == text
+
+
+def memory(found: Resolved) -> dict[str, dict[str, list[str]]]:
+    """The tables of memory as they are printed: title, entry, cells of the phases."""
+    tables: dict[str, dict[str, list[str]]] = {}
+    table: dict[str, list[str]] = {}
+    for line in lines(found):
+        if line.startswith("memory of"):
+            title, _, phases = line.partition("  ")
+            assert phases.split() == ["sync", "rollout", "train"]
+            table = tables[title] = {}
+        elif tables:
+            cells = line[42:]
+            table[line[:42].strip()] = [cells[i : i + 12].strip() for i in range(0, 36, 12)]
+    return tables
+
+
+def test_memory_of_each_role_on_ranks_of_its_own(model: Path) -> None:
+    """The trainer's is told beside an engine that needs more, and an engine's beside a trainer that does."""
+    words = ("split.train.ranks=4", "split.infer.ranks=4", "engine.dtype=bfloat16")
+    for pages in (1, 10_000):
+        found = planned(model, 8, *words, f"engine.num_pages={pages}")
+        tables = memory(found)
+        assert list(tables) == ["memory of train, most on rank 0", "memory of infer, most on rank 4"]
+        train, infer = tables.values()
+        assert train["master"] == [size(PARAMETERS)] * 3
+        assert train["grads"] == ["-", "-", size(PARAMETERS)]
+        assert infer["weights"] == [size(2 * PARAMETERS)] * 3
+        assert not {"weights", "kv"} & set(train)
+        assert not {"master", "activations"} & set(infer)
+        assert infer["all"][0] == size(found.ledgers[4].resident_bytes("sync"))
+
+
+def test_memory_of_roles_that_overlap_in_part(model: Path) -> None:
+    """A table for each set of roles on a rank, in the order of their first ranks; none for ranks without a role."""
+    found = planned(model, 5, "split.train.ranks=1-3", "split.infer.ranks=0-1")
+    assert list(memory(found)) == [
+        "memory of infer, most on rank 0",
+        "memory of train + infer, most on rank 1",
+        "memory of train, most on rank 2",
+    ]
+    assert list(memory(planned(model, 2))) == ["memory of train + infer, most on rank 0"]
+
+
+def test_the_rank_that_needs_most_is_told(model: Path) -> None:
+    found = planned(model, 4, "split.train.ranks=2", "split.infer.ranks=2")
+    more = Ledger((Entry("master", 1 << 50),))
+    changed = replace(found, ledgers=found.ledgers | {1: more, 3: more})
+    assert changed.peak_ranks() == {("train",): 1, ("infer",): 3}
+    assert found.peak_ranks() == {("train",): 0, ("infer",): 2}, "of equals the lowest"
+
+
+def test_a_small_model_has_sizes_too(tmp_path: Path) -> None:
+    small = QWEN3_8B | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(small | {"num_attention_heads": 2, "num_key_value_heads": 2}))
+    found = planned(tmp_path, 1, "trainer.dtype=float32", "engine.dtype=float32")
+    assert found.spec is not None
+    (table,) = memory(found).values()
+    assert table["master"] == [size(4 * found.spec.num_parameters)] * 3
+    assert table["master"][0].endswith(" KiB")
+    assert not any(cell.startswith("0") for cells in table.values() for cell in cells)
+
+
 def test_a_recipe_without_an_engine(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sft", "--world", "4", f"--model={model}", "--data=x.jsonl"]) == 0
     out = capsys.readouterr().out
@@ -175,7 +271,7 @@ def test_a_thousand_ranks_take_seconds(model: Path) -> None:
 
 
 def test_misfits(model: Path) -> None:
-    with pytest.raises(PlanError, match="needs 9 ranks"):
+    with pytest.raises(PlanError, match=r"asks for 9 ranks \(train 4, infer 5\), and the world has 8"):
         planned(model, 8, "split.train.ranks=4", "split.infer.ranks=5")
     with pytest.raises(ConfigError, match="no model folder"):
         planned(model / "nothing", 8)

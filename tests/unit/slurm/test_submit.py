@@ -84,7 +84,7 @@ def test_bad_words_are_refused_in_one_sentence(elsewhere: Path, words: list[str]
 
 def test_a_split_that_needs_more_ranks_than_the_nodes_have_does_not_queue() -> None:
     words = [f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--split.train.ranks=9"]
-    with pytest.raises(PlanError, match="needs 9 ranks, and the world has 8"):
+    with pytest.raises(PlanError, match=r"asks for 9 ranks \(train 9\), and the world has 8"):
         submit(["grpo", *words, "--nodes=2", "--nproc-per-node=4", "--dry-run"])
 
 

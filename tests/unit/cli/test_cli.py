@@ -1,0 +1,124 @@
+"""What `spmd-rl` answers by itself: help, versions, mistakes in its own words, readers that leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import spmd_rl
+from spmd_rl import cli
+from spmd_rl.help import COMMANDS
+
+MAIN = "import sys; from spmd_rl.cli import main; sys.exit(main())"
+
+
+def ended(*words: str) -> int:
+    """The exit code of `spmd-rl` with these words."""
+    try:
+        return cli._guarded(cli._main, list(words))
+    except SystemExit as leaving:  # an argument parser's help
+        return int(leaving.code or 0)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, flag: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """On stdout, whatever else is said."""
+    for words in ([flag], ["grpo", flag], ["grpo", "--out", flag]):
+        assert ended(command, *words) == 0
+        out, err = capfd.readouterr()
+        assert out.startswith(f"usage: spmd-rl {command}")
+        assert err == ""
+
+
+def test_the_overview_has_every_command_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended("--help") == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    for command, (_, meaning) in COMMANDS.items():
+        assert any(line.split()[:1] == [command] and line.endswith(meaning) for line in out.splitlines())
+    assert ended() == 2
+    assert capfd.readouterr() == ("", out)
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "--help"], ["run", "--nproc=2", "grpo", "--help"]])
+def test_help_of_run_names_the_recipes(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    asked = "--help" in words
+    assert ended(*words) == (0 if asked else 2)
+    out, err = capfd.readouterr()
+    said, nothing = (out, err) if asked else (err, out)
+    assert nothing == ""
+    lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
+    assert "synchronous and on-policy" in lines["grpo"]
+    assert "one step ahead" in lines["grpo_async"]
+    assert "Supervised fine-tuning" in lines["sft"]
+    assert not {"recorder", "inputs"} & set(lines), "these are no recipes"
+    assert {"--config", "--nproc", "--max-restarts", "--verbose"} <= set(lines)
+
+
+@pytest.mark.parametrize("setting", [["--steps", "3"], ["--steps=3"], ["--nproc", "2"], ["--trainer.lr=1e-3"]])
+def test_a_forgotten_recipe(setting: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended("run", *setting) == 2
+    sentence = f"name a recipe before {setting[0]}: grpo, grpo_async, sft, or a path that ends in .py\n"
+    assert capfd.readouterr() == ("", sentence)
+
+
+def test_settings_may_come_before_the_recipe(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended("run", "--nproc=2", "sft") == 2
+    assert "model is required" in capfd.readouterr().err
+
+
+def test_no_ranks_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended("run", "sft", "--nproc", "0") == 2
+    assert capfd.readouterr().err == "--nproc=0: expected 1 or more\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["frobnicate"], "spmd-rl has no command 'frobnicate': there are run, plan, submit, "),
+        (["frobnicate", "--help"], "spmd-rl has no command 'frobnicate': there are run, plan, submit, "),
+        (["reprot", "runs/r"], "spmd-rl has no command 'reprot': did you mean report?"),
+        (["--steps=3"], "spmd-rl has no command '--steps=3': there are run, plan, "),
+    ],
+)
+def test_an_unknown_command(words: list[str], sentence: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended(*words) == 2
+    out, err = capfd.readouterr()
+    assert err.startswith(sentence)
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_the_version(capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended("--version") == 0
+    assert capfd.readouterr() == (f"spmd-rl {spmd_rl.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", ["--version", "run sft --help", "plan --help", "stacks --help"])
+def test_a_reader_who_has_gone(words: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        command = [sys.executable, "-c", MAIN, *words.split()]
+        env = os.environ | {"PYTHONUNBUFFERED": ""}
+        done = subprocess.run(
+            command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False, timeout=60, env=env
+        )
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_pipe_that_breaks_elsewhere_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(words: list[str]) -> int:
+        raise BrokenPipeError("of a socket")
+
+    monkeypatch.setattr(cli, "_run", broken)
+    assert ended("run", "sft") == 1
+    assert "of a socket" in capfd.readouterr().err

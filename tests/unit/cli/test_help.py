@@ -1,0 +1,76 @@
+"""What `spmd-rl run RECIPE --help` lists: every key that the recipe takes, each with a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.config import describe, load
+from spmd_rl.config_rules import given_by
+from spmd_rl.controller.recipe import load_recipe
+from spmd_rl.errors import ConfigError
+from spmd_rl.help import of_recipe, settable, shipped
+
+EXAMPLE = str(Path(__file__).parents[3] / "examples/arithmetic/recipe.py")
+RECIPES = [*shipped(), EXAMPLE]
+RL = {"trainer.model", "engine.model", "engine.reward", "prompts.path", "sampling.seed"}
+TAKEN = {"sft": {"trainer.model", "prompts.path"}}
+
+
+@dataclass(frozen=True)
+class Part:
+    model: str = ""
+    rate: float = 0.0
+    size: int = 0  # in bytes
+
+
+@dataclass(frozen=True)
+class Bare:
+    model: str  # a folder
+    seed: int = 1  # of all
+    part: Part = field(default_factory=Part)
+
+    def __post_init__(self) -> None:
+        given_by(self, {"part.model": "model", "part.rate": "seed"})
+
+
+def untold(config: type) -> list[str]:
+    return [key.name for key in describe(config) if not key.doc]
+
+
+def test_recipes_that_are_shipped() -> None:
+    assert list(shipped()) == ["grpo", "grpo_async", "sft"]
+    assert all(0 < len(line) < 105 for line in shipped().values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_key_has_a_text(recipe: str) -> None:
+    assert untold(load_recipe(recipe).config) == []
+
+
+def test_a_key_without_a_text_is_seen() -> None:
+    assert untold(Bare) == ["part.model", "part.rate"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_recipe_takes_from_another_key_is_not_listed(recipe: str) -> None:
+    config = load_recipe(recipe).config
+    listed = {key.name for key in settable(config)}
+    left_out = {key.name for key in describe(config)} - listed
+    assert left_out == TAKEN.get(recipe, RL)
+    for name in left_out:
+        with pytest.raises(ConfigError, match="this recipe takes it from"):
+            load(config, None, {"model": "m", "data": "d", name: "7"})
+    lines = of_recipe(recipe).splitlines()[1:]
+    assert {line.split("=")[0].removeprefix("  --") for line in lines} == listed
+
+
+def test_a_taken_number_is_seen() -> None:
+    assert [key.name for key in settable(Bare)] == ["model", "seed", "part.size"]
+
+
+def test_a_line_of_help() -> None:
+    assert "  --engine.max_batch=256  (int)  sequences running at once" in of_recipe("grpo").splitlines()
+    assert "  --model=required  (str)  Hugging Face folder" in of_recipe("grpo").splitlines()
