@@ -21,7 +21,7 @@ from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, 
 from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview, require_recipe
+from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview
 from spmd_rl.launcher import ENDINGS, endings, heed_no_more, launch
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.run import RunFolder
@@ -33,6 +33,7 @@ OPEN_FILES = 1 << 16
 
 def main() -> int:
     """`spmd-rl`: check the config, then launch ranks on this machine."""
+    os.environ.pop(last_words.ERROR_FILE_ENV, None)  # of a torchrun that this is no rank of
     return _guarded(_main, sys.argv[1:])
 
 
@@ -115,7 +116,6 @@ def _run(words: list[str]) -> int:
     for number in endings():
         signal.signal(number, _end_before_launch)
     _open_many_files()
-    require_recipe(words)
     invocation = Invocation.parse(words)
     recipe = load_recipe(invocation.recipe)
     cfg = recipe.configure(invocation)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from spmd_rl import recipes
 from spmd_rl.config import Key, describe, load
 from spmd_rl.config_rules import TAKEN
-from spmd_rl.controller.recipe import load_recipe, make_importable
+from spmd_rl.controller.recipe import load_recipe
 from spmd_rl.errors import ConfigError
 
 COMMANDS = {
@@ -89,8 +89,8 @@ def settable(config: type) -> list[Key]:
 def _is_taken(config: type, settings: dict[str, str]) -> bool:
     try:
         load(config, None, settings)
-    except ConfigError as error:
-        return TAKEN in str(error)
+    except Exception as error:  # noqa: BLE001  a recipe may do what it likes with values that are none of its own
+        return isinstance(error, ConfigError) and TAKEN in str(error)
     return False
 
 
@@ -99,20 +99,6 @@ def no_command(word: str) -> ConfigError:
     near = difflib.get_close_matches(word, COMMANDS, 1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
     return ConfigError(f"spmd-rl has no command '{word}': {hint}")
-
-
-def require_recipe(words: list[str]) -> None:
-    """Raises: ConfigError when the words after `run` begin with a setting and name no recipe."""
-    if words[0].startswith("-") and not any(map(_is_recipe, words)):
-        raise ConfigError(f"name a recipe before {words[0]}: {', '.join(shipped())}, or a path that ends in .py")
-
-
-def _is_recipe(word: str) -> bool:
-    try:
-        make_importable(word)
-    except ConfigError:
-        return False
-    return True
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

@@ -1,4 +1,4 @@
-"""The ops that make tokens and log-probs of hidden states, and torch's spelling of each."""
+"""The ops from hidden states to tokens and log-probs, and those around a recorded step; torch's spelling of each."""
 
 from __future__ import annotations
 

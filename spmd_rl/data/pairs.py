@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
-from spmd_rl.data.prompts import PromptConfig, Tokenizer, encode_prompts, is_dropped, tell_dropped, too_long
+from spmd_rl.data.prompts import PromptConfig, Tokenizer, encode_prompts, is_dropped, tell_dropped
 from spmd_rl.errors import ConfigError, DataError
 
 
@@ -83,5 +83,6 @@ def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokeniz
 def _join(record: Record, prompt: NDArray[np.int32], answer: list[int], tokenizer: Tokenizer) -> Pair:
     tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
     if 0 < tokenizer.context < len(tokens):
-        raise too_long(str(record.where), f"prompt and answer have {len(tokens)}", tokenizer)
+        room = f"the model's context is {tokenizer.context}"
+        raise DataError(str(record.where), f"prompt and answer have {len(tokens)} tokens, and {room}")
     return Pair(tokens, np.arange(len(tokens)) >= len(prompt))

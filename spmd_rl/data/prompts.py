@@ -146,17 +146,13 @@ def encode_prompts(
         if not tokens:
             raise DataError(where, "the prompt is empty")
         if 0 < tokenizer.context <= len(tokens) and not is_dropped(cfg, len(tokens)):
-            raise too_long(where, f"the prompt has {len(tokens)}", tokenizer)
+            room = f"the model's context of {tokenizer.context} tokens is for its answer too"
+            raise DataError(where, f"has {len(tokens)} tokens, and {room}: prompts.max_prompt_tokens drops longer ones")
     return [(text, np.array(tokens, dtype=np.int32)) for text, tokens in zip(texts, encoded, strict=True)]
 
 
 def is_dropped(cfg: PromptConfig, num_tokens: int) -> bool:
     return 0 < cfg.max_prompt_tokens < num_tokens
-
-
-def too_long(where: str, has: str, tokenizer: Tokenizer) -> DataError:
-    room = f"the model's context of {tokenizer.context} tokens is for prompt and answer"
-    return DataError(where, f"{has} tokens, and {room}: prompts.max_prompt_tokens drops longer prompts")
 
 
 def tell_dropped(cfg: PromptConfig, num_dropped: int, num_records: int) -> None:

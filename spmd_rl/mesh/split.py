@@ -131,8 +131,8 @@ def _require_world(roles: Mapping[str, RoleSplit], needed: int, world_size: int)
     if needed > world_size:
         asked = ", ".join(f"{name} {role.ranks}" for name, role in roles.items() if role.ranks != "all")
         raise PlanError(
-            f"the split asks for {needed} ranks ({asked}), and the world has {world_size}: "
-            f"start {needed}, on one machine by --nproc {needed}"
+            f"the split asks for {needed} ranks ({asked}), and the world has {world_size} "
+            "(`run` starts as many as --nproc says)"
         )
 
 

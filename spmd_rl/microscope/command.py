@@ -50,7 +50,10 @@ def main(words: list[str]) -> int:
         raise ConfigError("--device cuda: torch sees no GPU here")
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     names = options.left, options.right
-    dtypes = {name: _dtype(name, options.dtype, device, settings) for name in names}
+    dtypes = {
+        name: _dtype(name, other, options.dtype, device, settings)
+        for name, other in zip(names, names[::-1], strict=True)
+    }
     if drop_splits(settings, ModelSpec.from_folder(model).head_dim, dtypes[options.left], device):
         print("the run's attention_split needs FlashAttention-4: both paths attend to all keys at once here")
     left, right = (_path(name, model, dtypes[name], device, settings) for name in names)
@@ -62,10 +65,12 @@ def main(words: list[str]) -> int:
     page = write(found, Folder(options.out) if options.out else (run or Folder()) / "mismatch")
     print(found.verdict)
     agree = not (found.comparison.findings or found.comparison.troubles)
-    if run and agree and (counted := inputs.mismatched_tokens(run)):
+    if run and agree and "transformers" not in names and (counted := inputs.mismatched_tokens(run)):
+        types = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes.values()))
+        where = f"on {device.type} in {types} under the weights in {model}"
         print(
-            f"But the run itself counted {counted:,} unequal tokens: a replay under the weights in {model} sees no "
-            "fault of other weights, of a push, or of the run's own process."
+            f"But the run itself counted {counted:,} unequal tokens. This is another process, {where}: what differs "
+            "from the run in these, or a push, is to blame."
         )
     print(page)
     return AGREE if agree else PART
@@ -88,10 +93,10 @@ def _case(options: argparse.Namespace, run: Folder | None, model: Folder, settin
     return inputs.samples_of_run(run, model, settings, wanted)
 
 
-def _dtype(name: str, asked: str | None, device: torch.device, settings: dict[str, Any]) -> torch.dtype:
-    """That of the role in the run; of `transformers`, the engine's."""
-    role = settings.get("trainer" if name == "trainer" else "engine", {})
-    dtype: torch.dtype = getattr(torch, dtype_of(asked or role.get("dtype", "auto"), device))
+def _dtype(name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]) -> torch.dtype:
+    """That of the role in the run; `transformers` takes that of the other side."""
+    role = {"engine": "engine", "trainer": "trainer"}[other if name == "transformers" else name]
+    dtype: torch.dtype = getattr(torch, dtype_of(asked or settings.get(role, {}).get("dtype", "auto"), device))
     return dtype
 
 

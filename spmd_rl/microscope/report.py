@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from spmd_rl.kernels import contract
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.compare import Comparison, Finding, compare
 from spmd_rl.microscope.explain import Trial
@@ -22,6 +21,7 @@ from spmd_rl.microscope.paths import Path
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.ulp import Histogram
 from spmd_rl.microscope.verdict import Cause, Side, verdict
+from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run import write_whole
 
@@ -117,9 +117,9 @@ def write(examined: Examined, folder: Folder) -> Folder:
 
 def versions(replay: Replay) -> dict[str, str]:
     """What the bits may depend on: the numeric contract's facts, and the libraries' versions."""
-    head_dim, split = ModelSpec.from_folder(replay.model).head_dim, max(replay.left.split, replay.right.split)
-    device = next(replay.left.model.parameters()).device
-    facts = contract(device, replay.dtypes[0], head_dim, split)
+    ours = next(path for path in (replay.left, replay.right) if isinstance(path.model, CausalLM))
+    parameter = next(ours.model.parameters())
+    facts = ours.model.contract(parameter.device, parameter.dtype, ours.split)
     facts["dtype"] = ", ".join(dict.fromkeys(map(str, replay.dtypes)))
     return {key: str(value) for key, value in facts.items()} | {"python": platform.python_version()}
 

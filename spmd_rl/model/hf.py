@@ -58,7 +58,9 @@ def _weight_files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder} holds no weights (no .safetensors file); trainer.init = 'random' needs none")
+        raise ConfigError(
+            f"{folder} holds no weights (no .safetensors file; a run with --trainer.init=random needs none)"
+        )
     for path in files:
         if not path.is_file():
             raise ConfigError(f"{index} names {path.name}, which is not there")

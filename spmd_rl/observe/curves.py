@@ -120,7 +120,8 @@ def _mismatch(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     tokens, compared = (_column(rows, f"onpolicy/{what}_tokens") for what in ("mismatched", "compared"))
     tokens = np.where(compared == 0, np.nan, tokens)
     total, of_all = np.nansum(tokens), np.nansum(compared)
-    _title(axes, f"mismatched tokens: {f'{total:,.0f} of {of_all:,.0f}' if of_all else 'no tokens compared'}")
+    said = f"{total:,.0f} of {of_all:,.0f}" if of_all else f"{total:,.0f}" if total else "no tokens compared"
+    _title(axes, f"mismatched tokens: {said}")
     colour = _RED if total else _GREEN
     _line(axes, steps, tokens, colour, "trainer vs engine")
     if total:

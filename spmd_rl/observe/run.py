@@ -30,6 +30,11 @@ from spmd_rl.types import Group
 
 _encode_lines = msgspec.json.Encoder().encode_lines
 
+OF_EVERY_START = {
+    *("config.toml", "plan.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
+    *("curves.png", "report.html"),
+}
+
 
 class RunFolder:
     """Paths of one run's files. Whole files appear at once: what is there under its name is complete."""
@@ -61,7 +66,7 @@ class RunFolder:
             raise ConfigError(f"{run.path} cannot be made: {error.strerror}") from None
         weakref.finalize(run, os.close, claim(run.path))
         run.refuse_other(config, resume)  # again: another may have begun meanwhile
-        if not run._has_steps():
+        if not run._holds_work():
             (run.path / "contract.json").unlink(missing_ok=True)
         write_whole(run.path / "config.toml", config)  # first: it is what makes this the folder of a run
         for folder in (run.samples, run.logs, run.stacks):
@@ -87,7 +92,7 @@ class RunFolder:
         held = self.path / "config.toml"
         if not held.is_file():
             raise ConfigError(f"{self.path} exists and is not the folder of a run: choose another name")
-        if self._has_steps() and not resume:
+        if self._holds_work() and not resume:
             changed = list(_changes(tomllib.loads(held.read_text(encoding="utf-8")), tomllib.loads(config)))
             if changed:
                 raise ConfigError(
@@ -95,9 +100,17 @@ class RunFolder:
                     "remove the folder, or say --run.resume=true"
                 )
 
-    def _has_steps(self) -> bool:
-        """Whether there is anything that a start with another configuration could not make again at once."""
-        return (self.metrics.is_file() and self.metrics.stat().st_size > 0) or any(self.checkpoints.glob("*"))
+    def _holds_work(self) -> bool:
+        """Whether there is more than what every start makes at once: a step, a checkpoint, a model, a user's file."""
+        made = (self.metrics, self.samples, self.checkpoints, self.hf)
+        return any(map(has_content, made)) or any(
+            path.name not in OF_EVERY_START and path not in made and not _before_a_run(path)
+            for path in self.path.iterdir()
+        )
+
+
+def has_content(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 
 def _before_a_run(path: Path) -> bool:

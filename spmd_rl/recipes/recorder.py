@@ -14,7 +14,7 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.steps import Step
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.observer import Observer
-from spmd_rl.observe.run import RunFolder
+from spmd_rl.observe.run import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.types import Group
 
@@ -70,7 +70,7 @@ class Recorder:
         if self._observer is not None:
             self._observer.close()
             if self._steps_left <= 0:
-                there = [name for name in LEAVES if (self._folder.path / name).exists()]
+                there = [name for name in LEAVES if has_content(self._folder.path / name)]
                 print(f"{self._folder.path} holds {', '.join(there)}", flush=True)
         else:
             self._sinks.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import signal
@@ -98,7 +99,7 @@ class Grader(AbstractContextManager["Grader"]):
 
     def _line(self, error: BaseException) -> str:
         """Where in the function's own file, as far as it goes."""
-        code = getattr(self._reward, "__code__", None)
+        code = getattr(inspect.unwrap(self._reward), "__code__", None)
         frames = [one for one in extract_tb(error.__traceback__) if code and one.filename == code.co_filename]
         return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 

@@ -11,12 +11,13 @@ import pytest
 
 from benchmarks.table import RESULTS, read_results
 from spmd_rl import kernels
-from tests.laws.source import PACKAGE, ROOT
+from tests.laws.source import ROOT
 
 HELPERS = {  # what ops are given, or say of themselves
     *("ROW_TILE", "KvCache", "KvPlace", "contract", "cut_rows", "is_exact", "pad_rows", "padded_rows", "remaking"),
     *("position_keys", "rope_table", "stream_bases", "stream_keys"),
 }
+PARTS = {"blocked_attention", "decode_inputs", "decode_outputs", "merge_ranges"}  # tested in what calls them too
 CELLS = re.compile(r"`([^`]+)`|\[\w+\]\(\.\./(\S+) \"([^\"]+)\"\)")
 
 
@@ -40,6 +41,33 @@ def defined(path: str) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
+def problems(op: Op) -> list[str]:
+    """What the table says of an op that is not so."""
+    found = [] if op.name in defined(f"spmd_rl/kernels/{op.file}") else [f"{op.file} has no {op.name}"]
+    for file, test in (one.split("::") for one in (op.right, op.bits)):
+        if test not in defined(f"tests/{file}"):
+            found.append(f"{file} has no {test}")
+        elif op.name not in PARTS and not any(op.name in text for text in with_helpers(f"tests/{file}")):
+            found.append(f"{file} does not know {op.name}")
+    machine, script = op.results.removesuffix(".json").split("/")[-2:]
+    results = [one for one in read_results(RESULTS) if (one.machine, one.script) == (machine, f"{script}.py")]
+    if not any(fnmatchcase(row.what, op.rows) for one in results for row in one.rows):
+        found.append(f"{op.results} has no {op.rows}")
+    return found
+
+
+def with_helpers(path: str) -> list[str]:
+    """The text of a file of tests, and of what it imports from other files of tests."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    found = [text]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            here = str(node.module).replace(".", "/")
+            files = [f"{here}.py", *(f"{here}/{one.name}.py" for one in node.names)]
+            found += [part for file in files if (ROOT / file).is_file() for part in with_helpers(file)]
+    return found
+
+
 def test_every_op_is_in_the_table() -> None:
     assert set(kernels.__all__) - HELPERS <= {op.name for op in ops()}
     assert set(kernels.__all__) >= HELPERS
@@ -47,9 +75,20 @@ def test_every_op_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("op", ops(), ids=lambda op: op.name)
 def test_what_the_table_names_is_there(op: Op) -> None:
-    assert op.name in defined(str(PACKAGE.relative_to(ROOT) / "kernels" / op.file))
-    for file, test in (one.split("::") for one in (op.right, op.bits)):
-        assert test in defined(f"tests/{file}"), f"{file} has no {test}"
-    machine, script = op.results.removesuffix(".json").split("/")[-2:]
-    found = [one for one in read_results(RESULTS) if one.machine == machine and one.script == f"{script}.py"]
-    assert [row for one in found for row in one.rows if fnmatchcase(row.what, op.rows)], f"no row {op.rows}"
+    assert problems(op) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"file": "rope.py"},
+        {"bits": "unit/kernels/test_turns.py::test_each_comes_after_each_other"},
+        {"right": "gpu/kernels/test_oracles.py::test_no_such_test"},
+        {"rows": "*: no such row"},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_control_a_wrong_cell_is_seen(wrong: dict[str, str]) -> None:
+    op = next(op for op in ops() if op.name == "silu_mul")
+    assert problems(op) == []
+    assert len(problems(op._replace(**wrong))) == 1

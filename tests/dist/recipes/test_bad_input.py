@@ -40,7 +40,7 @@ def test_refused_before_anything_starts(run: Any, words: list[str], sentence: st
 def test_split_that_does_not_fit(run: Any) -> None:
     ended = run("grpo", "--split.train.ranks=1", "--split.infer.ranks=2", nproc=2)
     assert ended.code == 2
-    assert "the split asks for 3 ranks (train 1, infer 2), and the world has 2: start 3" in ended.sentence
+    assert "the split asks for 3 ranks (train 1, infer 2), and the world has 2" in ended.sentence
 
 
 def test_unknown_recipe(run: Any) -> None:
@@ -75,7 +75,7 @@ def test_prompt_longer_than_the_context(run: Any, tmp_path: Path) -> None:
     data.write_text('{"prompt": "' + "1+" * 100 + '1=", "answer": "101"}\n')
     ended = run("grpo", f"--data={data}")
     assert ended.code == 2
-    assert "long.jsonl:1: prompt: the prompt has 202 tokens, and the model's context of 128" in ended.sentence
+    assert "long.jsonl:1: prompt: has 202 tokens, and the model's context of 128" in ended.sentence
 
 
 def test_reward_that_raises_shows_the_sample(run: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import spmd_rl
 from spmd_rl import cli
+from spmd_rl.controller.last_words import ERROR_FILE_ENV
 from spmd_rl.help import COMMANDS
 
 MAIN = "import sys; from spmd_rl.cli import main; sys.exit(main())"
@@ -60,11 +61,28 @@ def test_help_of_run_names_the_recipes(words: list[str], capfd: pytest.CaptureFi
     assert {"--config", "--nproc", "--max-restarts", "--verbose"} <= set(lines)
 
 
-@pytest.mark.parametrize("setting", [["--steps", "3"], ["--steps=3"], ["--nproc", "2"], ["--trainer.lr=1e-3"]])
-def test_a_forgotten_recipe(setting: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert ended("run", *setting) == 2
-    sentence = f"name a recipe before {setting[0]}: grpo, grpo_async, sft, or a path that ends in .py\n"
-    assert capfd.readouterr() == ("", sentence)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "3"], "there is no recipe '3': shipped ones are grpo, grpo_async, sft (a path must end in .py)"),
+        (["--steps=3"], "spmd-rl run: the following arguments are required: recipe"),
+        (["--nproc", "2"], "spmd-rl run: the following arguments are required: recipe"),
+        (["--nproc", "2", "gpro"], "there is no recipe 'gpro': did you mean grpo? (a path must end in .py)"),
+        (["--verbose", "./missing.py"], "there is no recipe at ./missing.py"),
+    ],
+)
+def test_a_forgotten_or_mistyped_recipe(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended("run", *words) == 2
+    assert capfd.readouterr() == ("", f"{said}\n")
+
+
+def test_a_sentence_is_told_though_a_torchrun_around_is_gone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(ERROR_FILE_ENV, "/nonexistent/error.json")
+    monkeypatch.setattr(sys, "argv", ["spmd-rl", "run", "gpro"])
+    assert cli.main() == 2
+    assert "there is no recipe 'gpro'" in capfd.readouterr().err
 
 
 def test_settings_may_come_before_the_recipe(capfd: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,21 @@ def test_a_taken_number_is_seen() -> None:
     assert [key.name for key in settable(Bare)] == ["model", "seed", "part.size"]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """Its check reads what a key names."""
+
+    model: str
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        Path(self.model, "config.json").read_text()
+
+
+def test_a_recipe_that_looks_at_its_values_is_listed_whole() -> None:
+    assert [key.name for key in settable(Reading)] == ["model", "steps"]
+
+
 def test_a_line_of_help() -> None:
     assert "  --engine.max_batch=256  (int)  sequences running at once" in of_recipe("grpo").splitlines()
     assert "  --model=required  (str)  Hugging Face folder" in of_recipe("grpo").splitlines()

@@ -114,9 +114,7 @@ def test_long_prompts_are_dropped_and_counted(jsonl: Jsonl, tokenizer: Any, caps
 
 def test_a_prompt_leaves_room_for_its_answer(jsonl: Jsonl, tokenizer: Any) -> None:
     path, tokenizer.context = jsonl(*lines(12)), 4
-    with pytest.raises(
-        DataError, match=r"train.jsonl:11: prompt: the prompt has 4 tokens, and the model's context of 4"
-    ):
+    with pytest.raises(DataError, match=r"train.jsonl:11: prompt: has 4 tokens, and the model's context of 4"):
         Prompts(PromptConfig(path), tokenizer)
     assert len(Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)) == 10
     tokenizer.context = 5
@@ -172,7 +170,7 @@ def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     assert len(Pairs(PromptConfig(path), tokenizer)) == 4
     tokenizer.context = 4
     with pytest.raises(
-        DataError, match=r"train.jsonl:1: prompt and answer have 5 tokens, and the model's context of 4"
+        DataError, match=r"train.jsonl:1: prompt and answer have 5 tokens, and the model's context is 4"
     ):
         Pairs(PromptConfig(path), tokenizer)
     tokenizer.eos_token_id = None

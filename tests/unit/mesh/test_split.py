@@ -36,7 +36,7 @@ def test_mixed_split_of_user_roles() -> None:
     [
         (
             Split(RoleSplit("4"), RoleSplit("4")),
-            "the split asks for 8 ranks (train 4, infer 4), and the world has 6: start 8, on one machine by --nproc 8",
+            "the split asks for 8 ranks (train 4, infer 4), and the world has 6 (`run` starts as many as --nproc says)",
         ),
         (Split(RoleSplit("7"), RoleSplit("2")), "the split asks for 9 ranks (train 7, infer 2), and the world has 6"),
         (Split(RoleSplit("0-6")), "the split asks for 7 ranks (train 0-6), and the world has 6"),

@@ -63,7 +63,7 @@ def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(run: Path, m
     assert mismatch(run) == 0
     said = capsys.readouterr().out
     assert "agree in every bit" in said
-    assert "the run itself counted 1,234 unequal tokens" in said
+    assert "the run itself counted 1,234 unequal tokens. This is another process, on cpu in float32" in said
     assert mismatch(run, "--plant", "split-k") == 1
     assert "itself counted" not in capsys.readouterr().out
 
@@ -79,6 +79,9 @@ def test_each_side_computes_in_the_type_of_its_role(run: Path, mismatch, capsys,
     data = json.loads((run / "mismatch" / "mismatch.json").read_text())
     assert data["versions"]["dtype"] == f"torch.{engine}, torch.{trainer}"
     assert mismatch(run, "--dtype", "float32") == 0
+    capsys.readouterr()
+    assert mismatch(run, "--left", "trainer", "--right", "transformers") in (0, 1)
+    assert "computes in" not in capsys.readouterr().out, "transformers takes the type of the other side"
 
 
 def test_a_planted_fault_exits_one_and_the_page_shows_it(run: Path, mismatch, capsys, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:
     RunFolder.open(tmp_path, CONFIG, {})
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_00001"])
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_00001", "hf/model.safetensors", "scores.json"])
 def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path, left: str) -> None:
     file = RunFolder.open(tmp_path / "r", CONFIG, {"world": 2}).path / left
     file.parent.mkdir(exist_ok=True)

@@ -37,7 +37,7 @@ function figureCards(data, run) {
       isProof = figure.metric === MISMATCHED;
     if (value === null) return isProof && compared === 0 ? card(figure, value, "", "no tokens compared") : null;
     const exact = isProof && compared > 0 && value === 0,
-      mood = exact ? "good" : isProof && compared > 0 ? "bad" : "";
+      mood = exact ? "good" : isProof && value > 0 ? "bad" : "";
     const how = exact ? "trainer and engine agree bit for bit" : howText(figure, run);
     return card(figure, value, unitOf(data, figure), how, mood);
   });
