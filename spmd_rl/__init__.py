@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from spmd_rl.algo.losses import sft_loss as sft_loss
     from spmd_rl.batch import Batch as Batch
     from spmd_rl.config_rules import at_least as at_least
-    from spmd_rl.config_rules import given_by as given_by
+    from spmd_rl.config_rules import refuse_given as refuse_given
     from spmd_rl.controller.ahead import Ahead as Ahead
     from spmd_rl.controller.config import RunConfig as RunConfig
     from spmd_rl.controller.controller import Controller as Controller
@@ -54,7 +54,7 @@ _HOMES = {
     "algo.batch": ("pack", "pack_sft"),
     "algo.losses": ("grpo_loss", "sft_loss"),
     "batch": ("Batch",),
-    "config_rules": ("at_least", "given_by"),
+    "config_rules": ("at_least", "refuse_given"),
     "controller.ahead": ("Ahead",),
     "controller.config": ("RunConfig",),
     "controller.controller": ("Controller",),

@@ -9,8 +9,6 @@ from typing import Any
 
 from spmd_rl.errors import ConfigError
 
-TAKEN = "this recipe takes it from"  # another key
-
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
     """Raises: ConfigError, which says what was expected of the key `name`, where it does not hold."""
@@ -28,15 +26,15 @@ def at_least(cfg: Any, least: Mapping[str, float]) -> None:
         require(value >= bound, name, value, f"{bound} or more")
 
 
-def given_by(cfg: Any, names: Mapping[str, str]) -> None:
-    """Keys of a recipe's parts (`trainer.model`) that it fills in from others (`model`) are left alone, so that nothing
-    that is set is ignored.
+def refuse_given(cfg: Any) -> None:
+    """Keys of a recipe's parts (`trainer.model`) that it fills in from others (`model`), as its `given` says, are left
+    alone, so that nothing that is set is ignored; `--help` does not list them.
 
     Raises: ConfigError, which names the first that was set, and the key to set instead.
     """
-    for name, other in names.items():
+    for name, other in cfg.given.items():
         owner, key = name.rsplit(".", 1)
         part = attrgetter(owner)(cfg)
         value = getattr(part, key)
         if value != next(one.default for one in fields(part) if one.name == key):
-            raise ConfigError(f"{name} = {value!r}: {TAKEN} {other!r}; set that instead")
+            raise ConfigError(f"{name} = {value!r}: this recipe takes it from {other!r}; set that instead")

@@ -8,8 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 
 from spmd_rl import recipes
-from spmd_rl.config import Key, describe, load
-from spmd_rl.config_rules import TAKEN
+from spmd_rl.config import Key, describe
 from spmd_rl.controller.recipe import load_recipe
 from spmd_rl.errors import ConfigError
 
@@ -47,7 +46,6 @@ RUN = """\
 RECIPE is a path to a .py file, a module, or one that is shipped:
 
 {recipes}"""
-ANOTHER = "1"  # value than a recipe's own, of a text as of a number
 
 
 def overview() -> str:
@@ -80,18 +78,8 @@ def shipped() -> dict[str, str]:
 
 
 def settable(config: type) -> list[Key]:
-    """The keys of a recipe's config, but for those that it refuses since it takes them from others."""
-    keys = describe(config)
-    required = {key.name: "" for key in keys if key.default == "required"}
-    return [key for key in keys if not _is_taken(config, required | {key.name: ANOTHER})]
-
-
-def _is_taken(config: type, settings: dict[str, str]) -> bool:
-    try:
-        load(config, None, settings)
-    except Exception as error:  # noqa: BLE001  a recipe may do what it likes with values that are none of its own
-        return isinstance(error, ConfigError) and TAKEN in str(error)
-    return False
+    """The keys of a recipe's config, but for those that it fills in from others (`refuse_given`)."""
+    return [key for key in describe(config) if key.name not in getattr(config, "given", {})]
 
 
 def no_command(word: str) -> ConfigError:

@@ -21,10 +21,7 @@ def of_step(rows: int, page_size: int = 128, pages: int = 16) -> Iterator[Case]:
     from spmd_rl.kernels.decode_outputs_triton import decode_outputs
 
     order, starts = torch.randperm(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
-    newest, turn = (
-        torch.zeros(rows + 1, dtype=torch.int64, device="cuda"),
-        torch.zeros(1, dtype=torch.int64, device="cuda"),
-    )
+    newest, turn = (torch.zeros(count, dtype=torch.int64, device="cuda") for count in (rows + 1, 1))
     host_tokens = torch.zeros(2, rows, dtype=torch.int64, pin_memory=True)
     host_logprobs = torch.zeros(2, rows, pin_memory=True)
 

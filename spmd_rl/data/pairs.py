@@ -82,7 +82,7 @@ def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokeniz
 
 def _join(record: Record, prompt: NDArray[np.int32], answer: list[int], tokenizer: Tokenizer) -> Pair:
     tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
-    if 0 < tokenizer.context < len(tokens):
+    if len(tokens) > tokenizer.context:
         room = f"the model's context is {tokenizer.context}"
         raise DataError(str(record.where), f"prompt and answer have {len(tokens)} tokens, and {room}")
     return Pair(tokens, np.arange(len(tokens)) >= len(prompt))

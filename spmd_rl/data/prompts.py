@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     def chat_template(self) -> str | None: ...
 
     @property
-    def context(self) -> int: ...  # the model's positions; 0 if nobody knows
+    def context(self) -> int: ...  # the model's positions
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
 
@@ -145,7 +145,7 @@ def encode_prompts(
         where = f"{record.where}: {cfg.prompt_key}"
         if not tokens:
             raise DataError(where, "the prompt is empty")
-        if 0 < tokenizer.context <= len(tokens) and not is_dropped(cfg, len(tokens)):
+        if len(tokens) >= tokenizer.context and not is_dropped(cfg, len(tokens)):
             room = f"the model's context of {tokenizer.context} tokens is for its answer too"
             raise DataError(where, f"has {len(tokens)} tokens, and {room}: prompts.max_prompt_tokens drops longer ones")
     return [(text, np.array(tokens, dtype=np.int32)) for text, tokens in zip(texts, encoded, strict=True)]

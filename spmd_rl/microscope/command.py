@@ -95,7 +95,7 @@ def _case(options: argparse.Namespace, run: Folder | None, model: Folder, settin
 
 def _dtype(name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]) -> torch.dtype:
     """That of the role in the run; `transformers` takes that of the other side."""
-    role = {"engine": "engine", "trainer": "trainer"}[other if name == "transformers" else name]
+    role = other if name == "transformers" else name
     dtype: torch.dtype = getattr(torch, dtype_of(asked or settings.get(role, {}).get("dtype", "auto"), device))
     return dtype
 

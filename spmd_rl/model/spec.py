@@ -54,11 +54,7 @@ class ModelSpec:
     @staticmethod
     def from_folder(folder: str | Path) -> ModelSpec:
         """Raises: ConfigError if the folder, its config.json or a field is missing, broken or of another family."""
-        path = Path(folder) / "config.json"
-        if not Path(folder).is_dir():
-            raise ConfigError(
-                f"no model folder at {folder}: models are read from disk (`hf download` brings one there)"
-            )
+        path = model_folder(folder) / "config.json"
         if not path.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")
         raw = _read_object(path)
@@ -104,6 +100,13 @@ class ModelSpec:
         if self.qk_norm:
             shapes |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
         return shapes | {f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+
+
+def model_folder(folder: str | Path) -> Path:
+    """Raises: ConfigError if there is no such folder."""
+    if not Path(folder).is_dir():
+        raise ConfigError(f"no model folder at {folder}: models are read from disk (`hf download` brings one there)")
+    return Path(folder)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.spec import ModelSpec, model_folder
 
 
 class FolderTokenizer:
@@ -27,8 +28,8 @@ class FolderTokenizer:
 
     @cached_property
     def context(self) -> int:
-        """Positions of the folder's model; 0 where its config.json does not say."""
-        return _context(self.folder)
+        """Positions of the folder's model."""
+        return ModelSpec.from_folder(self.folder).max_positions
 
     @cached_property
     def eos_token_id(self) -> int | None:
@@ -61,11 +62,10 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
 
     Raises: ConfigError if the folder holds none that loads.
     """
-    path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(f"no model folder at {folder}: models are read from disk (`hf download` brings one there)")
+    path = model_folder(folder)
     if not (path / "tokenizer.json").is_file():
         tokenizer: FolderTokenizer = _auto_tokenizer(path)
+        tokenizer.context = ModelSpec.from_folder(path).max_positions
         return tokenizer
     try:
         return FolderTokenizer(path)
@@ -77,15 +77,9 @@ def _auto_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a missing or broken file; all mean the same here
         raise ConfigError(f"{folder} holds no tokenizer that loads: {type(error).__name__}: {error}") from error
-    tokenizer.context = _context(folder)
-    return tokenizer
-
-
-def _context(folder: Path) -> int:
-    return int(_read_json(folder / "config.json").get("max_position_embeddings", 0))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

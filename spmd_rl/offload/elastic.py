@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import ResidencyError
-from spmd_rl.offload.ledger import gib
+from spmd_rl.offload.ledger import as_size
 
 DEVICE, PINNED, READ_WRITE = 1, 1, 3  # of CUmemLocationType, CUmemAllocationType, CUmemAccess_flags
 
@@ -78,7 +78,7 @@ class ElasticMemory:
             return
         torch.cuda.empty_cache()  # what torch keeps for later is ours now
         if (free_bytes := torch.cuda.mem_get_info(self._location.id)[0]) < self._size:
-            raise ResidencyError(f"{gib(self._size)} are asked for, and the GPU has {gib(free_bytes)} left")
+            raise ResidencyError(f"{as_size(self._size)} are asked for, and the GPU has {as_size(free_bytes)} left")
         handle, size = ctypes.c_uint64(), ctypes.c_size_t(self._size)
         _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._prop), ctypes.c_uint64(0))
         at, access = ctypes.c_uint64(self._address), _AccessDesc(self._location, READ_WRITE)

@@ -15,6 +15,8 @@ from typing import Literal
 from spmd_rl.errors import PlanError
 
 Phase = Literal["sync", "rollout", "train"]
+UNITS = ("KiB", "MiB", "GiB")
+THREE_DIGITS = 999.5  # what is less has no more of them before the point, also when it is rounded
 PHASES: tuple[Phase, ...] = ("sync", "rollout", "train")
 
 FP32_BYTES = 4
@@ -68,15 +70,25 @@ class Ledger:
             needed = self.resident_bytes(phase)
             if needed > capacity_bytes:
                 counted = [entry for entry in self.entries if phase in entry.phases and entry.num_bytes]
-                terms = " + ".join(f"{entry.tag} {gib(entry.num_bytes)}" for entry in counted)
-                raise PlanError(f"phase {phase} needs {terms} = {gib(needed)}, and there are {gib(capacity_bytes)}")
+                terms = " + ".join(f"{entry.tag} {as_size(entry.num_bytes)}" for entry in counted)
+                raise PlanError(
+                    f"phase {phase} needs {terms} = {as_size(needed)}, and there are {as_size(capacity_bytes)}"
+                )
 
     def __add__(self, other: Ledger) -> Ledger:
         return Ledger(self.entries + other.entries)
 
 
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+def as_size(num_bytes: int) -> str:
+    """Four digits, in the unit that leaves no more than three before the point; more of GiB alone."""
+    number, unit = float(num_bytes), "B"
+    for larger in UNITS:
+        if number < THREE_DIGITS:
+            break
+        number, unit = number / 1024, larger
+    if unit == "B" or number >= THREE_DIGITS:
+        return f"{number:,.0f} {unit}"
+    return f"{number:#.4g} {unit}"
 
 
 def trainer_ledger(

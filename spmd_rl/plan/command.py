@@ -10,14 +10,12 @@ from pathlib import Path
 
 from spmd_rl.controller.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError
-from spmd_rl.offload.ledger import PHASES, Ledger
+from spmd_rl.offload.ledger import PHASES, Ledger, as_size
 from spmd_rl.plan.resolve import Resolved, resolve
 from spmd_rl.plan.routes import Routes
 
 MANY = 8
 MOST_RANKS = 8192  # what a push moves is counted for every pair of them
-UNITS = ("KiB", "MiB", "GiB")
-THREE_DIGITS = 999.5  # what is less has no more of them before the point, also when it is rounded
 
 
 def main(words: list[str]) -> int:
@@ -77,8 +75,8 @@ def lines(resolved: Resolved) -> Iterator[str]:
 
 def _routes(routes: Routes) -> Iterator[str]:
     if routes:
-        yield f"weight push  {size(routes.within_bytes)} within ranks, {size(routes.between_bytes)} between ranks"
-        rows = (f"  rank {source:>3} -> {target:<3} {size(routes[source, target])}" for source, target in routes)
+        yield f"weight push  {as_size(routes.within_bytes)} within ranks, {as_size(routes.between_bytes)} between ranks"
+        rows = (f"  rank {source:>3} -> {target:<3} {as_size(routes[source, target])}" for source, target in routes)
         yield from _first(rows, len(routes))
 
 
@@ -90,21 +88,9 @@ def _memory(resolved: Resolved) -> Iterator[str]:
 def _table(title: str, ledger: Ledger) -> Iterator[str]:
     yield f"{title:42}" + "".join(f"{phase:>12}" for phase in PHASES)
     for entry in filter(lambda entry: entry.num_bytes, ledger.entries):
-        cells = "".join(f"{size(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES)
+        cells = "".join(f"{as_size(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES)
         yield f"  {entry.tag:40}{cells}"
-    yield f"  {'all':40}" + "".join(f"{size(ledger.resident_bytes(phase)):>12}" for phase in PHASES)
-
-
-def size(num_bytes: int) -> str:
-    """Three digits, in the unit that leaves no more than three before the point; more of GiB alone."""
-    number, unit = float(num_bytes), "B"
-    for larger in UNITS:
-        if number < THREE_DIGITS:
-            break
-        number, unit = number / 1024, larger
-    if unit == "B" or number >= THREE_DIGITS:
-        return f"{number:,.0f} {unit}"
-    return f"{number:#.3g}".rstrip(".") + f" {unit}"
+    yield f"  {'all':40}" + "".join(f"{as_size(ledger.resident_bytes(phase)):>12}" for phase in PHASES)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

@@ -27,13 +27,19 @@ class Config:
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
     engine: rl.EngineConfig = field(default_factory=rl.EngineConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    given: ClassVar[dict[str, str]] = {
+        "trainer.model": "model",
+        "engine.model": "model",
+        "engine.reward": "reward",
+        "prompts.path": "data",
+        "sampling.seed": "run.seed",
+    }
     engine_sleeps: ClassVar[bool] = True  # the train phase names the trainer alone as awake, which the plan counts on
 
     def __post_init__(self) -> None:
         least = {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2, "clip_low": 0, "clip_high": 0}
         rl.at_least(self, least)
-        given = {"trainer.model": "model", "engine.model": "model", "engine.reward": "reward"}
-        rl.given_by(self, given | {"prompts.path": "data", "sampling.seed": "run.seed"})
+        rl.refuse_given(self)
 
 
 def check(cfg: Config) -> None:

@@ -6,6 +6,7 @@ spmd-rl run sft --model PATH --data train.jsonl
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import spmd_rl as rl
 
@@ -25,10 +26,11 @@ class Config:
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    given: ClassVar[dict[str, str]] = {"trainer.model": "model", "prompts.path": "data"}
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
-        rl.given_by(self, {"trainer.model": "model", "prompts.path": "data"})
+        rl.refuse_given(self)
 
 
 def check(cfg: Config) -> None:

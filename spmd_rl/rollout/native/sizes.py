@@ -10,7 +10,7 @@ import torch
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import gib, kv_budget, kv_pages, kv_token_bytes
+from spmd_rl.offload.ledger import as_size, kv_budget, kv_pages, kv_token_bytes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 
 CPU_POOL_BYTES = 1 << 30
@@ -39,8 +39,10 @@ def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
     budget = _gpu_budget(cfg, device) if device.type == "cuda" else CPU_POOL_BYTES
     pages = kv_pages(token_bytes, cfg.page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget)
     if (num_bytes := pages * cfg.page_size * token_bytes) > budget:
-        room = f"beside all else there is room for {gib(max(budget, 0))} of keys and values"
-        warnings.warn(f"{room}, and one context of {spec.max_positions} tokens takes {gib(num_bytes)}", stacklevel=2)
+        room = f"beside all else there is room for {as_size(max(budget, 0))} of keys and values"
+        warnings.warn(
+            f"{room}, and one context of {spec.max_positions} tokens takes {as_size(num_bytes)}", stacklevel=2
+        )
     return pages
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from spmd_rl.config import describe, load
-from spmd_rl.config_rules import given_by
+from spmd_rl.config_rules import refuse_given
 from spmd_rl.controller.recipe import load_recipe
 from spmd_rl.errors import ConfigError
 from spmd_rl.help import of_recipe, settable, shipped
@@ -31,9 +32,10 @@ class Bare:
     model: str  # a folder
     seed: int = 1  # of all
     part: Part = field(default_factory=Part)
+    given: ClassVar[dict[str, str]] = {"part.model": "model", "part.rate": "seed"}
 
     def __post_init__(self) -> None:
-        given_by(self, {"part.model": "model", "part.rate": "seed"})
+        refuse_given(self)
 
 
 def untold(config: type) -> list[str]:

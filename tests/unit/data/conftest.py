@@ -11,7 +11,7 @@ class CharTokenizer:
     """A character a token; BOS (1) in front when special tokens are asked for."""
 
     eos_token_id: int | None = 2
-    context = 0
+    context = 4096
     chat_template: str | None = "{{ messages }}"
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> dict[str, list[list[int]]]:

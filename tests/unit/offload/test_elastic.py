@@ -62,6 +62,6 @@ def test_a_mapping_that_fails_leaves_nothing(memory: elastic.ElasticMemory, driv
 
 def test_more_than_is_left_is_not_asked_for(memory: elastic.ElasticMemory, driver: Driver) -> None:
     memory._size = 2 << 30
-    with pytest.raises(ResidencyError, match=r"2.00 GiB are asked for, and the GPU has 1.00 GiB left"):
+    with pytest.raises(ResidencyError, match=r"2.000 GiB are asked for, and the GPU has 1.000 GiB left"):
         memory.map()
     assert driver.handles == 0

@@ -40,7 +40,9 @@ def test_refusal_shows_the_sum() -> None:
     ledger.require(ledger.peak_bytes())
     assert ledger.resident_bytes("sync") == ledger.resident_bytes("rollout"), "a push finds the pages there"
     assert ledger.resident_bytes("train") == 18 << 30, "and gradients take their place"
-    with pytest.raises(PlanError, match=r"phase sync needs master 4\.00 GiB .* kv 6\.00 GiB = 20\.00 GiB.*19\.00 GiB"):
+    with pytest.raises(
+        PlanError, match=r"phase sync needs master 4\.000 GiB .* kv 6\.000 GiB = 20\.00 GiB.*19\.00 GiB"
+    ):
         ledger.require(19 << 30)
 
 

@@ -104,7 +104,7 @@ def test_pages_are_what_is_left(model: Path) -> None:
 def test_one_context_is_taken_of_a_full_gpu_and_refused(model: Path) -> None:
     found = resolve(configured(model), 1, 10 * GIB)
     assert kv(found.ledgers[0]) == LEAST
-    with pytest.raises(PlanError, match=r"phase sync needs .* \+ kv 4\.38 GiB \+ .* and there are 10\.00 GiB"):
+    with pytest.raises(PlanError, match=r"phase sync needs .* \+ kv 4\.375 GiB \+ .* and there are 10\.00 GiB"):
         found.require(10 * GIB)
 
 
@@ -139,9 +139,9 @@ def test_an_engine_without_room_for_one_context_says_so(model: Path, monkeypatch
     spec = resolve(configured(model), 1).spec
     assert spec is not None
     cfg = EngineConfig(dtype="bfloat16", page_size=128, beside_bytes=9 * GIB)
-    for capacity, said in (10, "0.00 GiB"), (12, "1.80 GiB"):
+    for capacity, said in (10, "0 B"), (12, "1.800 GiB"):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, size=capacity: (size * GIB, size * GIB))
-        sentence = f"room for {said} of keys and values, and one context of 40960 tokens takes 4.38 GiB"
+        sentence = f"room for {said} of keys and values, and one context of 40960 tokens takes 4.375 GiB"
         with pytest.warns(UserWarning, match=sentence):
             assert auto_pages(spec, cfg, torch.device("cuda")) * PAGE_BYTES == LEAST
 

@@ -17,7 +17,7 @@ from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import Split
 from spmd_rl.offload.ledger import Entry, Ledger
 from spmd_rl.plan import main
-from spmd_rl.plan.command import lines, size
+from spmd_rl.plan.command import as_size, lines
 from spmd_rl.plan.resolve import Resolved, resolve
 from spmd_rl.recipes.grpo import Config
 from spmd_rl.rollout.engine import EngineConfig
@@ -169,21 +169,21 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (0, "0 B"),
         (999, "999 B"),
-        (1000, "0.977 KiB"),
-        (1024, "1.00 KiB"),
-        (154_656, "151 KiB"),
-        (1023 << 10, "0.999 MiB"),
-        (int(999.4 * 1024), "999 KiB"),
-        (int(999.6 * 1024), "0.976 MiB"),
-        (12 << 20, "12.0 MiB"),
-        (720 << 20, "720 MiB"),
-        (int(4.3756 * 2**30), "4.38 GiB"),
-        (140 << 30, "140 GiB"),
+        (1000, "0.9766 KiB"),
+        (1024, "1.000 KiB"),
+        (154_656, "151.0 KiB"),
+        (1023 << 10, "0.9990 MiB"),
+        (int(999.4 * 1024), "999.4 KiB"),
+        (int(999.6 * 1024), "0.9762 MiB"),
+        (12 << 20, "12.00 MiB"),
+        (720 << 20, "720.0 MiB"),
+        (int(4.3756 * 2**30), "4.376 GiB"),
+        (140 << 30, "140.0 GiB"),
         (15_624 << 30, "15,624 GiB"),
     ],
 )
-def test_sizes_have_three_digits(num_bytes: int, text: str) -> None:
-    assert size(num_bytes) == text
+def test_sizes_have_four_digits(num_bytes: int, text: str) -> None:
+    assert as_size(num_bytes) == text
 
 
 def memory(found: Resolved) -> dict[str, dict[str, list[str]]]:
@@ -209,12 +209,12 @@ def test_memory_of_each_role_on_ranks_of_its_own(model: Path) -> None:
         tables = memory(found)
         assert list(tables) == ["memory of train, most on rank 0", "memory of infer, most on rank 4"]
         train, infer = tables.values()
-        assert train["master"] == [size(PARAMETERS)] * 3
-        assert train["grads"] == ["-", "-", size(PARAMETERS)]
-        assert infer["weights"] == [size(2 * PARAMETERS)] * 3
+        assert train["master"] == [as_size(PARAMETERS)] * 3
+        assert train["grads"] == ["-", "-", as_size(PARAMETERS)]
+        assert infer["weights"] == [as_size(2 * PARAMETERS)] * 3
         assert not {"weights", "kv"} & set(train)
         assert not {"master", "activations"} & set(infer)
-        assert infer["all"][0] == size(found.ledgers[4].resident_bytes("sync"))
+        assert infer["all"][0] == as_size(found.ledgers[4].resident_bytes("sync"))
 
 
 def test_memory_of_roles_that_overlap_in_part(model: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_small_model_has_sizes_too(tmp_path: Path) -> None:
     found = planned(tmp_path, 1, "trainer.dtype=float32", "engine.dtype=float32")
     assert found.spec is not None
     (table,) = memory(found).values()
-    assert table["master"] == [size(4 * found.spec.num_parameters)] * 3
+    assert table["master"] == [as_size(4 * found.spec.num_parameters)] * 3
     assert table["master"][0].endswith(" KiB")
     assert not any(cell.startswith("0") for cells in table.values() for cell in cells)
 
