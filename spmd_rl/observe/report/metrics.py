@@ -17,16 +17,12 @@ MAX_POINTS = 600
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that stands for a whole run. `better` is +1 where more is better, -1 where less is, else 0.
-
-    It is of the steps in which the metric `among` is not 0.
-    """
+    """One number that stands for a whole run. `better` is +1 where more is better, -1 where less is, else 0."""
 
     label: str
     metric: str
     how: str
     better: int = 0
-    among: str = ""
 
 
 FIGURES = (
@@ -34,7 +30,7 @@ FIGURES = (
     Figure("prompts never solved", "reward/solve_none", "last twentieth"),
     Figure("response tokens", "rollout/response_tokens_mean", "last twentieth"),
     Figure("entropy", "train/entropy", "last twentieth"),
-    Figure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1, among="onpolicy/compared_tokens"),
+    Figure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1),
     Figure("compared tokens", "onpolicy/compared_tokens", "total"),
     Figure("max |Δ log-prob|", "onpolicy/max_abs_dlogp", "largest", -1),
     Figure("time per step", "time/step", "median"),
@@ -44,6 +40,8 @@ FIGURES = (
     Figure("controller's share", "perf/controller_share", "median"),
     Figure("peak device memory", "memory/gpu_peak_gib", "largest"),
 )
+
+AMONG = {"onpolicy/mismatched_tokens": "onpolicy/compared_tokens"}  # says nothing in a step where that one is 0
 
 CLEARLY = 0.05  # by how much of the larger one two values must differ to say that one is better
 
@@ -67,7 +65,7 @@ def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
 
 def names(rows: Iterable[Row]) -> list[str]:
     """The metrics that have a value somewhere: the project's in their order, then the user's own."""
-    found = {name for row in rows for name, value in row.items() if _is_number(value)} - {"step", "unix_s"}
+    found = {name for row in rows for name in row if _is_known(row, name)} - {"step", "unix_s"}
     return [name for name in KNOWN if name in found] + sorted(found - KNOWN.keys())
 
 
@@ -109,18 +107,21 @@ _HOW: dict[str, Callable[[list[float]], float]] = {
 
 
 def _figure(rows: Sequence[Row], figure: Figure) -> float | None:
-    counted = [row for row in rows if row.get(figure.among) != 0]
-    values = [row[figure.metric] for row in counted if _is_number(row.get(figure.metric))]
+    values = [row[figure.metric] for row in rows if _is_known(row, figure.metric)]
     return _short(_HOW[figure.how](values)) if values else None
 
 
 def _column(parts: list[Sequence[Row]], name: str) -> dict[str, list[float | None]]:
-    known = [[row[name] for row in part if _is_number(row.get(name))] for part in parts]
+    known = [[row[name] for row in part if _is_known(row, name)] for part in parts]
     column = {"mean": [_short(statistics.fmean(values)) if values else None for values in known]}
     if any(len(part) > 1 for part in parts):
         column["low"] = [_short(min(values, default=None)) for values in known]
         column["high"] = [_short(max(values, default=None)) for values in known]
     return column
+
+
+def _is_known(row: Row, name: str) -> bool:
+    return _is_number(row.get(name)) and row.get(AMONG.get(name, "")) != 0
 
 
 def _is_number(value: object) -> bool:

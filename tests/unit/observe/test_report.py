@@ -178,8 +178,10 @@ def test_no_mismatches_are_counted_where_nothing_was_compared() -> None:
     rows = [{"step": step, "onpolicy/mismatched_tokens": 0, "onpolicy/compared_tokens": 0} for step in (1, 2)]
     assert figure_of(rows, "onpolicy/mismatched_tokens") is None
     assert figure_of(rows, "onpolicy/compared_tokens") == 0
+    assert "onpolicy/mismatched_tokens" not in figures.curves(rows)["columns"]
     rows[0] |= {"onpolicy/mismatched_tokens": 3, "onpolicy/compared_tokens": 9}
     assert figure_of(rows, "onpolicy/mismatched_tokens") == 3
+    assert figures.curves(rows)["columns"]["onpolicy/mismatched_tokens"] == {"mean": [3, None]}
 
 
 @pytest.mark.parametrize(
