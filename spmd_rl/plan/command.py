@@ -19,19 +19,24 @@ MOST_RANKS = 8192  # what a push moves is counted for every pair of them
 
 
 def main(words: list[str]) -> int:
-    """`spmd-rl plan RECIPE --world N [--gpu-gib G] [--config F.toml] [--a.b=c ...]`.
+    """`spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...]`.
+
+    The words of `spmd-rl run` do too: where no world is given, it is the ranks of this machine.
 
     Raises: PlanError when the split does not fit the world, or the memory the GPU.
     """
     options, rest = _parser().parse_known_args(words)
-    if not 1 <= options.world <= MOST_RANKS:
-        raise ConfigError(f"--world={options.world}: expected 1 to {MOST_RANKS}")
     if options.gpu_gib is not None and not 0 < options.gpu_gib < math.inf:
         raise ConfigError(f"--gpu-gib={options.gpu_gib:g}: expected more than 0, and finite")
     config = [f"--config={options.config}"] if options.config else []
     invocation = Invocation.parse([options.recipe, *config, *rest])
+    cfg = load_recipe(options.recipe).configure(invocation)
+    here: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
+    world = here if options.world is None else options.world
+    if not 1 <= world <= MOST_RANKS:
+        raise ConfigError(f"a world of {world} ranks: say --world N, of 1 to {MOST_RANKS}")
     capacity_bytes = None if options.gpu_gib is None else int(options.gpu_gib * 2**30)
-    resolved = resolve(load_recipe(options.recipe).configure(invocation), options.world, capacity_bytes)
+    resolved = resolve(cfg, world, capacity_bytes)
     print("\n".join(lines(resolved)))
     if capacity_bytes is not None:
         resolved.require(capacity_bytes)
@@ -42,14 +47,16 @@ def main(words: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spmd-rl plan",
-        usage="spmd-rl plan RECIPE --world N [--gpu-gib G] [--config F.toml] [--a.b=c ...]",
+        usage="spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...]",
         description="Print what a run would be, without a GPU or a rank: which ranks serve which role, the process "
         "groups, what a push of weights moves, and the memory of each role, phase by phase.",
         epilog="--a.b=c is any setting of the run: `spmd-rl run RECIPE --help` lists them.",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="as in `spmd-rl run`")
-    parser.add_argument("--world", type=int, required=True, metavar="N", help=f"number of ranks, up to {MOST_RANKS}")
+    parser.add_argument(
+        "--world", type=int, metavar="N", help=f"number of ranks, up to {MOST_RANKS}; default: as --nproc N says"
+    )
     parser.add_argument(
         "--gpu-gib", type=float, metavar="G", help="memory of one GPU; a run that needs more is refused"
     )

@@ -148,8 +148,18 @@ def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--gpu-gib=nan: expected more than 0"):
         main([*words, "--gpu-gib", "nan"])
     for number in ("0", "-1", "1000000000"):
-        with pytest.raises(ConfigError, match=f"--world={number}: expected 1 to 8192"):
+        with pytest.raises(ConfigError, match=f"a world of {number} ranks: say --world N, of 1 to 8192"):
             main(["grpo", "--world", number, f"--model={model}", "--data=x.jsonl"])
+
+
+def test_the_words_of_a_run_are_planned_as_they_are(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["grpo", f"--model={model}", "--data=x.jsonl", "--nproc", "4"]
+    assert main(words) == 0
+    assert "world of 4\n" in capsys.readouterr().out
+    assert main([*words, "--world", "8"]) == 0
+    assert "world of 8\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="say --world N"):
+        main(words[:3])
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +168,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaving.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith(
-        "usage: spmd-rl plan RECIPE --world N [--gpu-gib G] [--config F.toml] [--a.b=c ...] Print what"
+        "usage: spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...] Print what"
     )
     assert "the memory of each role" in out
     assert "Raises" not in out
