@@ -155,13 +155,14 @@ class CausalLM(nn.Module):
         self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def contract(self, device: torch.device, dtype: torch.dtype, attention_split: int = 0) -> dict[str, str | int]:
-        """The numeric contract of its forward pass there: that of the kernels, and of how they are put together.
+        """The numeric contract of its forward pass there: that of the kernels, and of the model that is made of them.
 
         The rotary table is made by the host's own cosine, which has other bits on another kind of processor.
         """
         table = hashlib.sha256(b"".join(half.cpu().numpy().tobytes() for half in self.rope_tables(device)))
         facts = contract(device, dtype, self.spec.head_dim, attention_split)
-        return facts | {"network": digest_of(SOURCES), "rotary_table": table.hexdigest()[:16]}
+        ours = {"network": digest_of(SOURCES), "model": self.spec.arithmetic, "rotary_table": table.hexdigest()[:16]}
+        return facts | ours
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         """Hidden states after the last norm or, with `rows`, the logits of those tokens.

@@ -11,6 +11,7 @@ from typing import Any
 from spmd_rl.errors import ConfigError
 
 FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}
+NO_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}  # no bit of a forward pass depends on these, given its table
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class ModelSpec:
             raise ConfigError(f"{path} has no field {error}") from None
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path} has a field of the wrong kind: {error}") from None
+
+    @property
+    def arithmetic(self) -> str:
+        """All that a forward pass depends on beside weights and rotary table: `vocab_size=104, hidden_size=64, ...`."""
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if name not in NO_ARITHMETIC)
 
     @property
     def num_parameters(self) -> int:

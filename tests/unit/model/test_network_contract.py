@@ -1,8 +1,9 @@
-"""The contract of a network: that of the kernels, and a digest of the code that puts them together."""
+"""The contract of a network: that of the kernels, and of the model that is made of them."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from spmd_rl.kernels import contract
 from spmd_rl.kernels.contract import digest_of
 from spmd_rl.model import network
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.spec import ModelSpec, RopeSpec
 
 CPU = torch.device("cpu")
 MODEL = Path(__file__).parents[3] / "examples/arithmetic/model"
@@ -24,12 +25,45 @@ def test_the_code_of_the_network_is_part_of_it(tmp_path: Path, monkeypatch: pyte
     facts = model.contract(CPU, torch.float32)
     rest = contract(CPU, torch.float32, model.spec.head_dim)
     table = facts.pop("rotary_table")
-    assert facts == rest | {"network": digest_of(network.SOURCES)}
+    assert facts == rest | {"network": digest_of(network.SOURCES), "model": model.spec.arithmetic}
     assert re.fullmatch("[0-9a-f]{16}", str(table))
     edited = tmp_path / "network.py"
     edited.write_text(network.SOURCES[0].read_text() + "\n")
     monkeypatch.setattr(network, "SOURCES", (edited, *network.SOURCES[1:]))
     assert model.contract(CPU, torch.float32)["network"] != facts["network"]
+
+
+OTHERWISE = {
+    "vocab_size": 105,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "max_positions": 64,
+    "rms_eps": 1e-5,
+    "tie_embeddings": False,
+    "qkv_bias": True,
+    "out_bias": True,
+    "mlp_bias": True,
+    "qk_norm": False,
+    "rope": RopeSpec(1e6),
+}
+
+
+@pytest.mark.parametrize("field", OTHERWISE)
+def test_what_a_model_computes_by_is_part_of_it(field: str) -> None:
+    """Two models whose weights have one layout may still compute otherwise, as by another epsilon."""
+    spec = ModelSpec.from_folder(MODEL)
+    other = replace(spec, **{field: OTHERWISE[field]})
+    with torch.device("meta"):
+        ours, theirs = (CausalLM(one).contract(CPU, torch.float32) for one in (spec, other))
+    assert ours != theirs
+
+
+def test_nothing_of_a_model_is_forgotten() -> None:
+    assert OTHERWISE.keys() | {"family", "eos_ids", "init_std"} == {field.name for field in fields(ModelSpec)}
 
 
 def test_a_bit_of_the_rotary_table_is_part_of_it() -> None:
