@@ -60,6 +60,7 @@ USED = {  # what must have happened at least once
 BAR_TOKENS = 2_000_000
 ALONE = "0.6B"  # the model whose own tokens are so many
 LEAST_LOGITS = 1000  # rows
+LEAST_HITS = 0.8  # of a prompt's tokens: 16 samples share it
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 
 
@@ -157,7 +158,10 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
     yield measured(f"{what}: step, median", statistics.median(step["time/step"] for step in steps), "s")
     last = steps[-1]
     hits = last["engine/num_hit_tokens"] / last["engine/num_lookup_tokens"]
-    yield measured(f"{what}: prompt tokens from the prefix cache", hits, "")
+    yield measured(f"{what}: prompt tokens from the prefix cache", hits, "", at_least=LEAST_HITS)
+    yield measured(
+        f"{what}: weights that generated, each of other bits", last["engine/num_weights"], "", at_least=len(steps)
+    )
     for said, counter in USED.items():
         yield measured(f"{what}: {said}", last[f"engine/{counter}"], "", at_least=1)
     yield measured(f"{what}: start to end", seconds, "s")

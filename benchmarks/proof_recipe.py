@@ -11,8 +11,17 @@ from functools import partial
 import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config, check
 from spmd_rl.types import Prompt, Sample
+from spmd_rl.weights.digest import digest
 
 __all__ = ["Config", "check", "even", "main"]
+
+
+class Rollout(rl.Rollout):
+    """The shipped role, which also tells one set of weights from another."""
+
+    @rl.collective
+    def weights_digest(self) -> rl.Sharded[list[str]]:
+        return [f"{sum(digest(self.engine.weights()).values()) % 2**64:016x}"]
 
 
 def even(prompt: Prompt, sample: Sample) -> float:
@@ -23,17 +32,20 @@ def even(prompt: Prompt, sample: Sample) -> float:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    rollout = ctl.spawn(Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
     sampling = replace(cfg.sampling, seed=cfg.run.seed)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    held: set[str] = set()
     for step in ctl.steps(cfg.steps):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
+            held |= set(rollout.weights_digest.call())
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
             (counts,) = rollout.stats.call()
         with ctl.phase("train", awake=[trainer]):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
+        counts["num_weights"] = len(held)
         step.log(groups, stats | {f"engine/{name}": float(count) for name, count in counts.items()})
