@@ -61,7 +61,7 @@ class Learner:
         parts = [self._micro_batches(part) for part in self._minibatches(batch)]
         scale = len(parts) / batch.denominator
         with deterministic(self.cfg.deterministic):
-            olds = [[self._lp(micro) if len(parts) > 1 else None for micro in micros] for micros in parts]
+            olds = [[self._lp(micro) if part else None for micro in micros] for part, micros in enumerate(parts)]
             steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
         self.progress.version += 1
         return _metrics(steps, batch.denominator) | self._speed(batch, start)

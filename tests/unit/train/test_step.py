@@ -19,6 +19,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import config, fsdp2
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.role import Trainer
 from tests.dist.train_case import make_batch
 
@@ -108,6 +109,22 @@ def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_
     assert trainer.version() == 1
     assert stats["train/clip_frac"] > 0
     assert new_trainer().train_step(make_batch(), grpo_loss)["train/clip_frac"] == 0
+
+
+def test_what_is_compared_is_differentiated_wherever_the_weights_are_still_the_first(
+    new_trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the first minibatch is computed once; the others once more, before any of them moves the weights."""
+    trainer = new_trainer(minibatches=3, max_tokens=9999)
+    with_gradients, forward = [], trainer.backend.forward
+
+    def watched(micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        with_gradients.append(torch.is_grad_enabled())
+        return forward(micro)
+
+    monkeypatch.setattr(trainer.backend, "forward", watched)
+    trainer.train_step(make_batch(), grpo_loss)
+    assert with_gradients == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("init", ["random", "folder"])
