@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ends:
-    """The names of the two roles."""
+    """The names of the two roles, and whether they may share memory."""
 
     source: str
     destination: str
+    alias: bool
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Bridge(Role):
 
     def __init__(self, cfg: Ends, place: Place) -> None:
         super().__init__(cfg, place)
-        self._destination = place.neighbour(cfg.destination)
+        self._destination: Any = place.neighbour(cfg.destination)
         self._source: Any = place.neighbour(cfg.source)
         self._src = _held(self._source, "weight_source")
         self._dst = _held(self._destination, "weight_sink")
@@ -74,12 +75,18 @@ class Bridge(Role):
 
     @collective
     def prepare(self, src: list[Layout], dst: list[Layout], nodes: dict[int, int]) -> PlanSummary:
-        """Make the plan, and share storage where both ends of this process hold the same box."""
+        """Make the plan, and share storage where both ends of this process hold the same box.
+
+        That asks of the source that it says when it is about to change: until the next push the destination is then
+        outdated, as it would be with memory of its own.
+        """
         from spmd_rl.weights.executors import alias
 
         self._plan = plan(src, dst, nodes, self.place.world.rank)
-        if self._src is not None and self._dst is not None:
-            alias(self._dst, self._src)
+        ours, theirs = self._dst, self._src
+        told = hasattr(self._source, "before_change") and hasattr(self._destination, "outdate")
+        if self.cfg.alias and told and ours is not None and theirs is not None and alias(ours, theirs):
+            self._source.before_change(self._destination.outdate)
         return PlanSummary(self._plan.digest, self._plan.local_bytes, self._plan.wire_bytes)
 
     @collective

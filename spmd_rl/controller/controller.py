@@ -95,13 +95,16 @@ class Controller:
             agree(self.run_folder, name, contracts, self._exact)
         return cast(R, handle)
 
-    def link(self, source: Role, destination: Role) -> Link:
+    def link(self, source: Role, destination: Role, *, alias: bool = True) -> Link:
         """Connect two roles' weights, so that `push` brings the destination those of the source.
+
+        With `alias` they are one memory where both hold the same box in the same type in one process. The destination
+        then cannot generate once the source has changed, until the next push; without it, it goes on with what it has.
 
         Blocks: until both ends have agreed on the plan. Raises: PlanError when it cannot work; ContractError when the
         two could not have the same bits and `run.exact` asks for them.
         """
-        return connect(self, cast(Handle, source), cast(Handle, destination), self._exact)
+        return connect(self, cast(Handle, source), cast(Handle, destination), self._exact, alias)
 
     @contextmanager
     def phase(self, name: str, awake: Sequence[Role] = ()) -> Iterator[None]:

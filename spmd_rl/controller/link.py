@@ -46,7 +46,7 @@ class Link:
         return PushStats(copied + received, time.monotonic() - began, route)
 
 
-def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool) -> Link:
+def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool, alias: bool) -> Link:
     """Spawn the bridge on the ranks of both roles and have it agree on the plan.
 
     Raises: ContractError if they must be `exact` and could not have the same bits.
@@ -54,7 +54,7 @@ def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool) -
     ranks = tuple(sorted({*source.placement.ranks, *destination.placement.ranks}))
     union = Placement(f"{source.name}->{destination.name}", ranks, {"dp": len(ranks), "fsdp": 1, "tp": 1})
     ctl.world.build([union])
-    bridge = ctl.spawn(Bridge, Ends(source.name, destination.name), on=union)
+    bridge = ctl.spawn(Bridge, Ends(source.name, destination.name, alias), on=union)
     ends = bridge.layouts.call()
     parties = {
         f"{name} on rank {rank}": contract

@@ -179,6 +179,10 @@ class Engine(Protocol):
         """The weights changed: forget all KV; requests in flight go on by recomputing theirs under the new weights."""
         ...
 
+    def outdate(self) -> None:
+        """The weights are being changed in place: until the next `new_version`, `step` raises an error."""
+        ...
+
     def sleep(self) -> None:
         """Give the KV memory back; requests in flight wait."""
         ...

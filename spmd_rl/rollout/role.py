@@ -82,6 +82,10 @@ class Rollout(Role):
         """The parameters now hold `version`, on every rank of the role."""
         self.engine.new_version(version)
 
+    def outdate(self) -> None:
+        """The parameters are being changed in place: they are of no version until the next push."""
+        self.engine.outdate()
+
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
 

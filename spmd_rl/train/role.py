@@ -5,6 +5,7 @@ The controller imports this module too, for the endpoints: torch comes in with t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.batch import Scores
@@ -32,12 +33,14 @@ class Trainer(Role):
         self.backend = self.learner.backend
         self.saver = Saver(self.backend, place)
         self._other_contract = ""
+        self._tell: list[Callable[[], None]] = []
 
     @collective
     def train_step(self, batch: Sharded[Batch], loss: Loss, lr: float | None = None) -> dict[str, float]:
         """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the schedule's rate."""
         self.saver.check()
         self._check_fits(batch)
+        self._change()
         return self.learner.train_step(batch, loss, lr)
 
     @collective
@@ -65,6 +68,7 @@ class Trainer(Role):
         """Resume from a checkpoint, written by any number of ranks; returns its version."""
         from spmd_rl.train import checkpoint
 
+        self._change()
         self.learner.progress, self._other_contract = checkpoint.load(folder, self.backend, self.place)
         return self.learner.progress.version
 
@@ -90,9 +94,17 @@ class Trainer(Role):
         """This rank's share of the master weights, updated in place by every train step."""
         return self.backend.held()
 
+    def before_change(self, tell: Callable[[], None]) -> None:
+        """Call `tell` from now on before the weights are written: for who shares their memory."""
+        self._tell.append(tell)
+
     def numeric_contract(self) -> dict[str, str | int]:
         """What its forward pass's bits depend on, besides the weights."""
         return self.backend.contract()
+
+    def _change(self) -> None:
+        for tell in self._tell:
+            tell()
 
     def _check_fits(self, batch: Batch) -> None:
         limit = self.backend.max_positions

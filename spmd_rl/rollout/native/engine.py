@@ -116,6 +116,9 @@ class NativeEngine:
             self.model.join_projections()
         self.scheduler.forget(version)
 
+    def outdate(self) -> None:
+        self.version = None
+
     def sleep(self) -> None:
         self.scheduler.forget(self.version or 0)
         self._in_flight = None
@@ -195,7 +198,8 @@ class NativeEngine:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
             raise SpmdError(
-                "the engine has no weights yet: push a version to it, or give it a model folder that has some"
+                "the engine has no weights of a known version: push one to it, or give it a model folder that has some "
+                "(if it shares its trainer's memory, push after every train step, or link them with alias=False)"
             )
         return self._steps, self.version
 

@@ -131,6 +131,46 @@ def test_one_step_ahead(run: Any) -> None:
     assert sum(row["onpolicy/mismatched_tokens"] for row in ended.metrics) == 0
 
 
+SELDOM = """
+from dataclasses import dataclass, replace
+
+import spmd_rl as rl
+from spmd_rl.recipes import grpo
+
+@dataclass(frozen=True)
+class Config(grpo.Config):
+    alias: bool = True
+
+def main(ctl, cfg):
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    weights = ctl.link(trainer, rollout, alias=cfg.alias)
+    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    for step in ctl.steps(cfg.steps):
+        if step.index % 2 == 0:
+            weights.push(version=step.index)
+        groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
+        step.log(groups, trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), rl.grpo_loss))
+"""
+
+
+def test_a_recipe_that_pushes_seldom_draws_the_same_tokens_on_every_split(run: Any, tmp_path: Path) -> None:
+    """From the weights that were pushed, not from those that an engine in the trainer's memory would see."""
+    (tmp_path / "seldom.py").write_text(SELDOM)
+    words = ("seldom.py", "--steps=4", f"--reward={EVEN}", "--trainer.lr=1e-2")
+    split = run(*words, *DISJOINT, nproc=2, name="split")
+    alone = run(*words, "--alias=false", name="alone")
+    for ended in (split, alone):
+        assert ended.code == 0, ended.sentence
+        assert [row["version/lag_max"] for row in ended.metrics] == [0, 1, 0, 1]
+        assert sum(row["onpolicy/mismatched_tokens"] for row in ended.metrics) == 0
+    assert drawn(alone, 4) == drawn(split, 4)
+    shared = run(*words, name="shared")
+    assert shared.code == 1
+    assert "push after every train step" in shared.sentence
+
+
 def test_supervised_loss_falls(run: Any, tmp_path: Path) -> None:
     example = Path(ARITHMETIC).parent
     words = (f"--model={example / 'model'}", f"--data={example / 'train.jsonl'}", "--trainer.init=random")

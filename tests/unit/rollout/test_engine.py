@@ -160,7 +160,7 @@ def test_sleep_gives_memory_back_and_wake_goes_on_with_the_same_bits(model, new_
 def test_no_generation_before_the_first_version(model):
     engine = NativeEngine(model, EngineConfig(), torch.device("cpu"))
     engine.submit(request())
-    with pytest.raises(SpmdError, match="no weights yet"):
+    with pytest.raises(SpmdError, match="no weights of a known version: push one"):
         engine.step()
 
 

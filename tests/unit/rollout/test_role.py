@@ -165,7 +165,7 @@ def test_two_prompts_with_one_uid_are_refused(new_role):
 def test_without_folder_weights_the_first_push_is_waited_for(new_role):
     role, donor = new_role(load_weights=False), new_role()
     asked, sampling = prompts(role, "1+1="), SamplingConfig(max_tokens=6)
-    with pytest.raises(SpmdError, match="no weights yet"):
+    with pytest.raises(SpmdError, match="no weights of a known version: push one"):
         role.generate(asked, sampling)
     sink, source = role.weight_sink(), donor.weight_sink()
     assert sink.keys() == source.keys()
