@@ -1,8 +1,7 @@
 """What every engine is: requests go in one by one, tokens come out step by step.
 
-A request is known by (uid, index): the prompt's uid and the sample's index under it. Multi-turn tools, partial
-rollouts, over-sampling and weight updates in mid-flight are all made of the same four moves: submit, step, abort, and
-submit again with what was generated so far.
+A request is known by (uid, index): the prompt's uid and the sample's index under it. What was generated so far can be
+submitted again, so an answer may be ended by `abort` and go on later, under the same weights or others.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
+MIN_TEMPERATURE = 1e-6  # logits are divided by it in float32
 GPU_STEP_TOKENS = 8192  # decoding and chunks of prompts together
 
 
@@ -44,7 +44,8 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         require(self.num_samples >= 1, "num_samples", self.num_samples, "at least 1")
-        require(0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more, and finite")
+        fits = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
+        require(fits, "temperature", self.temperature, f"0 (greedy), or at least {MIN_TEMPERATURE:g} and finite")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         require(self.top_k >= 0, "top_k", self.top_k, "0 (all) or more")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")

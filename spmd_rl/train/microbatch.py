@@ -8,6 +8,7 @@ Shape letters: T tokens, N sequences, M tokens in the loss mask, of one micro-ba
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,14 +24,22 @@ from spmd_rl.train import prefixes
 
 
 def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
-    """The least number of balanced micro-batches that each fit the budget, or the longest sequence if that is more."""
+    """How many balanced micro-batches it takes for each to fit the budget, or the longest sequence if that is more.
+
+    One fewer would not do. Partitions of many sequences take long, so few counts are tried: ever larger ones, then by
+    bisection.
+    """
     if not lengths:
         return 0
     limit = max(max_tokens, *lengths)
-    count = -(-sum(lengths) // limit)
-    while any(sum(lengths[i] for i in part) > limit for part in balanced(lengths, count)):
-        count += 1
-    return count
+
+    def fits(count: int) -> bool:
+        return all(sum(lengths[i] for i in part) <= limit for part in balanced(lengths, count))
+
+    too_few, step = -(-sum(lengths) // limit) - 1, 1
+    while not fits(too_few + step):
+        too_few, step = too_few + step, 2 * step
+    return bisect_left(range(too_few + 1, too_few + step), True, key=fits) + too_few + 1
 
 
 def split(lengths: Sequence[int], count: int) -> list[list[int]]:

@@ -215,6 +215,7 @@ def test_one_name_is_in_the_engine_once(model, new_engine, finish):
     [
         (lambda: SamplingConfig(temperature=-1.0), "temperature"),
         (lambda: SamplingConfig(temperature=float("nan")), "temperature"),
+        (lambda: SamplingConfig(temperature=1e-30), "temperature"),
         (lambda: SamplingConfig(top_p=0.0), "top_p"),
         (lambda: SamplingConfig(top_k=-1), "top_k"),
         (lambda: SamplingConfig(min_p=1.5), "min_p"),

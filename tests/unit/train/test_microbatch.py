@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spmd_rl.train import prefixes
+from spmd_rl.train import microbatch, prefixes
 from spmd_rl.train.microbatch import inverse_temperature, lay_out, num_needed, split
 from tests.dist.train_case import make_batch
 
@@ -25,6 +25,20 @@ def test_the_budget_holds_and_a_longer_sequence_goes_alone(lengths: list[int], b
 def test_few_micro_batches_are_made(lengths: list[int], budget: int) -> None:
     """Balanced parts that overflow the budget mean that little room is left: never more than twice the least."""
     assert num_needed(lengths, budget) <= 2 * -(-sum(lengths) // budget)
+
+
+def test_few_partitions_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as would fit by weight do not, with sequences of half the budget and a little more."""
+    tried, whole = [], microbatch.balanced
+
+    def counted(lengths: list[int], count: int) -> list[list[int]]:
+        tried.append(count)
+        return whole(lengths, count)
+
+    monkeypatch.setattr(microbatch, "balanced", counted)
+    lengths = [51 + i % 3 for i in range(200)]
+    assert num_needed(lengths, 100) == 200
+    assert len(tried) <= 2 * 8 + 1
 
 
 def test_no_sequences_need_none() -> None:
