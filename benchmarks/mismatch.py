@@ -127,7 +127,7 @@ def main(words: list[str]) -> int:
             print(f"{name}: {found.verdict}", flush=True)
             lines += rows(name, found)
             if pages is not None:
-                write(found, pages / name.replace(", ", "-"))
+                write(found, pages)
     packages, save = ("torch", "transformers"), "--save" in words
     if DEVICE.type == "cpu":
         return finish(__file__, packages, lines, save=save)

@@ -28,6 +28,8 @@ from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.streams import let_streams_last
 
 HELP = {"--help", "-h"}
+FAILED = 1
+FAILED_OF = {"mismatch": 3}  # whose 1 is an answer
 OPEN_FILES = 1 << 16
 
 
@@ -43,11 +45,12 @@ def rank_main() -> int:
 
 
 def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
+    failed = FAILED_OF.get(words[0], FAILED) if words else FAILED
     try:
         return command(words)
     except SpmdError as error:
         last_words.write(str(error))
-        return error.exit_code
+        return failed if error.exit_code == FAILED else error.exit_code
     except KeyboardInterrupt:
         last_words.write("ended by SIGINT")
         return 128 + signal.SIGINT
@@ -55,7 +58,7 @@ def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
         from spmd_rl.controller.process import explain
 
         last_words.write(str(explain(error, verbose=False)))
-        return 1
+        return failed
 
 
 def _main(words: list[str]) -> int:
@@ -101,6 +104,7 @@ def _answer(words: list[str]) -> int:
 
             return submit(rest)
         case ["mismatch", *rest]:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reads it at import, and talks
             from spmd_rl.microscope.command import main as mismatch
 
             return mismatch(rest)

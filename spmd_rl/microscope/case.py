@@ -5,6 +5,7 @@ Shape letters: S sequences, N tokens of all of them end to end, M response token
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +19,8 @@ from spmd_rl.rollout.engine import SamplingConfig
 class Replayed:
     """One sequence; `response` is what an engine would decode token by token, drawn as sample `drawn_as` (uid, index).
 
-    Of `sampling`, what ends a sample does not count.
+    Of `sampling`, what ends a sample does not count. `text` is what its first tokens were made of, `recorded` the
+    log-probs that were kept with the response; either may be unknown.
     """
 
     name: str
@@ -26,6 +28,8 @@ class Replayed:
     response: NDArray[np.int64]
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     drawn_as: tuple[int, int] | None = None
+    text: str = ""
+    recorded: NDArray[np.float32] | None = None
 
     @property
     def temperature(self) -> float:
@@ -39,9 +43,13 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Case:
-    """All sequences of a replay. A row is a token's number: its sequence's offset plus its position."""
+    """All sequences of a replay. A row is a token's number: its sequence's offset plus its position.
+
+    `decode` gives the text of tokens, where there is a tokenizer.
+    """
 
     sequences: tuple[Replayed, ...]
+    decode: Callable[[Sequence[int]], str] | None = None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -82,6 +90,15 @@ class Case:
             numbers[row] = before
         return numbers
 
+    @cached_property
+    def recorded(self) -> NDArray[np.float32]:
+        """The log-prob that was kept with each row's next token, NaN where none was. Shape: [N]."""
+        kept = np.full(self.num_rows, np.nan, np.float32)
+        for number, one in enumerate(self.sequences):
+            if one.recorded is not None:
+                kept[self.offsets[number] + self.scored(number)] = one.recorded
+        return kept
+
     @property
     def num_rows(self) -> int:
         return int(self.lengths.sum())
@@ -90,7 +107,15 @@ class Case:
         """Positions whose logits predict a response token of sequence `number`."""
         return np.arange(len(self.sequences[number].prompt) - 1, self.lengths[number] - 1)
 
+    def number(self, row: int) -> int:
+        """Of a row's sequence."""
+        return int(np.searchsorted(self.offsets, row, side="right")) - 1
+
     def where(self, row: int) -> tuple[str, int]:
         """Name and position of a row."""
-        number = int(np.searchsorted(self.offsets, row, side="right")) - 1
+        number = self.number(row)
         return self.sequences[number].name, row - int(self.offsets[number])
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Empty without a tokenizer."""
+        return self.decode(tokens) if self.decode else ""

@@ -6,7 +6,7 @@ inherits one if its output differs only because its input did.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,10 +60,30 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Logprobs:
+    """What both sides gave the tokens that both scored; `rows` predict them. Shape: all [M] on the CPU."""
+
+    rows: Tensor
+    left: Tensor
+    right: Tensor
+
+    @property
+    def unequal(self) -> Tensor:
+        """Shape: [M] bool."""
+        return wide_bits(self.left) != wide_bits(self.right)
+
+    @property
+    def nan(self) -> Tensor:
+        """On one side or both. Shape: [M] bool."""
+        return self.left.isnan() | self.right.isnan()
+
+
+@dataclass(frozen=True)
 class Comparison:
     """`findings` in the order of the forward pass; empty where all hashes agree. `fed` names the path that was fed.
 
-    `troubles` are sentences about what went wrong besides arithmetic.
+    `troubles` are sentences about what went wrong besides arithmetic. `parted` has how many rows' hashes differ, at
+    each point where some do: a second run may not repeat it.
     """
 
     points: tuple[Point, ...]
@@ -72,6 +92,13 @@ class Comparison:
     fed: str
     evidence: Evidence | None = None
     troubles: tuple[str, ...] = ()
+    parted: tuple[tuple[Point, int], ...] = ()
+    logprobs: Logprobs | None = None
+
+    @property
+    def agree(self) -> bool:
+        """Whether nothing differed and nothing else went wrong."""
+        return not (self.findings or self.troubles)
 
     @property
     def first(self) -> Finding | None:
@@ -91,19 +118,24 @@ def compare(left: Path, right: Path, case: Case) -> Comparison:
     troubles = (*left.troubles, *right.troubles)
     compared = sum(int(_both_seen(ours, theirs, point).sum()) for point in points)
     fed = right if right.rows_are_distinct and not left.rows_are_distinct else left
-    if not any(len(unequal) for unequal in rows.values()):
-        return Comparison(points, compared, (), fed.name, troubles=troubles)
+    parted = tuple((point, len(rows[point])) for point in points if len(rows[point]))
+    logprobs = _logprobs(ours, theirs, points)
+    if not parted and not (logprobs and logprobs.nan.any()):
+        return Comparison(points, compared, (), fed.name, troubles=troubles, logprobs=logprobs)
     values = Values(case.num_rows), Values(case.num_rows)
     for path, kept in zip((left, right), values, strict=True):
         path.run(case, kept)
         kept.settle()
+    troubles = (*troubles, *_not_numbers((left.name, right.name), values))
+    if not parted:
+        return Comparison(points, compared, (), fed.name, troubles=troubles, logprobs=logprobs)
     other = values[1] if fed is left else values[0]
     transplant = Transplant(other)
     fed.run(case, transplant)
     transplant.settle()
     evidence = Evidence(transplant, other)
     findings = tuple(_finding(point, *values, evidence) for point in points)
-    return Comparison(points, compared, findings, fed.name, evidence, troubles)
+    return Comparison(points, compared, findings, fed.name, evidence, troubles, parted, logprobs)
 
 
 def unequal_rows(left: Hashes, right: Hashes) -> Mapping[Point, Tensor]:
@@ -113,6 +145,30 @@ def unequal_rows(left: Hashes, right: Hashes) -> Mapping[Point, Tensor]:
         point: (_both_seen(left, right, point) & (left.table[point] != right.table[point])[:-1]).nonzero()[:, 0].cpu()
         for point in shared
     }
+
+
+def the(name: str) -> str:
+    """A path's name in a sentence."""
+    return name if name == "transformers" else f"the {name}"
+
+
+def _logprobs(left: Hashes, right: Hashes, points: Sequence[Point]) -> Logprobs | None:
+    point = points[-1] if points and points[-1].op == "logprob" else None
+    if point is None or left.logprobs is None or right.logprobs is None:
+        return None
+    rows = _both_seen(left, right, point).cpu().nonzero()[:, 0]
+    return Logprobs(rows, left.logprobs.cpu()[rows], right.logprobs.cpu()[rows])
+
+
+def _not_numbers(names: tuple[str, str], values: tuple[Values, Values]) -> Iterator[str]:
+    """A sentence for each side that makes NaN: where first, and how many."""
+    for name, kept in zip(names, values, strict=True):
+        for point in sorted(kept.table, key=lambda one: one.place):
+            outputs = kept.table[point][kept.seen(point)]
+            if count := int(outputs.isnan().sum()):
+                of = f"{count:,} of {outputs.numel():,} outputs are NaN"
+                yield f"{the(name).capitalize()}: {of} at {point}, the first place that has any."
+                break
 
 
 def _both_seen(left: Hashes | Values, right: Hashes | Values, point: Point) -> Tensor:
@@ -126,6 +182,8 @@ def _finding(point: Point, left: Values, right: Values, evidence: Evidence) -> F
     fed, expected = evidence.fed.table[point][rows], evidence.other.table[point][rows]
     plain, introduced = _differ(x, y), _differ(fed, expected)
     where = introduced if introduced.any() else plain
+    differences = (x.float() - y.float()).abs()
+    differences = differences[~differences.isnan()]
     return Finding(
         point=point,
         num_rows=len(rows),
@@ -134,7 +192,7 @@ def _finding(point: Point, left: Values, right: Values, evidence: Evidence) -> F
         rows=tuple(rows[where].tolist()),
         plain=histogram(x, y),
         fed=histogram(fed, expected),
-        largest_difference=float((x.float() - y.float()).abs().max()),
+        largest_difference=float(differences.max()) if len(differences) else 0.0,
     )
 
 

@@ -136,7 +136,8 @@ class Replaying:
         self.alike.index_copy_(0, scored, alike & (scored != self._nobody))
         self.tap.skip()
         logprobs = torch.where(alike, logprobs, self.path.score(logits, tokens, inv_temperature))
-        return tokens, self.tap.see(Point(self.path.model.spec.num_layers, "logprob"), logprobs)
+        seen = self.tap.see(Point(self.path.model.spec.num_layers, "logprob"), logprobs)
+        return tokens, seen.nan_to_num()  # an engine ends at NaN, and here it is to be traced
 
 
 def request_name(case: Case, number: int) -> tuple[int, int]:

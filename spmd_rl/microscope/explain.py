@@ -44,10 +44,11 @@ _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernor
 
 @dataclass(frozen=True)
 class Match:
-    """A variant and the number of rows whose bits it gives."""
+    """A variant, the number of rows whose bits it gives, and how many of these differ between the sides."""
 
     says: str
     rows: int
+    unequal: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,15 @@ class Trial:
         """
         inputs = self._inputs(point) or self._stream(point)
         shared = left = self.evidence.fed.seen(point) & self.evidence.other.seen(point)
+        fed, other = (wide_bits(one.table[point]) for one in (self.evidence.fed, self.evidence.other))
+        apart = shared & (fed != other).any(1)
         total, partly = int(shared.sum()), []
         for says, compute in variants(point.op) if inputs else ():
             given = self._given((says, compute), point, inputs, values, step_of, left)
             if int((given & shared).sum()) == total:
-                return [Match(says, total)]
+                return [Match(says, total, int(apart.sum()))]
             if rows := int((given & left).sum()):
-                partly.append(Match(says, rows))
+                partly.append(Match(says, rows, int((given & left & apart).sum())))
                 left = left & ~given
         return partly
 

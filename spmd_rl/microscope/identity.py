@@ -1,6 +1,7 @@
 """Which kernel an op ran as: from a profile of one run, and from what a kernel's name and our tables say.
 
-On a GPU these are the kernels that were launched between two marks, on a CPU the outermost torch ops.
+On a GPU these are the kernels that were launched between two marks, on a CPU the outermost torch ops, within functions
+of ours.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as File
 from typing import Any
 
+import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from spmd_rl.kernels.linear_tiles import WGMMA_ROWS
@@ -21,7 +23,7 @@ from spmd_rl.microscope.paths import Path
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import MARK, Marks
 
-MAX_KERNELS = 6  # of one op that are worth naming
+HOPPER = 9  # its compute capability
 FLASH, MERGE = "FlashAttention-4", "_merge"  # as a report calls it; our kernel that merges softmaxes
 COMBINE = f"{FLASH} combine"  # its own, of as many parts as it was called with
 _OURS = re.compile(
@@ -88,10 +90,12 @@ def kernels_of(path: Path, case: Case) -> Kernels:
         p.export_chrome_trace(str(file))
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     forward_of, step_of = (tuple(numbers[:-1].tolist()) for numbers in (marks.forward_of, marks.step_of))
-    return Kernels(between_marks(events), forward_of, step_of)
+    device = marks.forward_of.device
+    hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
+    return Kernels(between_marks(events, hopper), forward_of, step_of)
 
 
-def between_marks(events: list[dict[str, Any]]) -> Ran:
+def between_marks(events: list[dict[str, Any]], hopper: bool = True) -> Ran:
     """Kernels, or torch ops where there are none, by the mark that ends the stretch in which they were started."""
     timed = sorted(
         (one for one in events if "ts" in one and "cat" in one), key=lambda one: (one["ts"], -one.get("dur", 0))
@@ -107,21 +111,21 @@ def between_marks(events: list[dict[str, Any]]) -> Ran:
         if op and stretch:
             point = Point(int(layer), op)
             stretch = [name for name in stretch if not _COPIES.search(name)] or stretch
-            found.setdefault((int(forward), point), _together(stretch))
+            found.setdefault((int(forward), point), _together(stretch, hopper))
         stretch = []
     return found
 
 
-def _together(names: list[str]) -> tuple[Kernel, ...]:
+def _together(names: list[str], hopper: bool) -> tuple[Kernel, ...]:
     """The kernels of one op, each once. FlashAttention's splits are told by how often it ran, and by what follows."""
-    kernels = [identify(name) for name in names]
+    kernels = [identify(name, hopper) for name in names]
     launches = sum(kernel.name == FLASH for kernel in kernels)
     if any(kernel.name == COMBINE for kernel in kernels):
         kernels = [replace(kernel, splits="keys split") if kernel.name == FLASH else kernel for kernel in kernels]
     elif launches > 1 or (launches and MERGE in names):
         splits = f"ranges of keys in {launches} {'launch' if launches == 1 else 'launches'}, merged"
         kernels = [replace(kernel, splits=splits) if kernel.name == FLASH else kernel for kernel in kernels]
-    return tuple(dict.fromkeys(kernels))[:MAX_KERNELS]
+    return tuple(dict.fromkeys(kernels))
 
 
 def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -134,7 +138,7 @@ def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, 
             launches = one["cat"] in _LAUNCHES and "GraphLaunch" not in one["name"]  # a replay is of what was marked
             if launches and one["args"].get("correlation") in on_gpu:
                 yield "work", on_gpu[one["args"]["correlation"]]["name"]
-        elif one["cat"] == "cpu_op" and one["ts"] >= until and not _MOVES.match(one["name"]):
+        elif one["cat"] == "cpu_op" and one["ts"] >= until and "::" in one["name"] and not _MOVES.match(one["name"]):
             until = one["ts"] + one.get("dur", 0)
             yield "work", _torch_op(one)
 
@@ -144,25 +148,34 @@ def _torch_op(event: dict[str, Any]) -> str:
     return f"{event['name']} " + " × ".join(str(shape).replace(" ", "") for shape in shapes[:2])
 
 
-def identify(name: str) -> Kernel:
-    """Read tile, splits and instruction out of a kernel's name, where it tells."""
+def identify(name: str, hopper: bool = True) -> Kernel:
+    """Read tile, splits and instruction out of a kernel's name, where it tells; some are only known on Hopper."""
     short = Kernel(_short(name))
     split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE)
     splits = "" if split is None else "K split"
     if name.startswith("nvjet"):
         tile = re.search(r"_(\d+x\d+)_(\d+x\d+)_", name)
-        return replace(short, tile=f"tile {tile[1]}" if tile else "", splits=splits or "one chain", instruction="wgmma")
+        return replace(
+            short, tile=f"tile {tile[1]}" if tile else "", splits=splits or "one chain", instruction=_wide(name, hopper)
+        )
     if "gemm" in name.lower() and (tile := re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)):
-        instruction = "wgmma" if "sm90" in name or "wgmma" in name else "mma.sync"
+        instruction = _wide(name, "wgmma" in name) or "mma.sync"
         return replace(short, tile=f"tile {tile[1] or tile[2]}", splits=splits, instruction=instruction)
     if "splitkv" in name.lower():
         return replace(short, splits="keys split")
     if ours := _OURS.match(name):
-        return _our_product(ours)
+        return _our_product(ours, hopper)
     if "flash" in name.lower() and ("cute" in name.lower() or name.startswith("kernel_cutlass")):
         merges = "combine" in name.lower()
-        return Kernel(COMBINE) if merges else Kernel(FLASH, "keys in blocks of 128", "one split", "wgmma")
+        return Kernel(COMBINE) if merges else Kernel(FLASH, "keys in blocks of 128", "one split", _wide(name, hopper))
     return replace(short, splits=splits)
+
+
+def _wide(name: str, hopper: bool) -> str:
+    """The tensor cores' instruction of many rows: by the architecture in the kernel's name, or of the GPU."""
+    if re.search(r"sm10\d", name):
+        return "tcgen05"
+    return "wgmma" if hopper or "sm90" in name else ""
 
 
 def _short(name: str) -> str:
@@ -177,12 +190,12 @@ def _short(name: str) -> str:
     return " ".join([outer, *done[:1]])[:96]
 
 
-def _our_product(name: re.Match[str]) -> Kernel:
+def _our_product(name: re.Match[str], hopper: bool) -> Kernel:
     """Those with stages are rings, which take the weight as wgmma's first operand, but for shares that are turned."""
-    tile = f"tile {name['m']}x{name['n']}x{name['k']}"
+    tile, wide = f"tile {name['m']}x{name['n']}x{name['k']}", _wide("", hopper)
     if name["stages"] is None:
         first, tall = (", weight first", name["n"]) if name["turned"] else ("", name["m"])
-        return Kernel("Triton _matmul", tile + first, "one chain", "wgmma" if int(tall) >= WGMMA_ROWS else "mma.sync")
+        return Kernel("Triton _matmul", tile + first, "one chain", wide if int(tall) >= WGMMA_ROWS else "mma.sync")
     made = "CuTe shared_matmul" if name["kind"] == "shared_" else "Triton _ring_matmul"
     first = "x first" if name["turned"] else "weight first"
-    return Kernel(made, f"{name['stages']} stages of {tile}, {first}", "one chain", "wgmma")
+    return Kernel(made, f"{name['stages']} stages of {tile}, {first}", "one chain", wide)

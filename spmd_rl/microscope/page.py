@@ -1,16 +1,19 @@
-"""mismatch.html: one file without scripts, in the look of a run's report."""
+"""The page of a replay: one file without scripts, in the look of a run's report."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
 from spmd_rl.microscope import pictures
+from spmd_rl.microscope.compare import the
 from spmd_rl.microscope.points import OPS, Point
 
+MAX_TOKENS = 24  # in a table
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -48,20 +51,25 @@ def _head(data: dict[str, Any], title: str) -> str:
     planted = f"<p class='sub'>planted: {html.escape(data['planted'])}</p>" if data["planted"] else ""
     kind = "card verdict" if data["agree"] else "card verdict parted"
     sentences = "".join(f"<p>{html.escape(one)}</p>" for one in data["verdict"].splitlines())
-    return f"<h1>{html.escape(title)}</h1>{planted}<div class='{kind}'>{sentences}</div>"
+    notes = "".join(f"<p class='sub'>{html.escape(one)}</p>" for one in data["notes"])
+    return f"<h1>{html.escape(title)}</h1>{planted}<div class='{kind}'>{sentences}</div>{notes}"
 
 
 def _parts(data: dict[str, Any]) -> list[str]:
     legend = "".join(map(pictures.key, ("equal", "inherited", "introduced")))
-    note = f"{legend} introduced: an op of {html.escape(data['fed'])} given the other side's input still differs"
+    note = f"{legend} introduced: an op of {html.escape(the(data['fed']))}, given the other side's input, still differs"
     parts = [_section("The network", note, _figure("every op of every layer", pictures.network_map(data["findings"])))]
     first = data["first"]
     if first is not None:
         strips = pictures.strips(first["positions"], data["sequences"])
         strips = _figure("rows that differ (wide: prompt, narrow: response; grey: equal, or not computed)", strips)
-        on_input = _figure("on the same input, by ULP", pictures.distances(first["on_same_input"]))
-        along = _figure("as the paths ran, by ULP", pictures.distances(first["plain"]))
-        parts.append(_section("Where they part", _name(first), strips + f'<div class="two">{on_input}{along}</div>'))
+        apart = _figure(f"{_name(first)} on the same input, by ULP", pictures.distances(first["on_same_input"]))
+        last = data["findings"][-1]
+        if last["op"] == "logprob":
+            apart += _figure("log-probs as the paths ran, by ULP", pictures.distances(last["plain"]))
+        parts.append(_section("Where they part", _name(first), strips + f'<div class="two">{apart}</div>'))
+    if data["unequal_logprobs"]:
+        parts.append(_logprobs(data))
     kinds = _first_of_kind(data["findings"])
     parts.append(_section("What introduces a difference", "the first of each kind", _table(data, kinds)))
     parts.append(
@@ -90,10 +98,35 @@ def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
             f"{sum(counts[1:]):,} of {sum(counts):,}, at most {one['on_same_input']['largest_ulp']:,} ULP",
             *(_side(cause[side]) if cause else "" for side in ("left", "right")),
         ]
-        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    heads = ("op", "elements that differ on the same input", data["left"], data["right"])
+        rows.append(cells)
+    return _rows(("op", "elements that differ on the same input", data["left"], data["right"]), rows)
+
+
+def _logprobs(data: dict[str, Any]) -> str:
+    tokens = data["unequal_logprobs"]
+    of = f"{len(tokens):,} tokens" + (f", the first {MAX_TOKENS}" if len(tokens) > MAX_TOKENS else "")
+    rows = [
+        [
+            html.escape(one["sequence"]),
+            str(one["position"]),
+            f"{one['response_token']}: <span class='mono'>{html.escape(repr(one['text']))}</span> ({one['token']})",
+            *map(_logprob, (one["left"], one["right"], one["recorded"])),
+        ]
+        for one in tokens[:MAX_TOKENS]
+    ]
+    heads = ("sequence", "position", "token of the response", data["left"], data["right"], "recorded")
+    return _section("Log-probs that differ", of, _rows(heads, rows))
+
+
+def _logprob(value: float | None) -> str:
+    return "" if value is None else f"<span class='mono'>{value:.9g}</span>"
+
+
+def _rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; its cells are HTML already."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows)
+    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _side(side: dict[str, list[str]]) -> str:
@@ -103,19 +136,33 @@ def _side(side: dict[str, list[str]]) -> str:
 
 def _facts(data: dict[str, Any]) -> str:
     facts = {
+        "run": data["run"],
+        "command": data["command"],
+        "weights": data["weights"],
         "sequences": f"{len(data['sequences'])}, {data['compared_rows']:,} rows compared at {data['points']} points",
-        **{f"the {name} went through": _counts(facts) for name, facts in data["facts"].items() if facts},
-        "model": data["model"],
+        "recorded log-probs": data["recorded"]["says"] if data["recorded"] else "",
+        **{f"{the(name)} went through": _counts(facts) for name, facts in data["facts"].items() if facts},
         **data["versions"],
     }
-    rows = "".join(
-        f"<tr><th>{html.escape(k)}</th><td class='mono'>{html.escape(v)}</td></tr>" for k, v in facts.items()
-    )
-    return _section("What was replayed", "", f'<div class="card scroll"><table><tbody>{rows}</tbody></table></div>')
+    rows = [[f"<b>{html.escape(k)}</b>", f"<span class='mono'>{html.escape(v)}</span>"] for k, v in facts.items() if v]
+    told = _rows(("what", ""), rows)
+    return _section("What was replayed", "", _sequences(data["sequences"]) + told)
+
+
+def _sequences(sequences: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        [
+            html.escape(one["name"]),
+            f"{one['prompt_tokens']:,} + {one['response_tokens']:,}",
+            f"<span class='mono'>{html.escape(one['prompt'])}<b>{html.escape(one['response'])}</b></span>",
+        ]
+        for one in sequences
+    ]
+    return _rows(("sequence", "tokens", "prompt and response"), rows)
 
 
 def _counts(facts: dict[str, int]) -> str:
-    return ", ".join(f"{count:,} {what}" for what, count in facts.items() if count)
+    return ", ".join(f"{what}: {count:,}" for what, count in facts.items())
 
 
 def _name(one: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from spmd_rl.microscope.points import OPS
+from spmd_rl.microscope.points import OPS, Point
 from spmd_rl.microscope.ulp import Histogram
 
 CELL, LABEL, TOP, BAR = 18, 92, 22, 40
@@ -29,7 +29,8 @@ def network_map(findings: Sequence[dict[str, Any]]) -> str:
     parts += [_text(LABEL - 8, TOP + CELL * y + 13, op, "end") for y, op in enumerate(ops)]
     for one in findings:
         x, y = LABEL + CELL * layers.index(one["layer"]), TOP + CELL * ops.index(one["op"])
-        said = f"layer {one['layer']} {one['op']}: {one['status']}, {one['unequal_rows']} of {one['rows']} rows differ"
+        point = Point(one["layer"], one["op"])
+        said = f"{point}: {one['status']}, {one['unequal_rows']} of {one['rows']} rows differ"
         said += f", {one['introduced_rows']} on the same input"
         parts.append(_cell(x + 1, y + 1, CELL - 2, CELL - 2, one["status"], said))
         if one is first:
@@ -55,24 +56,34 @@ def distances(one: dict[str, Any]) -> str:
 
 
 def strips(positions: dict[str, list[int]], sequences: Sequence[dict[str, Any]]) -> str:
-    """One strip a sequence: its prompt, its response, and where rows differ."""
-    longest = max(one["prompt_tokens"] + one["response_tokens"] for one in sequences)
-    unit, parts = STRIP / longest, []
-    for y, one in enumerate(sequences[:MAX_STRIPS]):
-        length, top = one["prompt_tokens"] + one["response_tokens"], 18 * y
-        parts.append(_text(LABEL - 8, top + 12, one["name"], "end"))
-        parts.append(_cell(LABEL, top + 2, unit * one["prompt_tokens"], 12, "unseen", "prompt"))
+    """One strip a sequence: its prompt, its response, and where rows differ. Those that differ come first."""
+    ordered = sorted(sequences, key=lambda one: one["name"] not in positions)
+    shown, hidden = ordered[:MAX_STRIPS], ordered[MAX_STRIPS:]
+    unit, parts = STRIP / max(one["prompt_tokens"] + one["response_tokens"] for one in sequences), []
+    for y, one in enumerate(shown):
+        parts += _strip(one, positions.get(one["name"], []), 18 * y, unit)
+    if hidden:
+        differ = sum(one["name"] in positions for one in hidden)
         parts.append(
-            _cell(LABEL + unit * one["prompt_tokens"], top + 5, unit * one["response_tokens"], 6, "unseen", "response")
+            _text(LABEL, 18 * len(shown) + 12, f"{len(hidden)} more not shown, {differ} of them differ", "start")
         )
-        parts += [
-            _cell(LABEL + unit * at, top + 2, max(unit - 0.5, 0.8), 12, "introduced", f"position {at}")
-            for at in positions.get(one["name"], [])
-        ]
-        parts.append(
-            _text(LABEL + unit * length + 6, top + 12, f"{len(positions.get(one['name'], []))} of {length}", "start")
-        )
-    return _svg(LABEL + STRIP + 90, 18 * min(len(sequences), MAX_STRIPS) + 4, parts)
+    return _svg(LABEL + STRIP + 90, 18 * (len(shown) + bool(hidden)) + 4, parts)
+
+
+def _strip(one: dict[str, Any], positions: Sequence[int], top: float, unit: float) -> list[str]:
+    prompt, length = one["prompt_tokens"], one["prompt_tokens"] + one["response_tokens"]
+
+    def piece(start: int, width: float, status: str, said: str) -> str:
+        y, height = (top + 2, 12) if start < prompt else (top + 5, 6)
+        return _cell(LABEL + unit * start, y, width, height, status, said)
+
+    return [
+        _text(LABEL - 8, top + 12, one["name"], "end"),
+        piece(0, unit * prompt, "unseen", "prompt"),
+        piece(prompt, unit * (length - prompt), "unseen", "response"),
+        *(piece(at, max(unit - 0.5, 0.8), "introduced", f"position {at}") for at in positions),
+        _text(LABEL + unit * length + 6, top + 12, f"{len(positions)} of {length}", "start"),
+    ]
 
 
 def growth(findings: Sequence[dict[str, Any]]) -> str:

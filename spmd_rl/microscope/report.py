@@ -1,17 +1,19 @@
-"""From a replay to what it shows, and to the files that keep it: mismatch.html and mismatch.json."""
+"""From a replay to what it shows, and to the files that keep it: a page and a JSON, named by what was compared."""
 
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path as Folder
 from typing import Any
 
 import torch
 
-from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.microscope.compare import Comparison, Finding, compare
 from spmd_rl.microscope.explain import Trial
 from spmd_rl.microscope.faults import FAULTS
@@ -25,16 +27,27 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run import write_whole
 
+MAX_TEXT, MAX_KERNELS = 200, 12  # letters of a text, kernels of an op
+
 
 @dataclass(frozen=True)
 class Replay:
-    """What is compared, and on what."""
+    """What is compared, and on what; `drew`: under the weights that drew the samples.
+
+    `weights` says what weights they are, `notes` are sentences on what is replayed, `doubt` is said where all agree.
+    """
 
     case: Case
     left: Path
     right: Path
     model: str
     planted: str | None = None
+    weights: str = ""
+    drew: bool = False
+    command: str = ""
+    run: str = ""
+    notes: tuple[str, ...] = ()
+    doubt: str = ""
 
     @property
     def names(self) -> tuple[str, str]:
@@ -61,21 +74,24 @@ class Examined:
         first = comparison.first
         return {
             "verdict": self.verdict,
-            "agree": not comparison.findings,
+            "agree": comparison.agree,
+            "troubles": list(comparison.troubles),
+            "notes": list(replay.notes),
+            "run": replay.run,
+            "command": replay.command,
             "left": replay.left.name,
             "right": replay.right.name,
             "fed": comparison.fed,
             "planted": replay.planted and f"{replay.planted}: {FAULTS[replay.planted].__doc__}",
-            "model": replay.model,
+            "weights": replay.weights or replay.model,
             "versions": versions(replay),
-            "sequences": [
-                {"name": one.name, "prompt_tokens": len(one.prompt), "response_tokens": len(one.response)}
-                for one in replay.case.sequences
-            ],
+            "sequences": [_sequence(one, replay.case) for one in replay.case.sequences],
+            "recorded": recorded(replay, comparison),
             "facts": {replay.left.name: replay.left.facts, replay.right.name: replay.right.facts},
             "points": len(comparison.points),
             "compared_rows": comparison.num_compared_rows,
             "first": None if first is None else _point(first, replay.case),
+            "unequal_logprobs": _unequal(comparison, replay.case),
             "findings": [_point(one, replay.case) for one in comparison.findings],
             "causes": [
                 {"layer": point.layer, "op": point.op, "left": _side(cause.left), "right": _side(cause.right)}
@@ -98,21 +114,38 @@ def examine(replay: Replay) -> Examined:
     said = verdict(comparison, replay.case, replay.names, cause)
     if not alike:
         (left, right), (ours, theirs) = replay.names, replay.dtypes
-        said = (
-            f"The {left} computes in {_short(ours)}, the {right} in {_short(theirs)}: no op has the same bits.\n{said}"
-        )
+        said = f"The {left} computes in {_short(ours)}, the {right} in {_short(theirs)}.\n{said}"
     if replay.planted and not comparison.findings:
         said += f"\nThe planted fault, {replay.planted}, changes nothing here."
+    if replay.drew and (again := recorded(replay, comparison)):
+        said += f"\n{again['says']}"
+    if replay.doubt and comparison.agree:
+        said += f"\n{replay.doubt}"
     return Examined(replay, comparison, causes, said)
 
 
 def write(examined: Examined, folder: Folder) -> Folder:
-    """Write the page and the JSON; where the page is."""
+    """Write the page and the JSON, one of each for a pair of paths and a planted fault; where the page is."""
     folder.mkdir(parents=True, exist_ok=True)
-    data = examined.as_data()
-    write_whole(folder / "mismatch.json", json.dumps(data, indent=1) + "\n")
-    write_whole(folder / "mismatch.html", render(data))
-    return folder / "mismatch.html"
+    replay, data = examined.replay, examined.as_data()
+    name = "-".join(replay.names) + (f".{replay.planted}" if replay.planted else "")
+    write_whole(folder / f"{name}.json", _as_json(data))
+    write_whole(folder / f"{name}.html", render(data))
+    return folder / f"{name}.html"
+
+
+def recorded(replay: Replay, comparison: Comparison) -> dict[str, Any] | None:
+    """How many of the log-probs that were kept with the samples the engine gives again; None where there are none."""
+    given = comparison.logprobs
+    if given is None or "engine" not in replay.names:
+        return None
+    kept = torch.from_numpy(replay.case.recorded)[given.rows]
+    known = ~kept.isnan()
+    again = (given.left, given.right)[replay.names.index("engine")] == kept
+    equal, count = int(again[known].sum()), int(known.sum())
+    only = "" if replay.drew else "; it says something only under the weights that drew them"
+    says = f"Of the {count:,} log-probs recorded with the samples, the engine gives {equal:,} again{only}."
+    return {"equal": equal, "of": count, "says": says} if count else None
 
 
 def versions(replay: Replay) -> dict[str, str]:
@@ -148,9 +181,61 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _side(side: Side) -> dict[str, list[str]]:
+def _as_json(data: dict[str, Any]) -> str:
+    """A line for each value, and for each entry of a list."""
+    dump = partial(json.dumps, allow_nan=False, ensure_ascii=False)
+    values = {
+        key: "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]" if isinstance(value, list) and value else dump(value)
+        for key, value in data.items()
+    }
+    return "{\n" + ",\n".join(f" {dump(key)}: {text}" for key, text in values.items()) + "\n}\n"
+
+
+def _sequence(one: Replayed, case: Case) -> dict[str, Any]:
+    texts = (case.text(tokens.tolist()) for tokens in (one.prompt, one.response))
+    prompt, response = (text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}…" for text in texts)
     return {
-        "kernels": [str(kernel) for kernel in side.kernels],
+        "name": one.name,
+        "prompt_tokens": len(one.prompt),
+        "response_tokens": len(one.response),
+        "prompt": prompt,
+        "response": response,
+    }
+
+
+def _unequal(comparison: Comparison, case: Case) -> list[dict[str, Any]]:
+    """The tokens whose log-probs differ: `position` is that of the row that predicts the token, as everywhere."""
+    given = comparison.logprobs
+    if given is None:
+        return []
+    at = given.unequal
+    rows, left, right = given.rows[at].tolist(), given.left[at].tolist(), given.right[at].tolist()
+    return [_token(case, *one) for one in zip(rows, left, right, strict=True)]
+
+
+def _token(case: Case, row: int, left: float, right: float) -> dict[str, Any]:
+    (name, position), token = case.where(row), int(case.targets[row])
+    return {
+        "sequence": name,
+        "position": position,
+        "response_token": position + 1 - len(case.sequences[case.number(row)].prompt),
+        "token": token,
+        "text": case.text([token]),
+        "left": _number(left),
+        "right": _number(right),
+        "recorded": _number(float(case.recorded[row])),
+    }
+
+
+def _number(x: float) -> float | None:
+    """JSON knows neither NaN nor infinity."""
+    return x if math.isfinite(x) else None
+
+
+def _side(side: Side) -> dict[str, list[str]]:
+    more = len(side.kernels) - MAX_KERNELS
+    return {
+        "kernels": [*map(str, side.kernels[:MAX_KERNELS]), *([f"and {more} more"] if more > 0 else [])],
         "arithmetic": [f"{match.says}: {match.rows} rows" for match in side.matches],
     }
 
@@ -167,7 +252,7 @@ def _point(one: Finding, case: Case) -> dict[str, Any]:
         "rows": one.num_rows,
         "unequal_rows": one.unequal_rows,
         "introduced_rows": one.introduced_rows,
-        "largest_difference": one.largest_difference,
+        "largest_difference": _number(one.largest_difference),
         "plain": _histogram(one.plain),
         "on_same_input": _histogram(one.fed),
         "positions": rows,

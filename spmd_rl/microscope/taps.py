@@ -51,11 +51,12 @@ class Tap(ABC):
 
 
 class Hashes(Tap):
-    """A hash of every row at every point, 0 where it was not seen; nothing else is kept, nothing waits for the host."""
+    """A hash of every row at every point, 0 where it was not seen, and the log-probs; nothing waits for the host."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.table: dict[Point, Tensor] = {}
+        self.logprobs: Tensor | None = None
 
     def seen(self, point: Point) -> Tensor:
         return self.table[point] != 0
@@ -64,6 +65,10 @@ class Hashes(Tap):
         if point not in self.table:
             self.table[point] = torch.zeros(self.num_rows + 1, dtype=torch.int64, device=x.device)
         write_row_hashes(_rows_of(x, rows, places), rows, self.table[point])
+        if point.op == "logprob":
+            if self.logprobs is None:
+                self.logprobs = torch.full((self.num_rows + 1,), torch.nan, device=x.device)
+            self.logprobs.index_copy_(0, rows, x.float())
         return x
 
     def share(self, rows: Tensor, sources: Tensor) -> None:

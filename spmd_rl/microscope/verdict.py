@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spmd_rl.microscope.case import Case
-from spmd_rl.microscope.compare import Comparison, Finding
+from spmd_rl.microscope.compare import Comparison, Finding, the
 from spmd_rl.microscope.explain import Match
 from spmd_rl.microscope.identity import Kernel
 from spmd_rl.microscope.points import OPS
 
-MAX_KERNELS = 4  # in a sentence
+MAX_KERNELS, MAX_WAYS = 4, 3  # in a sentence
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ def _arithmetic(comparison: Comparison, case: Case, names: tuple[str, str], caus
     ]
     if cause is not None:
         sentences += [_side(names[0], cause.left, first), _side(names[1], cause.right, first)]
+        if (way := _one_way(cause.left, first)) and way == _one_way(cause.right, first):
+            sentences.append("Both run the same arithmetic; its bits depend on which rows are computed together.")
     return [*sentences, _elsewhere(comparison, first), _outcome(comparison)]
 
 
@@ -56,6 +58,12 @@ def _agreement(comparison: Comparison, names: tuple[str, str]) -> str:
         return (
             f"{names[0]} and {names[1]} differ, but no op does on the same input: what was replayed is not what ran "
             "(an op that is not a function of its recorded inputs)."
+        )
+    if comparison.parted:
+        point, rows = comparison.parted[0]
+        return (
+            f"{names[0]} and {names[1]} parted at {point}, in {rows:,} row{_s(rows)}, but a second run did not repeat "
+            "it: one of them does not give the same bits every time."
         )
     return (
         f"{names[0]} and {names[1]} agree in every bit: {comparison.num_compared_rows:,} rows at "
@@ -82,22 +90,40 @@ def _outcome(comparison: Comparison) -> str:
     last = next((one for one in comparison.findings if one.point.op == "logprob"), None)
     if last is None:
         return ""
+    nan = int(comparison.logprobs.nan.sum()) if comparison.logprobs else 0
+    if nan == last.num_rows:
+        return f"All {nan:,} log-probs are NaN."
+    also = f"; {nan:,} {'is' if nan == 1 else 'are'} NaN" if nan else ""
     if not last.unequal_rows:
-        return f"None of {last.num_rows:,} log-probs changes."
+        return f"None of {last.num_rows:,} log-probs changes{also}."
     return (
         f"{last.unequal_rows:,} of {last.num_rows:,} log-probs change, by {last.largest_difference:.2g} "
-        f"({last.plain.largest:,} ULP) at most."
+        f"({last.plain.largest:,} ULP) at most{also}."
     )
 
 
 def _side(name: str, side: Side, finding: Finding) -> str:
-    name = name if name == "transformers" else f"The {name}"
-    ran = f"{name} ran {'; '.join(map(str, side.kernels[:MAX_KERNELS]))}" if side.kernels else name
-    arithmetic = ", ".join(
-        f"{match.says}{'' if match.rows == finding.num_rows else f' in {match.rows} of {finding.num_rows} rows'}"
-        for match in side.matches[:3]
-    )
-    return f"{ran}: {arithmetic}." if arithmetic else f"{ran}." if side.kernels else ""
+    """Kernels are those of the first row that differs, the arithmetic that of all such rows."""
+    kernels = [*map(str, side.kernels[:MAX_KERNELS])]
+    if more := len(side.kernels) - len(kernels):
+        kernels.append(f"{more} more")
+    ran = f"There {the(name)} ran {'; '.join(kernels)}" if kernels else the(name).capitalize()
+    return f"{ran}: {_one_way(side, finding) or _ways(side, finding)}."
+
+
+def _one_way(side: Side, finding: Finding) -> str:
+    """The arithmetic of every row that differs, if there is one."""
+    return next((match.says for match in side.matches if match.unequal == finding.introduced_rows), "")
+
+
+def _ways(side: Side, finding: Finding) -> str:
+    matches = sorted((match for match in side.matches if match.unequal), key=lambda match: -match.unequal)
+    ways = [f"{match.says} in {match.unequal:,}" for match in matches[:MAX_WAYS]]
+    if ways and (left := finding.introduced_rows - sum(match.unequal for match in matches[:MAX_WAYS])):
+        ways.append(f"others in {left:,}")
+    if not ways:
+        return "no arithmetic that was tried gives a row that differs"
+    return f"{', '.join(ways)} of the {finding.introduced_rows:,} rows that differ"
 
 
 def _s(count: int, singular: str = "") -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from spmd_rl.controller.contracts import disagreement
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.hf import save_folder
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import Backend
 from spmd_rl.train.learner import Progress
 
@@ -100,20 +102,30 @@ def load(folder: str, backend: Backend, place: Place) -> tuple[Progress, str]:
     Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`, or one of another version;
     SpmdError if a file of it has changed.
     """
-    path = Path(folder) / PROGRESS_FILE
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {PROGRESS_FILE}")
-    try:
-        facts = json.loads(path.read_text())
-    except ValueError as error:
-        raise SpmdError(f"{path} is not as it was written: {error}") from error
-    if not {"progress", "contract"} <= facts.keys():
-        raise ConfigError(f"{path} is of another version of spmd_rl: it lacks progress or contract")
-    check(path.parent, facts.get("checksums", {}), place.rank, place.size)
+    facts = _facts(Path(folder))
+    check(Path(folder), facts.get("checksums", {}), place.rank, place.size)
     progress = Progress(**facts["progress"])
     load_shards(backend.state(), checkpoint_id=folder, process_group=place.group)
     backend.loaded(progress.optimizer_steps)
     return progress, disagreement({"the trainer": backend.contract(), "the checkpoint": facts["contract"]})
+
+
+def saved_progress(folder: str | Path) -> Progress:
+    """Of a checkpoint. Raises: as `load`."""
+    return Progress(**_facts(Path(folder))["progress"])
+
+
+def export_saved(folder: str | Path, like: str | Path, target: str | Path) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder, float32, in this process alone.
+
+    Raises: as `load`, and ConfigError where `like` is no model's folder.
+    """
+    check(Path(folder), _facts(Path(folder)).get("checksums", {}))
+    shapes = ModelSpec.from_folder(like).parameter_shapes()
+    weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+    with warnings.catch_warnings(action="ignore"):  # it says that there is one process
+        load_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
+    save_folder(target, like, weights.items())
 
 
 def export_hf(folder: str, like: str, backend: Backend, place: Place, dtype: str) -> None:
@@ -130,6 +142,19 @@ def export_hf(folder: str, like: str, backend: Backend, place: Place, dtype: str
         for _ in tensors:
             pass
     place.barrier()
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    path = folder / PROGRESS_FILE
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {PROGRESS_FILE}")
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise SpmdError(f"{path} is not as it was written: {error}") from error
+    if not {"progress", "contract"} <= facts.keys():
+        raise ConfigError(f"{path} is of another version of spmd_rl: it lacks progress or contract")
+    return facts
 
 
 def _gathered(backend: Backend) -> Iterator[tuple[str, Tensor]]:

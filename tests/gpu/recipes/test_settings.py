@@ -38,20 +38,20 @@ def test_no_token_is_unequal(runs: dict[str, Run], what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "said", "kept"),
     [
-        ([], 0, "agree in every bit"),
-        (["--plant=split-k"], 1, "K summed in 2 parts"),
-        (["--right=transformers"], 1, "transformers ran"),
+        ([], 0, "agree in every bit", "engine-trainer"),
+        (["--plant=split-k"], 1, "K summed in 2 parts", "engine-trainer.split-k"),
+        (["--right=transformers"], 1, "transformers ran", "engine-transformers"),
     ],
 )
-def test_the_microscope_replays_a_run(runs: dict[str, Run], words: list[str], code: int, said: str) -> None:
+def test_the_microscope_replays_a_run(runs: dict[str, Run], words: list[str], code: int, said: str, kept: str) -> None:
     run = runs["recomputed where cheap, attention in splits"]
     command = [*run.command[:-1], "mismatch", str(run.folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == code, done.stderr
     assert said in done.stdout
-    found = json.loads((run.folder / "mismatch" / "mismatch.json").read_text())
+    found = json.loads((run.folder / "mismatch" / f"{kept}.json").read_text())
     assert found["agree"] is (code == 0)
     assert "flash-attn-4" in found["versions"]["attention"]
     assert found["versions"]["attention_split"] == "128"

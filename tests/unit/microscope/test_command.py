@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import shutil
 import sys
+import tomllib
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import save
 
 from benchmarks import grpo_proof
 from spmd_rl import cli
+from spmd_rl.errors import SpmdError
 from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.faults import plant
+from spmd_rl.microscope.inputs import samples_of, samples_of_run
+from spmd_rl.microscope.origins import Origins
+from spmd_rl.microscope.paths import load_model
+from spmd_rl.microscope.taps import Hashes
+from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import EngineConfig
 
@@ -42,15 +54,41 @@ def mismatch(monkeypatch: pytest.MonkeyPatch):
     return call
 
 
+def replayed(run: Path, name: str = "engine-trainer") -> dict[str, Any]:
+    """What a replay left behind, which no reader of JSON refuses."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    text = (run / "mismatch" / f"{name}.json").read_text()
+    return json.loads(text, parse_constant=refuse)
+
+
+def poison(model: Path, name: str, value: float) -> None:
+    weights = dict(read_weights(model))
+    weights[name] = weights[name].clone()
+    weights[name].view(-1)[0] = value
+    save_folder(model, model, weights.items())
+
+
+def checkpoint(folder: Path, weights: dict[str, torch.Tensor], version: int) -> None:
+    """As a run leaves it, of one rank."""
+    with warnings.catch_warnings(action="ignore"):
+        save({"model": weights, "exp_avg": weights}, checkpoint_id=folder / "trainer", no_dist=True)
+    facts = {"progress": {"version": version, "optimizer_steps": version}, "contract": {}}
+    (folder / "trainer" / "trainer.json").write_text(json.dumps(facts))
+    (folder / "state.json").write_text(json.dumps({"next_step": version, "seed": 0, "roles": {"trainer": {}}}))
+
+
 def test_a_run_whose_sides_agree_exits_zero(run: Path, mismatch, capsys) -> None:
     assert mismatch(run) == 0
     sentence, page = capsys.readouterr().out.splitlines()
     assert "agree in every bit" in sentence
-    assert Path(page) == run / "mismatch" / "mismatch.html"
-    data = json.loads((run / "mismatch" / "mismatch.json").read_text())
+    assert Path(page) == run / "mismatch" / "engine-trainer.html"
+    data = json.loads((run / "mismatch" / "engine-trainer.json").read_text())
     assert data["agree"] is True
     assert [one["name"] for one in data["sequences"]] == ["7:0", "7:1", "7:2"]
-    assert data["verdict"] in (run / "mismatch" / "mismatch.html").read_text()
+    assert data["verdict"] in (run / "mismatch" / "engine-trainer.html").read_text()
 
 
 def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(run: Path, mismatch, capsys) -> None:
@@ -63,7 +101,11 @@ def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(run: Path, m
     assert mismatch(run) == 0
     said = capsys.readouterr().out
     assert "agree in every bit" in said
-    assert "the run itself counted 1,234 unequal tokens. This is another process, on cpu in float32" in said
+    assert "the run itself counted 1,234 unequal tokens: 1,200 in step 1, 34 in step 2. 3 of its samples were" in said
+    assert "in another process, on cpu in float32" in said
+    assert "But the run itself" in (run / "mismatch" / "engine-trainer.html").read_text()
+    assert mismatch(run, "--prompts", "1+1=") == 0
+    assert "itself counted" not in capsys.readouterr().out, "what the run never saw says nothing of it"
     assert mismatch(run, "--plant", "split-k") == 1
     assert "itself counted" not in capsys.readouterr().out
 
@@ -75,8 +117,8 @@ def test_each_side_computes_in_the_type_of_its_role(run: Path, mismatch, capsys,
     out, err = capsys.readouterr()
     said = out.splitlines()
     assert said, err
-    assert said[0] == f"The engine computes in {engine}, the trainer in {trainer}: no op has the same bits."
-    data = json.loads((run / "mismatch" / "mismatch.json").read_text())
+    assert said[0] == f"The engine computes in {engine}, the trainer in {trainer}."
+    data = json.loads((run / "mismatch" / "engine-trainer.json").read_text())
     assert data["versions"]["dtype"] == f"torch.{engine}, torch.{trainer}"
     assert mismatch(run, "--dtype", "float32") == 0
     capsys.readouterr()
@@ -89,11 +131,11 @@ def test_a_planted_fault_exits_one_and_the_page_shows_it(run: Path, mismatch, ca
     out = capsys.readouterr().out
     assert out.startswith("layer 1 down_proj: ")
     assert "K summed in 2 parts" in out
-    data = json.loads((tmp_path / "out" / "mismatch.json").read_text())
+    data = json.loads((tmp_path / "out" / "engine-trainer.split-k.json").read_text())
     assert (data["first"]["layer"], data["first"]["op"]) == (1, "down_proj")
     assert data["causes"][0]["left"]["arithmetic"][0].startswith("K summed in 2 parts")
     assert sum(data["first"]["on_same_input"]["counts"][1:]) > 0
-    page = (tmp_path / "out" / "mismatch.html").read_text()
+    page = (tmp_path / "out" / "engine-trainer.split-k.html").read_text()
     assert "<script" not in page
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert page.count("<svg") >= 5
@@ -104,7 +146,7 @@ def test_prompts_need_no_run(folder: Path, mismatch, capsys, tmp_path: Path) -> 
     words = ("--model", folder, "--prompts", "15+29=", "1+1=", "--right", "transformers", "--out", tmp_path)
     assert mismatch(*words) == 1
     assert capsys.readouterr().out.startswith("layer 0 attention: ")
-    data = json.loads((tmp_path / "mismatch.json").read_text())
+    data = json.loads((tmp_path / "engine-transformers.json").read_text())
     assert [one["name"] for one in data["sequences"]] == ["prompt 1", "prompt 2"]
     assert {one["op"] for one in data["causes"]} >= {"attention", "act"}
 
@@ -112,7 +154,7 @@ def test_prompts_need_no_run(folder: Path, mismatch, capsys, tmp_path: Path) -> 
 def test_the_newest_sample_of_a_name_is_replayed(run: Path, mismatch) -> None:
     assert mismatch(run, "--samples", "7:2") == 0
     newest = json.loads((run / "samples" / "step_00002.jsonl").read_text().splitlines()[2])
-    sequences = json.loads((run / "mismatch" / "mismatch.json").read_text())["sequences"]
+    sequences = json.loads((run / "mismatch" / "engine-trainer.json").read_text())["sequences"]
     assert [(one["name"], one["response_tokens"]) for one in sequences] == [("7:2", len(newest["tokens"]))]
 
 
@@ -120,12 +162,15 @@ BAD = {
     "no gpu": (["{run}", "--device=cuda"], "torch sees no GPU here"),
     "a folder that is no run": (["{tmp}"], "is not the folder of a run"),
     "nothing to replay": ([], "name the folder of a run"),
-    "a sample that is not there": (["{run}", "--samples", "7:99"], "has a sample 7:99"),
+    "a sample that is not there": (["{run}", "--samples", "7:99"], "has no sample 7:99"),
     "the same path twice": (["{run}", "--left", "trainer"], "both paths are 'trainer'"),
     "a fault on another side": (["{run}", "--left", "transformers", "--plant", "split-k"], "--left engine"),
     "an unknown fault": (["{run}", "--plant", "x"], "invalid choice"),
     "a model without prompts": (["--model", "{run}/hf"], "--model needs --prompts"),
     "a folder without weights": (["--model", "{tmp}", "--prompts", "1+1"], "it has no config.json"),
+    "a step without samples": (["{run}", "--step", "9"], "step 9 of {run} has no samples to replay"),
+    "samples beside prompts": (["{run}", "--samples", "7:0", "--prompts", "1+1="], "leave out --samples"),
+    "a file in the folder's place": (["{run}", "--out", "{run}/config.toml"], "cannot be made"),
     "a prompt of one token": (["--model", "{run}/hf", "--prompts", "1"], "one to decode"),
 }  # fmt: skip
 
@@ -135,14 +180,169 @@ def test_bad_input_is_one_sentence_and_exits_two(run: Path, mismatch, capsys, tm
     words, said = BAD[case]
     assert mismatch(*(word.format(tmp=tmp_path, run=run) for word in words)) == 2
     captured = capsys.readouterr()
-    assert said in captured.err
+    assert said.format(run=run) in captured.err
     assert len(captured.err.strip().splitlines()) == 1
 
 
-def test_a_broken_sample_file_is_named(run: Path, mismatch, capsys) -> None:
-    (run / "samples" / "step_00002.jsonl").write_text("{}\n")
+BROKEN = {
+    "{}": "it lacks 'tokens'",
+    '{"prompt_uid": 7, "index": 0, "tokens": [22, 1]}': "it lacks 'prompt'",
+    '{"prompt_uid": 7, "index": 0, "prompt": "1+1=", "tokens": [22, "x"]}': "str",
+    '{"prompt_uid": 7, "index": 0, "prompt": "1=", "tokens": [22, 1], "logprobs": [-1.0]}': "2 tokens and 1 log-probs",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_broken_sample_file_is_named(run: Path, mismatch, capsys, line: str) -> None:
+    (run / "samples" / "step_00002.jsonl").write_text(f"{line}\n")
     assert mismatch(run) == 2
-    assert "step_00002.jsonl:1" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "step_00002.jsonl:1" in said
+    assert BROKEN[line] in said
+
+
+def test_a_broken_metrics_file_is_named_before_any_work(run: Path, mismatch, capsys) -> None:
+    (run / "metrics.jsonl").write_text("no\n")
+    assert mismatch(run) == 2
+    captured = capsys.readouterr()
+    assert "metrics.jsonl:1" in captured.err
+    assert not captured.out
+
+
+def test_the_newest_step_that_has_samples_is_replayed(run: Path, mismatch) -> None:
+    (run / "samples" / "step_00003.jsonl").write_text("")
+    (run / "samples" / "step_00004.jsonl").write_text(json.dumps(SENTENCE | {"index": 0, "tokens": []}) + "\n")
+    assert mismatch(run, "--samples", "7:0,") == 0
+    assert mismatch(run) == 0
+    assert [one["name"] for one in replayed(run)["sequences"]] == ["7:0", "7:1", "7:2"]
+
+
+def test_by_default_samples_are_of_many_prompts(run: Path) -> None:
+    lines = [SENTENCE | {"prompt_uid": uid, "index": i, "tokens": [22, 1]} for uid in (5, 9, 6) for i in range(4)]
+    (run / "samples" / "step_00003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = [one.name for one in samples_of(run)]
+    assert names == ["5:0", "9:0", "6:0", "5:1", "9:1", "6:1", "5:2", "9:2"]
+    assert [one.name for one in samples_of(run, ["9:3", "5:0"])] == ["9:3", "5:0"]
+    assert {one.name for one in samples_of(run, step=2)} == {"7:0", "7:1", "7:2"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), SpmdError("weights are gone")])
+def test_a_failure_is_no_answer(run: Path, mismatch, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def failing(replay: object) -> None:
+        raise error
+
+    monkeypatch.setattr("spmd_rl.microscope.command.examine", failing)
+    assert mismatch(run) == 3
+
+
+def test_page_and_data_tell_what_was_replayed(run: Path, mismatch, capsys) -> None:
+    assert mismatch(run, "--samples", "7:1") == 0
+    data, page = replayed(run), (run / "mismatch" / "engine-trainer.html").read_text()
+    assert data["sequences"] == [
+        {"name": "7:1", "prompt_tokens": 6, "response_tokens": 4, "prompt": "15+29=", "response": "445<|end|>"}
+    ]
+    assert data["run"] == "demo"
+    assert data["command"] == f"spmd-rl mismatch {run} --samples 7:1"
+    for text in ("15+29=<b>445&lt;|end|&gt;</b>", html.escape(data["command"]), "with which the run ended"):
+        assert text in page
+    assert "tokens drawn as recorded: " in page
+    assert "micro-batches: 1" in page
+    capsys.readouterr()
+    assert mismatch(run, "--prompts", "1+1=", "héllo€") == 0
+    said = "prompt 2 does not survive the tokenizer: what is replayed reads 'hllo'."
+    assert capsys.readouterr().out.splitlines()[0] == said
+    assert replayed(run)["notes"] == [said]
+
+
+def test_a_planted_fault_has_a_page_of_its_own(run: Path, mismatch) -> None:
+    assert mismatch(run) == 0
+    assert mismatch(run, "--plant", "norm-order") == 1
+    assert replayed(run)["agree"] is True
+    assert replayed(run, "engine-trainer.norm-order")["agree"] is False
+    text = (run / "mismatch" / "engine-trainer.norm-order.json").read_text()
+    assert len(text.splitlines()) < 150, "a finding is a line, and so is a token"
+
+
+def test_unequal_tokens_are_listed_with_what_each_side_gives_them(run: Path, mismatch, capsys) -> None:
+    assert mismatch(run, "--plant", "logits-bf16") == 1
+    data = replayed(run, "engine-trainer.logits-bf16")
+    tokens = data["unequal_logprobs"]
+    assert f"{len(tokens)} of 12 log-probs change" in capsys.readouterr().out
+    assert tokens
+    for one in tokens:
+        assert one["left"] != one["right"]
+        assert one["left"] == pytest.approx(one["right"], abs=0.05)
+        assert (one["position"] - 5, one["recorded"]) == (one["response_token"], None)
+        assert one["text"] in ("4", "5", "6", "7", "<|end|>")
+    page = (run / "mismatch" / "engine-trainer.logits-bf16.html").read_text()
+    assert f"{tokens[0]['left']:.9g}" in page
+    assert "Log-probs that differ" in page
+
+
+def test_a_run_that_broke_the_rules_does_not_agree(run: Path, mismatch, capsys, monkeypatch) -> None:
+    trouble = "At position 0, 7:1 reads position 0 of 7:0 in the cache: not its own history."
+    monkeypatch.setattr(Origins, "troubles", [trouble])
+    assert mismatch(run) == 1
+    assert capsys.readouterr().out.startswith(trouble)
+    assert (replayed(run)["agree"], replayed(run)["troubles"]) == (False, [trouble])
+    assert "verdict parted" in (run / "mismatch" / "engine-trainer.html").read_text()
+
+
+@pytest.mark.parametrize(("left", "right"), [("engine", "trainer"), ("trainer", "transformers")])
+def test_nan_is_traced_to_where_it_begins(run: Path, mismatch, capsys, left: str, right: str) -> None:
+    poison(run / "hf", "model.layers.1.mlp.down_proj.weight", torch.nan)
+    assert mismatch(run, "--left", left, "--right", right) == 1
+    said = capsys.readouterr().out
+    for name in (left, right):
+        name = name if name == "transformers" else f"the {name}"
+        assert re.search(rf"{name.capitalize()}: .* outputs are NaN at layer 1 down_proj, the first place", said)
+    assert ("None of" not in said) and "by nan" not in said
+    assert (left == "engine") or "All 12 log-probs are NaN." in said
+    data = replayed(run, f"{left}-{right}")
+    assert data["agree"] is False
+    assert len(data["troubles"]) == 2
+
+
+def test_an_infinite_weight_leaves_the_files_readable(run: Path, mismatch, capsys) -> None:
+    poison(run / "hf", "model.layers.2.mlp.down_proj.weight", torch.inf)
+    assert mismatch(run, "--right", "transformers") == 1
+    assert "by nan" not in capsys.readouterr().out
+    assert replayed(run, "engine-transformers")["findings"]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_step_is_replayed_under_the_weights_that_drew_it(
+    run: Path, folder: Path, mismatch, capsys, same: bool
+) -> None:
+    trained = load_model(folder, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        trained.model.norm.weight.mul_(1.1)
+    case = samples_of_run(run, folder, tomllib.loads((run / "config.toml").read_text()), ())
+    hashes = Hashes(case.num_rows)
+    EnginePath(trained, EngineConfig(page_size=4)).run(case, hashes)
+    assert hashes.logprobs is not None
+    file, told = run / "samples" / "step_00002.jsonl", []
+    for number, line in enumerate(file.read_text().splitlines()[:3]):
+        rows = case.offsets[number] + case.scored(number)
+        kept = {
+            "logprobs": hashes.logprobs[torch.from_numpy(rows)].tolist(),
+            "versions": [1 if same else 0] * len(rows),
+        }
+        told.append(json.dumps(json.loads(line) | kept) + "\n")
+    file.write_text("".join(told))
+    checkpoint(run / "checkpoints" / "step_000001", dict(trained.named_parameters()), version=1)
+    assert mismatch(run, "--step", "2") == 0
+    note, _, *rest = capsys.readouterr().out.splitlines()
+    recorded = replayed(run)["recorded"]
+    if same:
+        assert note.startswith("Replayed under the weights that drew the samples, version 1, from ")
+        assert (recorded["equal"], recorded["of"]) == (12, 12)
+        assert rest[0] == "Of the 12 log-probs recorded with the samples, the engine gives 12 again."
+    else:
+        assert note.endswith("the samples were drawn by version 0, of which there is no checkpoint.")
+        assert recorded["equal"] < 12
+        assert "only under the weights that drew them" in recorded["says"]
+        assert len(rest) == 1
 
 
 def test_a_run_that_exported_nothing_says_so(run: Path, mismatch, capsys) -> None:

@@ -196,6 +196,39 @@ def test_a_wrong_element_is_found_at_any_op_of_any_row(engine, trainer, case, op
     assert kinds(comparison) == {op: 1}
 
 
+class Racing(Wrong):
+    """Wrong in its first run only."""
+
+    def run(self, case: Case, tap: Tap) -> None:
+        if isinstance(tap, Hashes):
+            super().run(case, tap)
+        else:
+            self.engine.run(case, tap)
+
+
+def test_what_is_wrong_only_once_is_said_to_be_that(engine, trainer, case) -> None:
+    few, point = Case(case.sequences[:2]), Point(1, "o_proj")
+    comparison = compare(Racing(engine(), point, 5), trainer, few)
+    assert comparison.parted[0] == (point, 1)
+    assert comparison.first is None
+    assert not comparison.agree
+    said = verdict(comparison, few, ("wrong", "trainer"))
+    assert said.startswith("wrong and trainer parted at layer 1 o_proj, in 1 row, but a second run did not repeat it")
+
+
+def test_log_probs_are_kept_as_they_are_hashed(engine, trainer, faulty, case) -> None:
+    both = compare(engine(), trainer, case).logprobs
+    assert both is not None
+    assert len(both.rows) == sum(len(one.response) for one in case.sequences)
+    assert not both.unequal.any()
+    _, comparison = faulty("split-k")
+    assert comparison.logprobs is not None
+    last = comparison.findings[-1]
+    assert (last.point.op, last.unequal_rows) == ("logprob", int(comparison.logprobs.unequal.sum()))
+    apart = (comparison.logprobs.left - comparison.logprobs.right).abs().max()
+    assert float(apart) == last.largest_difference > 0
+
+
 @pytest.mark.parametrize("tap", [Hashes, Values])
 def test_no_hook_is_left_behind(engine, case, tap) -> None:
     path = engine()

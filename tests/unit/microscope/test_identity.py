@@ -76,6 +76,22 @@ def test_our_products_names_tell_tile_and_chain(name: str, said: str) -> None:
     assert str(identify(name)) == said
 
 
+@pytest.mark.parametrize(
+    ("name", "hopper", "instruction"),
+    [
+        ("nvjet_sm100_tst_128x64_64x9_2x1_v_bz_TNT", False, "tcgen05"),
+        ("nvjet_tst_128x64_64x9_2x1_v_bz_TNT", False, ""),
+        ("nvjet_sm90_tst_128x64_64x9_2x1_v_bz_TNT", False, "wgmma"),
+        ("_matmul_64x16x256", False, ""),
+        ("_matmul_32x128x64", False, "mma.sync"),
+        ("_ring_matmul_16x32x512x4", False, ""),
+        ("_ring_matmul_16x32x512x4", True, "wgmma"),
+    ],
+)
+def test_an_instruction_is_only_told_where_it_is_known(name: str, hopper: bool, instruction: str) -> None:
+    assert identify(name, hopper).instruction == instruction
+
+
 def event(ts: float, cat: str, name: str, **args: Any) -> dict[str, Any]:
     return {"ts": ts, "dur": 1, "cat": cat, "name": name, "args": args}
 
@@ -130,6 +146,19 @@ def test_without_a_gpu_the_outermost_ops_count() -> None:
         mark(6, "1|0|o_proj"),
     ]
     assert between_marks(events) == {(1, Point(0, "o_proj")): (Kernel("aten::linear [16,64] × [64,64]"),)}
+
+
+def test_a_function_of_ours_is_looked_into() -> None:
+    events = [
+        mark(0, "1||"),
+        event(1, "cpu_op", "_RmsNorm", **{"Input Dims": [[16, 64]]}) | {"dur": 5},
+        event(2, "cpu_op", "aten::square", **{"Input Dims": [[16, 64]]}) | {"dur": 2},
+        event(3, "cpu_op", "aten::pow", **{"Input Dims": [[16, 64]]}),
+        event(5, "cpu_op", "aten::mean", **{"Input Dims": [[16, 64]]}),
+        mark(9, "1|0|input_norm"),
+    ]
+    (kernels,) = between_marks(events).values()
+    assert [kernel.name for kernel in kernels] == ["aten::square [16,64]", "aten::mean [16,64]"]
 
 
 def test_a_rows_kernels_are_those_of_its_own_pass(engine, case) -> None:

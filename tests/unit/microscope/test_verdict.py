@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import numpy as np
 import pytest
+import torch
 
 from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.compare import Comparison, Finding
+from spmd_rl.microscope.compare import Comparison, Finding, Logprobs
 from spmd_rl.microscope.explain import Match
 from spmd_rl.microscope.identity import Kernel
 from spmd_rl.microscope.points import BEFORE, Point
@@ -53,11 +56,54 @@ def test_the_first_that_introduces_leads_and_the_rest_is_counted() -> None:
 def test_both_sides_are_named_with_kernel_and_arithmetic() -> None:
     split = Kernel("nvjet", "tile 64x8", "K split", "wgmma")
     cause = Cause(
-        Side((split,), (Match("K summed in 2 parts", 8), Match("one chain", 2))), Side((), (Match("one chain", 10),))
+        Side((split,) * 6, (Match("one chain", 8, 0), Match("K summed in 2 parts", 2, 2))),
+        Side((), (Match("one chain", 10, 2),)),
     )
-    sentence = said(finding(Point(1, "down_proj"), APART, APART, rows=(6,)), cause=cause)
-    assert "The engine ran nvjet (tile 64x8, K split, wgmma): K summed in 2 parts in 8 of 10 rows" in sentence
+    sentence = said(finding(Point(1, "down_proj"), APART, APART, rows=(6, 7)), cause=cause)
+    named = "nvjet (tile 64x8, K split, wgmma)"
+    assert f"There the engine ran {'; '.join([named] * 4)}; 2 more: K summed in 2 parts.\n" in sentence
     assert "The trainer: one chain." in sentence
+    assert "Both run" not in sentence
+
+
+def test_arithmetic_is_told_of_the_rows_that_differ_and_of_all_of_them() -> None:
+    ways = tuple(Match(f"{n} ranges", 50, n) for n in range(1, 6))
+    cause = Cause(Side((), (Match("one chain", 466, 0), *ways)), Side((), ()))
+    sentence = said(finding(Point(0, "attention"), APART, APART, rows=tuple(range(20))), cause=cause)
+    assert (
+        "The engine: 5 ranges in 5, 4 ranges in 4, 3 ranges in 3, others in 8 of the 20 rows that differ." in sentence
+    )
+    assert "The trainer: no arithmetic that was tried gives a row that differs." in sentence
+
+
+def test_one_arithmetic_on_both_sides_is_the_companys_doing() -> None:
+    side = Side((), (Match("one chain", 10, 2),))
+    sentence = said(finding(Point(1, "down_proj"), APART, APART, rows=(6, 7)), cause=Cause(side, side))
+    assert "Both run the same arithmetic; its bits depend on which rows are computed together." in sentence
+
+
+def test_what_a_second_run_does_not_repeat_is_no_agreement() -> None:
+    parted = ((Point(1, "o_proj"), 64), (Point(2, "q"), 3))
+    flaky = Comparison((Point(1, "o_proj"),), 100, (finding(Point(1, "o_proj")),), "engine", parted=parted)
+    sentence = verdict(flaky, CASE, NAMES)
+    assert sentence.startswith("engine and trainer parted at layer 1 o_proj, in 64 rows, but a second run did not")
+    assert "agree" not in sentence
+    assert not flaky.agree
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "said"),
+    [
+        ([nan, nan], [nan, -1.0], "All 2 log-probs are NaN."),
+        ([nan, -1.0], [nan, -1.0], "None of 2 log-probs changes; 1 is NaN."),
+    ],
+)
+def test_log_probs_that_are_no_numbers_are_counted(left: list[float], right: list[float], said: str) -> None:
+    point = Point(3, "logprob")
+    found = Finding(point, 2, 0, 0, (), EQUAL, EQUAL, 0.0), finding(Point(1, "q"), APART, APART, rows=(6,))
+    logprobs = Logprobs(torch.arange(2), torch.tensor(left), torch.tensor(right))
+    sentence = verdict(Comparison((point,), 100, found[::-1], "engine", logprobs=logprobs), CASE, NAMES)
+    assert sentence.endswith(said)
 
 
 def test_another_format_is_not_called_a_distance() -> None:
