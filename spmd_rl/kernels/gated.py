@@ -15,11 +15,17 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     Shape: x [T, K], weight [2 F, K], the gate's rows first; returns [T, F].
     """
-    num_rows, half = x.shape[0], len(weight) // 2
-    if torch.is_grad_enabled() or not is_exact(x) or choose_gated_tile(num_rows, half) is None:
+    if not is_one_kernel(x, weight):
         return silu_mul(*linear(x, weight).chunk(2, dim=-1))
     from spmd_rl.kernels.linear_plan import ours_into
 
-    out = x.new_empty(num_rows, half)
+    out = x.new_empty(x.shape[0], len(weight) // 2)
     ours_into(out, x, weight, None, gated=True)
     return out
+
+
+def is_one_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Whether `silu_mul_linear` makes the product and what follows at once."""
+    if torch.is_grad_enabled() or not is_exact(x):
+        return False
+    return choose_gated_tile(x.shape[0], len(weight) // 2) is not None

@@ -19,7 +19,7 @@ from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.compare import Evidence
 from spmd_rl.microscope.points import BEFORE, Point
 from spmd_rl.microscope.taps import Values
-from spmd_rl.microscope.variants import Together, Variant, variants
+from spmd_rl.microscope.variants import Compute, Together, variants, variants_from_source
 from spmd_rl.model.spec import ModelSpec
 
 INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
@@ -28,6 +28,7 @@ INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
     "v_proj": ("input_norm",),
     "q": ("q_proj",),
     "k": ("k_proj",),
+    "v": ("v_proj",),
     "attention": ("q", "k", "v"),
     "o_proj": ("attention",),
     "gate_proj": ("post_norm",),
@@ -37,6 +38,8 @@ INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
     "logits": ("final_norm",),
     "logprob": ("logits",),
 }
+
+SOURCES = {"q": "input_norm", "k": "input_norm", "v": "input_norm", "act": "post_norm"}  # if an op makes its inputs
 
 LOGIT_ROWS = 1024
 _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
@@ -49,6 +52,17 @@ class Match:
     says: str
     rows: int
     unequal: int = 0
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A variant, what it is given, and the rows that it may explain."""
+
+    says: str
+    compute: Compute
+    inputs: tuple[Tensor, ...]
+    source: Tensor | None
+    rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -69,28 +83,48 @@ class Trial:
 
         Only rows that both sides have. `step_of` is the number of the step that computed each row.
         """
-        inputs = self._inputs(point) or self._stream(point)
         shared = left = self.evidence.fed.seen(point) & self.evidence.other.seen(point)
         fed, other = (wide_bits(one.table[point]) for one in (self.evidence.fed, self.evidence.other))
         apart = shared & (fed != other).any(1)
         total, partly = int(shared.sum()), []
-        for says, compute in variants(point.op) if inputs else ():
-            given = self._given((says, compute), point, inputs, values, step_of, left)
+        for way in self._ways(point, values):
+            given = way.rows & self._given(way, point, values, step_of, left)
             if int((given & shared).sum()) == total:
-                return [Match(says, total, int(apart.sum()))]
+                return [Match(way.says, total, int(apart.sum()))]
             if rows := int((given & left).sum()):
-                partly.append(Match(says, rows, int((given & left & apart).sum())))
+                partly.append(Match(way.says, rows, int((given & left & apart).sum())))
                 left = left & ~given
         return partly
 
+    def _ways(self, point: Point, values: Values) -> Iterator[_Way]:
+        """Where `values` do not show what the op reads, it may have made that itself, by any way of a product."""
+        inputs, shown = self._inputs(point) or self._stream(point), torch.ones(self.case.num_rows, dtype=torch.bool)
+        for says, compute in variants(point.op) if inputs else ():
+            yield _Way(says, compute, tuple(inputs), None, shown)
+        if point.op not in SOURCES:
+            return
+        for op in INPUTS[point.op]:
+            read = Point(point.layer, op)
+            shown = shown & values.seen(read) if read in values.table else torch.zeros_like(shown)
+        source = self._input(Point(point.layer, SOURCES[point.op]))
+        for says, compute in () if source is None or shown.all() else variants_from_source(point.op):
+            yield _Way(says, compute, (), source, ~shown)
+
     def _inputs(self, point: Point) -> list[Tensor]:
-        """What the other side gave; where it has no such point, what the side that was fed made itself."""
-        table = {**self.evidence.fed.table, **self.evidence.other.table}
-        points = [Point(point.layer, op) for op in INPUTS.get(point.op, ())]
-        if all(one in table for one in points):
-            return [table[one] for one in points]
-        hidden = Point(point.layer, "final_norm")
-        return [self._logits(table[hidden])] if point.op == "logprob" and hidden in table else []
+        found = [self._input(Point(point.layer, op)) for op in INPUTS.get(point.op, ())]
+        if all(one is not None for one in found):
+            return [one for one in found if one is not None]
+        hidden = self._input(Point(point.layer, "final_norm"))
+        return [self._logits(hidden)] if point.op == "logprob" and hidden is not None else []
+
+    def _input(self, point: Point) -> Tensor | None:
+        """What the other side gave; in rows where it shows no such point, what the side that was fed made itself."""
+        fed, other = self.evidence.fed, self.evidence.other
+        if point not in fed.table or point not in other.table:
+            return other.table.get(point, fed.table.get(point))
+        known = other.known[point][:, None]
+        kept = torch.promote_types(fed.table[point].dtype, other.table[point].dtype)
+        return torch.where(known, other.table[point].to(kept), fed.table[point].to(kept))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """As the contract has them, where neither side shows its own; of the rows that predict a token."""
@@ -112,16 +146,14 @@ class Trial:
             stream = stream + table[one]
         return [stream]
 
-    def _given(
-        self, variant: Variant, point: Point, inputs: list[Tensor], values: Values, step_of: Sequence[int], left: Tensor
-    ) -> Tensor:
+    def _given(self, way: _Way, point: Point, values: Values, step_of: Sequence[int], left: Tensor) -> Tensor:
         """Which rows have the variant's bits. Shape: [rows] bool."""
         given, device = torch.zeros_like(left), next(self.model.parameters()).device
         seen = values.known[point] if point.op == "attention" else values.seen(point)
         for rows in self._together(point, seen, step_of):
             at = rows.numpy()
             together = Together(
-                x=tuple(one[rows].to(device) for one in inputs),
+                x=tuple(one[rows].to(device) for one in way.inputs),
                 module=_module(self.model, point),
                 spec=self.spec,
                 positions=torch.from_numpy(self.case.positions[at]).to(device),
@@ -129,8 +161,10 @@ class Trial:
                 temperatures=torch.from_numpy(self.case.temperatures[at]).to(device),
                 wanted=left[rows],
                 split=self.split,
+                source=None if way.source is None else way.source[rows].to(device),
+                projections=tuple(_module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ())),
             )
-            out = variant[1](together).flatten(1).cpu()
+            out = way.compute(together).flatten(1).cpu()
             given[rows] = (wide_bits(out) == wide_bits(values.table[point][rows])).all(1)
         return given
 

@@ -5,7 +5,7 @@ They are real ones: what a library's own choice, a fused kernel or a rounded tab
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels import PagedAttention, linear_fp32, sample_and_score
+from spmd_rl.kernels import PagedAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.flash_ranges import flash_ranges
 from spmd_rl.microscope.engine_path import EnginePath, Replaying
-from spmd_rl.microscope.variants import merge, merged_attention
+from spmd_rl.microscope.merged import merge, merged_attention
+from spmd_rl.model.joined import Joined
 from spmd_rl.model.network import Attend
 
 NUM_PROCESSORS = 132  # of an H200: how many pieces of work an automatic split wants
@@ -40,13 +41,49 @@ def _middle(path: EnginePath) -> Any:
 def split_k(path: EnginePath) -> None:
     """The middle layer's down projection sums K in two halves."""
     module = _middle(path).mlp.down_proj
+    module.forward = lambda x: _halves(x, module.weight, module.bias)
 
-    def halves(x: Tensor) -> Tensor:
-        half = x.shape[1] // 2
-        total = linear_fp32(x[:, :half], module.weight[:, :half]) + linear_fp32(x[:, half:], module.weight[:, half:])
-        return (total if module.bias is None else total + module.bias).to(x.dtype)
 
-    module.forward = halves
+def split_k_qkv(path: EnginePath) -> None:
+    """The engine's projections are joined, as on GPUs, and the middle layer's q, k and v sum K in two halves."""
+    _join(path, _middle(path).self_attn)
+
+
+def split_k_gate_up(path: EnginePath) -> None:
+    """The engine's projections are joined, as on GPUs; the middle layer's gate, up and SiLU are one op, K in halves."""
+    _join(path, _middle(path).mlp)
+
+
+def _join(path: EnginePath, module: Any) -> None:
+    """Also whenever the engine joins them again."""
+    model, join = path.model, path.model.join_projections
+
+    def joined() -> None:
+        join()
+        module.joined = InHalves(**vars(module.joined))
+
+    model.join_projections = joined  # type: ignore[method-assign]
+    model.lay_out_projections()
+    joined()
+
+
+class InHalves(Joined):
+    """A joint product with two chains over K."""
+
+    def product(self, x: Tensor) -> Sequence[Tensor]:
+        return _halves(x, self.weight, self.bias).split(self.widths, dim=-1)
+
+    def fuses(self, x: Tensor) -> bool:
+        return True
+
+    def gated(self, x: Tensor) -> Tensor:
+        return silu_mul(*self.product(x))
+
+
+def _halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    half = x.shape[1] // 2
+    total = linear_fp32(x[:, :half], weight[:, :half]) + linear_fp32(x[:, half:], weight[:, half:])
+    return (total if bias is None else total + bias).to(x.dtype)
 
 
 def library_linear(path: EnginePath) -> None:
@@ -156,6 +193,8 @@ class AutoSplits:
 
 FAULTS: dict[str, Callable[[EnginePath], None]] = {
     "split-k": split_k,
+    "split-k-qkv": split_k_qkv,
+    "split-k-gate-up": split_k_gate_up,
     "library-linear": library_linear,
     "norm-order": norm_order,
     "rope-bf16": rope_bf16,

@@ -6,7 +6,7 @@ Each is a function of the op's inputs for rows that were computed together.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,7 @@ from spmd_rl.kernels import (
     silu_mul,
     token_logprobs,
 )
-from spmd_rl.kernels.flash import flash_takes
-from spmd_rl.kernels.flash_ranges import flash_ranges
+from spmd_rl.microscope.merged import merged_attention
 from spmd_rl.microscope.points import LINEARS
 from spmd_rl.model.rotary import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
@@ -40,7 +39,8 @@ class Together:
     """Rows of one step, or for attention of one sequence from its start.
 
     Shape: `x` the op's inputs [R, ...] each; all else [R]: `positions`, each row's next token and its temperature, and
-    which rows matter. `split`: of the keys, or 0.
+    which rows matter. `split`: of the keys, or 0. `source` [R, C] and `projections`: what makes `x`, for an op that
+    does so itself.
     """
 
     x: tuple[Tensor, ...]
@@ -51,9 +51,12 @@ class Together:
     temperatures: Tensor
     wanted: Tensor
     split: int = 0
+    source: Tensor | None = None
+    projections: tuple[Any, ...] = ()
 
 
-Variant = tuple[str, Callable[[Together], Tensor]]
+Compute = Callable[[Together], Tensor]
+Variant = tuple[str, Compute]
 
 
 def variants(op: str) -> list[Variant]:
@@ -65,6 +68,22 @@ def variants(op: str) -> list[Variant]:
         rounded = [("one ascending chain over K, rounded to bfloat16", partial(_product, _rounded_head))]
         return [exact, *(rounded if op == "logits" else []), library, padded, *parts]
     return _OTHERS.get(op, [])
+
+
+def variants_from_source(op: str) -> list[Variant]:
+    """Of an op that begins with its own projections: each way of these products with each way of what follows."""
+    ways = variants(op)
+    return [
+        (f"{product}, then {says}", partial(_after_products, multiply, compute))
+        for product, multiply in variants("q_proj")
+        for says, compute in ways
+    ]
+
+
+def _after_products(multiply: Compute, compute: Compute, given: Together) -> Tensor:
+    assert given.source is not None
+    alone = replace(given, x=(given.source,))
+    return compute(replace(given, x=tuple(multiply(replace(alone, module=one)) for one in given.projections)))
 
 
 def _product(product: Callable[..., Tensor], given: Together) -> Tensor:
@@ -171,32 +190,6 @@ def _merged(ranges: int, given: Together) -> Tensor:
     return out
 
 
-def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Tensor:
-    """One query [H, D] over keys and values [S, K, D] in even ranges, merged by their log-sums; returns [H, D]."""
-    parts = [
-        _one_range(q, k.contiguous(), v.contiguous())
-        for k, v in zip(keys.tensor_split(ranges), values.tensor_split(ranges), strict=True)
-    ]
-    return merge(*(list(column) for column in zip(*parts, strict=True)))
-
-
-def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
-    """What several ranges of keys gave, weighted by their sums. Shape: each [..., H, D] and [..., H] fp32."""
-    weights = torch.stack(log_sums).softmax(0).unsqueeze(-1)
-    return (torch.stack([out.float() for out in outs]) * weights).sum(0).to(outs[0].dtype)
-
-
-def _one_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [H, D] and log-sum [H] fp32 over one range of keys."""
-    if flash_takes(q.shape[-1], q.dtype, q.device):
-        out, log_sum = flash_ranges(q[None], k[None], v[None], torch.full((1,), len(k), device=q.device))
-        return out[0], log_sum[0]
-    groups = q.shape[0] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1).transpose(0, 1).float() for x in (k, v))
-    scores = (k @ q.float().unsqueeze(-1)).squeeze(-1) * q.shape[-1] ** -0.5
-    return (scores.softmax(-1).unsqueeze(1) @ v).squeeze(1), scores.logsumexp(-1)
-
-
 def _scored(given: Together) -> Tensor:
     return token_logprobs(given.x[0].float(), given.targets, _inverse(given))[0].unsqueeze(1)
 
@@ -264,6 +257,10 @@ _ATTENTION: list[Variant] = [
     ("the library's scaled-dot-product attention", _library_attended),
     *((f"softmaxes of {n} ranges of keys, merged", partial(_merged, n)) for n in range(2, MAX_RANGES + 1)),
 ]
+_VALUES: list[Variant] = [
+    ("kept as they are, the contract's", lambda given: given.x[0]),
+    ("rounded to bfloat16", lambda given: given.x[0].bfloat16()),
+]
 _ACT: list[Variant] = [
     ("float32 inside with one rounding, the contract's", lambda given: silu_mul(*given.x)),
     ("the library's SiLU, rounded, then the product", lambda given: F.silu(given.x[0]) * given.x[1]),
@@ -274,6 +271,7 @@ _OTHERS = {
     "final_norm": _NORM,
     "q": _ROPE,
     "k": _ROPE,
+    "v": _VALUES,
     "attention": _ATTENTION,
     "act": _ACT,
     "logprob": _LOGPROB,

@@ -1,11 +1,12 @@
 """Hooks at module boundaries, on our network and on those of `transformers`, which share their module names.
 
-Our queries, keys and values pass through the caller's `attend` object, theirs through an attention function.
+Our queries, keys and values pass through the caller's `attend` object, theirs through an attention function. Where our
+projections are joined, their columns pass through the object that stands for the joint product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from spmd_rl.kernels import PagedAttention
 from spmd_rl.microscope.points import BEFORE, Point
+from spmd_rl.model.joined import Joined
 from spmd_rl.model.network import Attend, CausalLM
 
 See = Callable[[Point, Tensor], Tensor]
@@ -27,6 +29,7 @@ _INSIDE = {  # modules whose output is a point, where the network has and calls 
     "mlp.up_proj": "up_proj",
     "mlp.down_proj": "down_proj",
 }
+_JOINED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}  # where they are one product
 _ENTERED = {"self_attn": "input_norm", "mlp": "post_norm", "mlp.down_proj": "act"}  # modules whose input is a point
 
 
@@ -44,9 +47,31 @@ def watch(model: CausalLM, see: See) -> Iterator[None]:
     with ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(attended, with_kwargs=True).remove)
         stack.enter_context(watch_modules(model, see))
+        _watch_joined(model, see, stack)
         stack.callback(partial(setattr, model, "logits", own) if own else partial(delattr, model, "logits"))
         model.logits = lambda hidden: see(Point(layers, "logits"), score(hidden))  # type: ignore[method-assign]
         yield
+
+
+def _watch_joined(model: CausalLM, see: See, stack: ExitStack) -> None:
+    for number, layer in enumerate(model.model.layers):
+        for name, ops in _JOINED.items():
+            module = getattr(layer, name)
+            if module.joined is not None:
+                stack.callback(setattr, module, "joined", module.joined)
+                module.joined = _WatchedJoined(module.joined, see, [Point(number, op) for op in ops])
+
+
+class _WatchedJoined(Joined):
+    """One product for several projections, whose columns are each a point; not where SiLU is part of its kernel."""
+
+    def __init__(self, joined: Joined, see: See, points: Sequence[Point]) -> None:
+        super().__init__(joined.weight, joined.bias, joined.widths)
+        self._joined, self._see, self._points = joined, see, points
+        self.fuses, self.gated = joined.fuses, joined.gated  # type: ignore[method-assign]
+
+    def product(self, x: Tensor) -> Sequence[Tensor]:
+        return [self._see(point, one) for point, one in zip(self._points, self._joined.product(x), strict=True)]
 
 
 def _watched(attend: Attend, see: See) -> Attend:

@@ -7,34 +7,48 @@ where few rows make a launch dearer than its arithmetic; a trainer's weights are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import linear, silu_mul, silu_mul_linear
+from spmd_rl.kernels.gated import is_one_kernel
 
 
-class Joined(NamedTuple):
+@dataclass
+class Joined:
     """Shape: weight [N, K] and bias [N], of all projections together."""
 
     weight: Tensor
     bias: Tensor | None
     widths: list[int]
 
+    def product(self, x: Tensor) -> Sequence[Tensor]:
+        """Each projection of x [T, K], a view of the product's columns."""
+        return linear(x, self.weight, self.bias).split(self.widths, dim=-1)
+
+    def fuses(self, x: Tensor) -> bool:
+        """Whether `gated` of x takes one kernel, so that no product is to be seen."""
+        return self.bias is None and is_one_kernel(x, self.weight)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """`silu_mul` of two projections without bias."""
+        return silu_mul_linear(x, self.weight)
+
 
 def project(x: Tensor, joined: Joined | None, *projections: nn.Linear) -> Sequence[Tensor]:
     """Each projection of x [T, K]: views of one product's columns, where they are joined and no gradient is wanted."""
     if joined is None or torch.is_grad_enabled():
         return [one(x) for one in projections]
-    return linear(x, joined.weight, joined.bias).split(joined.widths, dim=-1)
+    return joined.product(x)
 
 
 def project_gated(x: Tensor, joined: Joined | None, gate: nn.Linear, up: nn.Linear) -> Tensor:
-    """`silu_mul` of the two projections; one kernel where they are joined, without bias, and no gradient is wanted."""
-    if joined is None or joined.bias is not None or torch.is_grad_enabled():
+    """`silu_mul` of the two projections; one kernel where they are joined, fuse, and no gradient is wanted."""
+    if joined is None or torch.is_grad_enabled() or not joined.fuses(x):
         return silu_mul(*project(x, joined, gate, up))
-    return silu_mul_linear(x, joined.weight)
+    return joined.gated(x)
 
 
 def lay_out(projections: Sequence[nn.Linear]) -> None:

@@ -17,9 +17,9 @@ from spmd_rl.microscope.compare import Comparison, compare
 from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.explain import Trial
 from spmd_rl.microscope.faults import plant
+from spmd_rl.microscope.merged import merged_attention
 from spmd_rl.microscope.points import OPS, Point
 from spmd_rl.microscope.taps import Hashes, Marks, Tap, Values
-from spmd_rl.microscope.variants import merged_attention
 from spmd_rl.microscope.verdict import verdict
 from spmd_rl.model.spec import ModelSpec
 
