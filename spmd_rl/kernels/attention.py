@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.differentiable import call
-from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels.tile import pad_columns, padded_rows
 
 KV_BLOCK = 64
 QUERY_TILE = 8
@@ -39,7 +39,9 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale:
     Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D]; returns [K, B, R, D], unset in the
     layout's padding.
     """
-    return call(_BlockedAttention, q, k, v, layout, scale)
+    dim = q.shape[-1]
+    out: Tensor = call(_BlockedAttention, *map(pad_columns, (q, k, v)), layout, scale)
+    return out if out.shape[-1] == dim else out[..., :dim]
 
 
 def _weights(q: Tensor, k: Tensor, unseen: Tensor, scale: float) -> Tensor:

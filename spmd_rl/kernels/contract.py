@@ -15,7 +15,7 @@ from spmd_rl.kernels.flash_decode import TILE
 from spmd_rl.kernels.linear import HOPPER, keeps_chain
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VOCAB_CHUNK
 from spmd_rl.kernels.sampling import RANDOM_SCHEME
-from spmd_rl.kernels.tile import ROW_TILE
+from spmd_rl.kernels.tile import COLUMN_UNIT, ROW_TILE
 from spmd_rl.kernels.verified import DSL, FLASH, installed
 
 CONTRACT_VERSION = 2
@@ -73,6 +73,7 @@ def _cpu_facts() -> dict[str, str | int]:
         "attention": "blocked",
         "kv_block": KV_BLOCK,
         "query_tile": QUERY_TILE,
+        "column_unit": COLUMN_UNIT,
         "linear": "library",
         "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

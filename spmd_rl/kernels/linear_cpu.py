@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels.tile import ROW_TILE, cut_rows, pad_rows
+from spmd_rl.kernels.tile import ROW_TILE, cut_rows, pad_columns, pad_rows
 
 COMPARED_ROWS = (2 * ROW_TILE, 3 * ROW_TILE, 8 * ROW_TILE)
 
 
 def linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `linear`. The first product of a shape also takes the time of a comparison, of up to 128 rows."""
-    tall = pad_rows(x)
+    tall, weight = pad_columns(pad_rows(x)), pad_columns(weight)
     if rows_stand_alone(*weight.shape, bias is not None, x.dtype, torch.get_num_threads()):
         out = F.linear(tall, weight, bias)
     else:

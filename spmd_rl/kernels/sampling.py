@@ -71,20 +71,22 @@ def sample_and_score(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     min_p: Tensor | None = None,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`sample_tokens` with the keys of `positions`, and `token_logprobs` of what was drawn.
 
-    On NVIDIA GPUs without filters the logits are read twice, and nothing depends on the host.
+    On NVIDIA GPUs without filters the logits are read twice, and nothing depends on the host. Tokens that are `given`
+    stand for what was drawn, and go through the same kernels.
 
-    Shape: as there; bases and positions [M] int64; returns tokens [M] int64 and log-probabilities [M] fp32.
+    Shape: as there; bases, positions and given [M] int64; returns tokens [M] int64 and log-probabilities [M] fp32.
     """
     if logits.is_cuda and top_k is None and top_p is None and min_p is None:
         from spmd_rl.kernels.sampling_triton import gumbel_argmax_and_logprob
 
-        return gumbel_argmax_and_logprob(logits, inv_temperature, bases, positions, greedy)
+        return gumbel_argmax_and_logprob(logits, inv_temperature, bases, positions, greedy, given)
     keys = position_keys(bases, positions)
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    drawn = sample_tokens(logits, inv_temperature, keys, greedy=greedy, **filters)
+    drawn = sample_tokens(logits, inv_temperature, keys, greedy=greedy, **filters) if given is None else given
     return drawn, token_logprobs(logits, drawn, inv_temperature)[0]
 
 

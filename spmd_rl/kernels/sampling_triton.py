@@ -46,9 +46,14 @@ def gumbel_argmax(scores: Tensor, inv_temperature: Tensor, keys: Tensor, greedy:
 
 
 def gumbel_argmax_and_logprob(
-    logits: Tensor, inv_temperature: Tensor, bases: Tensor, positions: Tensor, greedy: Tensor | None
+    logits: Tensor,
+    inv_temperature: Tensor,
+    bases: Tensor,
+    positions: Tensor,
+    greedy: Tensor | None,
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The draw, and its log-probability.
+    """The draw, or the tokens that are `given` instead, and their log-probability.
 
     Shape: logits [M, V] fp32, all else [M]; returns [M] int64 and [M] fp32.
     """
@@ -62,7 +67,8 @@ def gumbel_argmax_and_logprob(
         vocab, maxima.shape[1], BLOCK, triton.next_power_of_2(bounds.shape[1]), NUM_VOCAB_SHARDS,
         **shard_shape(vocab, NUM_VOCAB_SHARDS, VOCAB_CHUNK),
     )  # fmt: skip
-    return drawn, combined(logits, drawn, inv_temperature, maxima, sums)[0]
+    tokens = drawn if given is None else given
+    return tokens, combined(logits, tokens, inv_temperature, maxima, sums)[0]
 
 
 def _bounds(

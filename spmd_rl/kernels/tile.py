@@ -7,9 +7,11 @@ bits of a row were measured not to depend on how many rows there are; padding to
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ROW_TILE = 16
+COLUMN_UNIT = 4  # K is taken in fours; in products of few columns a row's place in its tile decides on what is left
 
 
 def padded_rows(num_rows: int) -> int:
@@ -23,6 +25,12 @@ def pad_rows(x: Tensor) -> Tensor:
     if missing == 0:
         return x
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def pad_columns(x: Tensor) -> Tensor:
+    """`x` [..., C] with zero columns appended up to a multiple of the unit; `x` itself where none are missing."""
+    missing = -x.shape[-1] % COLUMN_UNIT
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def cut_rows(x: Tensor, num_rows: int) -> Tensor:

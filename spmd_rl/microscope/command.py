@@ -27,7 +27,7 @@ from spmd_rl.rollout.engine import EngineConfig
 PATHS = ("engine", "trainer", "transformers")
 SPLIT = "attention_split"
 ENGINE_KEYS = ("page_size", "num_pages", "max_batch", "max_step_tokens", "prefix_cache", "cuda_graphs", SPLIT)
-TRAINER_KEYS = ("max_tokens", "logit_rows", SPLIT)
+TRAINER_KEYS = ("max_tokens", "logit_rows", "recompute", SPLIT)
 AGREE, PART = 0, 1
 
 

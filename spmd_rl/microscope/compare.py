@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.row_hash import wide_bits
 from spmd_rl.microscope.case import Case
+from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.paths import Path
 from spmd_rl.microscope.points import Point
 from spmd_rl.microscope.taps import Hashes, Transplant, Values
@@ -109,6 +110,7 @@ def compare(left: Path, right: Path, case: Case) -> Comparison:
     """Hash both; where hashes differ, run both again with their values, and one on the other's inputs.
 
     Fed is a side whose rows are all its own, if one is: what stands for several rows can take the values of one only.
+    If none is, it is the engine: the rows that it reads of another sequence are not compared, all others are its own.
     """
     ours, theirs = Hashes(case.num_rows), Hashes(case.num_rows)
     left.run(case, ours)
@@ -117,7 +119,7 @@ def compare(left: Path, right: Path, case: Case) -> Comparison:
     points = tuple(sorted(rows, key=lambda point: point.place))
     troubles = (*left.troubles, *right.troubles)
     compared = sum(int(_both_seen(ours, theirs, point).sum()) for point in points)
-    fed = right if right.rows_are_distinct and not left.rows_are_distinct else left
+    fed = _to_feed(left, right)
     parted = tuple((point, len(rows[point])) for point in points if len(rows[point]))
     logprobs = _logprobs(ours, theirs, points)
     if not parted and not (logprobs and logprobs.nan.any()):
@@ -136,6 +138,12 @@ def compare(left: Path, right: Path, case: Case) -> Comparison:
     evidence = Evidence(transplant, other)
     findings = tuple(_finding(point, *values, evidence) for point in points)
     return Comparison(points, compared, findings, fed.name, evidence, troubles, parted, logprobs)
+
+
+def _to_feed(left: Path, right: Path) -> Path:
+    if left.rows_are_distinct != right.rows_are_distinct:
+        return left if left.rows_are_distinct else right
+    return right if right.name == EnginePath.name and not right.rows_are_distinct else left
 
 
 def unequal_rows(left: Hashes, right: Hashes) -> Mapping[Point, Tensor]:

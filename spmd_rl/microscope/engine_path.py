@@ -1,6 +1,7 @@
 """The native engine itself over a case: its scheduler, cache, graphs and drawing, with every token known in advance.
 
-Requests go in as a rollout submits them. The engine draws as ever, and what it draws is replaced by the sample's token.
+Requests go in as a rollout submits them. The engine draws as ever, and what it draws is replaced by the sample's token,
+which the same op scores: in rows where it was drawn as well, the log-prob is the one that came with the draw.
 Nothing else is changed: before each step its rows are told to the device, so that a tap recorded in a CUDA graph knows
 whose outputs it sees.
 """
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import sample_and_score, token_logprobs
+from spmd_rl.kernels import sample_and_score
 from spmd_rl.kernels.upload import upload
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.origins import Origins
@@ -32,6 +33,7 @@ from spmd_rl.rollout.native.prompt_graphs import SIZES
 from spmd_rl.rollout.native.sizes import settle
 
 VERSION = 0
+OWN_DRAWS = "log-probs of its own draw"
 _COUNTS = {  # of the engine's own, by what the report calls them
     "num_steps": "steps",
     "num_graphs": "recorded graphs",
@@ -43,7 +45,7 @@ _COUNTS = {  # of the engine's own, by what the report calls them
 
 
 class EnginePath:
-    """`wrap` may put another attention in the place of a step's own, `draw` and `score` another drawing and scoring."""
+    """`wrap` may put another attention in the place of a step's own, `draw` another drawing and scoring."""
 
     name = "engine"
     rows_are_distinct = False
@@ -55,7 +57,6 @@ class EnginePath:
         self.split = cfg.attention_split
         self.wrap: Callable[[Replaying, Attend], Attend] = lambda replaying, attend: attend
         self.draw: Draw = sample_and_score
-        self.score: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda *given: token_logprobs(*given)[0]
         self.facts: dict[str, int] = {}
         self.troubles: list[str] = []
 
@@ -71,7 +72,7 @@ class EnginePath:
         tap.share(*map(torch.from_numpy, replaying.origins.shared()))
         stats = engine.stats()
         self.facts = {what: stats[name] for name, what in _COUNTS.items()}
-        self.facts["tokens drawn as recorded"] = int(replaying.alike.sum())
+        self.facts[OWN_DRAWS] = int(replaying.alike.sum())
         self.troubles = replaying.origins.troubles
 
 
@@ -128,14 +129,15 @@ class Replaying:
         return tokens, positions, self.path.wrap(self, attend)
 
     def _draw(self, logits: Tensor, inv_temperature: Tensor, *rest: Any, **filters: Any) -> tuple[Tensor, Tensor]:
-        """The sample's tokens; where the engine draws them too, with the log-probs that it gives them itself."""
-        drawn, logprobs = self.path.draw(logits, inv_temperature, *rest, **filters)
+        """The sample's tokens, scored by the op that draws; where it draws them, with the log-probs of the draw."""
+        drawn, own = self.path.draw(logits, inv_temperature, *rest, **filters)
         scored = self._scored[: len(logits)]
         tokens = self._tokens.index_select(0, scored + 1)
         alike = drawn == tokens
         self.alike.index_copy_(0, scored, alike & (scored != self._nobody))
         self.tap.skip()
-        logprobs = torch.where(alike, logprobs, self.path.score(logits, tokens, inv_temperature))
+        logprobs = self.path.draw(logits, inv_temperature, *rest, given=tokens, **filters)[1]
+        logprobs = torch.where(alike, own, logprobs)
         seen = self.tap.see(Point(self.path.model.spec.num_layers, "logprob"), logprobs)
         return tokens, seen.nan_to_num()  # an engine ends at NaN, and here it is to be traced
 

@@ -27,7 +27,7 @@ SPLIT_BLOCK = 64  # keys; a split has at least so many
 
 
 def plant(name: str, path: EnginePath) -> None:
-    """Raises: ConfigError when there is no fault of that name."""
+    """Raises: ConfigError when there is no fault of that name, or it cannot be planted there."""
     if name not in FAULTS:
         raise ConfigError(f"there is no fault '{name}' to plant: choose one of {', '.join(FAULTS)}")
     FAULTS[name](path)
@@ -122,20 +122,21 @@ def rope_bf16(path: EnginePath) -> None:
 
 def auto_splits(path: EnginePath) -> None:
     """Decoding cuts a sequence's keys into as many parts as keep the processors busy, and merges their softmaxes."""
+    if path.split:
+        raise ConfigError(f"auto-splits is planted where keys are not cut, but attention_split is {path.split} here")
     path.wrap = AutoSplits
 
 
 def library_logprob(path: EnginePath) -> None:
     """The engine scores what it draws with the library's log-softmax."""
 
-    def score(logits: Tensor, tokens: Tensor, inv_temperature: Tensor) -> Tensor:
-        return (logits * inv_temperature[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    def draw(
+        logits: Tensor, inv_temperature: Tensor, *rest: Any, given: Tensor | None = None, **filters: Any
+    ) -> tuple[Tensor, Tensor]:
+        tokens = sample_and_score(logits, inv_temperature, *rest, **filters)[0] if given is None else given
+        return tokens, (logits * inv_temperature[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
-    def draw(logits: Tensor, inv_temperature: Tensor, *rest: Any, **filters: Any) -> tuple[Tensor, Tensor]:
-        tokens = sample_and_score(logits, inv_temperature, *rest, **filters)[0]
-        return tokens, score(logits, tokens, inv_temperature)
-
-    path.draw, path.score = draw, score
+    path.draw = draw
 
 
 class AutoSplits:
@@ -188,7 +189,7 @@ class AutoSplits:
         """The keys or values of the plan's sequence `i`, [num_keys, K, D]."""
         page, offset = np.divmod(np.arange(num_keys), self.attend.cache.page_size)
         slots = torch.from_numpy(self.pages[self.plan.rows[i], page] * self.attend.cache.page_size + offset)
-        return cached.transpose(0, 1).index_select(0, slots)
+        return cached.transpose(0, 1).index_select(0, slots.to(cached.device))
 
 
 FAULTS: dict[str, Callable[[EnginePath], None]] = {

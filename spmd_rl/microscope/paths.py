@@ -59,13 +59,20 @@ class TrainerPath:
     """The forward pass of a training step over packed micro-batches, its weights whole where FSDP would gather them.
 
     Gradients are enabled, so that rows are padded and every op is the one that a backward pass could follow; since no
-    weight wants one, nothing is kept for it.
+    weight wants one, nothing is kept for it. What a run recomputes of a layer changes nothing here; of the head it is
+    another op.
     """
 
     name = "trainer"
 
     def __init__(
-        self, model: CausalLM, *, max_tokens: int = 16384, logit_rows: int = 2048, attention_split: int = 0
+        self,
+        model: CausalLM,
+        *,
+        max_tokens: int = 16384,
+        logit_rows: int = 2048,
+        attention_split: int = 0,
+        recompute: str = "none",
     ) -> None:
         self.model = model
         self.device = next(model.parameters()).device
@@ -73,7 +80,7 @@ class TrainerPath:
         self.split = attention_split
         self.facts: dict[str, int] = {}
         self.troubles: list[str] = []
-        self.scorer = Scorer(model, logit_rows, False, attention_split)
+        self.scorer = Scorer(model, logit_rows, recompute == "all", attention_split)
         self.max_tokens = max_tokens
 
     @torch.enable_grad()

@@ -28,6 +28,11 @@ from spmd_rl.rollout.native.stop import StopStrings
 from spmd_rl.types import FinishReason, Sample
 from spmd_rl.weights.held import Held
 
+NO_WEIGHTS = (
+    "the engine has no weights of a known version: push one to it, or give it a model folder that has some (if it "
+    "shares its trainer's memory, push after every train step, or link them with alias=False)"
+)
+
 
 @dataclass(frozen=True)
 class _Launched:
@@ -197,10 +202,7 @@ class NativeEngine:
         if self._steps is None or not self._is_awake:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
-            raise SpmdError(
-                "the engine has no weights of a known version: push one to it, or give it a model folder that has some "
-                "(if it shares its trainer's memory, push after every train step, or link them with alias=False)"
-            )
+            raise SpmdError(NO_WEIGHTS)
         return self._steps, self.version
 
     def _check(self, request: Request) -> None:
@@ -270,10 +272,8 @@ class NativeEngine:
         if len(broken):
             row, state = broken[0], self.rows
             position = state.known(broken)[0] - state.prompt_length[row]
-            raise SpmdError(
-                f"weights version {self.version} give NaN logits: prompt {state.uid[row]}, sample {state.index[row]}, "
-                f"response token {position}"
-            )
+            where = f"prompt {state.uid[row]}, sample {state.index[row]}, response token {position}"
+            raise SpmdError(f"weights version {self.version} give NaN logits: {where}")
 
     def _finish(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Sample]:
         """Let go of the rows whose newest token was their last."""

@@ -273,6 +273,10 @@ def test_draw_and_score_are_the_two_ops(vocab: int, num_rows: int, rows, unequal
     plain, scored = sample_and_score(logits, scale, bases, positions)
     assert torch.equal(plain[:num_rows], sample_tokens(logits, scale, position_keys(bases, positions))[:num_rows])
     assert unequal(scored[:num_rows], token_logprobs(logits, plain, scale)[0][:num_rows]) == 0
+    given = (plain + 1) % vocab
+    same, scored = sample_and_score(logits, scale, bases, positions, given=given)
+    assert torch.equal(same, given)
+    assert unequal(scored[:num_rows], token_logprobs(logits, given, scale)[0][:num_rows]) == 0
 
 
 def test_padding_of_any_content_is_invisible(rows, unequal) -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks import mismatch
+from spmd_rl.kernels import sample_and_score
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.kernels.row_hash import row_hashes
 from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.microscope.compare import compare
-from spmd_rl.microscope.engine_path import EnginePath
+from spmd_rl.microscope.engine_path import OWN_DRAWS, EnginePath
 from spmd_rl.microscope.faults import plant
 from spmd_rl.microscope.identity import kernels_of
 from spmd_rl.microscope.paths import TrainerPath, load_model
@@ -68,6 +71,35 @@ def test_engine_and_trainer_agree_in_every_op(folder: Path, case: Case, trainer:
     assert path.facts["recorded graphs"] >= 4
     seen = {"q_proj", "k_proj", "v_proj", "q", "k", "v", "attention", "act", "down_proj", "logits", "logprob"}
     assert {point.op for point in comparison.points} >= seen
+
+
+def test_the_drawing_op_is_seen_where_no_token_is_drawn_as_recorded(
+    folder: Path, case: Case, trainer: TrainerPath
+) -> None:
+    path = mismatch.engine(folder)
+    path.draw = lambda *rest, **filters: (lambda drawn, own: (drawn, own + 1))(*sample_and_score(*rest, **filters))
+    comparison = compare(path, trainer, case)
+    scored = sum(len(one.response) for one in case.sequences)
+    assert [(one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows] == [
+        ("logprob", scored)
+    ]
+    assert path.facts[OWN_DRAWS] < scored / 4
+
+
+def test_the_head_of_a_trainer_that_recomputes_all_agrees(folder: Path, case: Case, trainer: TrainerPath) -> None:
+    alike = TrainerPath(trainer.model, recompute="all", logit_rows=64)
+    assert compare(mismatch.engine(folder), alike, case).findings == ()
+
+
+def test_automatic_splits_where_flash_attention_does_not_run(folder: Path, case: Case) -> None:
+    """No bits are promised there, so beside the same engine without."""
+    cfg = EngineConfig(max_batch=64, max_step_tokens=512)
+    path, plain = (EnginePath(load_model(folder, torch.float32, DEVICE), cfg) for _ in range(2))
+    plant("auto-splits", path)
+    first = compare(path, plain, case).first
+    assert first is not None
+    assert first.point == Point(0, "attention")
+    assert all(case.positions[row] >= 127 for row in first.rows)
 
 
 @pytest.mark.parametrize("fault", mismatch.EXPECTED)
@@ -168,8 +200,8 @@ def test_a_small_cache_preempts_and_changes_no_bit(folder: Path, trainer: Traine
     assert path.troubles == []
 
 
-def test_draws_of_the_replay_are_those_of_the_engine(folder: Path) -> None:
-    """With the weights that drew the samples, a replay draws every token as recorded."""
+def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: TrainerPath) -> None:
+    """With the weights that drew the samples, a replay draws every token as recorded, and sees the draw's log-probs."""
     path = mismatch.engine(folder)
     engine = NativeEngine(path.model, path.cfg, DEVICE)
     engine.new_version(0)
@@ -180,5 +212,16 @@ def test_draws_of_the_replay_are_those_of_the_engine(folder: Path) -> None:
     while engine.has_work:
         samples += engine.step().finished
     drawn = [Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index)) for one in samples]
-    path.run(Case(tuple(drawn)), Hashes(6 * 128))
-    assert path.facts["tokens drawn as recorded"] == 6 * 40
+    case = Case(tuple(drawn))
+    assert compare(path, trainer, case).findings == ()
+    assert path.facts[OWN_DRAWS] == 6 * 40
+    path.draw = _wrong_when_drawn
+    comparison = compare(path, trainer, case)
+    assert [(one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows] == [
+        ("logprob", 6 * 40)
+    ]
+
+
+def _wrong_when_drawn(*rest: Any, given: Tensor | None = None, **filters: Any) -> tuple[Tensor, Tensor]:
+    tokens, logprobs = sample_and_score(*rest, given=given, **filters)
+    return tokens, logprobs + 1 if given is None else logprobs

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmd_rl.kernels import PackedAttention
+from spmd_rl.kernels import PackedAttention, attention
 from spmd_rl.kernels.tile import padded_rows
 from tests.unit.kernels import paged_case
 from tests.unit.kernels.paged_case import Data, Heads, Paged, oracle, packed
@@ -18,7 +18,15 @@ from tests.unit.kernels.paged_case import Data, Heads, Paged, oracle, packed
 CPU = torch.device("cpu")
 
 
-HEADS = [Heads(4, 2, 16), Heads(4, 4, 32), Heads(7, 1, 8), Heads(6, 2, 64)]
+HEADS = [
+    Heads(4, 2, 16),
+    Heads(4, 4, 32),
+    Heads(7, 1, 8),
+    Heads(6, 2, 64),
+    Heads(6, 2, 6),
+    Heads(3, 3, 10),
+    Heads(5, 1, 2),
+]
 
 
 SIZES = [1, 1, 2, 7, 17, 64, 100]  # of chunks
@@ -190,3 +198,20 @@ def test_control_stale_key_fails() -> None:
     paged.cache.data[0, 0, 0, paged.tables[0][0] * 16] += 1e-3
     rows, last = paged.step({0: 1}, *data)
     assert not torch.equal(last, packed(*data, lengths, heads)[rows])
+
+
+def test_control_a_library_that_counts_places_for_heads_of_no_multiple_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, lengths, plain = Heads(3, 3, 10), [40, 3, 64], torch.bmm
+    data = qkv(lengths, heads)
+
+    def by_place(x: Tensor, y: Tensor) -> Tensor:
+        out = plain(x, y)
+        if x.shape[2] % 4 or y.shape[2] % 4:
+            out[:, 1::2] = plain(x.flip(2), y.flip(1))[:, 1::2]
+        return out
+
+    monkeypatch.setattr(torch, "bmm", by_place)
+    for pad, same in ((attention.pad_columns, True), (lambda x: x, False)):
+        monkeypatch.setattr(attention, "pad_columns", pad)
+        paged = new_paged(lengths, heads, 16, 1).chunks(data, SIZES)
+        assert torch.equal(paged, packed(*data, lengths, heads)) is same

@@ -122,6 +122,10 @@ def test_flash_attention_of_another_version_was_not_compared(hopper: dict[str, A
     assert gpu_facts()["attention"] == "flash-attn-4 4.1 causal, one split, version not compared"
 
 
+def test_the_unit_of_widths_is_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert changed(cpu_facts, lambda: monkeypatch.setattr(tile, "COLUMN_UNIT", 8)) == {"column_unit"}
+
+
 @pytest.mark.parametrize(("name", "fact"), [("KV_BLOCK", "kv_block"), ("QUERY_TILE", "query_tile")])
 def test_attention_of_the_cpu(name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
     before = gpu_facts()

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.kernels import (
@@ -57,7 +59,7 @@ def weight(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
 
 
-SHAPES = [(64, 192), (128, 32), (192, 64), (64, 20), (48, 97), (256, 1024), (1024, 256)]
+SHAPES = [(64, 192), (128, 32), (192, 64), (64, 20), (48, 97), (256, 1024), (1024, 256), (13, 7), (97, 3), (6, 11)]
 KINDS = ("normal", "wide", "cancelling")
 
 
@@ -90,6 +92,28 @@ def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch
     assert set(sizes) == {16, 32}, "all but the comparison's are tiles"
     torch.testing.assert_close(linear(x, *given), plain(x, *given), rtol=1e-4, atol=1e-4)
     linear_cpu.rows_stand_alone.cache_clear()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 110), st.integers(1, 15), st.booleans())
+def test_a_row_has_its_bits_at_any_place_in_its_tile(n: int, k: int, by: int, wide: bool) -> None:
+    x, w = data("wide" if wide else "normal", 32, k), weight(n, k)
+    assert torch.equal(linear(x.roll(by, 0), w).roll(-by, 0), linear(x, w))
+
+
+def test_control_a_library_that_counts_places_where_k_is_no_multiple_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, x, w = F.linear, data("normal", TOTAL, 13), weight(7, 13)
+
+    def by_place(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = plain(x, w, bias)
+        if x.shape[1] % 4:
+            out[1::2] = plain(x.flip(1), w.flip(1), bias)[1::2]
+        return out
+
+    monkeypatch.setattr(linear_cpu.F, "linear", by_place)
+    assert unequal_rows(lambda part: linear(part, w), x) == 0
+    monkeypatch.setattr(linear_cpu, "pad_columns", lambda x: x)
+    assert unequal_rows(lambda part: linear(part, w), x) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -136,6 +136,10 @@ def test_draw_and_score_are_the_two_ops(filters: dict[str, torch.Tensor]) -> Non
     assert torch.equal(tokens, expected)
     assert torch.equal(logprobs, token_logprobs(logits, tokens, scale)[0])
     assert not torch.equal(tokens, sample_and_score(logits, scale, bases, positions + 1, greedy=greedy, **filters)[0])
+    given = (tokens + 1) % 50
+    same, scored = sample_and_score(logits, scale, bases, positions, greedy=greedy, given=given, **filters)
+    assert torch.equal(same, given)
+    assert torch.equal(scored, token_logprobs(logits, given, scale)[0])
 
 
 def test_keys_are_frozen() -> None:

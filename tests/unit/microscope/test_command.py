@@ -19,11 +19,12 @@ from torch.distributed.checkpoint import save
 from benchmarks import grpo_proof
 from spmd_rl import cli
 from spmd_rl.errors import SpmdError
+from spmd_rl.microscope import command
 from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.faults import plant
 from spmd_rl.microscope.inputs import samples_of, samples_of_run
 from spmd_rl.microscope.origins import Origins
-from spmd_rl.microscope.paths import load_model
+from spmd_rl.microscope.paths import TrainerPath, load_model
 from spmd_rl.microscope.taps import Hashes
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
@@ -245,7 +246,7 @@ def test_page_and_data_tell_what_was_replayed(run: Path, mismatch, capsys) -> No
     assert data["command"] == f"spmd-rl mismatch {run} --samples 7:1"
     for text in ("15+29=<b>445&lt;|end|&gt;</b>", html.escape(data["command"]), "with which the run ended"):
         assert text in page
-    assert "tokens drawn as recorded: " in page
+    assert "log-probs of its own draw: " in page
     assert "micro-batches: 1" in page
     capsys.readouterr()
     assert mismatch(run, "--prompts", "1+1=", "héllo€") == 0
@@ -359,6 +360,14 @@ def test_a_run_with_attention_in_splits_is_replayed_without_where_they_cannot_ru
     notice, sentence, _ = capsys.readouterr().out.splitlines()
     assert "attention_split needs FlashAttention-4" in notice
     assert "agree in every bit" in sentence
+
+
+@pytest.mark.parametrize(("recompute", "recomputes"), [("none", False), ("cheap", False), ("all", True)])
+def test_the_trainers_head_is_the_one_that_the_run_has(folder: Path, recompute: str, recomputes: bool) -> None:
+    settings = {"trainer": {"recompute": recompute}}
+    path = command._path("trainer", folder, torch.float32, torch.device("cpu"), settings)
+    assert isinstance(path, TrainerPath)
+    assert path.scorer.recomputes is recomputes
 
 
 @pytest.mark.parametrize("fault", [None, "logits-bf16"])

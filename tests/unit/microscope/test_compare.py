@@ -22,6 +22,7 @@ from spmd_rl.microscope.points import OPS, Point
 from spmd_rl.microscope.taps import Hashes, Marks, Tap, Values
 from spmd_rl.microscope.verdict import verdict
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import EngineConfig
 
 MIDDLE = 1  # of three layers
 
@@ -136,6 +137,12 @@ def test_one_split_is_the_plain_softmax() -> None:
         torch.testing.assert_close(merged_attention(q, k, v, splits), expected)
 
 
+def test_automatic_splits_are_not_planted_beside_splits_of_one_size(engine) -> None:
+    path = EnginePath(engine().model, EngineConfig(attention_split=128))
+    with pytest.raises(ConfigError, match="attention_split is 128 here"):
+        plant("auto-splits", path)
+
+
 def test_an_unknown_fault_is_refused(engine) -> None:
     with pytest.raises(ConfigError, match="there is no fault 'x'"):
         plant("x", engine())
@@ -175,7 +182,7 @@ class Meddling(Tap):
 class Wrong:
     """An engine whose op at `point` is wrong in one row."""
 
-    name, rows_are_distinct = "wrong", False
+    name, rows_are_distinct = EnginePath.name, False
 
     def __init__(self, engine: EnginePath, point: Point, row: int) -> None:
         self.engine, self.point, self.row = engine, point, row
@@ -227,6 +234,18 @@ def test_log_probs_are_kept_as_they_are_hashed(engine, trainer, faulty, case) ->
     assert (last.point.op, last.unequal_rows) == ("logprob", int(comparison.logprobs.unequal.sum()))
     apart = (comparison.logprobs.left - comparison.logprobs.right).abs().max()
     assert float(apart) == last.largest_difference > 0
+
+
+@pytest.mark.parametrize("left", ["engine", "trainer"])
+def test_a_row_that_the_trainer_shares_is_fed_to_the_engine(engine, trainer, case, left: str) -> None:
+    """The last token of a prompt: once in the trainer, for each sample in the engine, in one of which it is wrong."""
+    few, point = Case(case.sequences[:2]), Point(0, "o_proj")
+    wrong = Wrong(engine(), point, int(few.offsets[0]) + 8)
+    comparison = compare(*((wrong, trainer) if left == "engine" else (trainer, wrong)), few)
+    assert comparison.fed == "engine"
+    assert kinds(comparison) == {"o_proj": 1}
+    assert comparison.first is not None
+    assert comparison.first.introduced_rows == 1
 
 
 @pytest.mark.parametrize("tap", [Hashes, Values])

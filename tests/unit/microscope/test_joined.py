@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import torch
 from spmd_rl.microscope.case import Case
 from spmd_rl.microscope.compare import compare
 from spmd_rl.microscope.engine_path import EnginePath
+from spmd_rl.microscope.explain import Match
 from spmd_rl.microscope.faults import InHalves, plant
+from spmd_rl.microscope.paths import TrainerPath
 from spmd_rl.microscope.points import OPS, Point
 from spmd_rl.microscope.report import Replay, examine
 from spmd_rl.microscope.taps import Hashes
@@ -101,6 +104,32 @@ def test_a_planted_fault_is_found_and_its_arithmetic_named(engine, trainer, few,
         ours, theirs = (cause.left, cause.right) if side == "left" else (cause.right, cause.left)
         assert [match.says for match in ours.matches] == [wrong]
         assert [match.says for match in theirs.matches] == [right]
+
+
+class FusedForFew(InHalves):
+    """As on a GPU: what is many rows is two kernels."""
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        return len(x) <= 16
+
+
+@pytest.mark.parametrize("fed", ["engine", "trainer"])
+def test_each_row_is_explained_from_what_its_step_showed(joined, trainer, case, folder, fed: str) -> None:
+    module = joined.model.model.layers[MIDDLE].mlp
+    module.joined = FusedForFew(**vars(module.joined))
+    apart = TrainerPath(trainer.model, max_tokens=64)
+    apart.rows_are_distinct = fed == "trainer"
+    some = Case((*case.sequences[1:2], replace(case.sequences[2], response=case.sequences[2].response[:20])))
+    found = examine(Replay(some, joined, apart, str(folder)))
+    assert found.comparison.fed == fed
+    rows = {one.point.op: one.num_rows for one in found.comparison.findings if one.status == "introduced"}
+    fused = rows["act"] - rows["gate_proj"]
+    assert set(rows) == {"gate_proj", "up_proj", "act"}
+    assert fused > 0
+    cause = found.causes[Point(MIDDLE, "act")]
+    assert cause.left.matches == (Match(SILU, rows["gate_proj"]), Match(f"{HALVES}, then {SILU}", fused, fused))
+    assert cause.right.matches == (Match(SILU, rows["act"], fused),)
+    assert [match.says for match in found.causes[Point(MIDDLE, "gate_proj")].left.matches] == [HALVES]
 
 
 def test_a_fault_outlives_the_engine_joining_its_projections_again(engine) -> None:
