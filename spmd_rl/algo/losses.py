@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
+from spmd_rl.errors import ContractError
+
+TAKEN = {"loss", "tokens", "made_tokens", "ratio", "square_ratio", "square_norm"}  # sums that the trainer keeps
+TAKEN |= {f"train/{name}" for name in ("loss", "entropy", "grad_norm", "lr")}
+
 
 @dataclass(frozen=True)
 class LossInput:
@@ -69,3 +74,24 @@ def grpo_loss(
 def sft_loss(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross-entropy of the tokens in the mask."""
     return -out.lp, {}
+
+
+def checked(result: object, out: LossInput, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss has returned for `out`. Raises: ContractError unless each of its values is one a token."""
+    name = getattr(getattr(loss, "func", loss), "__name__", "the loss")
+    if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[1], dict):
+        expected = "the loss of each token and a dict of measurements"
+        raise ContractError(f"{name} returned a {type(result).__name__}: expected two things, {expected}")
+    per_token, measured = result
+    wanted = list(out.lp.shape)
+    for what, values in {"the loss": per_token, **measured}.items():
+        shape = getattr(values, "shape", None)
+        if shape is None or list(shape) != wanted:
+            got = f"a {type(values).__name__}" if shape is None else f"the shape {list(shape)}"
+            raise ContractError(
+                f"{name} returned {what} as {got}: expected {wanted}, a value for each token in the loss mask, no mean "
+                "or sum (the trainer weights them and divides by the batch's denominator)"
+            )
+    if taken := sorted(what for what in measured if what in TAKEN or what.startswith("onpolicy/")):
+        raise ContractError(f"{name} measures {taken[0]!r}, which the trainer has: choose another name")
+    return per_token, measured

@@ -3,7 +3,7 @@
     reward            response length      mismatched tokens
     loss, entropy     seconds a step       tokens per second
 
-A panel that the run has no number for is left out.
+A panel that the run has no number for is left out; a reward that returns other values too has one more, for them.
 
 Drawing happens in a process of its own, the last in line for a core, so that no step waits for a plot:
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.metrics import KNOWN, read_metrics
 
 Rows = Sequence[dict[str, Any]]
 
@@ -33,6 +33,8 @@ PHASES = ("rollout", "train", "sync", "sleep", "wake")
 _INK, _GRID = "#22303c", "#e3e8ec"
 _BLUE, _RED, _GREEN, _AMBER, _VIOLET, _GREY = "#2667c9", "#d1495b", "#2a9d6f", "#e08e2b", "#7a5cc2", "#a7b1ba"
 _PHASE_COLOURS = (_BLUE, _AMBER, _GREEN, _VIOLET, _RED)
+_PART_COLOURS = (_BLUE, _AMBER, _GREEN, _VIOLET)
+_PART_CHARACTERS = 10  # of a name, so that four have room
 _HEADROOM = 1.1  # of a scale over the highest value on it
 _TITLE_PAD = 20  # points between a title and the frame: room for a legend
 
@@ -76,6 +78,7 @@ def draw(rows: Rows, path: Path, title: str) -> None:
 def picture(rows: Rows, title: str) -> Any:
     """The matplotlib figure, with at most three panels side by side; None when there is no number to draw."""
     panels = [panel for panel, names in _PANELS if any(np.isfinite(_column(rows, name)).any() for name in names)]
+    panels += [_parts] if _part_names(rows) else []
     if not panels:
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -98,8 +101,8 @@ def _reward(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     mean = _column(rows, "reward/mean")
     _title(axes, "reward")
     _raw_and_smooth(axes, steps, mean, _BLUE, "mean")
-    _line(axes, steps, _column(rows, "reward/solve_all"), _GREEN, "all samples solve", linestyle="--")
-    _line(axes, steps, _column(rows, "reward/solve_none"), _GREY, "none solves", linestyle="--")
+    _line(axes, steps, _column(rows, "reward/solve_all"), _GREEN, "all samples ≥ 1", linestyle="--")
+    _line(axes, steps, _column(rows, "reward/solve_none"), _GREY, "none > 0", linestyle="--")
     finite = mean[np.isfinite(mean)]
     if finite.size and finite.min() >= 0 and finite.max() <= 1:
         axes.set_ylim(-0.03, 1.03)
@@ -166,6 +169,20 @@ def _throughput(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     _from_zero(axes)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _legend(axes)
+
+
+def _parts(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
+    names = _part_names(rows)
+    shown = names[: len(_PART_COLOURS)]
+    _title(axes, "beside the reward" + (f": {len(shown)} of {len(names)}" if len(shown) < len(names) else ""))
+    for name, colour in zip(shown, _PART_COLOURS, strict=False):
+        _raw_and_smooth(axes, steps, _column(rows, name), colour, name.partition("/")[2][:_PART_CHARACTERS])
+    _legend(axes)
+
+
+def _part_names(rows: Rows) -> list[str]:
+    """The metrics that are means of what a reward function returned beside the reward."""
+    return sorted({name for row in rows for name in row if name.startswith("reward/")} - KNOWN.keys())
 
 
 Panel = Callable[[Any, NDArray[Any], Rows], None]

@@ -25,11 +25,11 @@ class Metric:
     meaning: str
 
 
-METRICS = (
+METRICS = (  # beside these, reward/NAME is the mean of what a reward function's dict calls NAME
     Metric("reward/mean", "", "mean reward of the step's samples"),
     Metric("reward/std", "", "standard deviation of the step's rewards"),
-    Metric("reward/solve_none", "", "share of prompts no sample of which was rewarded"),
-    Metric("reward/solve_all", "", "share of prompts all samples of which got the step's full reward"),
+    Metric("reward/solve_none", "", "share of prompts no sample of which was rewarded above 0"),
+    Metric("reward/solve_all", "", "share of prompts all samples of which were rewarded with 1 or more"),
     Metric("reward/skipped_samples", "samples", "samples that could not be graded, and were left out"),
     Metric("reward/skipped_groups", "prompts", "prompts left without two samples to compare, and left out"),
     Metric(

@@ -8,16 +8,18 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from spmd_rl.algo.metrics import group_metrics
+from spmd_rl.algo.metrics import group_metrics, is_flat
 from spmd_rl.config import dump_toml
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.steps import Step
+from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.observer import Observer
 from spmd_rl.observe.run import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.types import Group
 
+FLAT_STEPS = 3  # the first ones, without a difference in reward, are told
 LEAVES = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
 
 
@@ -31,6 +33,7 @@ class Recorder:
         self._sinks = Sinks(run.sinks, run.path, tomllib.loads(config))
         self._observer: Observer | None = None
         self._steps_left = 0
+        self._num_flat: int | None = 0  # None: not counted any more
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 
     def on_steps(self, start: int, num_steps: int) -> None:
@@ -51,15 +54,30 @@ class Recorder:
         for item in what:
             if isinstance(item, dict):
                 metrics.update(item)
-            else:
+            elif isinstance(item, (list, tuple)) and all(isinstance(one, Group) for one in item):
                 groups.extend(item)
+            else:
+                shown = f"{item!r:.80} ({type(item).__name__})"
+                raise SpmdError(f"step.log takes lists of groups and dicts of metrics, not {shown}")
 
     def on_step(self, step: Step) -> None:
         groups, metrics = self._logged.pop(step.index, ([], {}))
         self._steps_left -= 1
         if self._observer is not None:
             full = metrics | {"perf/controller_share": step.controller_share}
-            self._observer.on_step(step.index + 1, full, groups, partial(_account, groups, step.index))
+            self._observer.on_step(step.index + 1, full, groups, partial(self._account, groups, step.index))
+
+    def _account(self, groups: list[Group], version: int) -> dict[str, float]:
+        """What the groups of the step that learned from them say of it; on stderr what it goes on without."""
+        for reason in chain(*Group.to_columns(groups).skipped):
+            print(f"step {version + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
+        if groups and self._num_flat is not None:
+            self._num_flat = self._num_flat + 1 if is_flat(groups) else None
+            if self._num_flat == FLAT_STEPS:
+                alike = f"{FLAT_STEPS} steps in which all samples of every prompt had the same reward"
+                why = "group advantages are 0, and nothing is learned"
+                print(f"{alike}: {why} ({self._folder.path / 'samples'} shows them)", file=sys.stderr, flush=True)
+        return group_metrics(groups, version)
 
     def catch_up(self) -> None:
         if self._observer is not None:
@@ -74,13 +92,6 @@ class Recorder:
                 print(f"{self._folder.path} holds {', '.join(there)}", flush=True)
         else:
             self._sinks.close()
-
-
-def _account(groups: list[Group], version: int) -> dict[str, float]:
-    """What the groups of the step that learned from them say of it, and on stderr which samples it goes on without."""
-    for reason in chain(*Group.to_columns(groups).skipped):
-        print(f"step {version + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
-    return group_metrics(groups, version)
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class Config:
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
-    trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
+    # Every token is a target here, so steps may be larger than those of a policy gradient: the rate of verl's sft.
+    trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     given: ClassVar[dict[str, str]] = {"trainer.model": "model", "prompts.path": "data"}
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from spmd_rl.errors import DataError
+from spmd_rl.observe.metrics import KNOWN
 from spmd_rl.rewards.load import Reward
 from spmd_rl.types import Prompt, Sample
 
@@ -64,6 +65,11 @@ class Grader(AbstractContextManager["Grader"]):
         if "reward" not in result:
             raise DataError(self._where(prompt, sample), f"returned a dict without the key 'reward': {_shown(result)}")
         parts = {str(key): self._number(value, str(key), prompt, sample) for key, value in result.items()}
+        if taken := [key for key in parts if f"reward/{key}" in KNOWN]:
+            problem = (
+                f"returned a value called {taken[0]!r}: the metric reward/{taken[0]} is another, choose another name"
+            )
+            raise DataError(self._where(prompt, sample), problem)
         return sample.changed(reward=parts["reward"], parts=parts)
 
     def _timed(self, prompt: Prompt, sample: Sample) -> Any:
@@ -89,7 +95,7 @@ class Grader(AbstractContextManager["Grader"]):
 
     def _number(self, value: Any, key: str, prompt: Prompt, sample: Sample) -> float:
         try:
-            number = float(value)
+            number = math.nan if isinstance(value, (str, bytes)) else float(value)
         except Exception:  # noqa: BLE001  whatever a type of the user's raises here, it is no number
             number = math.nan
         if not math.isfinite(number):

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.algo.losses import Loss, LossInput
+from spmd_rl.algo.losses import Loss, LossInput, checked
 from spmd_rl.batch import Batch
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.place import Place
@@ -123,7 +123,8 @@ class Learner:
         for micro, old in zip(micros, olds, strict=True):
             lp, entropy = self.backend.forward(micro)
             old = lp.detach() if old is None else old
-            per_token, measured = loss(LossInput(lp, old, micro.roll, micro.advantages, entropy, micro.sequence))
+            out = LossInput(lp, old, micro.roll, micro.advantages, entropy, micro.sequence)
+            per_token, measured = checked(loss(out), out, loss)
             weighted = per_token * micro.weight
             self.backend.backward(weighted.sum() * scale, last=micro is micros[-1])
             for name, values in {"loss": weighted, "train/entropy": entropy, **measured}.items():

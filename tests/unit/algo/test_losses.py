@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.algo.losses import LossInput, grpo_loss, sft_loss
+from spmd_rl.algo.losses import LossInput, checked, grpo_loss, sft_loss
+from spmd_rl.errors import ContractError
 
 
 def _inputs(lp: list[float], old: list[float], advantages: list[float], roll: list[float] | None = None) -> LossInput:
@@ -86,3 +90,36 @@ def test_sft_is_cross_entropy() -> None:
 def test_losses_take_an_empty_micro_batch() -> None:
     for loss in (grpo_loss, sft_loss):
         assert loss(_inputs([], [], []))[0].shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        (lambda out: (out.lp.sum(), {}), r"the loss as the shape \[\]: expected \[2\], a value for each token"),
+        (lambda out: (out.lp.mean(0, keepdim=True), {}), r"the loss as the shape \[1\]: expected \[2\]"),
+        (lambda out: (out.lp, {"mine": out.lp.mean()}), r"mine as the shape \[\]: expected \[2\]"),
+        (lambda out: (out.lp, {"mine": 0.5}), r"mine as a float: expected \[2\]"),
+        (lambda out: out.lp, "returned a Tensor: expected two things, the loss of each token and a dict"),
+        (lambda out: (out.lp, out.lp), "returned a tuple: expected two things"),
+        (lambda out: (out.lp, {"ratio": out.lp}), "measures 'ratio', which the trainer has: choose another name"),
+        (lambda out: (out.lp, {"train/loss": out.lp}), "measures 'train/loss'"),
+        (lambda out: (out.lp, {"onpolicy/k1": out.lp}), "measures 'onpolicy/k1'"),
+    ],
+)
+def test_a_loss_that_is_not_one_value_a_token_is_refused(loss: Any, problem: str) -> None:
+    out = _inputs([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0])
+    with pytest.raises(ContractError, match=problem):
+        checked(loss(out), out, loss)
+
+
+def test_losses_of_ours_are_not_refused() -> None:
+    for num in (0, 1, 3):
+        out = _inputs([-1.0] * num, [-1.0] * num, [1.0] * num)
+        for loss in (grpo_loss, sft_loss):
+            assert checked(loss(out), out, loss)[0].shape == (num,)
+
+
+def test_a_refused_loss_is_named_through_partial() -> None:
+    out = _inputs([-1.0, -2.0], [-1.0, -2.0], [1.0, 1.0])
+    with pytest.raises(ContractError, match="^grpo_loss returned"):
+        checked(None, out, partial(grpo_loss, clip_low=0.1))

@@ -12,7 +12,7 @@ import torch
 
 from spmd_rl.algo.losses import grpo_loss, sft_loss
 from spmd_rl.batch import Batch
-from spmd_rl.errors import DataError, SpmdError
+from spmd_rl.errors import ContractError, DataError, SpmdError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
@@ -208,3 +208,13 @@ def test_a_rate_given_with_the_step_overrides_the_schedule(new_trainer) -> None:
     trainer = new_trainer(lr=1e-2, warmup_steps=4)
     rates = [trainer.train_step(make_batch(), sft_loss, lr=lr)["train/lr"] for lr in (None, 3e-3, None)]
     assert rates == [0.0025, 3e-3, 0.0075]
+
+
+def test_a_loss_that_sums_by_itself_is_refused_before_the_weights_change(new_trainer) -> None:
+    """Else each of its gradients would count as often as there are tokens."""
+    trainer = new_trainer()
+    before, batch = _weights(trainer), make_batch()
+    with pytest.raises(ContractError, match=rf"returned the loss as the shape \[\]: expected \[{batch.mask.sum()}\]"):
+        trainer.train_step(batch, lambda out: (-out.lp.sum(), {}))
+    for name, one in _weights(trainer).items():
+        assert torch.equal(one, before[name])

@@ -10,8 +10,8 @@ const PANELS = [
     share: true,
     lines: [
       ["reward/mean", "mean"],
-      ["reward/solve_all", "all solve", "dashed"],
-      ["reward/solve_none", "none solve", "dashed"],
+      ["reward/solve_all", "all ≥ 1", "dashed"],
+      ["reward/solve_none", "none > 0", "dashed"],
     ],
   },
   { title: "Spread of rewards", floor: 0, lines: [["reward/std", "standard deviation"]] },

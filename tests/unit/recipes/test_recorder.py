@@ -1,0 +1,97 @@
+"""What the controller's account of a run takes, and what it says by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spmd_rl.config import load
+from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.steps import Step
+from spmd_rl.errors import SpmdError
+from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.recipes import grpo, sft
+from spmd_rl.recipes.recorder import Recorder
+from spmd_rl.types import Group, Prompt, Sample
+
+SAME = (
+    "3 steps in which all samples of every prompt had the same reward: group advantages are 0, and nothing is learned"
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+@pytest.fixture
+def new_recorder(tmp_path: Path) -> Any:
+    def build(num_steps: int) -> Recorder:
+        run = RunConfig(folder=str(tmp_path), name="r", sinks=())
+        recorder = Recorder(run, Config(run), 1)
+        recorder.on_steps(0, num_steps)
+        return recorder
+
+    return build
+
+
+def group(*rewards: float, **parts: float) -> Group:
+    one, numbers = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    samples = [Sample(0, i, one, numbers, one, "stop", reward=r, parts=parts) for i, r in enumerate(rewards)]
+    return Group(Prompt(0, one), samples)
+
+
+def take(recorder: Recorder, rewards: list[tuple[float, ...]]) -> None:
+    for index, of_step in enumerate(rewards):
+        step = Step(index, recorder)
+        step.log([group(*of_step), group(1, 1)], {"mine": 1.0})
+        recorder.on_step(step)
+    recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told"),
+    [
+        ([(0, 0)] * 5, 1),
+        ([(0, 0), (1, 1), (0, 0)], 1),
+        ([(0, 0)] * 2, 0),
+        ([(0, 0), (0, 1), (0, 0), (0, 0), (0, 0)], 0),
+        ([(0, 0), (0, 0), (0, 1), (0, 0), (0, 0), (0, 0)], 0),
+    ],
+)
+def test_first_steps_without_a_difference_are_told_once(
+    new_recorder: Any, capsys: pytest.CaptureFixture[str], rewards: list[tuple[float, ...]], told: int
+) -> None:
+    take(new_recorder(len(rewards)), rewards)
+    assert capsys.readouterr().err.count(SAME) == told
+
+
+def test_parts_are_in_the_line_of_their_step(new_recorder: Any, tmp_path: Path) -> None:
+    recorder = new_recorder(1)
+    step = Step(0, recorder)
+    step.log([group(1, 0, form=0.25)])
+    recorder.on_step(step)
+    recorder.close()
+    (row,) = read_metrics(tmp_path / "r/metrics.jsonl")
+    assert (row["reward/form"], row["reward/mean"]) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("what", "shown"),
+    [(3, "3 .int."), ("hello", "'hello' .str."), ([1, 2], ".1, 2. .list."), (None, "None .NoneType.")],
+)
+def test_what_cannot_be_logged_is_refused_where_it_is_logged(new_recorder: Any, what: Any, shown: str) -> None:
+    recorder = new_recorder(1)
+    with pytest.raises(SpmdError, match=f"step.log takes lists of groups and dicts of metrics, not {shown}"):
+        Step(0, recorder).log(what)
+    recorder.close()
+
+
+def test_supervised_learning_has_a_rate_of_its_own() -> None:
+    words = ["model=m", "data=d", "trainer.seed=1"]
+    assert (load(sft.Config, None, words).trainer.lr, load(grpo.Config, None, words).trainer.lr) == (1e-5, 1e-6)
+    assert load(sft.Config, None, [*words, "trainer.lr=1e-6"]).trainer.lr == 1e-6
