@@ -123,7 +123,7 @@ def _convert(value: Any, hint: Any, key: str, base: Any, root: type) -> Any:
         return float(value)
     if hint is Any or (hint in _SCALARS and type(value) is hint):
         return value
-    raise ConfigError(f"{key}: expected {_words(hint)}, got {value!r}")
+    raise ConfigError(f"{key}: expected {_words(hint)}{_example(value, hint, base)}, got {value!r}")
 
 
 def _dataclass(value: Any, cls: type, key: str, base: Any, root: type) -> Any:
@@ -142,9 +142,9 @@ def _dataclass(value: Any, cls: type, key: str, base: Any, root: type) -> Any:
             held = _convert(value[name], hints[name], prefix + name, held, root)
         elif held is MISSING and is_dataclass(hints[name]):
             held = _dataclass({}, typing.cast(type, hints[name]), prefix + name, MISSING, root)
-        elif held is MISSING:
-            raise ConfigError(f"{prefix + name} is required: expected {_words(hints[name])}")
         filled[name] = held
+    if missing := [name for name, held in filled.items() if held is MISSING]:
+        raise ConfigError("; ".join(f"{prefix + name} is required: expected {_words(hints[name])}" for name in missing))
     try:
         return cls(**filled)
     except (ConfigError, ValueError) as error:
@@ -192,16 +192,29 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _nearest(name: str, root: type) -> str:
-    """The end of a sentence that names the known key, or table of keys, which is most like `name`, if any really is."""
+    """The end of a sentence that names the known key, or table of keys, which is most like `name`, if any really is,
+    or whose comment begins with its words.
+    """
+    last, keys = name.rpartition(".")[2], describe(root)
 
     def likeness(known: str) -> tuple[float, float]:
-        pairs = ((name.rpartition(".")[2], known.rpartition(".")[2]), (name, known))
-        last, whole = (difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
-        return last, whole
+        same, whole = ((last, known.rpartition(".")[2]), (name, known))
+        return difflib.SequenceMatcher(None, *same).ratio(), difflib.SequenceMatcher(None, *whole).ratio()
 
-    known = [part for key in describe(root) for part in accumulate(key.name.split("."), "{}.{}".format)]
+    known = [part for key in keys for part in accumulate(key.name.split("."), "{}.{}".format)]
+    said = [key.name for key in keys if "_" in last and key.doc.startswith(last.replace("_", " "))]
     nearest = max(known, key=likeness, default="")
-    return f"; the nearest known key is {nearest!r}" if likeness(nearest)[0] >= NEAR else ""
+    if likeness(nearest)[0] < NEAR:
+        nearest = max(said, key=lambda key: likeness(key)[1], default="")
+    return f"; the nearest known key is {nearest!r}" if nearest else ""
+
+
+def _example(value: Any, hint: Any, base: Any) -> str:
+    """How a shell is told a list, where something else was given."""
+    listed = typing.get_origin(hint) in (list, tuple) and not isinstance(value, list)
+    if listed and isinstance(value, str) and typing.get_args(hint)[0] is str:
+        return f" such as '{json.dumps([value.strip('[]')])}'"
+    return f" such as {_toml_value(_plain(base))}" if listed and base and base is not MISSING else ""
 
 
 def _words(hint: Any) -> str:

@@ -102,6 +102,8 @@ def load_recipe(recipe: str) -> Recipe:
     """Import a recipe. Raises: ConfigError when it is missing or is no recipe."""
     try:
         module = importlib.import_module(make_importable(recipe))
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
     except SystemExit as error:  # it would end this process as if all were done
         raise ConfigError(f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})") from error
     _check_file(module, recipe)

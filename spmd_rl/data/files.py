@@ -48,7 +48,7 @@ def read_records(path: str) -> list[Record]:
     """
     file, wanted = _split_slice(path)
     if not file.is_file():
-        raise DataError(str(file), "no such file")
+        raise DataError(str(file), "this is a folder, not a file" if file.is_dir() else "no such file")
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ConfigError(f"{file}: data files end in {' or '.join(readers)}")
@@ -96,7 +96,7 @@ def _read_parquet(file: Path) -> list[Record]:
     try:
         from pyarrow import lib, parquet
     except ImportError as error:
-        raise ConfigError(f"reading {file} needs pyarrow: pip install 'spmd-rl[parquet]'") from error
+        raise ConfigError(f"reading {file} needs pyarrow: pip install -e '.[parquet]' in its repository") from error
     try:
         rows = parquet.read_table(file).to_pylist()
     except (lib.ArrowInvalid, OSError) as error:

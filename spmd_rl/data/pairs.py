@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.data.ends import differ, end_ids
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
-from spmd_rl.data.prompts import PromptConfig, Tokenizer, encode_prompts, is_dropped, tell_dropped
+from spmd_rl.data.prompts import OTHERS, PromptConfig, Tokenizer, encode_prompts, is_dropped, tell_dropped
 from spmd_rl.errors import ConfigError, DataError
 
 
@@ -60,7 +61,7 @@ class Pairs:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises: DataError when it was taken over other data."""
         if state.get("digest") != self._digest:
-            raise DataError(self._source, "the pairs are not those the saved position was taken in")
+            raise DataError(self._source, f"the pairs are {OTHERS}")
         self._order.drawn = state["drawn"]
 
     @cached_property
@@ -73,11 +74,13 @@ class Pairs:
 
 
 def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokenizer) -> list[list[int]]:
-    if tokenizer.eos_token_id is None:
+    if not (ends := end_ids(tokenizer)):
         raise ConfigError("this model's tokenizer has no end-of-text token, so an answer could not end")
+    if sentence := differ(tokenizer):
+        print(f"{sentence}: answers are learned with {ends[0]} at their end", flush=True)
     texts = [record.text(cfg.answer_key) for record in records]
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return [[*tokens, tokenizer.eos_token_id] for tokens in encoded]
+    return [[*tokens, ends[0]] for tokens in encoded]
 
 
 def _join(record: Record, prompt: NDArray[np.int32], answer: list[int], tokenizer: Tokenizer) -> Pair:

@@ -15,10 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.config_rules import at_least
+from spmd_rl.data.ends import Limits, odd_samples
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types import Prompt
+
+OTHERS = (
+    "not those the saved position was taken in: bring back the file as it was, or start another run with --run.name"
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -28,6 +33,9 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token_id(self) -> int | None: ...
+
+    @property
+    def model_ends(self) -> tuple[int, ...]: ...  # the config's ids of the same
 
     @property
     def chat_template(self) -> str | None: ...
@@ -58,10 +66,11 @@ class PromptConfig:
 class Prompts:
     """An endless stream of prompts; `len()` is one epoch, `num_dropped` how many were too long.
 
+    Given how they are sampled, it prints what would cut the samples: no end-of-text token, or a short context.
     Raises: DataError (file, line, field) or ConfigError while it is built, never later.
     """
 
-    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer, sampling: Limits | None = None) -> None:
         records = read_records(cfg.path)
         encoded = encode_prompts(records, cfg, tokenizer)
         hidden, source = {cfg.prompt_key, cfg.answer_key}, Path(records[0].where.rpartition(":")[0]).stem
@@ -81,6 +90,11 @@ class Prompts:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
         self.num_dropped = len(records) - len(kept)
         tell_dropped(cfg, self.num_dropped, len(records))
+        if sampling is not None:
+            lengths = [len(prompt.tokens) for prompt in kept]
+            for line in odd_samples(tokenizer, sampling, tokenizer.context, lengths, cfg.path):
+                print(line, flush=True)
+        self._path = cfg.path
         self._entries = kept
         self._order = Order(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
 
@@ -98,7 +112,7 @@ class Prompts:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises: DataError when it was taken over other data."""
         if state["digest"] != self._digest:
-            raise DataError(self._entries[0].source, "the prompts are not those the saved position was taken in")
+            raise DataError(self._path, f"the prompts are {OTHERS}")
         self._order.drawn = state["drawn"]
 
     def _draw(self) -> Prompt:

@@ -15,6 +15,8 @@ from typing import Any
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import ModelSpec, model_folder
 
+VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
+
 
 class FolderTokenizer:
     """The part of transformers' tokenizer interface that this package uses, with the same results."""
@@ -30,6 +32,11 @@ class FolderTokenizer:
     def context(self) -> int:
         """Positions of the folder's model."""
         return ModelSpec.from_folder(self.folder).max_positions
+
+    @cached_property
+    def model_ends(self) -> tuple[int, ...]:
+        """The ids that end a text by the model's config, whatever the tokenizer says."""
+        return ModelSpec.from_folder(self.folder).eos_ids
 
     @cached_property
     def eos_token_id(self) -> int | None:
@@ -63,14 +70,24 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
     Raises: ConfigError if the folder holds none that loads.
     """
     path = model_folder(folder)
+    check_has_tokenizer(path)
     if not (path / "tokenizer.json").is_file():
         tokenizer: FolderTokenizer = _auto_tokenizer(path)
-        tokenizer.context = ModelSpec.from_folder(path).max_positions
+        spec = ModelSpec.from_folder(path)
+        tokenizer.context, tokenizer.model_ends = spec.max_positions, spec.eos_ids
         return tokenizer
     try:
         return FolderTokenizer(path)
     except Exception as error:  # the Rust library raises plain Exception for any broken file
         raise ConfigError(f"{path / 'tokenizer.json'} does not load: {error}") from error
+
+
+def check_has_tokenizer(folder: str | Path) -> None:
+    """Raises: ConfigError when the folder has no file with a vocabulary: transformers would make one of nothing."""
+    if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
+        raise ConfigError(
+            f"{folder} holds no tokenizer: there is no tokenizer.json, nor any other file with a vocabulary"
+        )
 
 
 def _auto_tokenizer(folder: Path) -> Any:

@@ -1,6 +1,6 @@
 """Where metrics go beside `metrics.jsonl`: TensorBoard and Weights & Biases, each only if a run asks for it.
 
-Both come with `pip install 'spmd-rl[log]'` and are imported when opened. W&B is set up by its own variables:
+Both come with `pip install -e '.[log]'` and are imported when opened. W&B is set up by its own variables:
 WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline and the rest.
 """
 
@@ -85,7 +85,7 @@ def check_sinks(kinds: Sequence[str]) -> None:
             raise ConfigError(f"no sink called '{kind}': there are {' and '.join(KINDS)}")
         found = importlib.util.find_spec(kind)
         if found is None or found.origin is None:  # a folder of that name, as W&B leaves one, has no origin
-            raise ConfigError(f"{kind} is not installed: pip install 'spmd-rl[log]'")
+            raise ConfigError(f"{kind} is not installed: pip install -e '.[log]' in spmd-rl's repository")
 
 
 class Sinks:

@@ -27,8 +27,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
     rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
     sampling = replace(cfg.sampling, seed=cfg.run.seed)
+    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model), sampling)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="roll")
 
     ahead = rl.Ahead(rollout.generate)

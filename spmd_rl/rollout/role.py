@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.data.ends import end_ids
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.tokenizer import load_tokenizer
@@ -32,6 +33,8 @@ class Rollout(Role):
         from spmd_rl.rollout.native.build import build
 
         self.engine: Engine = build(cfg, place.device, self._decode)
+        ends = end_ids(self.tokenizer)
+        self._more_ends = tuple(one for one in ends if one not in self.tokenizer.model_ends)  # than the engine knows
 
     @collective
     def generate(self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig) -> Sharded[list[Group]]:
@@ -41,6 +44,8 @@ class Rollout(Role):
         with a single sample, which nothing compares with, is emptied.
         Blocks: until the last sample of this rank's prompts is finished; nobody else is waited for.
         """
+        if self._more_ends and not sampling.ignore_eos:
+            sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
         groups = {prompt.uid: Group(prompt, []) for prompt in prompts}
         if len(groups) < len(prompts):
             raise SpmdError("two prompts of one call have the same uid, so their samples would be drawn alike")

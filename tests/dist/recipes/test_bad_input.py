@@ -20,13 +20,14 @@ EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--trainer.learning_rate=1"], "unknown key 'trainer.learning_rate'"),
+        (["--trainer.learning_rate=1"], "the nearest known key is 'trainer.lr'"),
         (["--stpes=3"], "the nearest known key is 'steps'"),
         (["--steps=many"], "steps: expected a whole number"),
         (["--model=nowhere"], "no model folder at nowhere"),
         (["--data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["--data=."], ".: this is a folder, not a file"),
         (["--reward=spmd_rl.rewards.match:excat"], "has no 'excat'"),
-        (["--sampling.temperature=-1"], "temperature = -1.0: expected 0 (greedy) or more"),
+        (["--sampling.temperature=-1"], "temperature = -1.0: expected 0 (greedy), or at least"),
         (["--config=missing.toml"], "cannot read config file missing.toml"),
     ],
 )
@@ -60,6 +61,11 @@ def test_broken_model_folder(run: Any, tmp_path: Path) -> None:
     ended = run("grpo", f"--model={broken}", "--trainer.init=folder")
     assert ended.code == 2
     assert "holds no weights" in ended.sentence
+    (broken / "tokenizer.json").unlink()
+    ended = run("sft", f"--model={broken}", f"--data={EXAMPLE / 'train.jsonl'}", small=False, name="none")
+    assert ended.code == 2
+    assert "broken holds no tokenizer: there is no tokenizer.json" in ended.sentence
+    assert not ended.folder.exists()
 
 
 def test_malformed_line(run: Any, tmp_path: Path) -> None:

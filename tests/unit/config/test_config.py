@@ -18,6 +18,7 @@ from spmd_rl.errors import ConfigError
 @dataclass(frozen=True)
 class Optimizer:
     lr: float = 1e-3  # peak rate
+    decay: float = 0.0  # weight decay of matrices
     betas: tuple[float, float] = (0.9, 0.95)
     kind: Literal["adamw", "sgd"] = "adamw"
 
@@ -43,6 +44,7 @@ class Run:
 @dataclass(frozen=True)
 class Needy:
     path: str
+    count: int
     optimizer: Optimizer = field(default_factory=Optimizer)
 
 
@@ -93,6 +95,13 @@ def test_an_overrides_text_is_read_by_type(override: str, key: str, value: objec
         ("optimiser.kind=sgd", "unknown key 'optimiser'; the nearest known key is 'optimizer'"),
         ("optimizer.step=3", "unknown key 'optimizer.step'; the nearest known key is 'steps'"),
         ("optimizer.learning_rate=3", "unknown key 'optimizer.learning_rate'$"),
+        ("optimizer.peak_rate=3", "unknown key 'optimizer.peak_rate'; the nearest known key is 'optimizer.lr'"),
+        ("weight_decay=3", "unknown key 'weight_decay'; the nearest known key is 'optimizer.decay'"),
+        ("peak=3", "unknown key 'peak'$"),
+        ("stop=abc", r"""stop: expected a list .each a string. such as '\["abc"\]', got 'abc'"""),
+        ("stop=[abc]", r"""such as '\["abc"\]', got '\[abc\]'"""),
+        ("optimizer.betas=0.9", r"a list of exactly 2 values such as \[0.9, 0.95\], got 0.9"),
+        ("sizes=3", r"sizes: expected a list .each a whole number., got 3"),
         ("batch_sizes=3", "unknown key 'batch_sizes'$"),
         ("steps=many", "steps: expected a whole number, got 'many'"),
         ("steps=1.5", "steps: expected a whole number, got 1.5"),
@@ -121,9 +130,11 @@ def test_a_value_cannot_have_keys() -> None:
 
 
 def test_a_required_key() -> None:
-    with pytest.raises(ConfigError, match="path is required: expected a string"):
+    with pytest.raises(ConfigError, match="^path is required: expected a string; count is required: expected a whole"):
         load(Needy)
-    assert load(Needy, overrides={"path": "x"}) == Needy("x")
+    with pytest.raises(ConfigError, match="^count is required: expected a whole number$"):
+        load(Needy, overrides={"path": "x"})
+    assert load(Needy, overrides={"path": "x", "count": "3"}) == Needy("x", 3)
 
 
 def test_a_missing_or_broken_file(tmp_path: Path) -> None:

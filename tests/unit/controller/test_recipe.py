@@ -78,6 +78,14 @@ def test_what_is_no_recipe(
         load_recipe(str(tmp_path / name))
 
 
+def test_a_slip_in_a_recipe_is_told_by_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "slipped_recipe_of_this_test.py"
+    path.write_text(f"{RECIPE}\ndef broken(:\n")
+    with pytest.raises(ConfigError, match=rf"^{path}:{RECIPE.count(chr(10)) + 2}: SyntaxError: "):
+        load_recipe(str(path))
+
+
 def test_a_missing_recipe_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"there is no recipe 'gpro': did you mean grpo\? "):
         load_recipe("gpro")

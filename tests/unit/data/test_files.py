@@ -95,5 +95,10 @@ def test_parquet(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'spmd-rl\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"needs pyarrow: pip install -e '.\[parquet\]' in its repository"):
         read_records(str(tmp_path / "x.parquet"))
+
+
+def test_a_folder_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="this is a folder, not a file"):
+        read_records(str(tmp_path))

@@ -144,7 +144,9 @@ def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: 
     first.next(7)
     second.restore(json.loads(json.dumps(first.state())))
     assert [(p.uid, p.text) for p in first.next(9)] == [(p.uid, p.text) for p in second.next(9)]
-    with pytest.raises(DataError, match="not those the saved position was taken in"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl@\[:4\]: the prompts are not those the saved position was .*--run.name"
+    ):
         Prompts(PromptConfig(path + "@[:4]"), tokenizer).restore(first.state())
     with pytest.raises(DataError, match="not those the saved position was taken in"):
         Prompts(PromptConfig(jsonl(*lines(5, level=3))), tokenizer).restore(first.state())
@@ -173,6 +175,6 @@ def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
         DataError, match=r"train.jsonl:1: prompt and answer have 5 tokens, and the model's context is 4"
     ):
         Pairs(PromptConfig(path), tokenizer)
-    tokenizer.eos_token_id = None
+    tokenizer.eos_token_id, tokenizer.model_ends = None, ()
     with pytest.raises(ConfigError, match="no end-of-text token"):
         Pairs(PromptConfig(path), tokenizer)

@@ -60,5 +60,8 @@ def test_broken_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not load"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="holds no tokenizer: there is no tokenizer.json, nor any other file"):
+        load_tokenizer(folder)
+    (folder / "vocab.json").write_text("{")
     with pytest.raises(ConfigError, match="no tokenizer that loads"):
         load_tokenizer(folder)

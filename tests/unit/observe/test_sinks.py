@@ -118,7 +118,7 @@ def test_an_unknown_sink_and_a_missing_package_are_said_before_anything_starts(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (tmp_path / "wandb").mkdir()
-    with pytest.raises(ConfigError, match=r"wandb is not installed: pip install 'spmd-rl\[log\]'"):
+    with pytest.raises(ConfigError, match=r"wandb is not installed: pip install -e '.\[log\]' in spmd-rl's repository"):
         RunConfig(sinks=("wandb",))
 
 

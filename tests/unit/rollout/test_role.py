@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 
 import numpy as np
@@ -125,6 +126,27 @@ def test_stop_string_through_the_tokenizer(new_role):
     (group,) = role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True, stop=(stop,)))
     assert group.samples[0].text == free.samples[0].text[:cut]
     assert group.samples[0].finish == "stop"
+
+
+def test_the_tokenizers_end_ends_a_sample_like_the_configs(new_role):
+    role = new_role()
+    asked, free = prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True)
+    (whole,) = role.generate(asked, free)
+    tokens = whole.samples[0].tokens.tolist()
+    role._more_ends = (tokens[9],)
+    assert role.generate(asked, free)[0].samples[0].tokens.tolist() == tokens
+    (group,) = role.generate(asked, SamplingConfig(max_tokens=30))
+    ends = [tokens.index(one) for one in (1, tokens[9]) if one in tokens]
+    assert group.samples[0].tokens.tolist() == tokens[: min(ends) + 1]
+    assert group.samples[0].finish == "stop"
+
+
+def test_ends_that_the_engine_does_not_know(new_role, folder, tmp_path):
+    assert new_role()._more_ends == ()
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert new_role(model=str(other))._more_ends == (1,)
 
 
 def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_role):
