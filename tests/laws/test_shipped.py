@@ -19,6 +19,15 @@ README = ROOT / "README.md"
 _LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 
 
+TOUR, TOURS_PAGE = ROOT / "examples/own_recipe/tour.py", ROOT / "docs/recipes.md"
+_SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def foreign_snippets(page: str, source: str) -> list[str]:
+    """Python on a page that is no run of whole lines of the source."""
+    return [snippet for snippet in _SNIPPET.findall(page) if f"\n{snippet}" not in source]
+
+
 def recipe_beside(config: Path) -> ModuleType:
     """The recipe.py in the folder of an example's TOML."""
     path = config.parent / "recipe.py"
@@ -57,3 +66,14 @@ def test_a_dead_link_is_seen(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("[here](page.md) and [gone](gone.md) and [web](https://x.org)")
     assert missing_links(page) == ["gone.md"]
+
+
+def test_the_page_on_recipes_shows_one_that_runs() -> None:
+    page = TOURS_PAGE.read_text(encoding="utf-8")
+    assert len(_SNIPPET.findall(page)) > 10
+    assert foreign_snippets(page, TOUR.read_text(encoding="utf-8")) == []
+
+
+def test_a_stale_snippet_is_seen() -> None:
+    page = "```python\n    x = 1\n```\nor\n```python\nx = 1\n```\n"
+    assert foreign_snippets(page, "def f():\n    x = 1\n") == ["x = 1\n"]

@@ -1,0 +1,92 @@
+"""A recipe of your own, with one of everything that docs/recipes.md shows.
+
+spmd-rl run examples/own_recipe/tour.py --model PATH --data easy.jsonl --hard hard.jsonl --held_out eval.jsonl \
+    --reward examples/own_recipe/tour.py:reward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+import spmd_rl as rl
+from spmd_rl.algo.losses import LossInput
+from spmd_rl.recipes import grpo
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Config(grpo.Config):
+    hard: str = ""  # prompts that take over from those of data, step by step
+    held_out: str = ""  # prompts that are answered, and not learned from
+    eval_every: int = 10  # steps
+    cap: float = 5.0  # of a token's weight in the loss
+    kl: float = 0.01  # what a nat of distance from the first weights costs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rl.at_least(self, {"eval_every": 1, "cap": 0, "kl": 0})
+
+
+def check(cfg: Config) -> None:
+    """What can be refused before anything starts."""
+    for data in (cfg.data, cfg.hard, cfg.held_out):
+        rl.check_inputs(model=cfg.model, data=data, reward=cfg.reward)
+
+
+def reward(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, float]:
+    right = float(sample.text.strip() == prompt.answer)
+    ended = float(sample.finish == "stop")
+    return {"reward": right + 0.1 * ended, "right": right, "ended": ended}
+
+
+def signs(groups: list[rl.Group]) -> list[NDArray[np.float64]]:
+    return [np.sign(group.rewards - np.median(group.rewards)) for group in groups]
+
+
+def cispo(out: LossInput, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
+    weight = (out.lp - out.old).exp().clamp(max=cap).detach()
+    return -weight * out.advantages * out.lp, {"train/weight": weight}
+
+
+def main(ctl: rl.Controller, cfg: Config) -> None:
+    roles = ctl.world.split(cfg.split)
+    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    ref = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train, name="ref")
+    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    weights = ctl.link(trainer, rollout)
+    tokenizer = rl.load_tokenizer(cfg.model)
+    sampling = replace(cfg.sampling, seed=cfg.run.seed)
+    easy = rl.Prompts(replace(cfg.prompts, path=cfg.data), tokenizer, sampling)
+    hard = rl.Prompts(replace(cfg.prompts, path=cfg.hard), tokenizer, sampling)
+    held_out = rl.Prompts(replace(cfg.prompts, path=cfg.held_out, shuffle=False), tokenizer)
+    greedy = replace(sampling, temperature=0.0, num_samples=1)
+    loss = partial(cispo, cap=cfg.cap)
+
+    for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, easy=easy, hard=hard)):
+        with ctl.phase("sync", awake=[trainer, rollout]):
+            weights.push(version=step.index)
+        if step.index % cfg.eval_every == 0:
+            with ctl.phase("eval", awake=[rollout]):
+                answers = rollout.generate.call(held_out.next(len(held_out)), greedy)
+            step.log({"eval/reward": np.mean([group.rewards.mean() for group in answers])})
+        num_hard = cfg.prompts_per_step * step.index // cfg.steps
+        asked = easy.next(cfg.prompts_per_step - num_hard) + hard.next(num_hard)
+        asked = [one.changed(uid=uid) for uid, one in enumerate(asked, step.index * cfg.prompts_per_step)]
+        with ctl.phase("rollout", awake=[rollout]):
+            groups = rollout.generate.call(asked, sampling)
+        kept = [group for group in groups if np.ptp(group.rewards) > 0] or groups
+        step.log(groups, {"rollout/kept": len(kept) / len(groups)})
+        with ctl.phase("train", awake=[trainer, ref]):
+            batch = rl.pack(kept, signs(kept))
+            distance = batch.roll_logprobs - ref.score.call(batch).logprobs
+            batch = replace(batch, advantages=batch.advantages - cfg.kl * distance)
+            stats = trainer.train_step.call(batch, loss)
+        step.log(stats, {"ref/k1": distance.sum() / batch.mask.sum()})
+    trainer.export_hf.call(str(ctl.run_folder / "hf"))

@@ -1,0 +1,65 @@
+"""The recipe that docs/recipes.md is made of: it runs on either split, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+TOUR = str(EXAMPLES / "own_recipe/tour.py")
+TRAIN = EXAMPLES / "arithmetic/train.jsonl"
+WORDS = [
+    f"--data={TRAIN}@[:100]",
+    f"--hard={TRAIN}@[100:]",
+    f"--held_out={EXAMPLES / 'arithmetic/eval.jsonl'}@[:20]",
+    f"--reward={TOUR}:reward",
+    "--eval_every=2",
+    "--kl=0.1",
+]
+
+
+def prompts(ended: Any, step: int) -> list[int]:
+    return [row["tokens"] for row in ended.samples(step)]
+
+
+@pytest.mark.parametrize("split", [[], ["--split.train.ranks=1", "--split.infer.ranks=1"]])
+def test_the_tour_runs(run: Any, split: list[str]) -> None:
+    ended = run(TOUR, *WORDS, *split, "--steps=4", nproc=2)
+    assert ended.code == 0, ended.sentence
+    assert [("eval/reward" in row) for row in ended.metrics] == [True, False, True, False]
+    for row in ended.metrics:
+        assert row["onpolicy/mismatched_tokens"] == 0
+        assert row["reward/mean"] == pytest.approx(row["reward/right"] + 0.1 * row["reward/ended"])
+        assert 0 < row["rollout/kept"] <= 1
+        assert row["train/weight"] == 1  # on policy
+    distances = [row["ref/k1"] for row in ended.metrics]
+    assert distances[0] == 0
+    assert all(distances[1:])
+
+
+def test_the_tour_goes_on(run: Any) -> None:
+    whole = run(TOUR, *WORDS, "--steps=4", name="whole")
+    run(TOUR, *WORDS, "--steps=4", "--run.save_every=2", name="parts")
+    parts = run(TOUR, *WORDS, "--steps=4", "--run.save_every=2", name="parts")
+    assert whole.code == parts.code == 0, parts.sentence
+    assert [prompts(parts, step) for step in (1, 4)] == [prompts(whole, step) for step in (1, 4)]
+
+
+def test_a_reward_without_a_difference_is_told_and_the_tokenizers_end_is_enough(run: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (EXAMPLES / "arithmetic/model").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    (folder / "generation_config.json").unlink()
+    (tmp_path / "flat.py").write_text("def flat(prompt, sample):\n    return 0.5\n")
+    ended = run("grpo", f"--model={folder}", f"--reward={tmp_path / 'flat.py'}:flat", "--steps=4")
+    assert ended.code == 0
+    assert ended.sentence.startswith("3 steps in which all samples of every prompt had the same reward")
+    assert min(row["rollout/truncated"] for row in ended.metrics) < 1
