@@ -62,8 +62,11 @@ class Learner:
         scale = len(parts) / batch.denominator
         with deterministic(self.cfg.deterministic):
             olds = [[self._lp(micro) if part else None for micro in micros] for part, micros in enumerate(parts)]
-            steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
-        self.progress.version += 1
+            taken = self.progress.optimizer_steps
+            try:
+                steps = [self._optimize(micros, old, loss, scale, lr) for micros, old in zip(parts, olds, strict=True)]
+            finally:  # a later minibatch may fail: the weights are others by then
+                self.progress.version += self.progress.optimizer_steps > taken
         return _metrics(steps, batch.denominator) | self._speed(batch, start)
 
     def _speed(self, batch: Batch, start: float) -> dict[str, float]:
@@ -147,7 +150,7 @@ class Learner:
                 self.backend.discard()
                 raise SpmdError(
                     f"train step {self.progress.version}: the {what} is not finite on rank {', '.join(bad)}; "
-                    "the weights were left as they are"
+                    "that optimizer step was not taken"
                 )
         return sqrt(gathered["square_norm"].sum())
 

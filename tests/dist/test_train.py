@@ -79,7 +79,7 @@ def test_ranks_without_a_sequence_take_part(alone: Report, report: Report) -> No
 
 def test_a_nan_on_one_rank_is_named_by_all_and_moves_nothing(report: Report) -> None:
     last = len(report["poisoned"]) - 1
-    sentence = f"train step 4: the loss is not finite on rank {last}; the weights were left as they are"
+    sentence = f"train step 4: the loss is not finite on rank {last}; that optimizer step was not taken"
     assert report["poisoned"] == [sentence] * (last + 1)
 
 

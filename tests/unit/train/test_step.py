@@ -179,11 +179,26 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights(new_trainer, value: 
     before = _weights(trainer)
     advantages = batch.advantages.copy()
     advantages[np.flatnonzero(batch.mask)[5]] = value
-    with pytest.raises(SpmdError, match=f"train step 1: the {what} is not finite on rank 0; the weights were left"):
+    with pytest.raises(SpmdError, match=f"train step 1: the {what} is not finite on rank 0; that optimizer step"):
         trainer.train_step(replace(batch, advantages=advantages), grpo_loss)
     assert all(torch.equal(one, before[name]) for name, one in _weights(trainer).items())
     assert trainer.version() == 1
     assert np.isfinite(trainer.train_step(batch, grpo_loss)["train/loss"])
+
+
+def test_weights_that_a_failed_step_has_moved_are_another_version(new_trainer) -> None:
+    """A minibatch that is not the first may be the one that is not finite."""
+    batch, versions = make_batch(), set()
+    for sequence in range(6):
+        trainer, advantages = new_trainer(minibatches=3), batch.advantages.copy()
+        before, first = _weights(trainer), int(batch.lengths[:sequence].sum())
+        advantages[first : first + int(batch.lengths[sequence])] = np.nan
+        with pytest.raises(SpmdError, match="not finite"):
+            trainer.train_step(replace(batch, advantages=advantages), grpo_loss)
+        same = all(torch.equal(one, before[name]) for name, one in _weights(trainer).items())
+        assert trainer.version() == (0 if same else 1)
+        versions.add(trainer.version())
+    assert versions == {0, 1}
 
 
 def test_the_optimizer_writes_in_place(new_trainer) -> None:
