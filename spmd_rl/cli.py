@@ -31,6 +31,7 @@ HELP = {"--help", "-h"}
 FAILED = 1
 FAILED_OF = {"mismatch": 3}  # whose 1 is an answer
 OPEN_FILES = 1 << 16
+SPINS = "1000"  # of a thread that waits for another: by default it keeps the core that the other needs, if all are busy
 
 
 def main() -> int:
@@ -45,6 +46,8 @@ def rank_main() -> int:
 
 
 def _guarded(command: Callable[[list[str]], int], words: list[str]) -> int:
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is loaded
     failed = FAILED_OF.get(words[0], FAILED) if words else FAILED
     try:
         return command(words)

@@ -31,7 +31,7 @@ class Stems:
         self._page_size = page_size
         self._min_tail = min_tail
         self._enabled = enabled
-        self._latest: tuple[NDArray[np.int32] | None, Stem] = None, Stem([], b"")
+        self._latest: tuple[Request | NDArray[np.int32] | None, Stem] = None, Stem([], b"")
         self._by_row: dict[int, tuple[int, bytes]] = {}
         self._under_way: set[bytes] = set()
 
@@ -41,15 +41,14 @@ class Stems:
         self._latest = None, Stem([], b"")
 
     def of(self, request: Request) -> Stem:
-        """The samples of one prompt come one after the other, and get the same stem."""
+        """Samples of one prompt come one after the other, and get the same stem; a request may be asked of often."""
         if not self._enabled:
             return Stem([], b"")
-        if len(request.tokens):
-            return self._new(np.concatenate([request.prompt, request.tokens]))
-        prompt, stem = self._latest
-        if prompt is not request.prompt:
-            stem = self._new(request.prompt)
-            self._latest = request.prompt, stem
+        key = request if len(request.tokens) else request.prompt
+        latest, stem = self._latest
+        if latest is not key:
+            stem = self._new(np.concatenate([request.prompt, request.tokens]))
+            self._latest = key, stem
         return stem
 
     def is_under_way(self, stem: Stem) -> bool:
