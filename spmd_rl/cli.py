@@ -17,13 +17,14 @@ from types import FrameType
 from spmd_rl import __version__
 from spmd_rl.config import dump_toml
 from spmd_rl.controller import last_words
-from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
+from spmd_rl.controller.recipe import Invocation, make_importable, run_config
 from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview
 from spmd_rl.launcher import ENDINGS, endings, heed_no_more, launch
 from spmd_rl.mesh.split import plan_split
+from spmd_rl.observe.claim import refuse_live
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.streams import let_streams_last
 
@@ -124,15 +125,15 @@ def _run(words: list[str]) -> int:
         signal.signal(number, _end_before_launch)
     _open_many_files()
     invocation = Invocation.parse(words)
-    recipe = load_recipe(invocation.recipe)
-    cfg = recipe.configure(invocation)
-    if recipe.check is not None:
-        recipe.check(cfg)
+    from spmd_rl.plan.inputs import accept
+
+    cfg = accept(invocation)
     num_ranks = invocation.nproc or getattr(cfg, "nproc", 0) or 0
     if num_ranks and hasattr(cfg, "split"):
         plan_split(cfg.split, num_ranks)
     run = run_config(cfg)
     RunFolder(run.path).refuse_other(dump_toml(cfg), run.resume)
+    refuse_live(run.path)
     exit_code = launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
     heed_no_more()
     return exit_code

@@ -29,7 +29,7 @@ class RoleSplit:
 
     ranks: str = "all"  # "all", a count such as "4" (the next that no count before took), or a range such as "2-5"
     dp: int = 1  # copies of the model, among which data is split
-    fsdp: int = 0  # ranks that a copy is sharded over, among which data is split too; 0: all that dp and tp leave
+    fsdp: int = 0  # ranks that share data and, of a trainer, a copy (an engine's hold one each); 0: all that is left
     tp: int = 1  # named, but not yet built: 1
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.spec import ModelSpec, weight_files
 
 SHARD_BYTES = 4 << 30
 _SIDE_FILES = (
@@ -41,30 +41,13 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises: ConfigError if there are none, a shard named by the index is missing, or a file is broken.
     """
-    for path in _weight_files(Path(folder)):
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     yield name, file.get_tensor(name)
         except SafetensorError as error:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"{folder} holds no weights (no .safetensors file; a run with --trainer.init=random needs none)"
-        )
-    for path in files:
-        if not path.is_file():
-            raise ConfigError(f"{index} names {path.name}, which is not there")
-    return files
 
 
 def model_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:

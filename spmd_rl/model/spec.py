@@ -115,6 +115,26 @@ def model_folder(folder: str | Path) -> Path:
     return Path(folder)
 
 
+def weight_files(folder: str | Path) -> list[Path]:
+    """The folder's safetensors files. Raises: ConfigError if there are none, or one that the index names is missing."""
+    index = Path(folder) / "model.safetensors.index.json"
+    if index.is_file():
+        names = _read_object(index).get("weight_map")
+        if not isinstance(names, dict):
+            raise ConfigError(f"{index} has no object weight_map")
+        files = [index.with_name(str(name)) for name in sorted(set(names.values()))]
+    else:
+        files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{folder} holds no weights (no .safetensors file; a run with --trainer.init=random needs none)"
+        )
+    for path in files:
+        if not path.is_file():
+            raise ConfigError(f"{index} names {path.name}, which is not there")
+    return files
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

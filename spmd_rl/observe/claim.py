@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import socket
 import threading
 import time
@@ -18,24 +19,59 @@ WAIT_S = 15.0  # for a controller that is ending, before a restart of its ranks
 LOOK_S = 0.1
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # a file system without locks cannot tell
 
+_HOLDER = re.compile(r"host (?P<host>.*), pid (?P<pid>\d+)\nstarted by pid (?P<parent>\d+)\n")
+
 
 def claim(folder: Path, wait_s: float = WAIT_S) -> int:
     """Lock `folder` until the descriptor that comes back is closed, or the process ends.
 
-    Blocks: for `wait_s` at most. Raises: ConfigError naming who holds it.
+    Blocks: for `wait_s` at most, and not for a run of this host that nobody has ended.
+    Raises: ConfigError naming who holds it.
     """
     file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     until = time.monotonic() + wait_s
     while not _locked(file):
-        if time.monotonic() > until:
-            holder = os.pread(file, 1000, 0).decode(errors="replace").strip() or "which has just begun"
+        holder = os.pread(file, 1000, 0).decode(errors="replace")
+        if _goes_on(holder) or time.monotonic() > until:
             os.close(file)
-            raise ConfigError(f"another run is going on in {folder} ({holder}): end it, or choose another name")
+            raise _refusal(folder, holder)
         threading.Event().wait(LOOK_S)
     os.ftruncate(file, 0)
     with contextlib.suppress(OSError):  # a full disk is the run's affair
-        os.pwrite(file, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode(), 0)
+        me = f"host {socket.gethostname()}, pid {os.getpid()}\nstarted by pid {os.getppid()}\n"
+        os.pwrite(file, me.encode(), 0)
     return file
+
+
+def refuse_live(folder: Path) -> None:
+    """Raises: ConfigError when a run of this host is going on in `folder`; of others the controller will know."""
+    try:
+        file = os.open(folder / CLAIM_FILE, os.O_RDWR)
+    except OSError:  # there is none, or the folder is not ours: the controller says so
+        return
+    try:
+        holder = os.pread(file, 1000, 0).decode(errors="replace")
+        if _goes_on(holder) and not _locked(file):
+            raise _refusal(folder, holder)
+    finally:
+        os.close(file)
+
+
+def _refusal(folder: Path, holder: str) -> ConfigError:
+    who = holder.partition("\n")[0] or "which has just begun"
+    return ConfigError(f"another run is going on in {folder} ({who}): end it, or choose another name")
+
+
+def _goes_on(holder: str) -> bool:
+    """Whether the holder is seen to be no controller that is ending: the rank 0 that started it is there still."""
+    found = _HOLDER.fullmatch(holder)
+    if found is None or found["host"] != socket.gethostname():
+        return False
+    try:
+        stat = Path(f"/proc/{found['pid']}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[1] == found["parent"]
 
 
 def _locked(file: int) -> bool:

@@ -34,6 +34,11 @@ OF_EVERY_START = {
     *("config.toml", "plan.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
     *("curves.png", "report.html"),
 }
+NOT_OF_THE_RUN = {
+    *("run.resume", "run.name", "run.folder", "run.save_every", "run.keep_checkpoints", "run.keep_best"),
+    *("run.deadline_s", "run.between_calls_s", "run.lost_after_s", "run.start_s", "run.grace_s"),
+    *("run.sinks", "run.trace"),
+}  # settings that no step of a run depends on: how long it waits, what it keeps, who is told
 
 
 class RunFolder:
@@ -53,6 +58,7 @@ class RunFolder:
     def open(cls, path: str | Path, config: str, plan: Mapping[str, Any], *, resume: bool = False) -> RunFolder:
         """Make the folder, or continue in one that holds a run of the same configuration, or one without a step.
 
+        `NOT_OF_THE_RUN` is no part of a configuration.
         No other process can open it while this object lives. `config` is the TOML of the run, `plan` what it resolved
         to. `resume` accepts a changed configuration.
         Raises: ConfigError when the folder holds something else, which is not touched then, or a live run, or cannot
@@ -131,7 +137,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
         before, now = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
             yield from _changes(before, now, f"{prefix}{key}.")
-        elif before != now:
+        elif before != now and prefix + key not in NOT_OF_THE_RUN:
             yield f"{prefix}{key} was {before!r}, is {now!r}"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spmd_rl.controller.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.split import Placement
 from spmd_rl.offload.ledger import PHASES, Ledger, as_size
 from spmd_rl.plan.resolve import Resolved, resolve
 from spmd_rl.plan.routes import Routes
@@ -68,8 +69,9 @@ def lines(resolved: Resolved) -> Iterator[str]:
     """The plan as text: split, groups, routes, memory."""
     yield f"world of {resolved.world_size}"
     for place in resolved.placements.values():
-        axes = " x ".join(f"{axis} {size}" for axis, size in place.axes.items())
-        yield f"  {place.name:8} {axes:28} ranks {_ranks(place.ranks)}"
+        yield f"  {place.name:8} {_held(place):28} ranks {_ranks(place.ranks)}"
+    if idle := resolved.idle:
+        yield f"  {'idle':8} {'no role':28} ranks {_ranks(idle)}"
     yield "process groups"
     groups = resolved.groups
     yield from _first((f"  {name:12} ranks {_ranks(ranks)}" for name, ranks in groups), len(groups))
@@ -98,6 +100,13 @@ def _table(title: str, ledger: Ledger) -> Iterator[str]:
         cells = "".join(f"{as_size(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES)
         yield f"  {entry.tag:40}{cells}"
     yield f"  {'all':40}" + "".join(f"{as_size(ledger.resident_bytes(phase)):>12}" for phase in PHASES)
+
+
+def _held(place: Placement) -> str:
+    """How the ranks of a role hold its model; an engine's are not cut along any axis."""
+    if place.name == "infer":
+        return f"{place.size} whole {'copies' if place.size > 1 else 'copy'}"
+    return " x ".join(f"{axis} {size}" for axis, size in place.axes.items())
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

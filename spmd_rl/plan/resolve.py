@@ -57,6 +57,12 @@ class Resolved:
             found.append(("link", tuple(sorted(union))))
         return found
 
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks that serve no role."""
+        busy = {rank for place in self.placements.values() for rank in place.ranks}
+        return tuple(rank for rank in range(self.world_size) if rank not in busy)
+
     def beside_bytes(self) -> int:
         """What all that is counted beside an engine's pages takes at most, on any of its ranks while they are there."""
         return max(self.ledgers[rank].beside_bytes("kv") for rank in self.placements.infer.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl import cli
+from spmd_rl.observe.claim import claim
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
@@ -31,6 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
 def run(*words: str) -> int:
     given = (f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--run.name=r", "--nproc=1")
+    given += ("--trainer.init=random",)
     return cli._guarded(cli._main, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words])
 
 
@@ -48,6 +51,35 @@ def test_the_folder_of_another_run(launched: list[int], capfd: pytest.CaptureFix
     (folder / "notes.txt").unlink()
     assert run() == 0, "a start that made no step"
     assert launched == [1, 1, 1]
+
+
+def test_input_that_does_not_serve(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    sums = str(EXAMPLE / "train.jsonl")
+    for words, said in (
+        (
+            ["--prompts.prompt_key=question"],
+            f"{sums}:1: question: no such key in this record (it has 'prompt', 'answer'",
+        ),
+        (
+            ["--prompts.answer_key=solution"],
+            f"{sums}:1: solution: no such key in this record (it has 'prompt', 'answer'",
+        ),
+        (["--trainer.init=folder"], "model holds no weights (no .safetensors file; a run with --trainer.init=random"),
+    ):
+        assert run(*words) == 2
+        assert said in capfd.readouterr().err
+    assert launched == []
+
+
+def test_the_folder_of_a_run_that_goes_on(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/r")
+    folder.mkdir(parents=True)
+    held = claim(folder)
+    assert run() == 2
+    assert "another run is going on in runs/r (host " in capfd.readouterr().err
+    os.close(held)
+    assert run() == 0
+    assert launched == [1]
 
 
 @pytest.fixture

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+import time
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from spmd_rl.controller.config import RunConfig
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.claim import claim
+from spmd_rl.observe.claim import CLAIM_FILE, WAIT_S, claim, refuse_live
 from spmd_rl.observe.metrics import KNOWN, METRICS, MetricsLog, keep_until, read_metrics
-from spmd_rl.observe.run import RunFolder
+from spmd_rl.observe.run import NOT_OF_THE_RUN, RunFolder
 from spmd_rl.types import Group, Prompt, Sample
 
 CONFIG = "steps = 3\n[trainer]\nlr = 0.1\n"
@@ -48,6 +50,27 @@ def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     os.close(claim(tmp_path, wait_s=0.0))
 
 
+def test_a_live_run_of_this_host_is_refused_at_once(tmp_path: Path) -> None:
+    """Its controller is a child of its rank 0 still. One that is ending, or an older lock, is waited for."""
+    refuse_live(tmp_path)
+    held = claim(tmp_path)
+    began = time.monotonic()
+    for refused in (refuse_live, claim):
+        with pytest.raises(ConfigError, match=rf"another run is going on in .* \(host \S+, pid {os.getpid()}\): end"):
+            refused(tmp_path)
+    assert time.monotonic() - began < WAIT_S / 3
+    lock = tmp_path / CLAIM_FILE
+    for ending in (lock.read_text().replace(str(os.getppid()), "1234567"), "host h, pid 12\n", ""):
+        lock.write_text(ending)
+        refuse_live(tmp_path)
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="another run is going on in"):
+            claim(tmp_path, wait_s=0.3)
+        assert time.monotonic() - began >= 0.3
+    os.close(held)
+    refuse_live(tmp_path)
+
+
 def test_a_line_that_is_no_metrics_is_named(tmp_path: Path) -> None:
     for line in ("{", "[]", '{"step": null}', "\0"):
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
@@ -70,6 +93,16 @@ def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path,
     assert (tmp_path / "r" / "config.toml").read_text() == CONFIG
     assert json.loads((tmp_path / "r" / "plan.json").read_text()) == {"world": 2}
     RunFolder.open(tmp_path / "r", CONFIG.replace("0.1", "0.2"), {}, resume=True)
+
+
+def test_how_a_run_is_kept_and_watched_is_no_configuration_of_it(tmp_path: Path) -> None:
+    given = 'steps = 2\n\n[run]\nseed = 1\nresume = true\nsave_every = 3\nsinks = ["wandb"]\ndeadline_s = 9.0\n'
+    again = "steps = 2\n\n[run]\nseed = 1\nresume = false\nsave_every = 5\nsinks = []\n"
+    RunFolder.open(tmp_path / "r", given, {}).metrics.write_text("kept\n")
+    assert RunFolder.open(tmp_path / "r", again, {}).metrics.read_text() == "kept\n"
+    with pytest.raises(ConfigError, match=r"another configuration \(run\.seed was 1, is 2\)"):
+        RunFolder.open(tmp_path / "r", again.replace("seed = 1", "seed = 2"), {})
+    assert {name.removeprefix("run.") for name in NOT_OF_THE_RUN} <= {field.name for field in fields(RunConfig)}
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

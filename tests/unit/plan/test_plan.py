@@ -238,6 +238,19 @@ def test_memory_of_roles_that_overlap_in_part(model: Path) -> None:
     assert list(memory(planned(model, 2))) == ["memory of train + infer, most on rank 0"]
 
 
+def test_what_the_ranks_of_a_role_hold(model: Path) -> None:
+    """An engine's hold the whole model each, whatever axis its ranks are on; those without a role are told."""
+    said = list(lines(planned(model, 9, "split.train.ranks=4", "split.infer.ranks=3")))
+    assert said[1:4] == [
+        "  train    dp 1 x fsdp 4 x tp 1         ranks 0-3",
+        "  infer    3 whole copies               ranks 4-6",
+        "  idle     no role                      ranks 7, 8",
+    ]
+    alone = list(lines(planned(model, 1)))
+    assert "  infer    1 whole copy                 ranks 0" in alone
+    assert not any("idle" in line for line in alone)
+
+
 def test_the_rank_that_needs_most_is_told(model: Path) -> None:
     found = planned(model, 4, "split.train.ranks=2", "split.infer.ranks=2")
     more = Ledger((Entry("master", 1 << 50),))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.errors import ConfigError, DataError, PlanError
 from spmd_rl.slurm import _parser, submit
 
 RECIPE = str(Path(__file__).parents[3] / "examples/own_role/word_count.py")
@@ -84,8 +84,17 @@ def test_bad_words_are_refused_in_one_sentence(elsewhere: Path, words: list[str]
 
 def test_a_split_that_needs_more_ranks_than_the_nodes_have_does_not_queue() -> None:
     words = [f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--split.train.ranks=9"]
+    words.append("--trainer.init=random")
     with pytest.raises(PlanError, match=r"asks for 9 ranks \(train 9\), and the world has 8"):
         submit(["grpo", *words, "--nodes=2", "--nproc-per-node=4", "--dry-run"])
+
+
+def test_input_that_does_not_serve_does_not_queue() -> None:
+    words = ["grpo", f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--dry-run"]
+    with pytest.raises(ConfigError, match="holds no weights"):
+        submit(words)
+    with pytest.raises(DataError, match=r"train\.jsonl:1: question: no such key"):
+        submit([*words, "--trainer.init=random", "--prompts.prompt_key=question"])
 
 
 def test_slurms_own_refusal_is_passed_on(elsewhere: Path) -> None:
