@@ -64,7 +64,7 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
             elastic_launch(config, _forked)(rank, words)
         except ChildFailedError as error:
             first, failure = error.get_first_failure()
-            _say(Path(folder), f"rank {first} {ending(failure.exitcode)}", WORDS_S)
+            _say(Path(folder), f"rank {first} {ending(failure.exitcode)}", WORDS_S, f"lost rank {first} (")
             return max(failure.exitcode, 1)
         except SignalException as error:
             _say(Path(folder), f"the run was ended by {error.sigval.name}")
@@ -117,10 +117,15 @@ def _keep_from_children(pipes: list[int]) -> None:
     os.register_at_fork(after_in_child=close)
 
 
-def _say(folder: Path, otherwise: str, wait_s: float = 0.0) -> None:
-    """What the first to end left, or `otherwise`. Words that came later would go with `folder`, or be a second line."""
+def _say(folder: Path, otherwise: str, wait_s: float = 0.0, lost: str = "") -> None:
+    """What the first to end left, or `otherwise`, which words that begin with `lost` leave out.
+
+    Words that came later would go with `folder`, or be a second line.
+    """
     heed_no_more()
     end = time.monotonic() + wait_s
     while not (words := last_words.of_the_last_start(folder)) and time.monotonic() < end:
         time.sleep(POLL_S)
-    print(next(iter(words), otherwise), file=sys.stderr)
+    sentence = next(iter(words), otherwise)
+    why = f"; {otherwise}" if lost and sentence.startswith(lost) else ""
+    print(f"{sentence}{why}", file=sys.stderr)

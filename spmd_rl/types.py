@@ -106,12 +106,14 @@ class Sample:
 class Group:
     """All samples of one prompt, in sample-index order; `skipped` says of those that could not be graded why.
 
+    `graded_s` is how long its rank spent in the reward function, for all groups of the call that this one is from.
     A group from another process is a row of the columns it came in: its fields are made when somebody looks at one.
     """
 
     prompt: Prompt
     samples: list[Sample]
     skipped: list[str] = field(default_factory=list)
+    graded_s: float = 0.0
 
     if TYPE_CHECKING:
         _row: ClassVar[_Row | None]  # of a group that nobody has looked into
@@ -123,9 +125,9 @@ class Group:
             if self._row is None:
                 raise AttributeError(f"a Group has no {name}")
             columns, number = row = self.__dict__.pop("_row")
-            prompt, samples, skipped = columns.groups[number]
-            looked = {"prompt": prompt, "samples": samples.copy(), "skipped": skipped, "_before": (row, samples)}
-            self.__dict__.update(looked)
+            prompt, samples, skipped, graded_s = columns.groups[number]
+            looked = {"prompt": prompt, "samples": samples.copy(), "skipped": skipped, "graded_s": graded_s}
+            self.__dict__.update(looked, _before=(row, samples))
             return getattr(self, name)
 
     @property
@@ -152,6 +154,7 @@ class Group:
                 prompts=Prompt.to_columns([group.prompt for group in groups]),
                 samples=Sample.to_columns([sample for group in groups for sample in group.samples]),
                 skipped=[group.skipped for group in groups],
+                graded_s=np.array([group.graded_s for group in groups], np.float64),
             )
         runs: list[list[Any]] = []
         for columns, number in rows:
@@ -245,6 +248,7 @@ class GroupColumns(Columns):
     prompts: PromptColumns
     samples: SampleColumns
     skipped: list[list[str]]
+    graded_s: NDArray[np.float64]
 
     def rows(self) -> list[Group]:
         """The groups again. Raises: ContractError when the columns do not fit each other."""
@@ -256,10 +260,10 @@ class GroupColumns(Columns):
         return [_of(Group, {"_row": (self, number)}) for number in range(len(self))]
 
     @cached_property
-    def groups(self) -> list[tuple[Prompt, list[Sample], list[str]]]:
+    def groups(self) -> list[tuple[Prompt, list[Sample], list[str], float]]:
         """The fields of every group, made when somebody looks into the first."""
         samples = pieces(self.samples.rows(), self.ends)
-        return list(zip(self.prompts.rows(), samples, self.skipped, strict=True))
+        return list(zip(self.prompts.rows(), samples, self.skipped, self.graded_s.tolist(), strict=True))
 
 
 _bare, _set = object.__new__, object.__setattr__

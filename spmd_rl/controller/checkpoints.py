@@ -77,6 +77,10 @@ class Checkpoints:
         whole = [(path, record) for path, record in read.items() if record is not None]
         return dict(sorted(whole, key=lambda item: item[1].next_step))
 
+    def newest(self) -> int | None:
+        """The step that the newest whole checkpoint was taken after, if there is one."""
+        return next((record.next_step for record in reversed(self.saved().values())), None)
+
     def save(self, record: Record, parts: Mapping[str, Part]) -> None:
         """Begin the checkpoint that `record` describes: all parts as they are now, once the one before is whole.
 

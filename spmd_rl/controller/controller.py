@@ -129,6 +129,7 @@ class Controller:
         Blocks: until every role has loaded. Raises: ConfigError when the checkpoint is of another recipe.
         """
         self._parts = parts
+        self._board.farewell.newest = self._checkpoints.newest
         found = self._checkpoints.restore(parts)
         if found is None:
             return 0

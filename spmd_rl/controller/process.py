@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.config import RunConfig
@@ -46,6 +46,7 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
         board = _open(lifeline, address, cfg)
         world_size = board.roster.world_size
         observer = watch(run_config(cfg), cfg, world_size)
+        board.farewell.leave_screen = observer.leave_screen
         _run(recipe, complete(cfg, world_size), board, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, sys.exit too: the run's last words
         error = explain(raised, invocation.verbose)
@@ -96,12 +97,17 @@ def explain(raised: BaseException, verbose: bool) -> SpmdError:
     """The error as the run's one sentence; the traceback of what nobody foresaw goes to stderr before it."""
     if isinstance(raised, RemoteError):
         print(raised.remote_traceback, file=sys.stderr, flush=True)
-    elif verbose or not isinstance(raised, SpmdError):
+    elif verbose or not (isinstance(raised, SpmdError) or _names_a_file(raised)):
         traceback.print_exception(raised)
         sys.stderr.flush()
     if isinstance(raised, SpmdError):
         return raised
-    if isinstance(raised, OSError) and raised.filename:
+    if _names_a_file(raised):
         return SpmdError(f"{raised.filename}: {raised.strerror}")
     frame = traceback.extract_tb(raised.__traceback__)[-1]
     return SpmdError(f"{Path(frame.filename).name}:{frame.lineno}: {type(raised).__name__}: {raised}")
+
+
+def _names_a_file(raised: BaseException) -> TypeGuard[OSError]:
+    """Whether the system says it all: a disk is full, a folder is not ours."""
+    return isinstance(raised, OSError) and bool(raised.filename and raised.strerror)

@@ -28,6 +28,9 @@ class Observer(Protocol):
     def catch_up(self) -> None:
         """Write what is not written yet: the controller waits for workers, or is about to save."""
 
+    def leave_screen(self) -> None:
+        """The run is about to end: nothing is drawn over what was said last."""
+
     def close(self) -> None:
         """The recipe ended, or failed."""
 

@@ -15,6 +15,7 @@ from spmd_rl.controller.calls import CallRecord, Calls
 from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.family import Lives, await_end, end_children, parent_of
+from spmd_rl.controller.farewell import Farewell
 from spmd_rl.controller.patience import Notice, RecipeClock
 from spmd_rl.controller.roster import Roster
 from spmd_rl.controller.router import Router, Values
@@ -74,7 +75,7 @@ class Switchboard:
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
         self._next_ping = 0.0
-        self.notice = Notice()
+        self.notice, self.farewell = Notice(), Farewell()
         self.recipe_clock = RecipeClock(run.between_calls_s)
         self._stop: Stop | None = None  # once the world is ending: what every rank is told
         self._told: list[int] = []  # the ranks that stayed when it began to
@@ -229,9 +230,8 @@ class Switchboard:
             if self._stop is not None:
                 return
             seats, staying = self.roster.seats, self.roster.staying
-            stop = Stop("", 0, [])
-            if error is not None:
-                stop = Stop(str(error), error.exit_code, [seats[rank].hello for rank in self._lost & seats.keys()])
+            lost = [seats[rank].hello for rank in self._lost & seats.keys()]
+            stop = Stop(self.farewell.take(error), error.exit_code, lost) if error else Stop("", 0, [])
             self._stop, self._told, self._unsaid = stop, staying, error is not None and bool(staying)
             if self._lost >= set(staying):
                 self._say(stop)

@@ -121,7 +121,7 @@ class Worker:
         if isinstance(command, Split):
             if command.traces and not self._trace.on:
                 rank = self._seats.world.rank
-                self._trace = Trace(Path(command.traces), f"rank {rank}", rank=rank)
+                self._trace = self._seats.trace = Trace(Path(command.traces), f"rank {rank}", rank=rank)
             self._seats.build(command.placements)
         return NOTHING
 

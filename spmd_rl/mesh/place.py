@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT, World
+from spmd_rl.observe.trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -23,15 +24,22 @@ MESH_AXES = ("dp", "fsdp")
 
 
 class Place:
-    """One role instance's seat. Roles of one process share `neighbours`, filled in as they are built."""
+    """One role instance's seat. Roles of one process share `neighbours`, filled in as they are built, and `trace`."""
 
     def __init__(
-        self, world: World, placement: Placement, mesh: DeviceMesh, group: ProcessGroup, neighbours: dict[str, Any]
+        self,
+        world: World,
+        placement: Placement,
+        mesh: DeviceMesh,
+        group: ProcessGroup,
+        neighbours: dict[str, Any],
+        trace: Trace | None = None,
     ) -> None:
         self.world = world
         self.placement = placement
         self.mesh = mesh
         self.group = group
+        self.trace = trace or Trace()
         self._neighbours = neighbours
 
     @property
@@ -106,6 +114,7 @@ class Seats:
     def __init__(self, world: World) -> None:
         self.world = world
         self.neighbours: dict[str, Any] = {}
+        self.trace = Trace()
         self._built: dict[tuple[Any, ...], tuple[DeviceMesh, ProcessGroup]] = {}
 
     def build(self, placements: list[Placement]) -> None:
@@ -138,7 +147,7 @@ class Seats:
         if _key(placement) not in self._built:
             raise PlanError(f"placement '{placement.name}' was not made by this world's split")
         mesh, group = self._built[_key(placement)]
-        return Place(self.world, placement, mesh, group, self.neighbours)
+        return Place(self.world, placement, mesh, group, self.neighbours, self.trace)
 
 
 def _key(placement: Placement) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -14,8 +15,12 @@ from rich.text import Text
 from spmd_rl import types
 from spmd_rl.observe.progress import Metrics, Progress, duration, sparkline
 
+_LABELS = 9  # columns
+_BESIDE = _LABELS + 6  # of a row: its label, the frame and the space between
+_ECHO = 2  # columns that are left free: a terminal writes ^C behind the frame, which must not become a line
 _PHASES = {"rollout": "blue", "train": "yellow", "sync": "green", "sleep": "magenta", "wake": "red"}
 _OTHER = "bright_black"
+_MUCH_GRADING = 0.1  # of the rollout's time
 _POLICY = (
     ("rollout/response_tokens_mean", "length {:.1f}"),
     ("train/entropy", "entropy {:.3f}"),
@@ -33,35 +38,39 @@ class LiveView:
     def __init__(self, progress: Progress, title: str, console: Console | None = None) -> None:
         self._progress = progress
         self._title = title
-        self._sample: Text | None = None
-        self._live = Live(get_renderable=self.render, console=console or Console(), refresh_per_second=5)
+        self._console = console or Console()
+        self._shown: types.Group | None = None
+        self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=5)
         self._live.start()
 
     def show(self, groups: Sequence[types.Group]) -> None:
         if shown := [group for group in groups if group.num_samples]:
-            self._sample = _sample(shown[-1])
+            self._shown = shown[-1]
 
     def close(self) -> None:
+        """Leave the terminal to others; once is enough, and more do no harm."""
         self._live.stop()
 
     def render(self) -> RenderableType:
         """The whole view as it stands now."""
-        progress = self._progress
+        progress, frame = self._progress, self._console.width - _ECHO
+        width = frame - _BESIDE
         rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="bright_black", width=9)
-        rows.add_column(no_wrap=True, overflow="ellipsis")
+        rows.add_column(style="bright_black", width=_LABELS, min_width=_LABELS, no_wrap=True)
+        rows.add_column(overflow="fold")
         for label, content in (
             ("now", _phase(progress)),
-            ("step time", _time_bar(progress.metrics)),
-            ("reward", _reward(progress)),
+            ("step time", _time_bar(progress.metrics, width)),
+            ("reward", _reward(progress, width)),
             ("mismatch", _mismatch(progress)),
             ("speed", _speed(progress.metrics)),
             ("policy", _known(progress.metrics)),
-            ("sample", self._sample),
+            ("sample", self._shown and _sample(self._shown, width)),
         ):
             if content:
                 rows.add_row(label, content)
-        return Panel(Group(_bar(progress), Text(), rows), title=self._title, title_align="left", border_style="blue")
+        shown = Group(_bar(progress), Text(), rows)
+        return Panel(shown, title=self._title, title_align="left", border_style="blue", width=frame)
 
 
 def _bar(progress: Progress) -> Table:
@@ -84,9 +93,9 @@ def _phase(progress: Progress) -> Text:
     return Text.assemble((progress.phase, f"bold {_PHASES.get(progress.phase, _OTHER)}"), f"  {seconds:.1f} s")
 
 
-def _time_bar(metrics: Metrics, width: int = 40) -> Text | None:
-    """The last step's seconds as one bar, a colour a phase."""
-    whole = metrics.get("time/step", 0.0)
+def _time_bar(metrics: Metrics, room: int) -> Text | None:
+    """The last step's seconds as one bar, a colour a phase, and their shares, below it where `room` is short."""
+    whole, width = metrics.get("time/step", 0.0), max(8, min(40, room - 12))
     if whole <= 0:
         return None
     parts = [(name, metrics.get(f"time/{name}", 0.0), colour) for name, colour in _PHASES.items()]
@@ -98,17 +107,21 @@ def _time_bar(metrics: Metrics, width: int = 40) -> Text | None:
         drawn += cells
         bar.append("█" * cells, style=colour)
         if seconds >= 0.01 * whole:
-            words.append(f"  {name} ", style=colour).append(f"{seconds / whole:.0%}")
-    return Text.assemble(bar, f"  {whole:.2f} s ", words)
+            words.append(f"{name} ", style=colour).append(f"{seconds / whole:.0%}  ")
+    bar.append(f"  {whole:.2f} s")
+    words.rstrip()
+    return Text.assemble(bar, "   " if len(bar) + 3 + len(words) <= room else "\n", words)
 
 
-def _reward(progress: Progress) -> Text | None:
+def _reward(progress: Progress, room: int) -> Text | None:
+    """The last step's, the course of all, and the first."""
     if not progress.rewards:
         return None
     first, last = progress.rewards[0], progress.rewards[-1]
+    course = sparkline(progress.rewards, max(8, min(48, room - 24)))
     return Text.assemble(
         (f"{last:.3f}", "bold green" if last >= first else "bold red"),
-        "  ", (sparkline(progress.rewards, 48), "green"), (f"  from {first:.3f}", "bright_black"),
+        "  ", (course, "green"), (f"  from {first:.3f}", "bright_black"),
     )  # fmt: skip
 
 
@@ -132,6 +145,9 @@ def _speed(metrics: Metrics) -> Text | None:
         for name, key in (("rollout", "rollout/tokens_per_s"), ("train", "perf/train_tokens_per_s"))
         if key in metrics
     ]
+    share = metrics.get("time/reward", 0.0) / (metrics.get("time/rollout") or math.inf)
+    if share >= _MUCH_GRADING:
+        parts.append(f"reward function {min(share, 1.0):.0%} of rollout")
     return Text(" · ".join(parts)) if parts else None
 
 
@@ -140,11 +156,13 @@ def _known(metrics: Metrics) -> Text | None:
     return Text(" · ".join(parts)) if parts else None
 
 
-def _sample(group: types.Group) -> Text:
+def _sample(group: types.Group, room: int) -> Text:
     sample = group.samples[0]
+    reward = f"  reward {sample.reward:g}"
+    left = max(20, room - len(reward) - 3)  # for the texts: the prompt has two fifths of it
     return Text.assemble(
-        (_one_line(group.prompt.text, 40), "bright_black"), " → ", (_one_line(sample.text, 60), "bold"),
-        (f"  reward {sample.reward:g}", "green" if sample.reward > 0 else "red"),
+        (_one_line(group.prompt.text, min(40, left * 2 // 5)), "bright_black"), " → ",
+        (_one_line(sample.text, min(60, left * 3 // 5)), "bold"), (reward, "green" if sample.reward > 0 else "red"),
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ METRICS = (  # beside these, reward/NAME is the mean of what a reward function's
     Metric("train/lr", "", "learning rate of the step"),
     Metric("time/step", "s", "whole step"),
     Metric("time/rollout", "s", "generating and grading; only the wait for it, where it goes on during training"),
+    Metric("time/reward", "s", "of rollout, the reward function; of the rank of the engine where that took longest"),
     Metric("time/train", "s", "forward, backward, optimiser"),
     Metric("time/sync", "s", "weights from trainer to engine"),
     Metric("time/sleep", "s", "giving memory back"),

@@ -91,7 +91,7 @@ class Observer:
             return
         (index, metrics, groups, more), self._unwritten = self._unwritten, None
         known = metrics | dict(more())
-        full = known | _rate(known, groups)
+        full = known | _rates(known, groups)
         self._rows.append(self._log.write(index, full))
         self._sinks.write(self._rows[-1])
         if groups:
@@ -100,6 +100,10 @@ class Observer:
         self._view.show(groups)
         if index % self._plot_every_steps == 0:
             self._painter.request()
+
+    def leave_screen(self) -> None:
+        """Draw nothing any more; what is printed stays."""
+        self._view.close()
 
     def close(self) -> None:
         """Write the last step, draw the last curves and give the terminal back; also after a run that failed."""
@@ -121,17 +125,21 @@ class Observer:
         return times
 
 
-def _rate(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """The rate of generation, where there was any.
+def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
+    """The rate of generation, where there was any, and how long the slowest rank graded.
 
     Samples older than their step were generated while others were trained on: their phase is the end of that, a wait,
     and a step's time is what each step's samples take.
     """
-    rollout_s = metrics.get("time/rollout", 0.0)
-    if not groups or rollout_s <= 0:
+    if not groups:
         return {}
+    columns, rollout_s = Group.to_columns(groups), metrics.get("time/rollout", 0.0)
+    graded_s = float(columns.graded_s.max())
+    rates = {"time/reward": graded_s} if graded_s > 0 else {}
+    if rollout_s <= 0:
+        return rates
     seconds = metrics["time/step"] if metrics.get("version/lag_max", 0.0) > 0 else rollout_s
-    return {"rollout/tokens_per_s": len(Group.to_columns(groups).samples.tokens) / seconds}
+    return rates | {"rollout/tokens_per_s": len(columns.samples.tokens) / seconds}
 
 
 def _view(progress: Progress, title: str, tty: bool) -> View:

@@ -83,6 +83,10 @@ class Recorder:
         if self._observer is not None:
             self._observer.catch_up()
 
+    def leave_screen(self) -> None:
+        if self._observer is not None:
+            self._observer.leave_screen()
+
     def close(self) -> None:
         """Draw the last curves and give the terminal back, also after a run that failed; of a whole one, say where."""
         if self._observer is not None:

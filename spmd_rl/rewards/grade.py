@@ -35,6 +35,7 @@ class Grader(AbstractContextManager["Grader"]):
         self._reward = reward
         self._deadline_s = deadline_s
         self._due = math.inf
+        self.spent_s = 0.0  # in the function, so far
         self._pid, self._folder = os.getpid(), os.getcwd()
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -78,11 +79,12 @@ class Grader(AbstractContextManager["Grader"]):
             if not signal.getitimer(signal.ITIMER_REAL)[1]:  # no alarm that repeats, as ours does
                 signal.signal(signal.SIGALRM, self._ring)
                 signal.setitimer(signal.ITIMER_REAL, self._deadline_s, self._deadline_s)
-        switches = _torch_switches()
+        switches, began = _torch_switches(), time.monotonic()
         try:
             return self._reward(prompt, sample)
         finally:
             self._due = math.inf
+            self.spent_s += time.monotonic() - began
             if switches and switches != _torch_switches():
                 _set_torch_switches(*switches)
 

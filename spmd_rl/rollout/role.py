@@ -5,6 +5,7 @@ The controller imports this module too, for the endpoints: torch comes in with t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from spmd_rl.data.ends import end_ids
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.tokenizer import load_tokenizer
+from spmd_rl.observe.trace import now_ns
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import Engine, EngineConfig, Request, SamplingConfig
@@ -21,6 +23,8 @@ from spmd_rl.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
     from spmd_rl.weights.held import Held
+
+SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 
 
 class Rollout(Role):
@@ -49,17 +53,19 @@ class Rollout(Role):
         groups = {prompt.uid: Group(prompt, []) for prompt in prompts}
         if len(groups) < len(prompts):
             raise SpmdError("two prompts of one call have the same uid, so their samples would be drawn alike")
+        graded_before_s = self._graded_s()
         try:
             for prompt in prompts:
                 for index in range(sampling.num_samples):
                     self.engine.submit(Request(prompt.uid, index, prompt.tokens, sampling))
             with self.grader or nullcontext():
                 while self.engine.has_work:
-                    for sample in self.engine.step().finished:
-                        self._file(sample, groups[sample.prompt_uid])
+                    if finished := self.engine.step().finished:
+                        self._file_all(finished, groups)
         finally:
             self.engine.abort()
-        return [_comparable(group) for group in groups.values()]
+        graded_s = self._graded_s() - graded_before_s
+        return [replace(_comparable(group), graded_s=graded_s) for group in groups.values()]
 
     @collective
     def stats(self) -> Sharded[list[dict[str, int]]]:
@@ -93,6 +99,18 @@ class Rollout(Role):
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
+
+    def _graded_s(self) -> float:
+        """What all samples so far have spent in the reward function."""
+        return self.grader.spent_s if self.grader else 0.0
+
+    def _file_all(self, samples: Sequence[Sample], groups: dict[int, Group]) -> None:
+        """File what one step of the engine has finished, which waits meanwhile: what takes long is in the trace."""
+        began_ns = now_ns()
+        for sample in samples:
+            self._file(sample, groups[sample.prompt_uid])
+        if self.grader and (ended_ns := now_ns()) - began_ns >= SHOWN_NS:
+            self.place.trace.add("reward", began_ns, ended_ns, samples=len(samples))
 
     def _file(self, sample: Sample, group: Group) -> None:
         """Complete a sample with its text and reward, and put it into its group."""

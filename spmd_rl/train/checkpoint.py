@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from spmd_rl.controller.checksums import check, checksums
 from spmd_rl.controller.contracts import disagreement
@@ -29,6 +33,19 @@ from spmd_rl.train.backend import Backend
 from spmd_rl.train.learner import Progress
 
 PROGRESS_FILE = "trainer.json"
+
+
+class Writer(FileSystemWriter):
+    """Lets the error of the system out: what torch raises about a full disk speaks of positions in an archive."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is raised again
+            of_system: BaseException | None = error
+            while of_system is not None and not isinstance(of_system, OSError):
+                of_system = of_system.__cause__ or of_system.__context__
+            raise of_system or error from None
 
 
 class Saver:
@@ -87,7 +104,7 @@ class Saver:
 
     def _write(self, target: Path, state: dict[str, Any], progress: Progress) -> None:
         """The shards of every rank, then on one of them the progress and the name that makes the whole visible."""
-        save_shards(state, checkpoint_id=_part(target), process_group=self._group)
+        save_shards(state, storage_writer=Writer(_part(target)), process_group=self._group)
         if self._place.rank == 0:
             facts = {"progress": asdict(progress), "contract": self._backend.contract()}
             facts["checksums"] = checksums(_part(target))

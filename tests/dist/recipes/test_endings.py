@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
+import select
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.system import chaos_processes as processes
-from tests.system.kill_resume import MODES, SMALL, Moment, Outcome, Run, differences
+from tests.system.kill_resume import COMMAND, MODES, REPO, SMALL, Moment, Outcome, Run, differences
+from tests.terminal import screen
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
 
@@ -106,3 +112,39 @@ def test_restarts_are_used_up(tmp_path: Path) -> None:
     assert run.meet(Moment(99, 0), lambda launcher, mark: None) == 2
     assert run.output.count("raised ValueError: always") == 2, run.output
     assert "start 2 of the ranks: " in run.output
+
+
+def in_a_terminal(folder: Path, words: list[str], until: Path) -> tuple[int, str]:
+    """Run `spmd-rl` on a terminal of 80 columns, type Ctrl-C once `until` is there; its exit code and all it wrote."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "COLUMNS": "80", "LINES": "40", "TERM": "xterm"}
+        os.execv(COMMAND[0], [*COMMAND, *words])
+    written, typed, give_up_at = b"", False, time.monotonic() + 120
+    try:
+        while time.monotonic() < give_up_at:
+            if select.select([terminal], [], [], 0.05)[0]:
+                try:
+                    written += os.read(terminal, 1 << 16)
+                except OSError:  # nobody holds the other end any more
+                    break
+            if not typed and until.exists() and b"step time" in written:
+                os.write(terminal, b"\x03")
+                typed = True
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.close(terminal)
+
+
+def test_ctrl_c_leaves_the_last_words_on_the_terminal(tmp_path: Path) -> None:
+    words = [*MODES["sharded"], *SMALL, "--steps=500", "--trainer.total_steps=2000", "--run.name=r"]
+    code, written = in_a_terminal(tmp_path, words, tmp_path / "runs/r/checkpoints/step_000002/state.json")
+    lines = screen(written, 80)
+    assert code == 130, written
+    last = "".join(lines[next(i for i, line in enumerate(lines) if line.startswith("the run was ended")) :])
+    assert re.fullmatch(r"the run was ended from outside: every rank got SIGINT; the same command goes on after step \d+", last)
+    assert sum("runs/r" in line and "╭" in line for line in lines) == 1, "one frame, and no torn one above it"
+    assert "^C" in written

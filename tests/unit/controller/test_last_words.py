@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl import launcher
 from spmd_rl.controller import last_words
+from spmd_rl.controller.process import explain
 
 
 def test_the_first_sentence_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +52,9 @@ def test_they_are_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytes
 
 FORKED = """
 import os
+from spmd_rl import launcher
 from spmd_rl.controller import last_words
+from spmd_rl.controller.process import explain
 last_words.are_not_of_children()
 if child := os.fork():
     os.waitpid(child, 0)
@@ -58,7 +62,9 @@ last_words.write("of the rank" if child else "of the child")
 """
 LEFT = """
 import multiprocessing, threading, time
+from spmd_rl import launcher
 from spmd_rl.controller import last_words
+from spmd_rl.controller.process import explain
 last_words.LEAVE_S = 0.2
 threading.Thread(target=time.sleep, args=(60,), name="judge").start()
 multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), name="pool").start()
@@ -100,3 +106,47 @@ def test_without_a_file_or_room_it_goes_to_the_terminal(
         monkeypatch.setattr(Path, "write_text", write_text)
     last_words.write("the cause")
     assert capfd.readouterr().err == "the cause\n"
+
+
+@pytest.mark.parametrize(
+    ("left", "said"),
+    [
+        (
+            "lost rank 1 (host h, pid 12), between calls",
+            "lost rank 1 (host h, pid 12), between calls; rank 1 was killed by SIGKILL",
+        ),
+        ("lost rank 2 (host h, pid 13), between calls", "lost rank 2 (host h, pid 13), between calls"),
+        ("", "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_launcher_knows_what_killed_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], left: str, said: str
+) -> None:
+    monkeypatch.setattr(launcher, "heed_no_more", lambda: None)
+    folder = tmp_path / "attempt_0/0"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(folder / "error.json"))
+    if left:
+        last_words.write(left)
+    launcher._say(tmp_path, "rank 1 was killed by SIGKILL", lost="lost rank 1 (")
+    assert capfd.readouterr().err == f"{said}\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "sentence", "traced"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/r/config.toml"),
+            "runs/r/config.toml: No space left on device",
+            False,
+        ),
+        (KeyError("x"), "test_last_words.py:", True),
+    ],
+)
+def test_what_the_system_says_needs_no_traceback(
+    raised: Exception, sentence: str, traced: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(type(raised)) as caught:
+        raise raised
+    assert str(explain(caught.value, verbose=False)).startswith(sentence)
+    assert ("Traceback" in capfd.readouterr().err) == traced

@@ -16,11 +16,12 @@ import pytest
 from spmd_rl.controller import last_words, switchboard
 from spmd_rl.controller.codec import NOTHING
 from spmd_rl.controller.config import RunConfig
+from spmd_rl.controller.farewell import Farewell
 from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import derive
 from spmd_rl.controller.switchboard import STACKS_S, Switchboard
 from spmd_rl.controller.wire import Bye, Hello, Ping, Stacks, Stop
-from spmd_rl.errors import ConfigError, DeadlineError, LostRankError
+from spmd_rl.errors import ConfigError, DeadlineError, LostRankError, SpmdError
 
 
 def board(folder: Path, lifeline: socket.socket, start_s: float = 30.0) -> Switchboard:
@@ -138,3 +139,48 @@ def test_the_controller_says_why_where_no_rank_can(
         ending.stop(ending.calls.cause)
     said = [json.loads(file.read_text())["message"] for file in tmp_path.glob("error.json")]
     assert said == ([] if heeded else [str(ending.calls.cause)])
+
+
+def test_who_is_lost_is_told_with_how_to_go_on_once_the_screen_is_left(tmp_path: Path, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(switchboard, "FAILED_BYE_S", 0.1)
+    monkeypatch.setattr(Router, "post", lambda self, ranks, message: said.append(getattr(message, "sentence", "")))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ending = board(tmp_path, ours)
+        ending.farewell.newest = lambda: 20
+        ending.farewell.leave_screen = lambda: said.append("the screen is left")
+        ending.on_message(1, Hello(1, "host", 2**22), NOTHING, 0)
+        ending.on_unreachable(1)
+        ending.stop(ending.calls.cause)
+    told = [sentence for sentence in said if sentence]
+    assert told[0] == "the screen is left"
+    assert told[1].startswith("lost rank 1 (host host, pid 4194304), last heard ")
+    assert told[1].endswith(", between calls; the same command goes on after step 20")
+    assert str(ending.calls.cause) == told[1]
+
+
+def hang() -> None:
+    time.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("error", "newest", "expected"),
+    [
+        (LostRankError("lost rank 1"), lambda: None, "lost rank 1"),
+        (LostRankError("lost rank 1"), hang, "lost rank 1"),
+        (DeadlineError("no answer"), lambda: 3, "no answer; the same command goes on after step 3"),
+        (ConfigError("no data"), lambda: 3, "no data"),
+        (
+            LostRankError("saved after step 4, the same command goes on"),
+            lambda: 3,
+            "saved after step 4, the same command goes on",
+        ),
+    ],
+)
+def test_a_farewell_takes_no_time(error: SpmdError, newest, expected: str) -> None:
+    farewell = Farewell()
+    farewell.newest = newest
+    began = time.monotonic()
+    assert farewell.take(error) == str(error) == expected
+    assert time.monotonic() - began < 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from spmd_rl.observe.plain import step_line
 from spmd_rl.observe.progress import Progress, duration, sparkline
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.types import Group, Prompt, Sample
+from tests.terminal import screen
 
 METRICS = {
     "reward/mean": 0.5,
@@ -82,12 +84,12 @@ def test_a_plain_line_says_nothing_of_mismatches_where_nothing_was_compared() ->
     assert line == "step  4/10  reward 0.500  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
 
 
-def rendered(state: Progress, *groups: Group) -> str:
-    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+def rendered(state: Progress, *groups: Group, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
     view = LiveView(state, "runs/demo", console)
     view.show(groups)
     view.close()
-    shown = Console(file=io.StringIO(), width=100)
+    shown = Console(file=io.StringIO(), width=width)
     shown.print(view.render())
     assert isinstance(shown.file, io.StringIO)
     return shown.file.getvalue()
@@ -108,6 +110,52 @@ def test_the_live_view_shows_what_matters() -> None:
         "37+48= → 85",
     ):
         assert expected in text
+
+
+LABELS = ("now", "step time", "reward", "mismatch", "speed", "policy", "sample")
+EVERYTHING = {
+    "rollout/response_tokens_mean": 1234.5,
+    "train/entropy": 1.234,
+    "train/grad_norm": 0.23,
+    "train/clip_frac": 0.01,
+    "version/lag_max": 1.0,
+    "memory/gpu_peak_gib": 120.1,
+    "perf/train_tokens_per_s": 123456.0,
+    "time/reward": 0.27,
+    **{f"time/{phase}": 0.0101 for phase in ("sync", "sleep", "wake")},
+}
+
+
+@pytest.mark.parametrize("width", [80, 84, 100, 160])
+def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
+    state = progress(**EVERYTHING)
+    state.rewards = [number / 100 for number in range(101)]
+    long = Group(replace(group().prompt, text="a question " * 20), [group().samples[0].changed(text="so " * 90)])
+    text = rendered(state, long, width=width)
+    assert "…  reward" not in text.replace("… → …", ""), "the sample's reward is not what is cut"
+    lines = text.splitlines()
+    assert {len(line) for line in lines} == {width - 2}, "a ^C has its place behind the frame"
+    assert [line[2:11].strip() for line in lines if line[2:11].strip() in LABELS] == list(LABELS)
+    whole = " ".join(line[13:-2].strip() for line in lines)
+    for expected in (
+        *("rollout 60%", "train 30%", "wake 2%", "0.50 s", "1.000", "from 0.000", "agree bit for bit", "reward nan"),
+        *("8,123 tok/s", "123,456 tok/s", "reward function 90% of rollout", "GPU peak 120.1 GiB", "clipped 1.0%"),
+    ):
+        assert expected in whole
+
+
+def test_the_live_view_leaves_the_terminal_to_last_words() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, legacy_windows=False)
+    view = LiveView(progress(), "runs/demo", console)
+    console.file.write("^C")  # as a terminal echoes it
+    view.close()
+    console.file.write("the run was ended\r\n")
+    view.show([group()])
+    view.close()
+    assert isinstance(console.file, io.StringIO)
+    lines = screen(console.file.getvalue().replace("\n", "\r\n"), 80)
+    assert lines[-2:] == ["the run was ended", ""]
+    assert sum("runs/demo" in line for line in lines) == 1, "one frame, and no torn one above it"
 
 
 def test_the_live_view_shouts_about_a_mismatch() -> None:
@@ -149,6 +197,16 @@ def test_the_observer_times_records_and_prints(tmp_path: Path, capsys: pytest.Ca
     assert second["time/step"] == 1
     assert capsys.readouterr().out.splitlines()[0].startswith("step 1/2  reward 0.500")
     assert [path.name for path in (tmp_path / "r" / "samples").iterdir()] == ["step_00001.jsonl"]
+
+
+def test_time_spent_on_grading_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
+    watch = opened(tmp_path, Clock())
+    watch.on_step(1, {}, [replace(group(), graded_s=seconds) for seconds in (0.25, 0.75, 0.75)])
+    watch.on_step(2, {}, [group()])
+    watch.close()
+    first, second = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert first["time/reward"] == 0.75
+    assert "time/reward" not in second
 
 
 @pytest.mark.parametrize(("lag", "rate"), [(0.0, 4 / 0.5), (1.0, 4 / 2.0)])

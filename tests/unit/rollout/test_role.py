@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.observe.trace import Trace
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rollout.engine import EngineConfig, SamplingConfig
 from spmd_rl.types import Prompt
@@ -21,6 +24,9 @@ class Seat:
     """All that the role asks of its place."""
 
     device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.trace = Trace()
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +99,29 @@ def test_groups_come_in_prompt_and_sample_order_with_text_and_reward(new_role):
             assert sample.reward == sample.text.count("0") / 10
             assert sample.parts["long"] == (len(sample.tokens) > 5)
             assert set(sample.versions.tolist()) == {0}
+
+
+def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
+    role = new_role()
+    role.place.trace = Trace(tmp_path, "rank 0", rank=0)
+    asked, sampling = prompts(role, "1+1=", "2+2="), SamplingConfig(num_samples=2, max_tokens=4)
+
+    def slow(prompt: Prompt, sample) -> float:
+        time.sleep(0.02)
+        return 1.0
+
+    for reward, seconds in ((slow, 0.08), (count_zeros, 0.0)):
+        role.grader = Grader(reward)
+        for _ in range(2):
+            spent = [group.graded_s for group in role.generate(asked, sampling)]
+            assert seconds <= spent[0] < seconds + 0.04, "of this call"
+            assert spent == spent[:1] * 2
+    role.place.trace.close()
+    spans = [json.loads(line) for line in (tmp_path / "rank_0.jsonl").read_text().splitlines()[1:]]
+    assert sum(span[4]["samples"] for span in spans if span[2] > 15e6) == 8
+    assert {span[0] for span in spans} == {"reward"}
+    role.grader = None
+    assert role.generate(asked, sampling)[0].graded_s == 0
 
 
 def test_two_halves_of_the_prompts_give_what_one_rank_gives(new_role):
