@@ -1,5 +1,6 @@
 """A recipe that pushes weights between two toy roles, for the tests beside it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +20,15 @@ class Source(Role):
         import torch
 
         super().__init__(cfg, place)
+        self.tell: Callable[[], None] = lambda: None
         self.rows = torch.zeros(-(-ROWS // place.size), COLUMNS)
+
+    def before_change(self, tell: Callable[[], None]) -> None:
+        self.tell = tell
 
     @collective
     def fill(self, value: float) -> None:
+        self.tell()
         self.rows.fill_(value + self.place.rank)
 
     def weight_source(self) -> Any:
@@ -50,6 +56,9 @@ class Sink(Role):
 
     def on_weights(self, version: int) -> None:
         self.version = version
+
+    def outdate(self) -> None:
+        self.version = -3
 
     @collective
     def look(self) -> Sharded[list[tuple[int, list[float]]]]:
