@@ -15,6 +15,7 @@ from spmd_rl.kernels.logprob import token_logprobs
 from spmd_rl.kernels.splitmix import GAMMA, mix_, next64, shift_right, signed
 
 RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in 2^-40ths"  # another name for any other draws
+FILTERED_ENTRIES = 1 << 22  # at a time: sorting takes some 49 bytes an entry
 NUCLEUS_UNITS = 2.0**40  # of the likeliest entry's share: sums of whole numbers, whose order does not matter
 
 
@@ -109,7 +110,7 @@ def sample_tokens(
     """
     scores = logits
     if top_k is not None or top_p is not None or min_p is not None:
-        scores = _filter(logits * inv_temperature.unsqueeze(1), top_k, top_p, min_p)
+        scores = _filter(logits * inv_temperature.unsqueeze(1), (top_k, top_p, min_p))
         inv_temperature = torch.ones_like(inv_temperature)
     if greedy is not None and scores is not logits:
         scores = torch.where(greedy.unsqueeze(1), logits, scores)
@@ -124,8 +125,19 @@ def sample_tokens(
     return (scores * inv_temperature.unsqueeze(1) + noise).argmax(dim=1)
 
 
-def _filter(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """`scores` with the entries that the filters reject at minus infinity."""
+def _filter(scores: Tensor, filters: tuple[Tensor | None, ...]) -> Tensor:
+    """`scores`, in place, with the entries that the filters reject at minus infinity; some rows at a time."""
+    num_rows, vocab = scores.shape
+    step = max(1, FILTERED_ENTRIES // vocab)
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        some = scores[rows]
+        some.masked_fill_(_rejected(some, *(None if one is None else one[rows] for one in filters)), -torch.inf)
+    return scores
+
+
+def _rejected(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+    """Shape: as `scores`, bool."""
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)
     dropped = torch.zeros_like(scores, dtype=torch.bool)
@@ -139,4 +151,4 @@ def _filter(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: T
         dropped |= reached & (rank > 0) & (top_p.unsqueeze(1) < 1)
     if min_p is not None:
         dropped |= terms < min_p.unsqueeze(1)
-    return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
+    return torch.zeros_like(dropped).scatter_(1, order, dropped)

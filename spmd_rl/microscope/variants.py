@@ -61,11 +61,11 @@ Variant = tuple[str, Compute]
 
 def variants(op: str) -> list[Variant]:
     if op in LINEARS:
-        exact = ("one ascending chain over K, the contract's", partial(_product, _head if op == "logits" else linear))
+        exact = ("the contract's product", partial(_product, _head if op == "logits" else linear))
         parts = [(f"K summed in {n} parts", partial(_in_parts, n)) for n in (2, 3, 4, 8)]
         library = ("the library's product of that many rows", partial(_product, F.linear))
         padded = ("the library's product, rows padded", partial(_product, _padded))
-        rounded = [("one ascending chain over K, rounded to bfloat16", partial(_product, _rounded_head))]
+        rounded = [("the contract's product, rounded to bfloat16", partial(_product, _rounded_head))]
         return [exact, *(rounded if op == "logits" else []), library, padded, *parts]
     return _OTHERS.get(op, [])
 

@@ -79,8 +79,8 @@ def test_filters_do_not_depend_on_company(vocab: int, filters: dict[str, float])
     """A nucleus of many entries, whose probabilities a scan adds up in an order of its own for each number of rows."""
     logits = torch.randn(513, vocab, device="cuda")
     rows = {name: torch.full((513,), filters.get(name, 0), device="cuda") for name in ("top_k", "top_p", "min_p")}
-    whole = sampling._filter(logits, *rows.values())
+    whole = sampling._filter(logits.clone(), tuple(rows.values()))
     assert (whole > -torch.inf).sum(1).min() > 100
     for count in (1, 3, 64, 65, 512):
-        found = sampling._filter(logits[:count], *(one[:count] for one in rows.values()))
+        found = sampling._filter(logits[:count].clone(), tuple(one[:count] for one in rows.values()))
         assert torch.equal(found, whole[:count])

@@ -275,7 +275,7 @@ ARITHMETIC = {
     "split-k": "K summed in 2 parts",
     "norm-order": "scaled by the weight before rounding",
     "rope-bf16": "tables rounded to bfloat16",
-    "logits-bf16": "one ascending chain over K, rounded to bfloat16",
+    "logits-bf16": "the contract's product, rounded to bfloat16",
     "library-logprob": "the library's log-softmax, then one entry",
 }
 

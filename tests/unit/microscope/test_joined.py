@@ -20,7 +20,7 @@ from spmd_rl.microscope.taps import Hashes
 from spmd_rl.model.joined import Joined
 
 MIDDLE = 1  # of three layers
-CHAIN, HALVES = "one ascending chain over K, the contract's", "K summed in 2 parts"
+CHAIN, HALVES = "the contract's product", "K summed in 2 parts"
 SILU = "float32 inside with one rounding, the contract's"
 
 
