@@ -6,6 +6,7 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 TORCH  ?= torch==2.13.0
+TRITON ?= $(shell uname -s | sed -n 's/Linux/triton==3.6.0/p')
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
@@ -50,8 +51,8 @@ $(VENV)/.demo: setup.py constraints.txt
 	@$(PIP) install --editable . "$(TORCH)" --constraint constraints.txt
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.demo pyproject.toml
-	@$(PIP) install --editable ".[dev]" "$(TORCH)" --constraint constraints.txt
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml Makefile
+	@$(PIP) install --editable ".[dev]" "$(TORCH)" $(TRITON) --constraint constraints.txt
 	@touch $@
 
 clean:

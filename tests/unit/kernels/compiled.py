@@ -1,0 +1,68 @@
+"""Triton's kernels compiled for Hopper on a host that need have no GPU: a driver that compiles and never launches."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+HOPPER = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 << 10  # what a block may take there
+_INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]*)", re.MULTILINE)
+_SHUFFLE = re.compile(r"shfl\.sync\.bfly\.b32\s+\S+ \S+ (\d+),")
+
+
+class _Driver:
+    """Answers what Triton asks of CUDA's driver."""
+
+    utils = SimpleNamespace(
+        load_binary=lambda *given: (0, 0, 0, 0, 1024),
+        get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES},
+    )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *given: None
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, a launch on host tensors compiles its kernel as on an H200, and leaves its results unset."""
+    before = driver._active
+    driver.set_active(_Driver())
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def ptx_of(kernel: Any, launch: Callable[[], Any]) -> str:
+    """The code of the one specialisation of `kernel` that `launch` asks for."""
+    kernel.device_caches.clear()
+    with compiling():
+        launch()
+    (compiled,) = kernel.device_caches[0][0].values()
+    return str(compiled.asm["ptx"])
+
+
+def instructions(ptx: str) -> Counter[str]:
+    return Counter(_INSTRUCTION.findall(ptx))
+
+
+def shuffles(ptx: str) -> list[int]:
+    """How far apart the lanes are that add to each other, in the order of the code."""
+    return [int(distance) for distance in _SHUFFLE.findall(ptx)]

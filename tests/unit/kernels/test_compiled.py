@@ -1,0 +1,261 @@
+"""What the contract asks of the code for Hopper, read from the code: its instructions, chains and trees of sums.
+
+The launches are the project's own, so the kernels have the arguments, tiles and options that they have on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spmd_rl.kernels import (
+    activation_triton,
+    decode_inputs_triton,
+    decode_outputs_triton,
+    linear_gluon,
+    linear_tiles,
+    linear_triton,
+    logprob_triton,
+    merge_triton,
+    norm_triton,
+    rope_triton,
+    row_hash_triton,
+    sampling_triton,
+)
+from spmd_rl.kernels.linear_tiles import (
+    GATED_RINGS,
+    GATED_TILES,
+    REFERENCE,
+    RINGS,
+    RINGS_OF,
+    TILES,
+    WGMMA_ROWS,
+    Ring,
+    Tile,
+)
+from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
+from tests.unit.kernels.compiled import instructions, ptx_of, shuffles
+
+BF16 = torch.bfloat16
+WARP, WGMMA_K = 32, 16
+VOCAB = NUM_VOCAB_SHARDS, VOCAB_CHUNK
+PLAIN = sorted({tile for by_width in TILES.values() for _, tile in by_width} | {REFERENCE})
+RINGED = sorted({ring for by_width in RINGS.values() for _, ring in by_width} | set(RINGS_OF.values()))
+GATED_RINGED = sorted({ring for by_width in GATED_RINGS.values() for _, ring in by_width})
+GATED = sorted({tile for by_width in GATED_TILES.values() for _, tile in by_width})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing that was compiled before is taken, nor left behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def rows(count: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.zeros(count, columns, dtype=dtype)
+
+
+def product(tile: Tile, num_rows: int = 300, k: int = 1024, gated: bool = False) -> str:
+    out, weight = rows(num_rows, 4096), rows(8192 if gated else 4096, k)
+    return ptx_of(
+        linear_triton._matmul, lambda: linear_triton.matmul_into(out, rows(num_rows, k), weight, None, tile, gated)
+    )
+
+
+def tensor_core(ptx: str) -> dict[str, int]:
+    return {name: count for name, count in instructions(ptx).items() if name.startswith(("mma", "wgmma.mma"))}
+
+
+def added(ptx: str) -> dict[str, int]:
+    """Additions in float32 outside the tensor cores, and whatever adds in memory."""
+    names = ("add.f32", "add.rn.f32", "fma.rn.f32", "red.", "atom.")
+    return {name: count for name, count in instructions(ptx).items() if name.startswith(names)}
+
+
+@pytest.mark.parametrize(("tile", "gated"), [(one, False) for one in PLAIN] + [(one, True) for one in GATED], ids=str)
+def test_a_product_is_one_chain_of_wgmma(tile: Tile, gated: bool) -> None:
+    """One instruction for each 16 of K, which adds to what came before; nothing is added up beside it."""
+    ptx = product(tile, gated=gated)
+    (name,) = tensor_core(ptx)
+    m, n, k, warps, *_, swap = tile
+    tall, wide = (n, m) if swap else (m, n)
+    assert name.startswith("wgmma.mma_async.sync.aligned.m64n")
+    assert name.endswith(f"k{WGMMA_K}.f32.bf16.bf16")
+    columns = int(name.partition("m64n")[2].partition("k")[0])
+    height = tall // (warps // 4)
+    assert tensor_core(ptx)[name] == (1 + gated) * height * wide // (WGMMA_ROWS * columns) * k // WGMMA_K
+    assert set(added(ptx)) <= ({"add.rn.f32"} if gated else set())  # SiLU's
+
+
+@pytest.mark.parametrize(
+    ("ring", "gated"), [(one, False) for one in RINGED] + [(one, True) for one in GATED_RINGED], ids=str
+)
+def test_a_ring_is_one_chain_of_wgmma(monkeypatch: pytest.MonkeyPatch, ring: Ring, gated: bool) -> None:
+    """Weight by x, as the shape of a program's products says."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    out, weight, k = rows(ring.m, 4096), rows(8192 if gated else 4096, 4096), 4096
+    ptx = ptx_of(
+        linear_gluon._ring_matmul,
+        lambda: linear_gluon.ring_matmul_into(out, rows(ring.m, k), weight, None, ring, gated),
+    )
+    (name,) = tensor_core(ptx)
+    assert name == f"wgmma.mma_async.sync.aligned.m64n{ring.m}k{WGMMA_K}.f32.bf16.bf16"
+    height = max(ring.n, WGMMA_ROWS) // (ring.warps // 4)
+    assert tensor_core(ptx)[name] == (1 + gated) * height // WGMMA_ROWS * ring.k // WGMMA_K
+    assert set(added(ptx)) <= ({"add.rn.f32"} if gated else set())
+
+
+@triton.jit
+def _in_halves(x, weight, out, K: tl.constexpr, TILE: tl.constexpr) -> None:
+    column = tl.arange(0, TILE)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    upper = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, K // 2, TILE):
+        at = column[:, None] * K + start + column[None, :]
+        total = tl.dot(tl.load(x + at), tl.trans(tl.load(weight + at)), total)
+        upper = tl.dot(tl.load(x + at + K // 2), tl.trans(tl.load(weight + at + K // 2)), upper)
+    tl.store(out + column[:, None] * TILE + column[None, :], total + upper)
+
+
+def test_a_product_in_halves_is_seen() -> None:
+    given = rows(64, 512), rows(64, 512), rows(64, 64, torch.float32)
+    assert added(ptx_of(_in_halves, lambda: _in_halves[(1,)](*given, 512, 64)))
+
+
+def norm(size: int, num_rows: int) -> str:
+    return ptx_of(
+        norm_triton._forward,
+        lambda: norm_triton.add_rms_norm_forward(rows(num_rows, size), rows(num_rows, size), rows(1, size)[0], 1e-6),
+    )
+
+
+@pytest.mark.parametrize("size", [64, 128, 1024, 2560, 4096, 5120])
+def test_a_norm_sums_along_one_tree(size: int) -> None:
+    """A thread's own elements, then its warp's threads, then the warps; rounded each time, and never fused."""
+    ptx = norm(size, 300)
+    tile_rows, block = norm_triton.norm_tile(size)
+    threads = WARP * norm_triton.NUM_WARPS
+    each = tile_rows * block // threads
+    across = threads // tile_rows
+    lanes = [1 << i for i in reversed(range(min(across, WARP).bit_length() - 1))]
+    warps = [1 << i for i in reversed(range((across // WARP).bit_length() - 1))] if across > WARP else []
+    assert shuffles(ptx) == lanes + warps
+    assert added(ptx) == {"add.rn.f32": each - 1 + len(lanes + warps) + 1}  # the last one's is epsilon
+    assert instructions(ptx)["add.rn.bf16x2"] == each // 2  # x to the residual: one rounding, as of float32's sum
+
+
+def test_another_tree_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = norm(1024, 300)
+    monkeypatch.setattr(norm_triton, "NUM_WARPS", 8)
+    assert shuffles(norm(1024, 300)) != shuffles(ours)
+
+
+def test_fused_rounding_is_seen() -> None:
+    given = rows(8, 1024), None, rows(1, 1024)[0], rows(8, 1024), None, torch.zeros(8), 8, 1e-6, 1024, 1, 1024
+    ptx = ptx_of(norm_triton._forward, lambda: norm_triton._forward[(8,)](*given, num_warps=4, launch_pdl=True))
+    assert "fma.rn.f32" in added(ptx)
+
+
+def rope(num_rows: int) -> str:
+    q, k = torch.zeros(num_rows, 16, 128, dtype=BF16), torch.zeros(num_rows, 8, 128, dtype=BF16)
+    weight, table = rows(1, 128)[0], torch.zeros(4096, 64)
+    positions = torch.zeros(num_rows, dtype=torch.int64)
+    return ptx_of(
+        rope_triton._forward,
+        lambda: rope_triton.qk_norm_rope_forward(q, k, weight, weight, 1e-6, positions, table, table),
+    )
+
+
+def silu(num_rows: int) -> str:
+    gate, up = rows(num_rows, 3072), rows(num_rows, 3072)
+    return ptx_of(activation_triton._forward, lambda: activation_triton.silu_mul_forward(gate, up))
+
+
+def shards(num_rows: int) -> str:
+    logits, ones = rows(num_rows, 151936, torch.float32), torch.ones(num_rows)
+    targets = torch.zeros(num_rows, dtype=torch.int64)
+    return ptx_of(logprob_triton._shard_sums, lambda: logprob_triton.logprob_forward(logits, targets, ones, *VOCAB))
+
+
+def draw(num_rows: int) -> str:
+    logits, ones = rows(num_rows, 151936, torch.float32), torch.ones(num_rows)
+    keys = torch.zeros(num_rows, dtype=torch.int64)
+    return ptx_of(
+        sampling_triton._draw_and_sum,
+        lambda: sampling_triton.gumbel_argmax_and_logprob(logits, ones, keys, keys, None),
+    )
+
+
+def hashes(num_rows: int) -> str:
+    return ptx_of(row_hash_triton._row_hashes, lambda: row_hash_triton.row_hashes(rows(num_rows, 1024)))
+
+
+def merge(num_rows: int) -> str:
+    partial, sums, out = torch.zeros(3 * num_rows, 16, 128), torch.zeros(3 * num_rows, 16), rows(16 * num_rows, 128)
+    ranges = torch.zeros(num_rows, 3, dtype=torch.int64)
+    whole = out.view(num_rows, 16, 128)
+    return ptx_of(merge_triton._merge, lambda: merge_triton.merge_ranges_gpu(partial, sums, ranges, whole, None))
+
+
+OPS: dict[str, Callable[[int], str]] = {
+    "norm": lambda count: norm(1024, count),
+    "product": lambda count: product(REFERENCE, count),
+    "rope": rope,
+    "silu": silu,
+    "log-prob": shards,
+    "draw": draw,
+    "hashes": hashes,
+    "merge": merge,
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_code_is_one_for_all_numbers_of_rows(op: str) -> None:
+    """17 and 48: Triton makes code of its own for arguments of 1, and for multiples of 16, if it may."""
+    codes = {count: OPS[op](count) for count in (1, 17, 48)}
+    assert len(set(codes.values())) == 1
+
+
+@triton.jit
+def _specialised(x, count) -> None:
+    at = tl.arange(0, 64)
+    tl.store(x + at, tl.load(x + at, mask=at < count) * 2, mask=at < count)
+
+
+def test_code_of_its_own_is_seen() -> None:
+    one, many = (ptx_of(_specialised, partial(_specialised[(1,)], torch.zeros(64), count)) for count in (1, 17))
+    assert one != many
+
+
+def test_what_frames_a_step_compiles() -> None:
+    """The kernels that make a decoding step's inputs and take its outputs have no arithmetic to be held to."""
+    ids, one = torch.zeros(40, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    pages = torch.zeros(40, 8, dtype=torch.int32)
+    inputs = ptx_of(
+        decode_inputs_triton._inputs, lambda: decode_inputs_triton.decode_inputs(ids, ids, ids, ids, pages, 128)
+    )
+    host = torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64)
+    outputs = ptx_of(
+        decode_outputs_triton._outputs,
+        lambda: decode_outputs_triton.decode_outputs(ids, torch.zeros(40), ids, ids, *host, one),
+    )
+    assert all("griddepcontrol.wait" in ptx for ptx in (inputs, outputs))
+
+
+def test_a_draw_takes_the_exponentials_of_training() -> None:
+    ours, theirs = (instructions(code(17)) for code in (draw, shards))
+    assert ours["ex2.approx.f32"] == theirs["ex2.approx.f32"] > 0
+    assert ours["sub.rn.f32"] == theirs["sub.rn.f32"] == theirs["ex2.approx.f32"]
+
+
+def test_the_tiles_fit() -> None:
+    """None takes more shared memory than a block may, which a launch on a GPU would refuse."""
+    assert max(tile.stages * (tile.m + tile.n) * tile.k * 2 for tile in PLAIN) <= linear_tiles.SHARED_BYTES + (3 << 10)
