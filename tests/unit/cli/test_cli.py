@@ -140,3 +140,17 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
     monkeypatch.setattr(cli, "_run", broken)
     assert ended("run", "sft") == 1
     assert "of a socket" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, cli.SPINS), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")]
+)
+def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: str | None) -> None:
+    """It must be known before torch is loaded, which reads it once."""
+    code = (
+        "import os, sys; from spmd_rl import cli; cli._guarded(lambda words: 0, []);"
+        "assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(spins)
