@@ -17,7 +17,7 @@ from types import FrameType
 from spmd_rl import __version__
 from spmd_rl.config import dump_toml
 from spmd_rl.controller import last_words
-from spmd_rl.controller.recipe import Invocation, make_importable, run_config
+from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
 from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
@@ -125,9 +125,7 @@ def _run(words: list[str]) -> int:
         signal.signal(number, _end_before_launch)
     _open_many_files()
     invocation = Invocation.parse(words)
-    from spmd_rl.plan.inputs import accept
-
-    cfg = accept(invocation)
+    cfg = load_recipe(invocation.recipe).accept(invocation)
     num_ranks = invocation.nproc or getattr(cfg, "nproc", 0) or 0
     if num_ranks and hasattr(cfg, "split"):
         plan_split(cfg.split, num_ranks)

@@ -67,6 +67,13 @@ class Recipe:
         """The config as the invocation gives it. Raises: ConfigError."""
         return load(self.config, invocation.config, invocation.overrides)
 
+    def accept(self, invocation: Invocation) -> Any:
+        """The config, which the recipe has checked. Raises: ConfigError, or what the recipe raises."""
+        cfg = self.configure(invocation)
+        if self.check is not None:
+            self.check(cfg)
+        return cfg
+
 
 def run_config(cfg: Any) -> RunConfig:
     """The `run` section of a recipe's config, or the defaults."""

@@ -44,7 +44,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """What can be refused before anything starts."""
-    rl.check_inputs(model=cfg.model, data=cfg.data, reward=cfg.reward)
+    rl.check_inputs(model=cfg.model, data=cfg.data, reward=cfg.reward, prompts=cfg.prompts, trainer=cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

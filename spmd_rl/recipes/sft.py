@@ -36,7 +36,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """What can be refused before anything starts."""
-    rl.check_inputs(model=cfg.model, data=cfg.data)
+    rl.check_inputs(model=cfg.model, data=cfg.data, prompts=cfg.prompts, trainer=cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

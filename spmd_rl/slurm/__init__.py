@@ -14,10 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spmd_rl.controller.recipe import Invocation, run_config
+from spmd_rl.controller.recipe import Invocation, load_recipe, run_config
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import plan_split
-from spmd_rl.plan.inputs import accept
 from spmd_rl.slurm.script import Job, render
 
 FLAGS = ("nodes", "time", "partition", "gpus-per-node", "account", "qos", "job-name")
@@ -50,7 +49,7 @@ def submit(words: list[str]) -> int:
 def plan_job(asked: argparse.Namespace, run_words: list[str]) -> Job:
     """The job for these words, once the recipe has accepted its part of them. Raises: ConfigError, PlanError."""
     invocation = Invocation.parse(run_words)
-    cfg = accept(invocation)
+    cfg = load_recipe(invocation.recipe).accept(invocation)
     _check_counts(asked)
     nproc = asked.nproc_per_node or invocation.nproc or asked.gpus_per_node or getattr(cfg, "nproc", 0) or 0
     if nproc and hasattr(cfg, "split"):

@@ -41,11 +41,13 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
-        except Exception as error:  # noqa: BLE001  whatever it is, it is raised again
+        except RuntimeError as error:  # of torch's archive, which cannot be closed once the system has failed
             of_system: BaseException | None = error
             while of_system is not None and not isinstance(of_system, OSError):
-                of_system = of_system.__cause__ or of_system.__context__
-            raise of_system or error from None
+                of_system = of_system.__context__
+            if of_system is None:
+                raise
+            raise of_system from None
 
 
 class Saver:
