@@ -57,17 +57,28 @@ def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
 
 def batch(num_tokens: int, vocab: int) -> Batch:
     """Sequences of 128 prompt and 896 response tokens, with random advantages, as one rollout would give them."""
+    return _batch([NEW_TOKENS] * (num_tokens // (PROMPT_TOKENS + NEW_TOKENS)), vocab)
+
+
+def mixed_batch(num_tokens: int, vocab: int) -> Batch:
+    """About as many tokens in sequences of 128 prompt and 64 to 1,728 response tokens, any of them as likely."""
+    rng = np.random.default_rng(1)
+    count = num_tokens // (PROMPT_TOKENS + NEW_TOKENS)
+    return _batch([int(new) for new in rng.integers(64, 2 * NEW_TOKENS - 63, count)], vocab)
+
+
+def _batch(new_tokens: list[int], vocab: int) -> Batch:
     rng = np.random.default_rng(0)
-    groups = [_group(uid, vocab, rng) for uid in range(num_tokens // (PROMPT_TOKENS + NEW_TOKENS))]
+    groups = [_group(uid, new, vocab, rng) for uid, new in enumerate(new_tokens)]
     return pack(groups, [rng.standard_normal(1) for _ in groups])
 
 
-def _group(uid: int, vocab: int, rng: np.random.Generator) -> Group:
+def _group(uid: int, new_tokens: int, vocab: int, rng: np.random.Generator) -> Group:
     def tokens(count: int) -> Any:
         return rng.integers(0, vocab, count, dtype=np.int32)
 
-    zeros = np.zeros(NEW_TOKENS, np.float32)
-    sample = Sample(uid, 0, tokens(NEW_TOKENS), zeros, zeros.astype(np.int32), "length")
+    zeros = np.zeros(new_tokens, np.float32)
+    sample = Sample(uid, 0, tokens(new_tokens), zeros, zeros.astype(np.int32), "length")
     return Group(Prompt(uid, tokens(PROMPT_TOKENS)), [sample])
 
 

@@ -4,9 +4,9 @@ Rows of a decoding step (64, 256) and of a pack of training (16,384). Each numbe
 graph that runs the op once for each of several inputs, together larger than L2, or 2,048 of them where they are tiny.
 The share of a copy is the time that what is read and written once would take at a copy's bandwidth. torch's spelling:
 indexing, F.rms_norm behind an addition, F.rms_norm and rotation head by head, then index_copy into the pages, F.silu
-times up, log_softmax and gather, Gumbel noise and argmax, for top-p behind a sort, a softmax and its running sum,
-results weighted by a softmax of their sums. The head's product with its log-probs is torch.mm and log_softmax. What a
-decoding step reads and leaves for the next is indexing and arithmetic, an op each, and copies to the host.
+times up, log_softmax and gather, Gumbel noise and argmax, results weighted by a softmax of their sums. The head's
+product with its log-probs is torch.mm and log_softmax. What a decoding step reads and leaves for the next is indexing
+and arithmetic, an op each, and copies to the host.
 
     python -m benchmarks.kernels.small_ops [--save]
 """

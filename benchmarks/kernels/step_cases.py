@@ -12,7 +12,6 @@ from benchmarks.shapes import QWEN3, VOCAB
 from spmd_rl.kernels import head_logprobs, linear_fp32, sample_and_score, token_logprobs
 
 LOGIT_ROWS = 2048  # of a chunk of the training loss
-TOP_P = 0.95
 
 
 def of_step(rows: int, page_size: int = 128, pages: int = 16) -> Iterator[Case]:
@@ -67,18 +66,7 @@ def of_head(name: str) -> Iterator[Case]:
 
 
 def torch_draw(logits: Tensor) -> tuple[Tensor, Tensor]:
-    return drawn_and_scored(logits, logits)
-
-
-def torch_draw_top_p(logits: Tensor) -> tuple[Tensor, Tensor]:
-    ordered, order = logits.sort(dim=-1, descending=True)
-    probs = ordered.softmax(-1)
-    dropped = probs.cumsum(-1) - probs >= TOP_P
-    return drawn_and_scored(logits.masked_fill(dropped.scatter(1, order, dropped), -torch.inf), logits)
-
-
-def drawn_and_scored(kept: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    drawn = (kept - torch.empty_like(kept).exponential_().log_()).argmax(-1)
+    drawn = (logits - torch.empty_like(logits).exponential_().log_()).argmax(-1)
     return drawn, logits.log_softmax(-1).gather(1, drawn.unsqueeze(1))
 
 
@@ -97,15 +85,6 @@ def of_vocabulary(rows: int, *, decoding: bool) -> Iterator[Case]:
             torch_draw,
             logits,
             num_bytes,
-        )
-        top_p = one * TOP_P
-        yield Case(
-            f"{rows} rows of {VOCAB} logits: sample_and_score, top_p {TOP_P}",
-            lambda logits: sample_and_score(logits, one, targets, targets, greedy=None, top_p=top_p),
-            torch_draw_top_p,
-            logits,
-            num_bytes,
-            rounds=1,
         )
     else:
         yield Case(

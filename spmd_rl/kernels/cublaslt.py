@@ -24,6 +24,7 @@ MIN_ALIGNMENTS = range(5, 9)  # of both factors, of what is added, and of the re
 ALIGNMENT = 16  # bytes
 INVALID, NOT_SUPPORTED = 7, 15
 SPLITS = 2  # of a proposal's own account
+COLUMNS = 3  # of a layout
 MOST = 32
 ONE, ZERO = c_float(1), c_float(0)
 
@@ -66,9 +67,10 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
     """What cuBLAS proposes if a way may use so many bytes, best first as it thinks, each way once; nothing where
     cublasLt is not to be had.
 
-    With none it is asked for ways that keep no partial sums, and so do not split K. The ways of one answer share what
-    they are called with: no two of them may run at a time, nor be called from two threads. Each takes contiguous
-    operands at whole multiples of 16 bytes, whose shapes and types it does not check, and launches on torch's stream.
+    With none it is asked for ways that keep no partial sums, and so do not split K. A way multiplies any number of rows
+    by the kernel that it is for those of the shape. The ways of one answer share what they are called with: no two of
+    them may run at a time, nor be called from two threads. Each takes contiguous operands at whole multiples of 16
+    bytes, whose widths and types it does not check, and launches on torch's stream.
 
     Raises: RuntimeError with the status of a call that cublasLt refuses; so does each way.
     """
@@ -90,6 +92,8 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
         def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             if bias is not None:
                 _set("Desc", operation, BIAS, _address(bias))
+            for layout in of_x, of_out:
+                _set_columns(layout, len(x))
             result = _address(out)
             _call(
                 "cublasLtMatmul",
@@ -147,6 +151,12 @@ def _wishes(workspace_bytes: int) -> c_void_p:
 
 def _set(kind: str, of: c_void_p, attribute: int, value: c_int | c_uint32 | c_uint64 | c_void_p) -> None:
     _call(f"cublasLtMatmul{kind}SetAttribute", of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value)))
+
+
+def _set_columns(layout: c_void_p, count: int) -> None:
+    value = c_uint64(count)
+    size = c_size_t(ctypes.sizeof(value))
+    _call("cublasLtMatrixLayoutSetAttribute", layout, c_int(COLUMNS), byref(value), size)
 
 
 def _address(x: Tensor) -> c_void_p:

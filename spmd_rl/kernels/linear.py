@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmd_rl.kernels.differentiable import call
 from spmd_rl.kernels.linear_cpu import linear_on_cpu
 
 HOPPER = 9  # the compute capability on which tiles were seen to be free
@@ -23,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type == "cpu":
         return linear_on_cpu(x, weight, bias)
     if is_exact(x):
-        return _Linear.apply(x, weight, bias, x.dtype)
+        return call(_Linear, x, weight, bias, x.dtype)
     return F.linear(x, weight, bias)
 
 
@@ -35,7 +36,7 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return linear(x, weight)
     if is_exact(x):
-        return _Linear.apply(x, weight, None, torch.float32)
+        return call(_Linear, x, weight, None, torch.float32)
     return linear(x.float(), weight.float())
 
 

@@ -3,6 +3,9 @@
 A way that says it cuts K is none of them. Others are compared with the reference kernel twice: for ordinary data, then
 for data whose halves cancel, so that nothing but the rounding of the chain is left. As all that pass give the same
 bits, it does not matter that another process may find another one the fastest.
+
+A way is one kernel for all numbers of rows, so it is compared for the most and the least that it will have. The two
+that are left of a race meet alone in the end: what ran before decides the clock.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from spmd_rl.kernels.recording import capture
 from spmd_rl.kernels.turns import seconds
 
 COMPARED_ROWS = 1024
-ROUNDS = ((9, 4), (41, 1))  # turns of each way, and how many of the fastest go on
+ROUNDS = ((9, 4), (41, 2), (41, 1))  # turns of each way, and how many of the fastest go on
 TURN_S = 1e-3  # what a graph of calls takes at about the pace of an H200, so that its launch is little beside it
 BYTES_PER_S, FLOPS_PER_S = 4e12, 8e14
 MOST_CALLS = 64
@@ -28,14 +31,17 @@ L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come 
 
 
 @torch.no_grad()
-def choose(shape: Shape, ours: Way) -> Way | None:
-    """None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to compare them in,
-    with a warning. Not while a graph is recorded.
+def choose(shape: Shape, least_rows: int, ours: Way) -> Way | None:
+    """A way for `least_rows` and up to those of the shape, and beyond where it has the most that ways are compared for.
+
+    None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to compare them in, with
+    a warning. Not while a graph is recorded.
 
     Raises: RuntimeError where cuBLAS refuses what it proposed.
     """
     try:
-        ways = [way for way in proposed(shape) if way.splits <= 1 and proves_equal(way, shape)]
+        ends = {shape, shape._replace(rows=least_rows)}
+        ways = [way for way in proposed(shape) if way.splits <= 1 and all(proves_equal(way, one) for one in ends)]
         best = fastest([ours, *ways], shape) if ways else ours
     except torch.OutOfMemoryError:
         warnings.warn(f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies", stacklevel=2)

@@ -1,7 +1,8 @@
-"""Which rows of a matrix product go to cuBLAS on NVIDIA GPUs, and which to our kernels.
+"""Which matrix products go to cuBLAS on NVIDIA GPUs, and which to our kernels.
 
-cuBLAS is the faster for many rows. It is called for a few listed numbers of rows only, and only where one of its ways
-has the contract's bits (`linear_library`) and is the fastest. Other rows go to our kernels.
+cuBLAS is the faster for many rows. It is called only where one of its ways has the contract's bits (`linear_library`)
+and is the fastest: for the numbers of rows that decoding has most, and for all above them, which share a way up to the
+next power of two. Other products go to our kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from spmd_rl.kernels.linear_tiles import Share, choose_gated_tile, choose_ring, 
 from spmd_rl.kernels.tile import dense
 from spmd_rl.kernels.verified import has_dsl
 
-CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # rows taken from a larger product
-WHOLE = {256: 2048, 128: 2048, 64: 65536}  # rows of a whole product: weight rows above which cuBLAS may be the faster
+WHOLE = {256: 2048, 128: 2048, 64: 65536}  # rows of a product: weight rows above which cuBLAS may be the faster
+MOST_ROWS = 16384  # that ways are compared for
 
 _chosen: dict[Shape, Way | None] = {}
 
@@ -36,15 +37,11 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     for operand, shape in (x, (len(x), k)), (weight, (n, k)), (bias, (n,)):
         if operand is not None and (operand.shape != shape or operand.dtype != torch.bfloat16):
             raise ValueError(f"{list(operand.shape)} {operand.dtype}: no operand of a product with [{n}, {k}] bfloat16")
-    x, num_rows = dense(x), x.shape[0]
-    out, done = x.new_empty(num_rows, n, dtype=out_dtype), 0
-    for rows in (num_rows,) if num_rows in WHOLE else CHUNKS:
-        while num_rows - done >= rows and (way := _library_way(rows, x, weight, bias, out_dtype)) is not None:
-            part = slice(done, done + rows)
-            way(out[part], x[part], dense(weight), None if bias is None else dense(bias))
-            done += rows
-    if done < num_rows:
-        ours_into(out[done:], x[done:], weight, bias)
+    x, out = dense(x), x.new_empty(len(x), n, dtype=out_dtype)
+    if (way := _library_way(x, weight, bias, out_dtype)) is not None:
+        way(out, x, dense(weight), None if bias is None else dense(bias))
+    elif len(x):
+        ours_into(out, x, weight, bias)
     return out
 
 
@@ -85,13 +82,14 @@ def _has_wgmma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
-def _library_way(rows: int, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Way | None:
-    n, k = weight.shape
-    if n % 8 or k % 8 or n <= WHOLE.get(rows, 0):
+def _library_way(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Way | None:
+    (n, k), rows = weight.shape, len(x)
+    if n % 8 or k % 8 or n <= WHOLE.get(rows, 0) or (rows < max(WHOLE) and rows not in WHOLE):
         return None
-    shape = Shape(n, k, rows, bias is not None, out_dtype, x.device)
+    most = min(1 << (rows - 1).bit_length(), MOST_ROWS)
+    shape = Shape(n, k, most, bias is not None, out_dtype, x.device)
     if shape not in _chosen:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _chosen[shape] = choose(shape, ours_into)
+        _chosen[shape] = choose(shape, most if most in WHOLE else most // 2 + 1, ours_into)
     return _chosen[shape]

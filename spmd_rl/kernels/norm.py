@@ -28,7 +28,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Shape: x and residual [..., C], weight [C].
     """
     if x.is_cuda:
-        normed, summed = _AddRmsNorm.apply(x, residual, weight, eps)
+        normed, summed = call(_AddRmsNorm, x, residual, weight, eps)
         remakable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])
         return normed, summed
     summed = residual + x

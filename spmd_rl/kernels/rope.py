@@ -49,7 +49,7 @@ def qk_norm_rope(
     """
     if q.is_cuda:
         rest = q_weight, k_weight, eps, positions, cos, sin
-        turned = _QkNormRope.apply(q, k, *rest)
+        turned: tuple[Tensor, Tensor] = call(_QkNormRope, q, k, *rest)
         remakable(turned, lambda: _QkNormRope.apply(q.detach(), k.detach(), *rest))
         return turned
     if q_weight is not None and k_weight is not None:

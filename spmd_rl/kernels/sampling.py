@@ -14,7 +14,7 @@ from torch import Tensor
 from spmd_rl.kernels.logprob import token_logprobs
 from spmd_rl.kernels.splitmix import GAMMA, mix_, next64, shift_right, signed
 
-RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in 2^-40ths"  # another name for any other draws
+RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in whole 2^-40ths"  # new for other draws
 FILTERED_ENTRIES = 1 << 22  # at a time: sorting takes some 49 bytes an entry
 NUCLEUS_UNITS = 2.0**40  # of the likeliest entry's share: sums of whole numbers, whose order does not matter
 
@@ -108,12 +108,10 @@ def sample_tokens(
 
     Shape: logits [M, V] fp32; all else [M] (`keys` int64, `greedy` bool, `top_k` int64); returns [M] int64.
     """
-    scores = logits
-    if top_k is not None or top_p is not None or min_p is not None:
-        scores = _filter(logits * inv_temperature.unsqueeze(1), (top_k, top_p, min_p))
+    scores, filters = logits, (top_k, top_p, min_p)
+    if any(one is not None for one in filters):
+        scores = _filtered(logits, inv_temperature, greedy, filters)
         inv_temperature = torch.ones_like(inv_temperature)
-    if greedy is not None and scores is not logits:
-        scores = torch.where(greedy.unsqueeze(1), logits, scores)
     if logits.is_cuda:
         from spmd_rl.kernels.sampling_triton import gumbel_argmax
 
@@ -123,6 +121,26 @@ def sample_tokens(
         inv_temperature = inv_temperature.masked_fill(greedy, 1.0)
         noise = noise.masked_fill(greedy.unsqueeze(1), 0.0)
     return (scores * inv_temperature.unsqueeze(1) + noise).argmax(dim=1)
+
+
+def distances(scores: Tensor) -> Tensor:
+    """1 and how far each entry lies below the greatest: their order is what filters go by, and of equals that of ids.
+
+    Shape: [M, V] fp32.
+    """
+    return scores.amax(dim=1, keepdim=True) - scores + 1
+
+
+def _filtered(
+    logits: Tensor, inv_temperature: Tensor, greedy: Tensor | None, filters: tuple[Tensor | None, ...]
+) -> Tensor:
+    """logits * inv_temperature with what the filters reject at minus infinity; greedy rows as they are."""
+    if logits.is_cuda:
+        from spmd_rl.kernels.filter_triton import filtered
+
+        return filtered(logits, inv_temperature, greedy, *filters)
+    scores = _filter(logits * inv_temperature.unsqueeze(1), filters)
+    return scores if greedy is None else torch.where(greedy.unsqueeze(1), logits, scores)
 
 
 def _filter(scores: Tensor, filters: tuple[Tensor | None, ...]) -> Tensor:
@@ -138,16 +156,17 @@ def _filter(scores: Tensor, filters: tuple[Tensor | None, ...]) -> Tensor:
 
 def _rejected(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
     """Shape: as `scores`, bool."""
-    ordered, order = scores.sort(dim=1, descending=True, stable=True)
+    ordered, order = distances(scores).sort(dim=1, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)
     dropped = torch.zeros_like(scores, dtype=torch.bool)
     if top_k is not None:
         dropped |= (top_k.unsqueeze(1) > 0) & (rank >= top_k.unsqueeze(1))
-    terms = (ordered - ordered[:, :1]).exp().masked_fill(dropped, 0.0)  # of the likeliest entry 1
+    terms = (1 - ordered).exp().masked_fill(dropped, 0.0)  # of the likeliest entry 1
     if top_p is not None:
         shares = (terms.double() * NUCLEUS_UNITS).long()
         sums = shares.cumsum(dim=1)
-        reached = (sums - shares).double() >= top_p.double().unsqueeze(1) * sums[:, -1:].double()
+        enough = (top_p.double() * sums[:, -1].double()).ceil().long()
+        reached = sums - shares >= enough.unsqueeze(1)
         dropped |= reached & (rank > 0) & (top_p.unsqueeze(1) < 1)
     if min_p is not None:
         dropped |= terms < min_p.unsqueeze(1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.cuda import graph_pool_handle
 
 from spmd_rl.kernels import gumbel_noise, position_keys, sample_and_score, sample_tokens, sampling, token_logprobs
+from spmd_rl.kernels.recording import record
 
 NUM_ROWS = 24
 VOCAB = 20011
@@ -73,14 +75,82 @@ def test_greedy_ties_across_the_vocabulary() -> None:
     _check(_only(columns, torch.full(columns.shape, 2.0, device="cuda")), 1.0)
 
 
+FILTERS = {
+    "top-k": {"top_k": 50},
+    "top-p": {"top_p": 0.9},
+    "two": {"top_p": 0.3, "min_p": 1e-4},
+    "many": {"top_k": 5000, "top_p": 0.999},
+    "all": {"top_k": 300, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+def _rows(count: int, filters: dict[str, float]) -> dict[str, Tensor]:
+    """Every seventh row is off for each filter."""
+    off = torch.arange(count, device="cuda") % 7 == 3
+    kinds = {"top_k": (0, torch.int64), "top_p": (1, torch.float32), "min_p": (0, torch.float32)}
+    return {
+        name: torch.full((count,), value, device="cuda", dtype=kinds[name][1]).masked_fill(off, kinds[name][0])
+        for name, value in filters.items()
+    }
+
+
+def _sorted(logits: Tensor, scale: Tensor, filters: dict[str, Tensor]) -> Tensor:
+    """What a sort leaves."""
+    return sampling._filter(logits * scale[:, None], tuple(filters.get(name) for name in ("top_k", "top_p", "min_p")))
+
+
+@pytest.mark.parametrize("kind", ["normal", "levels", "equal", "peaked", "huge"])
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("vocab", [7, 1025, 151936])
+def test_filters_leave_what_a_sort_leaves(vocab: int, filters: str, kind: str) -> None:
+    normal = torch.randn(NUM_ROWS, vocab, device="cuda") * 2
+    kinds = {"levels": normal.round(), "equal": normal * 0, "peaked": normal * 8, "huge": normal * 1e8}
+    logits, scale = kinds.get(kind, normal), torch.linspace(0.5, 2, NUM_ROWS, device="cuda")
+    rows = _rows(NUM_ROWS, FILTERS[filters])
+    found = sampling._filtered(logits, scale, None, tuple(rows.get(name) for name in ("top_k", "top_p", "min_p")))
+    expected = _sorted(logits, scale, rows)
+    assert torch.equal(found, expected)
+    assert vocab == 7 or (expected[0] == -torch.inf).any()
+
+
+@pytest.mark.parametrize("filters", ["two", "all"])
+def test_a_filtered_draw_is_the_greatest_of_what_is_left(filters: str) -> None:
+    bases, positions, noise = _noise()
+    logits, scale = torch.randn(NUM_ROWS, VOCAB, device="cuda") * 3, torch.full((NUM_ROWS,), 0.8, device="cuda")
+    greedy, rows = torch.arange(NUM_ROWS, device="cuda") % 3 == 0, _rows(NUM_ROWS, FILTERS[filters])
+    expected = (_sorted(logits, scale, rows) + noise).argmax(1)
+    drawn, logprobs = sample_and_score(logits, scale, bases, positions, **rows)
+    assert torch.equal(drawn, expected)
+    assert not torch.equal(drawn, sample_and_score(logits, scale, bases, positions)[0])
+    assert torch.equal(logprobs, token_logprobs(logits, drawn, scale)[0])
+    mixed = torch.where(greedy, logits.argmax(1), expected)
+    assert torch.equal(sample_and_score(logits, scale, bases, positions, greedy=greedy, **rows)[0], mixed)
+
+
+def test_a_recorded_filtered_draw() -> None:
+    """In a graph, over logits that come after it was recorded."""
+    bases, positions, _ = _noise()
+    logits, scale = torch.randn(NUM_ROWS, VOCAB, device="cuda"), torch.ones(NUM_ROWS, device="cuda")
+    rows = _rows(NUM_ROWS, FILTERS["all"])
+    sample_and_score(logits, scale, bases, positions, **rows)
+    graph, drawn = record(lambda: sample_and_score(logits, scale, bases, positions, **rows)[0], graph_pool_handle())
+    for _ in range(3):
+        logits.copy_(torch.randn_like(logits))
+        expected = sample_and_score(logits.clone(), scale, bases, positions, **rows)[0]
+        drawn.fill_(-1)
+        graph.replay()
+        assert torch.equal(drawn, expected)
+
+
 @pytest.mark.parametrize("vocab", [151936, 32001])
-@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_p": 0.3, "min_p": 1e-4}, {"top_p": 0.999, "top_k": 5000}])
-def test_filters_do_not_depend_on_company(vocab: int, filters: dict[str, float]) -> None:
-    """A nucleus of many entries, whose probabilities a scan adds up in an order of its own for each number of rows."""
-    logits = torch.randn(513, vocab, device="cuda")
-    rows = {name: torch.full((513,), filters.get(name, 0), device="cuda") for name in ("top_k", "top_p", "min_p")}
-    whole = sampling._filter(logits.clone(), tuple(rows.values()))
-    assert (whole > -torch.inf).sum(1).min() > 100
+@pytest.mark.parametrize("filters", FILTERS)
+def test_filters_do_not_depend_on_company(vocab: int, filters: str) -> None:
+    logits, scale = torch.randn(513, vocab, device="cuda"), torch.ones(513, device="cuda")
+    rows = tuple(_rows(513, FILTERS[filters]).get(name) for name in ("top_k", "top_p", "min_p"))
+    whole = sampling._filtered(logits, scale, None, rows)
+    assert (whole > -torch.inf).sum(1).min() > 10
     for count in (1, 3, 64, 65, 512):
-        found = sampling._filter(logits[:count].clone(), tuple(one[:count] for one in rows.values()))
+        found = sampling._filtered(
+            logits[:count], scale[:count], None, tuple(r if r is None else r[:count] for r in rows)
+        )
         assert torch.equal(found, whole[:count])

@@ -105,8 +105,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     product is slow."""
     seen: list[torch.Size] = []
 
-    def watched(shape: Shape, ours: Way) -> Way | None:
-        way = choose(shape, _ten_times(ours))
+    def watched(shape: Shape, least_rows: int, ours: Way) -> Way | None:
+        way = choose(shape, least_rows, _ten_times(ours))
 
         def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             seen.append(x.shape)
@@ -127,7 +127,20 @@ def test_large_products_go_to_the_library(
     x, weight = rows("normal", m, k), rows("normal", n, k)
     bias = rows("normal", 1, n)[0] if has_bias else None
     assert unequal(matmul(x, weight, bias, BF16), reference(x, weight, bias, BF16)) == 0
-    assert calls == [torch.Size((2048, k)), torch.Size((512, k))]
+    assert calls == [x.shape]
+
+
+@pytest.mark.parametrize(("n", "k", "dtype"), [(6144, 1024, BF16), (1024, 3072, BF16), (32768, 1024, FP32)])
+def test_any_number_of_rows_goes_to_the_library_whole(
+    n: int, k: int, dtype: torch.dtype, calls: list[torch.Size], rows: Rows, unequal: Unequal
+) -> None:
+    """A way chosen for the next power of two multiplies fewer rows by the same kernel, and more than the most."""
+    weight = rows("normal", n, k)
+    for m in (257, 511, 515, 1025, 1663, 2049, 4001, 8193, 15903, 16384, 20001):
+        x = rows("wide", m, k)
+        assert unequal(matmul(x, weight, None, dtype), reference(x, weight, None, dtype)) == 0
+        assert calls.pop() == x.shape
+    assert [shape.rows for shape in linear_plan._chosen] == [512, 1024, 2048, 4096, 16384]
 
 
 @pytest.mark.parametrize("rows_of_x", [128, 256, 512])
@@ -160,7 +173,7 @@ def test_ours_multiplies_where_there_is_no_memory_to_compare(step: str, monkeypa
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(linear_library, step, full)
-    assert choose(Shape(4096, 4096, 1024, False, BF16, DEVICE), _ten_times(by_torch)) is None
+    assert choose(Shape(4096, 4096, 1024, False, BF16, DEVICE), 513, _ten_times(by_torch)) is None
     assert len(asked) == 1
 
 
@@ -169,10 +182,10 @@ def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = _ten_times(by_torch)
     ways = [Proposed(slow, 1), Proposed(by_torch, 1), Proposed(slow, 1)]
     monkeypatch.setattr(linear_library, "proposed", lambda shape: ways)
-    assert choose(shape, slow) is ways[1]
-    assert choose(shape, lambda *given: None) is None
+    assert choose(shape, 513, slow) is ways[1]
+    assert choose(shape, 513, lambda *given: None) is None
     monkeypatch.setattr(linear_library, "proposed", lambda shape: [Proposed(by_torch, 2)])
-    assert choose(shape, slow) is None, "what says that it cuts K is not asked whether it is fast"
+    assert choose(shape, 513, slow) is None, "what says that it cuts K is not asked whether it is fast"
 
 
 def test_nothing_is_chosen_while_a_graph_is_recorded(
@@ -183,9 +196,9 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
     x, weight = rows("normal", m, k), rows("normal", n, k)
     expected = reference(x, weight, None, BF16)
 
-    def ask(shape: Shape, ours: Way) -> Way | None:
+    def ask(shape: Shape, least_rows: int, ours: Way) -> Way | None:
         asked.append(shape)
-        return None if torch.cuda.is_current_stream_capturing() else watched(shape, ours)
+        return None if torch.cuda.is_current_stream_capturing() else watched(shape, least_rows, ours)
 
     def recorded() -> int:
         graph = torch.cuda.CUDAGraph()

@@ -14,7 +14,7 @@ from benchmarks import engine_cost, paths, proof_cost, record, rollout_vs_sglang
 from benchmarks.cublas import every_way
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
-from benchmarks.kernels import decode_gemm, layer_cases, step_cases
+from benchmarks.kernels import decode_gemm, filters, layer_cases
 from benchmarks.shapes import QWEN3, write_config
 from spmd_rl.controller.contracts import FILE, followed
 from spmd_rl.kernels import gated, linear_plan, token_logprobs, write_kv
@@ -136,15 +136,19 @@ def test_products_are_those_of_the_network(tmp_path: Path, name: str) -> None:
 
 
 def test_products_of_decoding_are_counted() -> None:
-    def product(what: str, value: float) -> list[record.Row]:
+    def product(what: str, value: float, itself: float = 1.0) -> list[record.Row]:
         return [
+            record.measured(f"{what}, {decode_gemm.ITSELF}", itself, ""),
             record.compared(what, value, "us", peer="cuBLAS's best", peer_value=1, at_most=decode_gemm.BAR),
             record.measured(f"{what}, {decode_gemm.FLOOR}", 1 / value, "", at_least=decode_gemm.FLOOR_BAR),
             record.measured(f"{what}, {decode_gemm.WEIGHT_FLOOR}", 0.9 / value, ""),
         ]
 
-    rows = decode_gemm.summary([*product("a", 1.0), *product("b", 1.01), *product("c", 1.2)])
+    rows = decode_gemm.summary([*product("a", 1.0), *product("b", 1.01), *product("c", 1.2, itself=1.015)])
     assert [(row.value, row.unit, row.holds) for row in rows] == [
+        (1.0, "", None),
+        (1.015, "", None),
+        (2, "of 3", False),
         (2, "of 3", False),
         (1, "of 3", None),
         (2, "of 3", False),
@@ -154,7 +158,8 @@ def test_products_of_decoding_are_counted() -> None:
 
 def test_torch_draws_from_the_nucleus_and_scores_among_all() -> None:
     logits = torch.full((2, 50), -1.0).index_fill_(1, torch.tensor([7]), 8.0)
-    drawn, logprob = step_cases.torch_draw_top_p(logits)
+    wanted = torch.tensor([3, 3]), torch.tensor([0.9, 0.9]), torch.tensor([0.1, 0.1])
+    drawn, logprob = filters.by_sort(logits, *wanted)
     assert drawn.tolist() == [7, 7]
     assert torch.allclose(logprob.squeeze(1), logits.log_softmax(-1)[:, 7])
 

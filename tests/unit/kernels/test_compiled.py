@@ -18,6 +18,7 @@ from spmd_rl.kernels import (
     activation_triton,
     decode_inputs_triton,
     decode_outputs_triton,
+    filter_triton,
     linear_gluon,
     linear_tiles,
     linear_triton,
@@ -248,6 +249,19 @@ def test_what_frames_a_step_compiles() -> None:
         lambda: decode_outputs_triton.decode_outputs(ids, torch.zeros(40), ids, ids, *host, one),
     )
     assert all("griddepcontrol.wait" in ptx for ptx in (inputs, outputs))
+
+
+@pytest.mark.parametrize("name", ["_maxima", "_shares", "_weigh", "_settle", "_keep"])
+def test_filters_order_the_same_scores(name: str) -> None:
+    """A score is rounded as a product, in every kernel, before it is subtracted from or added to."""
+    logits, ones = rows(17, 151936, torch.float32), torch.ones(17)
+    kernel = getattr(filter_triton, name)
+    ptx = ptx_of(kernel, lambda: filter_triton.filtered(logits, ones, ones > 0, None, ones * 0.9, ones * 0.1))
+    found = instructions(ptx)
+    assert "griddepcontrol.wait" in ptx
+    assert "mul.rn.f32" in found
+    assert "fma.rn.f32" not in found
+    assert not [one for one in found if one.startswith(("red.", "atom."))]
 
 
 def test_a_draw_takes_the_exponentials_of_training() -> None:

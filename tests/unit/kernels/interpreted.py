@@ -1,0 +1,79 @@
+"""Triton's kernels run by its interpreter, on a host that need have no GPU: what they compute, not how fast.
+
+Triton reads when it is imported whether to interpret, so this is a process of its own:
+
+    TRITON_INTERPRET=1 python -m tests.unit.kernels.interpreted CALLS RESULTS
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+
+class Calls(NamedTuple):
+    """Calls of a function of a module, whose constants are set before."""
+
+    module: str
+    function: str
+    constants: dict[str, int]
+    arguments: Sequence[tuple[Any, ...]]
+
+
+def results(calls: Calls, folder: Path) -> list[Any]:
+    """What the calls return. Waits for the process."""
+    given, found = folder / "calls.pt", folder / "results.pt"
+    torch.save(tuple(calls), given)
+    words = [sys.executable, "-m", "tests.unit.kernels.interpreted", str(given), str(found)]
+    subprocess.run(words, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    return list(torch.load(found))
+
+
+class _Kind(type):
+    def __instancecheck__(cls, one: object) -> bool:
+        return issubclass(type(one), builtins.int)
+
+
+class _Int(builtins.int, metaclass=_Kind):
+    """`int`, also of an array of one number with a dimension, which numpy 2.4 refuses and the interpreter asks for."""
+
+    def __new__(cls, one: Any) -> Any:
+        return one.item() if hasattr(one, "item") else builtins.int(one)
+
+
+@triton.jit
+def _exp(x):  # type: ignore[no-untyped-def]
+    return tl.exp(x)
+
+
+def _prepare(module: ModuleType) -> None:
+    """What the interpreter lacks: functions of CUDA's library, and a driver to ask about overlapping launches."""
+    from triton.runtime import interpreter
+
+    interpreter.int = _Int
+    module.overlapping = dict  # type: ignore[attr-defined]
+    module.libdevice = SimpleNamespace(exp=_exp)  # type: ignore[attr-defined]
+
+
+def main(given: str, found: str) -> None:
+    calls = Calls(*torch.load(given))
+    module = importlib.import_module(calls.module)
+    _prepare(module)
+    for name, value in calls.constants.items():
+        setattr(module, name, value)
+    torch.save([getattr(module, calls.function)(*each) for each in calls.arguments], found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
