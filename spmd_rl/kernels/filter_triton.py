@@ -35,7 +35,7 @@ BEYOND = tl.constexpr((1 << 31) - 1)
 class Head(NamedTuple):
     """The entries of each row within `threshold`, and of those at it the ones up to id `last`.
 
-    Shape: both [M]; `threshold` int32 as of `_place`, `last` int64.
+    Shape: both [M]; `threshold` int32 as of `_place`, BEYOND all of them for a whole row, `last` int64.
     """
 
     threshold: Tensor
@@ -182,10 +182,11 @@ def _settle(
     wait()
     start, nearer, within = _narrowed(enough, states, weights, row, tl.num_programs(0), splits, TURNS, SPLITS, TURNS)
     at, highest = start.to(tl.int32), tl.load(top + row)
+    needed = tl.load(enough + row)
     share = tl.full((), 1, tl.int64)
     if not COUNTED:
         share = tl.maximum(_share(at), 1)
-    staying = tl.cdiv(tl.load(enough + row) - nearer, share)
+    staying = tl.cdiv(needed - nearer, share)
     until = tl.full((), 0, tl.int64) + vocab
     if staying < (within - nearer) // share:
         seen = tl.full((), 0, tl.int64)
@@ -196,7 +197,7 @@ def _settle(
                 count = seen + tl.cumsum(equal, axis=0)
                 until = tl.minimum(until, tl.min(tl.where((equal > 0) & (count == staying), column, vocab), axis=0))
                 seen += tl.sum(equal, axis=0)
-    tl.store(threshold + row, at)
+    tl.store(threshold + row, tl.where(needed > 0, at, BEYOND))
     tl.store(last + row, until)
 
 
@@ -240,8 +241,6 @@ def _narrowed(
         three = nearer + tl.sum(tl.load(at + 2 * num_rows * splits, mask=split < splits, other=0), axis=0)
         needed = tl.load(enough + row)
         passed = (one < needed).to(tl.int64) + (two < needed) + (three < needed)
-        if needed <= 0:
-            passed = tl.full((), 3, tl.int64)
         within = tl.where(passed == 0, one, tl.where(passed == 1, two, tl.where(passed == 2, three, within)))
         nearer = tl.where(passed == 3, three, tl.where(passed == 2, two, tl.where(passed == 1, one, nearer)))
         start += passed * _quarter(before, TURNS)

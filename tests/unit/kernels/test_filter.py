@@ -22,7 +22,8 @@ CASES = {
     "min-p": ("normal", (None, None, MIN_P)),
     "all, of levels": ("levels", (TOP_K, TOP_P, MIN_P)),
     "two, of zeros of both signs": ("zeros", (TOP_K.flip(0), TOP_P, None)),
-    "two, of logits far apart": ("far apart", (None, TOP_P, MIN_P)),
+    "top-p, of logits far apart": ("far apart", (None, TOP_P, None)),
+    "top-k, of logits far apart": ("far apart", (TOP_K, None, None)),
     "two, some impossible": ("some impossible", (TOP_K.flip(0), TOP_P, None)),
 }
 
