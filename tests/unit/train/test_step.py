@@ -17,8 +17,9 @@ from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train import config, fsdp2
+from spmd_rl.train import config, fsdp2, learner
 from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.train.role import Trainer
 from tests.dist.train_case import make_batch
@@ -233,3 +234,17 @@ def test_a_loss_that_sums_by_itself_is_refused_before_the_weights_change(new_tra
         trainer.train_step(batch, lambda out: (-out.lp.sum(), {}))
     for name, one in _weights(trainer).items():
         assert torch.equal(one, before[name])
+
+
+@pytest.mark.parametrize("peak", [None, 1e12])
+def test_mfu_is_told_where_the_peak_is_known(new_trainer, monkeypatch: pytest.MonkeyPatch, peak: float | None) -> None:
+    """The model's operations over what the device could do in the time that the tokens took."""
+    monkeypatch.setattr(learner, "peak_flops", lambda device, dtype: peak)
+    trainer, batch = new_trainer(), make_batch(0)
+    stats = trainer.train_step(batch, grpo_loss)
+    if peak is None:
+        assert "perf/mfu" not in stats
+        return
+    seconds = batch.num_tokens / stats["perf/train_tokens_per_s"]
+    flops = train_flops(ModelSpec.from_folder(trainer.cfg.model), batch.lengths, int(batch.mask.sum()))
+    assert stats["perf/mfu"] == pytest.approx(flops / seconds / peak)
