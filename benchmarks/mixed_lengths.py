@@ -2,7 +2,8 @@
 
 As train_step.py, whose packs are full to the row: our contract path beside the same trainer whose matrix products
 cuBLAS takes as it likes, in turns, medians of whole steps. The time for a token is that of the contract path's step
-over all tokens, beside what sequences of one length take.
+over all tokens, beside what sequences of one length take. The log-probs that the step's are compared with come from
+other packs.
 
     python -m benchmarks.mixed_lengths 0.6B 4B [--save]
 """
@@ -13,6 +14,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -27,6 +29,7 @@ from spmd_rl.kernels.turns import in_new_orders
 from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
 
 REPEATS = 6
+OTHER_PACKS = 5000  # rows of the packs that log-probs to compare with are made in
 
 
 def medians(one: Learner, works: dict[tuple[str, str], Batch]) -> dict[tuple[str, str], float]:
@@ -46,7 +49,8 @@ def measure(name: str) -> Iterator[Row]:
     cfg = config(name)
     one = learner(name, cfg)
     vocab = one.backend.scorer.model.spec.vocab_size
-    mixed, even = (scored(one, made(STEP_TOKENS, vocab)) for made in (mixed_batch, batch))
+    apart = Learner(one.backend, one.place, replace(cfg, max_tokens=OTHER_PACKS))
+    mixed, even = (scored(apart, made(STEP_TOKENS, vocab)) for made in (mixed_batch, batch))
     metrics = one.train_step(mixed, grpo_loss)
     what = f"Qwen3-{name}, {len(mixed.lengths)} sequences of {min(mixed.lengths)} to {max(mixed.lengths)} tokens"
     yield measured(f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens", metrics[MISMATCHED], "tokens", at_most=0)

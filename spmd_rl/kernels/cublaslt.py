@@ -31,6 +31,10 @@ ONE, ZERO = c_float(1), c_float(0)
 Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
 
 
+class Refused(RuntimeError):
+    """A call that cublasLt does not take, with its status."""
+
+
 class Shape(NamedTuple):
     """x @ weight.T + bias, of x [rows, k], weight [n, k] and bias [n], all bf16, in `out_dtype`, bf16 or fp32."""
 
@@ -68,11 +72,11 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
     cublasLt is not to be had.
 
     With none it is asked for ways that keep no partial sums, and so do not split K. A way multiplies any number of rows
-    by the kernel that it is for those of the shape. The ways of one answer share what they are called with: no two of
+    by the kernel that it has for those of the shape. The ways of one answer share what they are called with: no two of
     them may run at a time, nor be called from two threads. Each takes contiguous operands at whole multiples of 16
     bytes, whose widths and types it does not check, and launches on torch's stream.
 
-    Raises: RuntimeError with the status of a call that cublasLt refuses; so does each way.
+    Raises: Refused; so does each way, for numbers of rows that its kernel does not take.
     """
     if _library() is None:
         return []
@@ -176,7 +180,7 @@ def _created(name: str, *arguments: Any) -> c_void_p:
 def _call(name: str, *arguments: Any, accepted: tuple[int, ...] = (0,)) -> None:
     status = getattr(_library(), name)(*arguments)
     if status not in accepted:
-        raise RuntimeError(f"{name}: status {status}")
+        raise Refused(f"{name}: status {status}")
 
 
 @cache

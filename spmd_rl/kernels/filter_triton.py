@@ -24,7 +24,8 @@ from spmd_rl.kernels.tile import dense
 
 BLOCK, NUM_WARPS = 256, 1
 NUM_PROGRAMS = 8192
-COUNT_TURNS = 15  # 30 bits: from 1 to infinity
+MOST_SPLITS = 128  # of a row
+COUNT_TURNS = 15  # 30 bits: from 1 to the greatest distance that is finite
 SHARE_TURNS = 13  # 26 bits: to 256, far beyond the last entry with a share
 QUARTERS = tl.constexpr(3)  # weighed a turn
 UNITS = tl.constexpr(2.0**40)
@@ -78,7 +79,7 @@ def filtered(
     logits = dense(logits)
     num_rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    each = triton.cdiv(blocks, triton.cdiv(NUM_PROGRAMS, num_rows))
+    each = triton.cdiv(blocks, min(triton.cdiv(NUM_PROGRAMS, num_rows), MOST_SPLITS))
     maxima = logits.new_empty(num_rows, blocks)
     rows = _Rows(logits, inv_temperature, maxima, maxima, triton.cdiv(blocks, each), each)
     rows.launch(_maxima, rows.splits)
@@ -88,7 +89,7 @@ def filtered(
     if top_p is not None:
         shares = torch.empty(num_rows, rows.splits, dtype=torch.int64, device=logits.device)
         rows.launch(_shares, rows.splits, *(by_count or (None, None)), shares)
-        enough = (top_p.double() * shares.sum(1).double()).ceil().long()
+        enough = (top_p.double() * shares.sum(1).double()).ceil().long().clamp(min=1)
         by_share = _head(rows, torch.where(top_p < 1, enough, 0), counted=False)
     out = torch.empty_like(logits)
     heads = (*(by_count or (None, None)), *(by_share or (None, None)))
@@ -102,7 +103,7 @@ def _head(rows: _Rows, enough: Tensor, counted: bool) -> Head:
     turns = COUNT_TURNS if counted else SHARE_TURNS
     states = torch.empty(turns, 3, num_rows, dtype=torch.int64, device=device)
     weights = torch.empty(turns, QUARTERS.value, num_rows, rows.splits, dtype=torch.int64, device=device)
-    constants = {"COUNTED": counted, "SPLITS": triton.next_power_of_2(rows.splits), "TURNS": turns}
+    constants = {"COUNTED": counted, "SPLITS": MOST_SPLITS, "TURNS": turns}
     for turn in range(turns):
         rows.launch(_weigh, rows.splits, enough, states, weights, turn, **constants)
     head = Head(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)))
@@ -197,7 +198,8 @@ def _settle(
                 count = seen + tl.cumsum(equal, axis=0)
                 until = tl.minimum(until, tl.min(tl.where((equal > 0) & (count == staying), column, vocab), axis=0))
                 seen += tl.sum(equal, axis=0)
-    tl.store(threshold + row, tl.where(needed > 0, at, BEYOND))
+    everything = (needed <= 0) | (at == (1 << 2 * TURNS) - 1)
+    tl.store(threshold + row, tl.where(everything, BEYOND, at))
     tl.store(last + row, until)
 
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.cublaslt import Shape, Way, proposed
+from spmd_rl.kernels.cublaslt import Refused, Shape, Way, proposed
 from spmd_rl.kernels.linear_tiles import REFERENCE
 from spmd_rl.kernels.recording import capture
 from spmd_rl.kernels.turns import seconds
@@ -32,21 +32,30 @@ L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come 
 
 @torch.no_grad()
 def choose(shape: Shape, least_rows: int, ours: Way) -> Way | None:
-    """A way for `least_rows` and up to those of the shape, and beyond where it has the most that ways are compared for.
+    """A way for `least_rows` up to those of the shape.
 
     None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to compare them in, with
     a warning. Not while a graph is recorded.
 
-    Raises: RuntimeError where cuBLAS refuses what it proposed.
+    Raises: Refused where cuBLAS does not take what it proposed for the shape itself.
     """
     try:
-        ends = {shape, shape._replace(rows=least_rows)}
-        ways = [way for way in proposed(shape) if way.splits <= 1 and all(proves_equal(way, one) for one in ends)]
+        ways = [way for way in proposed(shape) if way.splits <= 1 and proves_equal(way, shape)]
+        if least_rows != shape.rows:
+            ways = [way for way in ways if _serves(way, shape._replace(rows=least_rows))]
         best = fastest([ours, *ways], shape) if ways else ours
     except torch.OutOfMemoryError:
         warnings.warn(f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies", stacklevel=2)
         return None
     return None if best is ours else best
+
+
+def _serves(way: Way, shape: Shape) -> bool:
+    """Whether a way that was proposed for more rows has the bits for those of the shape, and multiplies them at all."""
+    try:
+        return proves_equal(way, shape)
+    except Refused:
+        return False
 
 
 def proves_equal(way: Way, shape: Shape) -> bool:

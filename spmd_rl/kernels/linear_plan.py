@@ -1,18 +1,19 @@
 """Which matrix products go to cuBLAS on NVIDIA GPUs, and which to our kernels.
 
 cuBLAS is the faster for many rows. It is called only where one of its ways has the contract's bits (`linear_library`)
-and is the fastest: for the numbers of rows that decoding has most, and for all above them, which share a way up to the
-next power of two. Other products go to our kernels.
+and is the fastest: for the numbers of rows that decoding has most, and from 512 on, where all up to the next power of
+two share a way. Other products go to our kernels.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.cublaslt import Shape, Way
+from spmd_rl.kernels.cublaslt import Refused, Shape, Way
 from spmd_rl.kernels.linear import HOPPER
 from spmd_rl.kernels.linear_library import choose
 from spmd_rl.kernels.linear_tiles import Share, choose_gated_tile, choose_ring, choose_share, choose_tile
@@ -20,7 +21,7 @@ from spmd_rl.kernels.tile import dense
 from spmd_rl.kernels.verified import has_dsl
 
 WHOLE = {256: 2048, 128: 2048, 64: 65536}  # rows of a product: weight rows above which cuBLAS may be the faster
-MOST_ROWS = 16384  # that ways are compared for
+LEAST_ROWS, MOST_ROWS = 512, 16384  # of other products that cuBLAS may be the faster for, and of one call of it
 
 _chosen: dict[Shape, Way | None] = {}
 
@@ -38,11 +39,18 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
         if operand is not None and (operand.shape != shape or operand.dtype != torch.bfloat16):
             raise ValueError(f"{list(operand.shape)} {operand.dtype}: no operand of a product with [{n}, {k}] bfloat16")
     x, out = dense(x), x.new_empty(len(x), n, dtype=out_dtype)
-    if (way := _library_way(x, weight, bias, out_dtype)) is not None:
-        way(out, x, dense(weight), None if bias is None else dense(bias))
-    elif len(x):
-        ours_into(out, x, weight, bias)
+    for start in range(0, len(x), MOST_ROWS):
+        part = slice(start, start + MOST_ROWS)
+        _matmul_into(out[part], x[part], weight, bias)
     return out
+
+
+def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if (way := _library_way(x, weight, bias, out.dtype)) is not None:
+        with suppress(Refused):  # for this number of rows; ours has the same bits
+            way(out, x, dense(weight), None if bias is None else dense(bias))
+            return
+    ours_into(out, x, weight, bias)
 
 
 def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
@@ -84,12 +92,12 @@ def _has_wgmma(device: torch.device) -> bool:
 
 def _library_way(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Way | None:
     (n, k), rows = weight.shape, len(x)
-    if n % 8 or k % 8 or n <= WHOLE.get(rows, 0) or (rows < max(WHOLE) and rows not in WHOLE):
+    if n % 8 or k % 8 or n <= WHOLE.get(rows, 0) or (rows < LEAST_ROWS and rows not in WHOLE):
         return None
-    most = min(1 << (rows - 1).bit_length(), MOST_ROWS)
+    most = 1 << (rows - 1).bit_length()
     shape = Shape(n, k, most, bias is not None, out_dtype, x.device)
     if shape not in _chosen:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _chosen[shape] = choose(shape, most if most in WHOLE else most // 2 + 1, ours_into)
+        _chosen[shape] = choose(shape, most // 2 + 1 if most > LEAST_ROWS else most, ours_into)
     return _chosen[shape]

@@ -126,6 +126,7 @@ def sample_tokens(
 def distances(scores: Tensor) -> Tensor:
     """1 and how far each entry lies below the greatest: their order is what filters go by, and of equals that of ids.
 
+    So entries within 2^-24 of the greatest are equal to it, and top-k of 1 takes the lowest id of these.
     Shape: [M, V] fp32.
     """
     return scores.amax(dim=1, keepdim=True) - scores + 1

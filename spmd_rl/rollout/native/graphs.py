@@ -67,7 +67,7 @@ class DecodeGraphs:
         self._for_host = _Pinned(rows.num_rows)
         self.turn = 0
         self._remembered = np.zeros(rows.num_rows, dtype=np.int64)  # the ticket whose newest token is there
-        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+        self._recorded: dict[tuple[int, int, tuple[str, ...]], _Recorded] = {}
         self._latest: _Recorded | None = None
         self._memory = memory
 
@@ -86,10 +86,10 @@ class DecodeGraphs:
         if len(fresh):
             newest = state.tokens[fresh, state.length[fresh] - 1].astype(np.int64)
             self.remember(fresh, upload(newest, self.device))
-        filtered = bool(((state.top_k[rows] != 0) | (state.top_p[rows] != 1) | (state.min_p[rows] != 0)).any())
         size = self._sizes[bisect_left(self._sizes, len(rows))]
         split_pages = self._cache.split // self._cache.page_size
-        key = size, table_width(int(state.num_pages[rows].max()), state.pages.shape[1], split_pages), filtered
+        width = table_width(int(state.num_pages[rows].max()), state.pages.shape[1], split_pages)
+        key = size, width, state.filters(rows)
         if key not in self._recorded:
             self._recorded[key] = _Recorded(self, *key)
         recorded = self._recorded[key]
@@ -105,7 +105,7 @@ class DecodeGraphs:
         self._newest.index_copy_(0, upload(rows, self.device), tokens)
         self._remembered[rows] = self._rows.ticket[rows]
 
-    def step(self, inputs: dict[str, Tensor], filtered: bool) -> None:
+    def step(self, inputs: dict[str, Tensor], filters: tuple[str, ...]) -> None:
         """The work of one step, as it is recorded."""
         from spmd_rl.kernels.decode_inputs_triton import decode_inputs
         from spmd_rl.kernels.decode_outputs_triton import decode_outputs
@@ -120,26 +120,25 @@ class DecodeGraphs:
         )
         attend = PagedAttention.decode(self._cache, pages=inputs["pages"], num_keys=now.num_keys, slots=now.slots)
         hidden = self._model(now.tokens, now.positions, attend)
-        filters = {name: inputs[name] for name in ("top_k", "top_p", "min_p")} if filtered else {}
         tokens, logprobs = self._draw(
             self._model.logits(hidden),
             inputs["inv_temperature"],
             inputs["bases"],
             now.within,
             greedy=inputs["greedy"],
-            **filters,
+            **{name: inputs[name] for name in filters},
         )
         host = self._for_host
         decode_outputs(tokens, logprobs, inputs["rows"], self._newest, host.tokens, host.logprobs, inputs["turn"])
 
-    def record(self, inputs: dict[str, Tensor], filtered: bool) -> torch.cuda.CUDAGraph:
-        return record(lambda: self.step(inputs, filtered), self._memory)[0]
+    def record(self, inputs: dict[str, Tensor], filters: tuple[str, ...]) -> torch.cuda.CUDAGraph:
+        return record(lambda: self.step(inputs, filters), self._memory)[0]
 
 
 class _Recorded:
     """One graph with the memory it reads its batch from."""
 
-    def __init__(self, graphs: DecodeGraphs, size: int, width: int, filtered: bool) -> None:
+    def __init__(self, graphs: DecodeGraphs, size: int, width: int, filters: tuple[str, ...]) -> None:
         self._state = graphs._rows
         self._width = width
         fields: Fields = {
@@ -158,7 +157,7 @@ class _Recorded:
         self._batch: tuple[bytes, ...] = ()
         self._staged = Staged(fields, graphs.device)
         self._upload(np.zeros(0, dtype=np.int64), graphs.turn)
-        self._graph = graphs.record(self._staged.tensors, filtered)
+        self._graph = graphs.record(self._staged.tensors, filters)
 
     def forget(self) -> None:
         """What was uploaded is out of date."""

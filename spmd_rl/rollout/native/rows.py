@@ -17,6 +17,7 @@ from spmd_rl.rollout.engine import Request
 
 NO_STOP_ID = -1
 SHARED_PAGE = -1
+OFF = {"top_k": 0, "top_p": 1, "min_p": 0}
 _STATE = np.dtype(
     [
         *((name, np.int64) for name in ("uid", "index", "ticket", "seed", "top_k", "num_pages", "published")),
@@ -167,6 +168,10 @@ class Rows:
     def bases(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """What the keys of the tokens of `rows` are made from."""
         return stream_bases(self.seed[rows], self.uid[rows], self.index[rows])
+
+    def filters(self, rows: NDArray[np.int64]) -> tuple[str, ...]:
+        """Those that any of `rows` asks for."""
+        return tuple(name for name, off in OFF.items() if (self._state[name][rows] != off).any())
 
     def append_page(self, row: int, page: int) -> None:
         self.pages[row, self.num_pages[row]] = page

@@ -107,20 +107,14 @@ class Steps:
 
     def _draw(self, rows: NDArray[np.int64], logits: Tensor) -> Drawn:
         state = self._rows
-
-        def unless(off: float, column: NDArray[Any]) -> Tensor | None:
-            values = column[rows]
-            return self._tensor(values) if (values != off).any() else None
-
+        greedy = state.greedy[rows]
         tokens, logprobs = self._sample(
             logits,
             self._tensor(state.inv_temperature[rows]),
             self._tensor(state.bases(rows)),
             self._tensor(state.length[rows] - state.prompt_length[rows]),
-            greedy=unless(False, state.greedy),
-            top_k=unless(0, state.top_k),
-            top_p=unless(1, state.top_p),
-            min_p=unless(0, state.min_p),
+            greedy=self._tensor(greedy) if greedy.any() else None,
+            **{name: self._tensor(getattr(state, name)[rows]) for name in state.filters(rows)},
         )
         if self._decode is not None:
             self._decode.remember(rows, tokens)

@@ -16,6 +16,7 @@ GREEDY = torch.arange(NUM_ROWS) % 2 == 0
 TOP_K = torch.tensor([1, 0, 7, VOCAB, 1000])
 TOP_P = torch.tensor([0.05, 0.9, 0.5, 1.0, 0.99])
 MIN_P = torch.tensor([0.0, 0.01, 1.0, 0.2, 0.05])
+TIED = 7 * 2.0**-23  # 1 more than this has bits that end in 11, the last quarter of the last turn
 CASES = {
     "top-k": ("normal", (TOP_K, None, None)),
     "top-p": ("normal", (None, TOP_P, None)),
@@ -24,6 +25,7 @@ CASES = {
     "two, of zeros of both signs": ("zeros", (TOP_K.flip(0), TOP_P, None)),
     "top-p, of logits far apart": ("far apart", (None, TOP_P, None)),
     "top-k, of logits far apart": ("far apart", (TOP_K, None, None)),
+    "top-k, among near ties": ("near ties", (torch.tensor([2, 3, 7, 9, 4]), None, None)),
     "two, some impossible": ("some impossible", (TOP_K.flip(0), TOP_P, None)),
 }
 
@@ -34,7 +36,8 @@ def logits(kind: str) -> Tensor:
         "normal": normal,
         "levels": normal.round(),
         "zeros": torch.zeros_like(normal).copysign(normal),
-        "far apart": normal * 1e4,
+        "far apart": normal * 1e30,
+        "near ties": torch.where(normal > 0, -TIED, -9.0).index_fill_(1, torch.tensor([20]), 0.0),
         "some impossible": normal.masked_fill(normal > 1, -torch.inf),
     }[kind]
 
