@@ -4,10 +4,10 @@ Ours keeps one ascending chain over K (docs/numerics.md). Each number of a produ
 replays of a graph that runs the product for many copies of the weight, so that they are cold in L2, for some 1 ms, ours
 and cuBLAS's in turns; ours overlap at their ends, as in the engine. cuBLAS's best is the fastest, in a shorter run
 before, of what torch.mm takes and all that cublasLt proposes, with memory for partial sums and without. It takes turns
-with itself too, recorded a second time: what that differs by is the spread of a number here, and a product of ours that
-is longer by no more is at cuBLAS's best. The floor is
-the time to move weight, x and result once, at the speed of a large copy just before, or to do the arithmetic at that of
-a large product, whichever is longer; beside it, without a bar, stands that of the weight alone.
+with itself too, recorded a second time; the farthest of these differs by what a number here may be off.
+
+The floor is the time to move weight, x and result once, at the speed of a large copy just before, or to do the
+arithmetic at that of a large product, whichever is longer; beside it, without a bar, stands that of the weight alone.
 
 Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined product and torch's
 two kernels.

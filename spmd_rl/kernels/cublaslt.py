@@ -32,7 +32,7 @@ Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, w
 
 
 class Refused(RuntimeError):
-    """A call that cublasLt does not take, with its status."""
+    """What is asked for is nothing that cublasLt does: nothing has run, and another way may."""
 
 
 class Shape(NamedTuple):
@@ -76,7 +76,8 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
     them may run at a time, nor be called from two threads. Each takes contiguous operands at whole multiples of 16
     bytes, whose widths and types it does not check, and launches on torch's stream.
 
-    Raises: Refused; so does each way, for numbers of rows that its kernel does not take.
+    Raises: Refused, and RuntimeError with the status of a call that fails; so does each way, the first for numbers of
+    rows that its kernel does not take.
     """
     if _library() is None:
         return []
@@ -180,7 +181,8 @@ def _created(name: str, *arguments: Any) -> c_void_p:
 def _call(name: str, *arguments: Any, accepted: tuple[int, ...] = (0,)) -> None:
     status = getattr(_library(), name)(*arguments)
     if status not in accepted:
-        raise Refused(f"{name}: status {status}")
+        kind = Refused if status in (INVALID, NOT_SUPPORTED) else RuntimeError
+        raise kind(f"{name}: status {status}")
 
 
 @cache

@@ -20,15 +20,16 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from spmd_rl.kernels.overlap_triton import overlapping, wait
+from spmd_rl.kernels.sampling import NUCLEUS_UNITS
 from spmd_rl.kernels.tile import dense
 
 BLOCK, NUM_WARPS = 256, 1
 NUM_PROGRAMS = 8192
-MOST_SPLITS = 128  # of a row
+MOST_SPLITS = tl.constexpr(128)  # of a row
 COUNT_TURNS = 15  # 30 bits: from 1 to the greatest distance that is finite
 SHARE_TURNS = 13  # 26 bits: to 256, far beyond the last entry with a share
 QUARTERS = tl.constexpr(3)  # weighed a turn
-UNITS = tl.constexpr(2.0**40)
+UNITS = tl.constexpr(NUCLEUS_UNITS)
 ONE_BITS = tl.constexpr(0x3F800000)
 BEYOND = tl.constexpr((1 << 31) - 1)
 
@@ -79,7 +80,7 @@ def filtered(
     logits = dense(logits)
     num_rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, BLOCK)
-    each = triton.cdiv(blocks, min(triton.cdiv(NUM_PROGRAMS, num_rows), MOST_SPLITS))
+    each = triton.cdiv(blocks, min(triton.cdiv(NUM_PROGRAMS, num_rows), MOST_SPLITS.value))
     maxima = logits.new_empty(num_rows, blocks)
     rows = _Rows(logits, inv_temperature, maxima, maxima, triton.cdiv(blocks, each), each)
     rows.launch(_maxima, rows.splits)
@@ -103,7 +104,7 @@ def _head(rows: _Rows, enough: Tensor, counted: bool) -> Head:
     turns = COUNT_TURNS if counted else SHARE_TURNS
     states = torch.empty(turns, 3, num_rows, dtype=torch.int64, device=device)
     weights = torch.empty(turns, QUARTERS.value, num_rows, rows.splits, dtype=torch.int64, device=device)
-    constants = {"COUNTED": counted, "SPLITS": MOST_SPLITS, "TURNS": turns}
+    constants = {"COUNTED": counted, "TURNS": turns}
     for turn in range(turns):
         rows.launch(_weigh, rows.splits, enough, states, weights, turn, **constants)
     head = Head(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)))
@@ -138,13 +139,13 @@ def _shares(logits, inv_temperature, maxima, top, threshold, last, shares, vocab
 @triton.jit(do_not_specialize=["each", "turn"])
 def _weigh(
     logits, inv_temperature, maxima, top, enough, states, weights, turn, vocab, each,
-    BLOCK: tl.constexpr, COUNTED: tl.constexpr, SPLITS: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr, COUNTED: tl.constexpr, TURNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """What lies in the first quarters of the range, of one split."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     num_rows, blocks = tl.num_programs(0), tl.cdiv(vocab, BLOCK)
     wait()
-    start, nearer, within = _narrowed(enough, states, weights, row, num_rows, splits, turn, SPLITS, TURNS)
+    start, nearer, within = _narrowed(enough, states, weights, row, num_rows, splits, turn, TURNS)
     if split == 0:
         state = states + turn * 3 * num_rows + row
         tl.store(state, start)
@@ -176,12 +177,12 @@ def _weigh(
 @triton.jit(do_not_specialize=["each", "splits"])
 def _settle(
     logits, inv_temperature, maxima, top, enough, states, weights, splits, threshold, last, vocab, each,
-    BLOCK: tl.constexpr, COUNTED: tl.constexpr, SPLITS: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK: tl.constexpr, COUNTED: tl.constexpr, TURNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """The threshold, and the id of the last entry at it that stays."""
     row, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(vocab, BLOCK)
     wait()
-    start, nearer, within = _narrowed(enough, states, weights, row, tl.num_programs(0), splits, TURNS, SPLITS, TURNS)
+    start, nearer, within = _narrowed(enough, states, weights, row, tl.num_programs(0), splits, TURNS, TURNS)
     at, highest = start.to(tl.int32), tl.load(top + row)
     needed = tl.load(enough + row)
     share = tl.full((), 1, tl.int64)
@@ -228,7 +229,7 @@ def _keep(
 
 @triton.jit
 def _narrowed(
-    enough, states, weights, row, num_rows, splits, turn, SPLITS: tl.constexpr, TURNS: tl.constexpr
+    enough, states, weights, row, num_rows, splits, turn, TURNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Where the range begins after so many turns, what is nearer than it, and what is nearer or within it."""
     start, nearer, within = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
@@ -236,7 +237,7 @@ def _narrowed(
         before = turn - 1
         state = states + before * 3 * num_rows + row
         start, nearer, within = tl.load(state), tl.load(state + num_rows), tl.load(state + 2 * num_rows)
-        split = tl.arange(0, SPLITS)
+        split = tl.arange(0, MOST_SPLITS)
         at = weights + (before * QUARTERS * num_rows + row) * splits + split
         one = nearer + tl.sum(tl.load(at, mask=split < splits, other=0), axis=0)
         two = nearer + tl.sum(tl.load(at + num_rows * splits, mask=split < splits, other=0), axis=0)

@@ -7,7 +7,7 @@ two share a way. Other products go to our kernels.
 
 from __future__ import annotations
 
-from contextlib import suppress
+import warnings
 from functools import cache
 
 import torch
@@ -47,8 +47,11 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 
 def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if (way := _library_way(x, weight, bias, out.dtype)) is not None:
-        with suppress(Refused):  # for this number of rows; ours has the same bits
+        try:
             way(out, x, dense(weight), None if bias is None else dense(bias))
+        except Refused as error:  # ours has the same bits
+            warnings.warn(f"a slower kernel multiplies {len(x)} rows: {error}", stacklevel=3)
+        else:
             return
     ours_into(out, x, weight, bias)
 

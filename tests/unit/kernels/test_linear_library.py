@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import linear_library, linear_plan
+from spmd_rl.kernels import cublaslt, linear_library, linear_plan
 from spmd_rl.kernels.cublaslt import Proposed, Refused, Shape, Way
 
 
@@ -51,8 +53,9 @@ def test_more_rows_than_ways_are_compared_for_are_parts(monkeypatch: pytest.Monk
 
 def test_a_number_of_rows_that_is_refused_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     _, multiplied = watch(monkeypatch, refused=600)
-    for rows in (700, 600):
-        linear_plan.matmul(*operands(rows, 16), None, torch.float32)
+    linear_plan.matmul(*operands(700, 16), None, torch.float32)
+    with pytest.warns(UserWarning, match="a slower kernel multiplies 600 rows: cublasLtMatmul: status 7"):
+        linear_plan.matmul(*operands(600, 16), None, torch.float32)
     assert multiplied == [("cuBLAS", 700), ("ours", 600)]
 
 
@@ -106,3 +109,12 @@ def test_a_way_must_serve_the_least_rows_too(monkeypatch: pytest.MonkeyPatch) ->
     assert linear_library.choose(shape, 513, max) is good
     assert linear_library.choose(shape, 1024, max) is refusing
     assert raced == [[max, good], [max, good, most_only, refusing]]
+
+
+@pytest.mark.parametrize(("status", "refused"), [(7, True), (15, True), (1, False), (13, False), (14, False)])
+def test_a_call_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch, status: int, refused: bool) -> None:
+    """Nothing goes on after a failure of the device or the library."""
+    monkeypatch.setattr(cublaslt, "_library", lambda: SimpleNamespace(cublasLtMatmul=lambda: status))
+    with pytest.raises(RuntimeError, match=f"cublasLtMatmul: status {status}") as error:
+        cublaslt._call("cublasLtMatmul")
+    assert isinstance(error.value, Refused) is refused
