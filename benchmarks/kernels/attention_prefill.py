@@ -1,10 +1,11 @@
 """Attention of many new tokens: packs of training, forward and backward, and chunks of prompts over pages.
 
-32 query heads over 8 of 128, bf16. Packs of 16,384 tokens in sequences of one length, beside torch's scaled-dot-product
-attention for the same sequences as a batch; chunks of 8,192 new tokens behind what their sequences have in the cache,
-with the writing of their keys and values. Each number is the median of 10 runs of 10 calls between two events: where
-the host launches more slowly than the GPU computes, it is the host's. Speeds count what a causal mask leaves: 4
-floating-point operations a pair of query and key, head and dimension, and 2.5 times as many for the backward pass.
+32 query heads over 8 of 128, bf16; and 16 over 4 of 256, which our own kernel attends to (attention_triton.py). Packs
+of 16,384 tokens in sequences of one length, beside torch's scaled-dot-product attention for the same sequences as a
+batch, which promises a row no bits; chunks of 8,192 new tokens behind what their sequences have in the cache, with the
+writing of their keys and values. Each number is the median of 10 runs of 10 calls between two events: where the host
+launches more slowly than the GPU computes, it is the host's. Speeds count what a causal mask leaves: 4 floating-point
+operations a pair of query and key, head and dimension, and 2.5 times as many for the backward pass.
 
     python -m benchmarks.kernels.attention_prefill [--save]
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from benchmarks.table import Row
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
 from spmd_rl.kernels.turns import seconds
 
-HEADS, KV_HEADS, PAGE_SIZE = 32, 8, 128
+PAGE_SIZE = 128
 PACK_TOKENS, LENGTHS = 16384, (512, 2048, 16384)
 CHUNK_TOKENS = 8192
 CHUNKS = ((64, 0), (8, 1024), (4, 6144), (1, 24576))  # sequences, and what each has in the cache
@@ -33,9 +35,18 @@ WARM_UP, RUNS, CALLS = 2, 10, 10
 DEVICE = torch.device("cuda")
 
 
-def heads(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = (HEADS, KV_HEADS, KV_HEADS)
-    q, k, v = (torch.randn(num_tokens, n, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16) for n in sizes)
+class Heads(NamedTuple):
+    query: int
+    key: int
+    dim: int
+
+
+FLASH, OURS = Heads(32, 8, HEAD_DIM), Heads(16, 4, 256)
+
+
+def random(num_tokens: int, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = (heads.query, heads.key, heads.key)
+    q, k, v = (torch.randn(num_tokens, n, heads.dim, device=DEVICE, dtype=torch.bfloat16) for n in sizes)
     return q, k, v
 
 
@@ -52,11 +63,11 @@ def call_seconds(ops: list[Callable[[], object]]) -> list[float]:
     return [one / CALLS for one in seconds([often(op) for op in ops], RUNS, WARM_UP)]
 
 
-def packs(length: int) -> Iterator[Row]:
+def packs(length: int, heads: Heads) -> Iterator[Row]:
     count = PACK_TOKENS // length
-    attend = PackedAttention(np.full(count, length), num_heads=HEADS, num_kv_heads=KV_HEADS, device=DEVICE)
-    ours = [x.requires_grad_() for x in heads(PACK_TOKENS)]
-    theirs = [x.detach().view(count, length, -1, HEAD_DIM).transpose(1, 2).requires_grad_() for x in ours]
+    attend = PackedAttention(np.full(count, length), num_heads=heads.query, num_kv_heads=heads.key, device=DEVICE)
+    ours = [x.requires_grad_() for x in random(PACK_TOKENS, heads)]
+    theirs = [x.detach().view(count, length, -1, heads.dim).transpose(1, 2).requires_grad_() for x in ours]
 
     def packed() -> Tensor:
         return attend(0, ours[0], ours[1], ours[2])
@@ -68,8 +79,8 @@ def packs(length: int) -> Iterator[Row]:
         out = forward()
         torch.autograd.grad(out, leaves, torch.ones_like(out))
 
-    flops = 4 * HEADS * HEAD_DIM * count * length * (length + 1) / 2
-    what = f"{count} sequences of {length}"
+    flops = 4 * heads.query * heads.dim * count * length * (length + 1) / 2
+    what = f"{count} sequences of {length}" + ("" if heads == FLASH else f", heads of {heads.dim}")
     with torch.no_grad():
         times = call_seconds([packed, batched])
     yield _speeds(f"{what}, forward", flops, *times)
@@ -90,8 +101,8 @@ def chunk(count: int, start: int) -> Row:
         num_layers=1,
         num_pages=table.size,
         page_size=PAGE_SIZE,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        num_kv_heads=FLASH.key,
+        head_dim=FLASH.dim,
         dtype=torch.bfloat16,
         device=DEVICE,
     )
@@ -103,16 +114,17 @@ def chunk(count: int, start: int) -> Row:
         starts=np.full(count, start),
         lengths=np.full(count, length),
         slots=(table[:, places // PAGE_SIZE] * PAGE_SIZE + places % PAGE_SIZE).ravel(),
-        num_heads=HEADS,
+        num_heads=FLASH.query,
     )
-    given = heads(CHUNK_TOKENS)
-    flops = 4 * HEADS * HEAD_DIM * count * length * (start + (length + 1) / 2)
+    given = random(CHUNK_TOKENS, FLASH)
+    flops = 4 * FLASH.query * FLASH.dim * count * length * (start + (length + 1) / 2)
     speed = flops / call_seconds([lambda: attend(0, *given)])[0] / 1e12
     return measured(f"{count} chunks of {length} behind {start}", speed, "TFLOP/s")
 
 
 def main() -> int:
-    rows = [row for length in LENGTHS for row in packs(length)]
+    rows = [row for length in LENGTHS for row in packs(length, FLASH)]
+    rows += [row for length in LENGTHS[:2] for row in packs(length, OURS)]
     rows += [chunk(*case) for case in CHUNKS]
     packages = ("torch", "flash-attn-4")
     return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())

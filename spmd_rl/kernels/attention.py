@@ -6,7 +6,7 @@ weighted values over blocks of 64 keys, counted from the start of the sequence, 
 query's sight adds an exact zero, so padding and neighbours change nothing, and keys that no query of a call sees are
 left out. Queries are laid in rows of a fixed tile height, several query heads of one key-value head together.
 
-Where neither applies, the same interface runs torch's scaled-dot-product attention.
+On a GPU where FlashAttention-4 does not run, a kernel of ours (attention_triton.py) takes the same rows.
 
 Shape letters: B sequences, L query positions, S keys (a multiple of 16), H heads, K key-value heads, G = H / K,
 D head size, R rows = L * G.
@@ -127,12 +127,15 @@ class RowLayout:
 
     `gather` [B * L] is the token at each query position (0 where padded), `scatter` [T'] the query position of each
     token, T' = T padded to the row tile; `visible` [B, L * G] how many keys a row sees (from the first), at least 1.
-    Rows from `num_used` on are padding in every sequence, and keys from `num_keys` on are seen by no row.
+    Rows from `num_used` on are padding in every sequence, and keys from `num_keys` on are seen by no row. `is_causal`:
+    no sequence has keys before its tokens, so that the nth of them, with a row for each of `groups` heads, sees n keys.
     """
 
     batch: int
+    groups: int
     num_used: int
     num_keys: int
+    is_causal: bool
     gather: Tensor
     scatter: Tensor
     visible: Tensor
@@ -160,7 +163,8 @@ class RowLayout:
 
         num_used, num_keys = int(lengths.max()) * queries_per_key, padded_rows(int(visible.max()))
         seen = tensor(visible.repeat(queries_per_key, axis=1))
-        return RowLayout(batch, num_used, num_keys, tensor(gather.reshape(-1)), tensor(scatter), seen)
+        sizes = batch, queries_per_key, num_used, num_keys, not starts.any()
+        return RowLayout(*sizes, tensor(gather.reshape(-1)), tensor(scatter), seen)
 
     def unseen(self, rows: slice) -> Tensor:
         """[B, r, W]: minus infinity where one of these rows does not see a key, else 0; all rows' serve every layer."""
@@ -221,10 +225,45 @@ def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Ten
     scale = q.shape[-1] ** -0.5
     if q.device.type == "cpu":
         return blocked_attention(q, k, v, layout, scale)
-    return sdpa(q, k, v, layout.visible, scale)
+    out: Tensor = call(_BlocksOnGpu, q, k, v, layout, scale)
+    return out
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """The fallback away from the CPU: same arguments as `blocked_attention`, no promise about bits."""
-    seen = torch.arange(k.shape[2], device=q.device) < visible.unsqueeze(-1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+class _BlocksOnGpu(torch.autograd.Function):
+    """Triton's forward in the contract's order, the gradient of torch's scaled-dot-product attention."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
+        from spmd_rl.kernels.attention_triton import attend_in_blocks
+
+        ctx.save_for_backward(q, k, v)
+        ctx.layout, ctx.scale = layout, scale
+        return attend_in_blocks(q, k, v, layout.visible, layout.num_used, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v = ctx.saved_tensors
+        return *library_gradients(q, k, v, ctx.layout, ctx.scale, grads[0]), None, None
+
+
+def library_gradients(
+    q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What torch's scaled-dot-product attention gives q, k and v for the rows' gradient, which padding has none of.
+
+    Shape: as `blocked_attention`. A mask is only made where sequences go on from keys that were there before.
+    """
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        query, key, value = leaves
+        if layout.is_causal:
+            length = layout.num_used // layout.groups
+            heads = query.unflatten(2, (-1, layout.groups))[:, :, :length].permute(1, 0, 3, 2, 4).flatten(1, 2)
+            key, value = (x[:, :, :length].transpose(0, 1).repeat_interleave(layout.groups, 1) for x in (key, value))
+            out = F.scaled_dot_product_attention(heads, key, value, is_causal=True, scale=scale)
+            grad = grad.unflatten(2, (-1, layout.groups))[:, :, :length].permute(1, 0, 3, 2, 4).flatten(1, 2)
+        else:
+            seen = torch.arange(k.shape[2], device=k.device) < layout.visible.unsqueeze(-1)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+    grad_q, grad_k, grad_v = torch.autograd.grad(out, leaves, grad)
+    return grad_q, grad_k, grad_v

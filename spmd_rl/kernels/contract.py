@@ -83,15 +83,20 @@ def _cpu_facts() -> dict[str, str | int]:
 def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> dict[str, str | int]:
     from triton import __version__ as triton_version
 
+    from spmd_rl.kernels.attention_triton import block_tile
     from spmd_rl.kernels.logprob_triton import SUM_WARPS
     from spmd_rl.kernels.norm_triton import NUM_WARPS, TILE_ELEMENTS
 
-    attention: dict[str, str | int] = {"attention": "sdpa, no promise"}
-    if flash_takes(head_dim or FLASH_HEAD_DIMS[0], dtype, device):
+    dim, capability = head_dim or FLASH_HEAD_DIMS[0], torch.cuda.get_device_capability(device)
+    compared = capability[0] == HOPPER
+    attention: dict[str, str | int]
+    if flash_takes(dim, dtype, device):
         known = "" if flash_version() == FLASH["flash-attn-4"] else ", version not compared"
         attention = {"attention": f"flash-attn-4 {flash_version()} causal, one split{known}", "kv_block": TILE[1]}
-    capability = torch.cuda.get_device_capability(device)
-    chain = "one ascending chain" if capability[0] == HOPPER else "one ascending chain, tiles not compared"
+    else:
+        blocks = "keys in ascending blocks" if compared else "keys in ascending blocks, not compared"
+        attention = {"attention": blocks, "attention_tile": ", ".join(map(str, block_tile(dtype, dim)))}
+    chain = "one ascending chain" if compared else "one ascending chain, tiles not compared"
     return attention | {
         "linear": chain if keeps_chain(dtype, device) else "library, no promise",
         "norm_elements": TILE_ELEMENTS,

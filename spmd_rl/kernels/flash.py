@@ -2,8 +2,8 @@
 
 Both call the same kernel with an explicit mask and one split, or for one new token that kernel built otherwise
 (`flash_decode_cute`): so a query's bits depend on its own history alone (measured on Hopper, docs/numerics.md).
-Without it, or for head sizes that were not verified, attention falls back to torch's scaled-dot-product attention,
-which promises nothing; `contract` says which one runs.
+Without it, or for head sizes that were not verified, our own kernel attends (attention_triton.py), which is slower;
+`contract` says which one runs.
 """
 
 from __future__ import annotations

@@ -25,8 +25,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`rms_norm` of the sum residual + x, which is rounded first; returns (normed, summed).
 
-    Shape: x and residual [..., C], weight [C].
+    Shape: x and residual [..., C], weight [C]. Raises: ValueError where the two differ in shape.
     """
+    if x.shape != residual.shape:
+        raise ValueError(f"a sum of {list(x.shape)} and {list(residual.shape)}")
     if x.is_cuda:
         normed, summed = call(_AddRmsNorm, x, residual, weight, eps)
         remakable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])

@@ -1,6 +1,6 @@
 """The trainer's side of attention: sequences laid end to end, each causal in itself.
 
-Where FlashAttention does not apply, they are laid out for `blocked_attention`; shape letters as there.
+Where FlashAttention does not apply, they are laid out in rows (attention.py); shape letters as there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, lay_rows, token_order
 from spmd_rl.kernels.flash import PackedFlash, flash_takes
 from spmd_rl.kernels.flash_splits import PackedSplits
-from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels.tile import cut_rows, padded_rows
 
 
 class PackedAttention:
@@ -60,7 +60,7 @@ class PackedAttention:
 
 
 class _PackedBlocks:
-    """Packed sequences laid out for `blocked_attention`; away from the CPU, for `sdpa`.
+    """Packed sequences laid out in rows, for `attention_of_rows`.
 
     Sequences are computed beside those of about their length, so that the longest does not widen all.
     """
@@ -79,7 +79,7 @@ class _PackedBlocks:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = [part.attend(q, k, v) for part in self.parts]
-        return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
+        return cut_rows(outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order), len(q))
 
 
 class _PackedPart:

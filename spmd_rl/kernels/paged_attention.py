@@ -15,7 +15,7 @@ from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, 
 from spmd_rl.kernels.flash import DecodeFlash, PagedFlash, check_split, flash_of_chunks, flash_takes
 from spmd_rl.kernels.flash_splits import DecodeSplits, PagedSplits
 from spmd_rl.kernels.kv_write import KvPlace, write_kv
-from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels.tile import cut_rows, padded_rows
 from spmd_rl.kernels.upload import upload
 
 
@@ -150,7 +150,7 @@ class PagedAttention:
 
 
 class _PagedBlocks:
-    """Pages laid out for `blocked_attention`.
+    """Pages laid out in rows, for `attention_of_rows`.
 
     Sequences with one new token are computed apart from those with many, so that a prefill chunk does not widen the
     decode rows.
@@ -176,7 +176,7 @@ class _PagedBlocks:
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         outs = [part.attend(q, keys, values) for part in self.parts]
-        return outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
+        return cut_rows(outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order), len(q))
 
 
 class _Part:

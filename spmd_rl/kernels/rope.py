@@ -45,7 +45,7 @@ def qk_norm_rope(
 
     There it reads positions, and a place's slots, early (`overlap_triton`).
     Shape: q [T, H, D] and k [T, K, D], perhaps parts of one tensor; weights [D]; positions [T]; cos and sin the whole
-    table [P, D/2]. Returns two contiguous tensors.
+    table [P, D/2]. Returns two contiguous tensors. Raises: ValueError for other numbers of tokens.
     """
     if q.is_cuda:
         rest = q_weight, k_weight, eps, positions, cos, sin

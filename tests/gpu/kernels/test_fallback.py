@@ -1,21 +1,29 @@
-"""Attention without FlashAttention-4 on a GPU: torch's own, packed, in chunks and while decoding, against float64."""
+"""Attention without FlashAttention-4 on a GPU: right, and the same bits packed, in chunks and while decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels import attention
+from spmd_rl.kernels import attention_triton
+from spmd_rl.kernels.attention_triton import BlockTile
 from spmd_rl.kernels.tile import padded_rows
 from tests.gpu.kernels.paged_case import Paged, qkv
 from tests.unit.kernels.paged_case import Heads, oracle, packed
 
 LENGTHS = [1, 5, 16, 17, 40, 130]
 NUM_TOKENS = sum(LENGTHS)
-HEADS = [Heads(8, 2, 64), Heads(7, 1, 64), Heads(6, 2, 128), Heads(4, 4, 128)]
+HEADS = [Heads(8, 2, 64), Heads(7, 1, 64), Heads(6, 2, 128), Heads(4, 4, 128), Heads(6, 3, 80), Heads(8, 1, 256)]
+LONG = [1, 16, 63, 64, 65, 300, 1500, 127, 128, 129]
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # of the distance, relative
 WAYS = ("packed", "chunks", "decoding")
+TILE = attention_triton.block_tile
+Unequal = Callable[[Tensor, Tensor], int]
 UNWRITTEN = 7.0  # what the cache holds before: nobody may see it
 
 
@@ -68,16 +76,66 @@ def test_packed_and_its_gradients_against_float64(heads: Heads, dtype: torch.dty
         assert torch.count_nonzero(leaf.grad[NUM_TOKENS:]) == 0
 
 
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_chunks_equal_packed(heads: Heads, dtype: torch.dtype, page_size: int, poison: bool, unequal: Unequal) -> None:
+    data = qkv(sum(LONG), heads, dtype=dtype)
+    chunks = Paged(LONG, heads, page_size, poison, dtype=dtype).chunks(data, [1, 2, 17, 64, 100, 512])
+    assert unequal(chunks, packed(*data, LONG, heads)) == 0
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_decoding_equals_packed(heads: Heads, dtype: torch.dtype, unequal: Unequal) -> None:
+    data = qkv(sum(LONG), heads, dtype=dtype)
+    decoded = Paged(LONG, heads, 16, dtype=dtype).decoding(data, 20)
+    assert unequal(decoded, packed(*data, LONG, heads)) == 0
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_alone_and_padded_equal_packed(heads: Heads, dtype: torch.dtype, unequal: Unequal) -> None:
+    data = qkv(sum(LONG), heads, dtype=dtype)
+    whole = packed(*data, LONG, heads).split(LONG)
+    for length, alone, parts in zip(LONG, whole, zip(*(x.split(LONG) for x in data), strict=True), strict=True):
+        padded = [torch.cat([x, x.new_full((-length % 16, *x.shape[1:]), 7.0)]) for x in parts]
+        assert unequal(packed(*parts, [length], heads), alone) == 0
+        assert unequal(packed(*padded, [length], heads)[:length], alone) == 0
+
+
+def narrower(dtype: torch.dtype, dim: int) -> BlockTile:
+    return TILE(dtype, dim)._replace(keys=TILE(dtype, dim).keys // 2)
+
+
+def library(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float) -> Tensor:
+    seen = torch.arange(k.shape[2], device=k.device) < visible.unsqueeze(-1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+
+
+@pytest.mark.parametrize(("name", "other"), [("block_tile", narrower), ("attend_in_blocks", library)])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_control_another_order_of_sums_fails(
+    dtype: torch.dtype, name: str, other: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, unequal: Unequal
+) -> None:
+    heads = HEADS[0]
+    data = qkv(sum(LONG), heads, dtype=dtype)
+    decoded = Paged(LONG, heads, 16, dtype=dtype).decoding(data, 20)
+    monkeypatch.setattr(attention_triton, name, other)
+    assert unequal(decoded, packed(*data, LONG, heads)) > 0
+
+
 @pytest.mark.parametrize("more", [-1, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_control_a_key_too_many_or_too_few_is_seen(way: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, sdpa = HEADS[0], attention.sdpa
+    heads, attend_in_blocks = HEADS[0], attention_triton.attend_in_blocks
 
-    def shifted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-        return sdpa(q, k, v, (visible + more).clamp(min=1), scale)
+    def shifted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float) -> Tensor:
+        return attend_in_blocks(q, k, v, (visible + more).clamp(min=1, max=k.shape[2]), num_used, scale)
 
     data = qkv(NUM_TOKENS, heads)
     expected = oracle(*wide(data), LENGTHS, heads)
     assert distance(attend(way, data, heads), expected) < LIMITS[torch.bfloat16]
-    monkeypatch.setattr(attention, "sdpa", shifted)
+    monkeypatch.setattr(attention_triton, "attend_in_blocks", shifted)
     assert distance(attend(way, data, heads), expected) > 3 * LIMITS[torch.bfloat16]

@@ -42,7 +42,13 @@ QWEN3 = ModelSpec(
 QWEN2 = replace(
     QWEN3, family="qwen2", vocab_size=5003, head_dim=128, num_heads=6, num_kv_heads=2, qkv_bias=True, qk_norm=False
 )
-SPECS = {"qwen3": QWEN3, "qwen2": replace(QWEN2, tie_embeddings=False)}
+SPECS = {
+    "qwen3": QWEN3,
+    "qwen2": replace(QWEN2, tie_embeddings=False),
+    # head sizes that FlashAttention does not take
+    "heads of 80": replace(QWEN3, head_dim=80),
+    "heads of 256": replace(QWEN2, head_dim=256, num_heads=4, num_kv_heads=1),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +191,7 @@ def test_graph_replay_equals_eager(unequal) -> None:
             assert unequal(cache.data, before) == 0
 
 
-def test_control_attention_without_promise_fails(monkeypatch: pytest.MonkeyPatch, unequal) -> None:
+def test_control_another_attention_on_one_side_fails(monkeypatch: pytest.MonkeyPatch, unequal) -> None:
     model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
     samples, _ = generate(model, wanted)
     monkeypatch.setattr("spmd_rl.kernels.packed_attention.flash_takes", lambda *_: False)

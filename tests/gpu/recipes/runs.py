@@ -28,11 +28,11 @@ SHAPE = {
 DISJOINT = ["--split.train.ranks=1", "--split.infer.ranks=1"]
 
 
-def write_model(folder: Path) -> Path:
-    """The example's model folder with another shape."""
+def write_model(folder: Path, **shape: int) -> Path:
+    """The example's model folder with another shape: `SHAPE`, but for what is given."""
     shutil.copytree(EXAMPLE / "model", folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | SHAPE))
+    (folder / "config.json").write_text(json.dumps(config | SHAPE | shape))
     return folder
 
 

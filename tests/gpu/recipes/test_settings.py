@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together
+from benchmarks.grpo_proof import broken_promises
+from tests.gpu.recipes.runs import ONE_GPU, new_run, proof, together, write_model
 from tests.system.kill_resume import Run
 
 pytestmark = pytest.mark.timeout(400)
@@ -19,22 +20,30 @@ SETTINGS = {
         *("--trainer.recompute=cheap", "--trainer.attention_split=128", "--engine.attention_split=128"),
     ],
 }
+BLOCKS = "heads of 80, which FlashAttention-4 does not take"
 FAULTY = "one product of the engine sums K in two parts"
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Run]:
     found = {what: new_run(folder, f"r{n}", ONE_GPU["sync"], *more) for n, (what, more) in enumerate(SETTINGS.items())}
+    own = [f"--model={write_model(folder / 'heads of 80', head_dim=80)}", "--trainer.deterministic=false"]
+    found[BLOCKS] = new_run(folder, "blocks", ONE_GPU["sync"], *own)
     found[FAULTY] = new_run(folder, "faulty", ["tests.gpu.recipes.faulty", "--nproc=1"])
     together({what: run.finish for what, run in found.items()})
     return found
 
 
-@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize("what", [*SETTINGS, BLOCKS])
 def test_no_token_is_unequal(runs: dict[str, Run], what: str) -> None:
     for compared, mismatched in proof(runs[what]):
         assert compared > 1000
         assert mismatched == 0
+
+
+def test_our_own_attention_promises_equal_bits_too(runs: dict[str, Run]) -> None:
+    assert broken_promises(runs[BLOCKS].folder) == []
+    assert "keys in ascending blocks" in (runs[BLOCKS].folder / "contract.json").read_text()
 
 
 @pytest.mark.parametrize(

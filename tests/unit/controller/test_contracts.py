@@ -39,9 +39,9 @@ def test_what_is_followed_has_a_digest_of_its_facts() -> None:
 
 
 def test_where_no_bits_are_promised_is_said_once() -> None:
-    gpu = {"attention": "sdpa, no promise", "linear": "library, no promise", "threads": 2}
+    gpu = {"attention": "keys in ascending blocks, not compared", "linear": "library, no promise", "threads": 2}
     assert not_promised({"a": {"linear": "library", "threads": 2}}) == ""
-    said = "attention is 'sdpa, no promise'; linear is 'library, no promise'"
+    said = "attention is 'keys in ascending blocks, not compared'; linear is 'library, no promise'"
     assert not_promised({"a": gpu, "b": dict(gpu)}) == said
     newer = {"attention": "flash-attn-4 4.1 causal, one split, version not compared", "threads": 2}
     assert not_promised({"a": newer}) == f"attention is '{newer['attention']}'"

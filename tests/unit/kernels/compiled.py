@@ -50,13 +50,18 @@ def compiling() -> Iterator[None]:
         driver._active = before
 
 
-def ptx_of(kernel: Any, launch: Callable[[], Any]) -> str:
-    """The code of the one specialisation of `kernel` that `launch` asks for."""
+def compiled_of(kernel: Any, launch: Callable[[], Any]) -> Any:
+    """The one specialisation of `kernel` that `launch` asks for, as Triton keeps it."""
     kernel.device_caches.clear()
     with compiling():
         launch()
     (compiled,) = kernel.device_caches[0][0].values()
-    return str(compiled.asm["ptx"])
+    return compiled
+
+
+def ptx_of(kernel: Any, launch: Callable[[], Any]) -> str:
+    """Its code."""
+    return str(compiled_of(kernel, launch).asm["ptx"])
 
 
 def instructions(ptx: str) -> Counter[str]:

@@ -33,7 +33,7 @@ def qkv(total: int, heads: Heads, seed: int = 0, *, dtype: torch.dtype, device: 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, split: int = 0) -> Tensor:
     sizes = {"num_heads": heads.query, "num_kv_heads": heads.key}
-    return PackedAttention(np.array(lengths), **sizes, device=q.device, split=split)(0, q, k, v)[: len(q)]
+    return PackedAttention(np.array(lengths), **sizes, device=q.device, split=split)(0, q, k, v)
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
@@ -51,7 +51,7 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) ->
 class Paged:
     """Feeds sequences to a paged cache in steps that a test chooses, pages placed at random.
 
-    `poison`: what is not written yet is large, and pages that nobody has are not numbers.
+    Every other step is padded. `poison`: what is not written yet is large, and pages that nobody has are not numbers.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Paged:
         if poison:
             self._poison(torch.from_numpy(order[sum(counts) :]).to(device))
         self.done = np.zeros(len(lengths), dtype=np.int64)
+        self.padded = False
 
     def _poison(self, free: Tensor) -> None:
         for pages, large in zip(self.cache.layers[0], (LARGE_KEY, LARGEST), strict=True):
@@ -109,8 +110,11 @@ class Paged:
             num_heads=self.heads.query,
         )
         pick = torch.from_numpy(np.concatenate(rows)).to(q.device)
-        pad = pick.new_zeros(padded_rows(len(pick)) - len(pick))
-        out = attend(0, *(x[torch.cat([pick, pad])] for x in (q, k, v)))[: len(pick)]
+        self.padded = not self.padded
+        pad = pick.new_zeros(padded_rows(len(pick)) - len(pick) if self.padded else 0)
+        out = attend(0, *(x[torch.cat([pick, pad])] for x in (q, k, v)))
+        assert len(out) == len(pick) + len(pad)
+        out = out[: len(pick)]
         self.done[names] += [chosen[name] for name in names]
         return pick, out
 

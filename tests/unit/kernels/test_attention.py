@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.kernels import PackedAttention, attention
+from spmd_rl.kernels.attention import RowLayout, blocked_attention, library_gradients
 from spmd_rl.kernels.tile import padded_rows
 from tests.unit.kernels import paged_case
 from tests.unit.kernels.paged_case import Data, Heads, Paged, oracle, packed
@@ -111,6 +112,28 @@ def test_a_prefix_laid_once_gives_the_bits_of_whole_sequences(heads: Heads) -> N
         expected = torch.autograd.grad(whole.square().sum(), leaves, retain_graph=True)
         for actual, wanted in zip(grads, expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("starts", [[0, 0, 0], [20, 0, 3]])
+@pytest.mark.parametrize("heads", HEADS)
+def test_gradients_of_the_library(heads: Heads, starts: list[int]) -> None:
+    """Those that a GPU takes, where only the forward pass is our own."""
+    lengths, groups = np.array([5, 130, 1]), heads.query // heads.key
+    first = np.cumsum(lengths) - lengths
+    layout = RowLayout.build(first, np.array(starts), lengths, groups, CPU)
+    assert layout.is_causal == (not any(starts))
+    q = layout.rows(qkv(lengths.tolist(), heads)[0], heads.key)
+    shape = heads.key, len(lengths), padded_rows(int((lengths + starts).max())), heads.dim
+    generator = torch.Generator().manual_seed(0)
+    leaves = [x.double().requires_grad_() for x in (q, *torch.randn(2, *shape, generator=generator))]
+    tokens = layout.tokens(blocked_attention(*leaves, layout, 0.3))[: lengths.sum()]
+    push = torch.randn(tokens.shape, generator=generator).double()
+    tokens.backward(push)
+    rows = torch.zeros_like(leaves[0], requires_grad=True)
+    of_rows = torch.autograd.grad(layout.tokens(rows)[: lengths.sum()], rows, push)[0]
+    found = library_gradients(*leaves, layout, 0.3, of_rows)
+    for actual, leaf in zip(found, leaves, strict=True):
+        torch.testing.assert_close(actual, leaf.grad)
 
 
 def test_row_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

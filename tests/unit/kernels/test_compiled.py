@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spmd_rl.kernels import (
     activation_triton,
+    attention_triton,
     decode_inputs_triton,
     decode_outputs_triton,
     filter_triton,
@@ -41,10 +42,12 @@ from spmd_rl.kernels.linear_tiles import (
     Tile,
 )
 from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
-from tests.unit.kernels.compiled import instructions, ptx_of, shuffles
+from tests.unit.kernels.compiled import compiled_of, instructions, ptx_of, shuffles
 
 BF16 = torch.bfloat16
 WARP, WGMMA_K = 32, 16
+SHARED_BYTES_OF_AMPERE = 99 << 10  # what a block may take where it may take least (capability 8.6 and 8.9)
+THREADS_OF_A_ROW = 4  # in what wgmma returns
 VOCAB = NUM_VOCAB_SHARDS, VOCAB_CHUNK
 PLAIN = sorted({tile for by_width in TILES.values() for _, tile in by_width} | {REFERENCE})
 RINGED = sorted({ring for by_width in RINGS.values() for _, ring in by_width} | set(RINGS_OF.values()))
@@ -206,6 +209,16 @@ def merge(num_rows: int) -> str:
     return ptx_of(merge_triton._merge, lambda: merge_triton.merge_ranges_gpu(partial, sums, ranges, whole, None))
 
 
+def launch_attention(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
+    q, k = torch.zeros(2, 3, num_rows, dim, dtype=dtype), torch.zeros(2, 3, 8 * num_rows, dim, dtype=dtype)
+    visible = torch.ones(3, num_rows, dtype=torch.int64)
+    return attention_triton.attend_in_blocks(q, k, k, visible, num_rows, 0.1)
+
+
+def attention(num_rows: int, dim: int = 128, dtype: torch.dtype = BF16) -> str:
+    return ptx_of(attention_triton._attend, lambda: launch_attention(num_rows, dim, dtype))
+
+
 OPS: dict[str, Callable[[int], str]] = {
     "norm": lambda count: norm(1024, count),
     "product": lambda count: product(REFERENCE, count),
@@ -215,6 +228,7 @@ OPS: dict[str, Callable[[int], str]] = {
     "draw": draw,
     "hashes": hashes,
     "merge": merge,
+    "attention": attention,
 }
 
 
@@ -223,6 +237,29 @@ def test_the_code_is_one_for_all_numbers_of_rows(op: str) -> None:
     """17 and 48: Triton makes code of its own for arguments of 1, and for multiples of 16, if it may."""
     codes = {count: OPS[op](count) for count in (1, 17, 48)}
     assert len(set(codes.values())) == 1
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_attention_in_blocks_adds_in_its_own_order(dim: int) -> None:
+    """Tensor cores multiply, sums of weights are shuffled along one tree, and nothing is rounded once for two ops."""
+    ptx = attention(48, dim)
+    names = tensor_core(ptx)
+    assert names
+    assert all(name.startswith("wgmma") and name.endswith(f"k{WGMMA_K}.f32.bf16.bf16") for name in names)
+    each = attention_triton.block_tile(BF16, dim).keys // THREADS_OF_A_ROW
+    assert shuffles(ptx)[-4 * 2 :] == [2, 1] * 4  # the greatest and the sum, of two rows a thread
+    assert added(ptx) == {"add.rn.f32": 2 * (each - 1 + 2 + 1)}  # the last one's is what came before
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_attention_in_blocks_fits_every_gpu_since_ampere(dim: int, dtype: torch.dtype) -> None:
+    found = compiled_of(attention_triton._attend, lambda: launch_attention(48, dim, dtype))
+    assert found.metadata.shared <= SHARED_BYTES_OF_AMPERE
+
+
+def test_attention_of_float32_multiplies_without_tensor_cores() -> None:
+    assert not tensor_core(attention(48, 64, torch.float32))
 
 
 @triton.jit

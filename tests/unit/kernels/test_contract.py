@@ -42,11 +42,13 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "triton": SimpleNamespace(__version__="3.6.0"),
         "norm": SimpleNamespace(NUM_WARPS=4, TILE_ELEMENTS=1024),
         "logprob": SimpleNamespace(SUM_WARPS=4),
+        "attention": SimpleNamespace(block_tile=lambda dtype, dim: (64, 64, 4, 2)),
         "versions": dict(VERSIONS),
     }
     monkeypatch.setitem(sys.modules, "triton", made["triton"])
     monkeypatch.setitem(sys.modules, "spmd_rl.kernels.norm_triton", made["norm"])
     monkeypatch.setitem(sys.modules, "spmd_rl.kernels.logprob_triton", made["logprob"])
+    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.attention_triton", made["attention"])
 
     def version(package: str) -> str:
         if package not in made["versions"]:
@@ -136,8 +138,18 @@ def test_attention_of_the_cpu(name: str, fact: str, monkeypatch: pytest.MonkeyPa
 def test_key_block_of_the_gpu(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
     assert gpu_facts()["kv_block"] == flash_decode.TILE[1]
     assert changed(gpu_facts, lambda: monkeypatch.setattr(flash_decode, "TILE", (64, 64))) == {"kv_block"}
+
+
+def test_attention_of_the_gpu_without_flash(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
     monkeypatch.setattr(flash, "flash_takes", lambda *given: False)
+    assert gpu_facts()["attention"] == "keys in ascending blocks"
     assert "kv_block" not in gpu_facts()
+    fewer = lambda *given: (64, 32, 4, 2)  # noqa: E731
+    assert changed(gpu_facts, lambda: monkeypatch.setattr(hopper["attention"], "block_tile", fewer)) == {
+        "attention_tile"
+    }
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert gpu_facts()["attention"] == "keys in ascending blocks, not compared"
 
 
 @pytest.mark.parametrize(

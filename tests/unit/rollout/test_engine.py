@@ -251,3 +251,14 @@ def test_bfloat16_engine_is_exact_too(new_model, new_engine, finish, mismatched_
     together = finish(new_engine(model, max_batch=5, page_size=4, max_step_tokens=9, dtype="bfloat16"), requests)
     assert all(together[name].logprobs.tobytes() == alone[name].logprobs.tobytes() for name in alone)
     assert mismatched_tokens(model, requests, together) == 0
+
+
+def test_a_forward_pass_that_pads_no_rows(model, new_engine, finish, monkeypatch):
+    """As on a GPU where products keep the contract for any number of rows; the bits of a CPU's other ops change."""
+    requests = [request(uid, index, range(2, 9 + 9 * uid)) for uid in range(3) for index in range(3)]
+    padded = finish(new_engine(model), requests)
+    monkeypatch.setattr("spmd_rl.model.network.is_exact", lambda weight: True)
+    whole = finish(new_engine(model), requests)
+    for name, sample in padded.items():
+        assert np.array_equal(whole[name].tokens, sample.tokens)
+        assert np.allclose(whole[name].logprobs, sample.logprobs, atol=1e-5)
