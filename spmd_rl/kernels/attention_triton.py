@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels.tile import dense
+
 LARGE_HEAD = 128
 
 
@@ -42,10 +44,10 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used:
     Shape: q [K, B, R, D], k and v [K, B, S, D], visible [B, R] (how many keys a row sees, from the first; 1 to S);
     returns [K, B, R, D], rows from `num_used` on unset. Keys that no row of a tile sees are not read.
     """
-    q, k, v, visible = (x.contiguous() for x in (q, k, v, visible))
+    q, k, v, visible = map(dense, (q, k, v, visible))
     num_heads, batch, num_rows, dim = q.shape
     out, tile = torch.empty_like(q), block_tile(q.dtype, dim)
-    _attend[(triton.cdiv(num_used, tile.rows), num_heads * batch)](
+    _attend[(num_heads * batch, triton.cdiv(num_used, tile.rows))](
         q, k, v, visible, out, scale * math.log2(math.e), batch, num_rows, num_used, k.shape[2],
         dim, triton.next_power_of_2(max(dim, 16)), tile.rows, tile.keys,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
@@ -58,8 +60,8 @@ def _attend(
     q, k, v, visible, out, scale, batch, num_rows, num_used, num_keys,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    head = tl.program_id(1).to(tl.int64)
+    row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    head = tl.program_id(0).to(tl.int64)
     is_used, is_there = row < num_used, column < DIM
     seen = tl.load(visible + head % batch * num_rows + row, mask=is_used, other=1)
     last = tl.max(seen, 0)

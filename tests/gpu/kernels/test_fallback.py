@@ -105,6 +105,14 @@ def test_alone_and_padded_equal_packed(heads: Heads, dtype: torch.dtype, unequal
         assert unequal(packed(*padded, [length], heads)[:length], alone) == 0
 
 
+def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:
+    """A token alone is its own value; each sequence of each key-value head is a program of the grid's first axis."""
+    heads, lengths = Heads(8, 8, 64), [1] * 9000
+    q, k, v = qkv(len(lengths), heads)
+    assert len(lengths) * heads.key > 65535
+    assert unequal(packed(q, k, v, lengths, heads)[: len(lengths)], v) == 0
+
+
 def narrower(dtype: torch.dtype, dim: int) -> BlockTile:
     return TILE(dtype, dim)._replace(keys=TILE(dtype, dim).keys // 2)
 
