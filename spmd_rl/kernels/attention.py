@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spmd_rl.kernels.differentiable import call
 from spmd_rl.kernels.tile import pad_columns, padded_rows
@@ -31,6 +32,7 @@ from spmd_rl.kernels.tile import pad_columns, padded_rows
 KV_BLOCK = 64
 QUERY_TILE = 8
 MAX_SCORES = 1 << 24
+PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for each shape
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
@@ -254,7 +256,7 @@ def library_gradients(
     Shape: as `blocked_attention`. A mask is only made where sequences go on from keys that were there before.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
+    with torch.enable_grad(), sdpa_kernel(PLANLESS):
         query, key, value = leaves
         if layout.is_causal:
             length = layout.num_used // layout.groups
@@ -265,5 +267,5 @@ def library_gradients(
         else:
             seen = torch.arange(k.shape[2], device=k.device) < layout.visible.unsqueeze(-1)
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
-    grad_q, grad_k, grad_v = torch.autograd.grad(out, leaves, grad)
+        grad_q, grad_k, grad_v = torch.autograd.grad(out, leaves, grad)
     return grad_q, grad_k, grad_v

@@ -32,10 +32,10 @@ class BlockTile(NamedTuple):
 
 
 def block_tile(dtype: torch.dtype, dim: int) -> BlockTile:
-    """Such as fits the registers, and the shared memory that every GPU since Ampere has."""
+    """Such as fits the shared memory that every GPU since Ampere has, and on Hopper the registers."""
     if dtype == torch.float32:  # no tensor core multiplies it exactly
         return BlockTile(16, 32, 8, 1)
-    return BlockTile(128, 64, 8, 2 if dim <= LARGE_HEAD else 1)
+    return BlockTile(128, 64, 8, 2) if dim <= LARGE_HEAD else BlockTile(128, 32, 8, 1)
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float) -> Tensor:
@@ -47,7 +47,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used:
     q, k, v, visible = map(dense, (q, k, v, visible))
     num_heads, batch, num_rows, dim = q.shape
     out, tile = torch.empty_like(q), block_tile(q.dtype, dim)
-    _attend[(num_heads * batch, triton.cdiv(num_used, tile.rows))](
+    _attend[(num_heads * batch * triton.cdiv(num_used, tile.rows),)](
         q, k, v, visible, out, scale * math.log2(math.e), batch, num_rows, num_used, k.shape[2],
         dim, triton.next_power_of_2(max(dim, 16)), tile.rows, tile.keys,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
@@ -60,8 +60,9 @@ def _attend(
     q, k, v, visible, out, scale, batch, num_rows, num_used, num_keys,
     DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ) -> None:  # fmt: skip
-    row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    head = tl.program_id(0).to(tl.int64)
+    num_tiles = tl.cdiv(num_used, ROWS)
+    head, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    row, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_used, is_there = row < num_used, column < DIM
     seen = tl.load(visible + head % batch * num_rows + row, mask=is_used, other=1)
     last = tl.max(seen, 0)

@@ -152,8 +152,7 @@ class PagedAttention:
 class _PagedBlocks:
     """Pages laid out in rows, for `attention_of_rows`.
 
-    Sequences with one new token are computed apart from those with many, so that a prefill chunk does not widen the
-    decode rows.
+    Sequences are computed beside those of about as many rows and keys, so that few widen the others.
     """
 
     def __init__(
@@ -164,19 +163,30 @@ class _PagedBlocks:
         lengths: NDArray[np.int64],
         num_heads: int,
     ) -> None:
-        groups = num_heads // cache.num_kv_heads
-        few = lengths * groups <= QUERY_TILE
+        groups, device = num_heads // cache.num_kv_heads, cache.data.device
         first = np.cumsum(lengths) - lengths
+        parts = _alike(lengths * groups, starts + lengths, device)
         self.parts = [
             _Part(cache, page_table[chosen], starts[chosen], lengths[chosen], first[chosen], groups)
-            for chosen in (few, ~few)
-            if chosen.any()
+            for chosen in (parts == part for part in np.unique(parts))
         ]
-        self.order = token_order(lengths, (~few).astype(np.int64), cache.data.device) if len(self.parts) == 2 else None
+        self.order = token_order(lengths, parts, device) if len(self.parts) > 1 else None
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         outs = [part.attend(q, keys, values) for part in self.parts]
         return cut_rows(outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order), len(q))
+
+
+def _alike(rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+    """A number for each sequence, the same for those that are laid out together; all shape [B].
+
+    On a CPU, where calls cost more than padding, those with one tile of rows are together, and all others are.
+    """
+    if device.type == "cpu":
+        return (rows > QUERY_TILE).astype(np.int64)
+    of_rows, of_keys = (np.ceil(np.log2(count)).astype(np.int64) for count in (np.maximum(rows, QUERY_TILE), keys))
+    parts: NDArray[np.int64] = of_rows * 64 + of_keys
+    return parts
 
 
 class _Part:

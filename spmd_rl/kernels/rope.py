@@ -45,8 +45,9 @@ def qk_norm_rope(
 
     There it reads positions, and a place's slots, early (`overlap_triton`).
     Shape: q [T, H, D] and k [T, K, D], perhaps parts of one tensor; weights [D]; positions [T]; cos and sin the whole
-    table [P, D/2]. Returns two contiguous tensors. Raises: ValueError for other numbers of tokens.
+    table [P, D/2]. Returns two contiguous tensors. Raises: ValueError for different numbers of tokens.
     """
+    _check_tokens(q, k, positions)
     if q.is_cuda:
         rest = q_weight, k_weight, eps, positions, cos, sin
         turned: tuple[Tensor, Tensor] = call(_QkNormRope, q, k, *rest)
@@ -75,6 +76,7 @@ def qk_norm_rope_into(
 
     Shape: as there; returns the queries.
     """
+    _check_tokens(q, k, positions)
     if q.is_cuda:
         from spmd_rl.kernels.rope_triton import qk_norm_rope_into_pages
 
@@ -82,6 +84,11 @@ def qk_norm_rope_into(
     q, k = qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos, sin)
     write_kv(*place, k, v)
     return q
+
+
+def _check_tokens(q: Tensor, k: Tensor, positions: Tensor) -> None:
+    if not len(q) == len(k) == len(positions):
+        raise ValueError(f"{len(q)} queries and {len(k)} keys at {len(positions)} positions")
 
 
 def _over_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

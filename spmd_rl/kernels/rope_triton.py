@@ -75,8 +75,6 @@ def _launch_forward(
     slots: Tensor | None,
 ) -> None:
     (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
-    if not num_tokens == len(k) == len(positions):
-        raise ValueError(f"{num_tokens} queries and {len(k)} keys at {len(positions)} positions")
     heads, block = norm_tile(dim)
     groups = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads) * (1 if v is None else 2)
     _forward[(num_tokens, groups if num_tokens < MANY_TOKENS else 1)](

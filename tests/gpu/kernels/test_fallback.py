@@ -106,11 +106,23 @@ def test_alone_and_padded_equal_packed(heads: Heads, dtype: torch.dtype, unequal
 
 
 def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:
-    """A token alone is its own value; each sequence of each key-value head is a program of the grid's first axis."""
+    """A token alone is its own value, and a program for each key-value head."""
     heads, lengths = Heads(8, 8, 64), [1] * 9000
     q, k, v = qkv(len(lengths), heads)
     assert len(lengths) * heads.key > 65535
     assert unequal(packed(q, k, v, lengths, heads)[: len(lengths)], v) == 0
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_a_zero_has_the_sign_it_has_alone(dtype: torch.dtype, unequal: Unequal) -> None:
+    """Where the first keys' weights, of negative values, underflow, and the others' values are -0."""
+    heads, seen = Heads(1, 1, 64), 128
+    q, k, v = (torch.zeros(seen + 40, 1, heads.dim, dtype=dtype, device="cuda") for _ in range(3))
+    q[:], k[:64], v[:64], v[64:seen] = 64.0, -64.0, -1.0, -0.0
+    v[seen:] = 1.0
+    alone = packed(q[:seen], k[:seen], v[:seen], [seen], heads)
+    assert torch.count_nonzero(alone[64:]) == 0
+    assert unequal(packed(q, k, v, [len(q)], heads)[:seen], alone) == 0
 
 
 def narrower(dtype: torch.dtype, dim: int) -> BlockTile:

@@ -12,7 +12,8 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-HOPPER = GPUTarget("cuda", 90, 32)
+WARP = 32
+HOPPER = GPUTarget("cuda", 90, WARP)
 SHARED_BYTES = 227 << 10  # what a block may take there
 _INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+ )?([a-z][\w.:]*)", re.MULTILINE)
 _SHUFFLE = re.compile(r"shfl\.sync\.bfly\.b32\s+\S+ \S+ (\d+),")
@@ -26,6 +27,9 @@ class _Driver:
         get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES},
     )
 
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
         return lambda *given: None
 
@@ -36,24 +40,24 @@ class _Driver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return HOPPER
+        return self.target
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling(target: GPUTarget = HOPPER) -> Iterator[None]:
     """Inside, a launch on host tensors compiles its kernel as on an H200, and leaves its results unset."""
     before = driver._active
-    driver.set_active(_Driver())
+    driver.set_active(_Driver(target))
     try:
         yield
     finally:
         driver._active = before
 
 
-def compiled_of(kernel: Any, launch: Callable[[], Any]) -> Any:
+def compiled_of(kernel: Any, launch: Callable[[], Any], capability: int = HOPPER.arch) -> Any:
     """The one specialisation of `kernel` that `launch` asks for, as Triton keeps it."""
     kernel.device_caches.clear()
-    with compiling():
+    with compiling(GPUTarget("cuda", capability, WARP)):
         launch()
     (compiled,) = kernel.device_caches[0][0].values()
     return compiled

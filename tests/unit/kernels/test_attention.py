@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels import PackedAttention, attention
+from spmd_rl.kernels import PackedAttention, attention, paged_attention
 from spmd_rl.kernels.attention import RowLayout, blocked_attention, library_gradients
 from spmd_rl.kernels.tile import padded_rows
 from tests.unit.kernels import paged_case
@@ -53,6 +54,26 @@ def test_paged_equals_packed(lengths: list[int], heads: Heads, page_size: int, s
     expected = packed(*data, lengths, heads)
     actual = new_paged(lengths, heads, page_size, seed).chunks(data, SIZES)
     assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, heads: Heads) -> None:
+    """There sequences lie beside those of about their rows and keys: many parts in place of two."""
+    alike, numbers = paged_attention._alike, set()
+
+    def on_gpu(rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+        parts = alike(rows, keys, torch.device("cuda"))
+        for part in np.unique(parts):
+            same = keys[parts == part]
+            assert same.max() < 2 * same.min()
+        numbers.add(len(np.unique(parts)))
+        return parts
+
+    monkeypatch.setattr(paged_attention, "_alike", on_gpu)
+    lengths = [1, 5, 16, 40, 150, 130, 64]
+    data = qkv(lengths, heads)
+    assert torch.equal(new_paged(lengths, heads, 16, 3).chunks(data, SIZES), packed(*data, lengths, heads))
+    assert max(numbers) > 2
 
 
 @pytest.mark.parametrize("heads", HEADS)

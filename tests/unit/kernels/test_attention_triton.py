@@ -33,6 +33,7 @@ def case(dim: int) -> Case:
         return torch.randn(NUM_HEADS, BATCH, rows, dim, generator=generator)
 
     visible = torch.randint(1, NUM_KEYS + 1, (BATCH, NUM_ROWS), generator=generator)
+    visible[1:].clamp_(max=70)
     visible[0, :3] = torch.tensor([1, NUM_KEYS, 33])
     return Case(random(NUM_ROWS), random(NUM_KEYS), random(NUM_KEYS), visible, NUM_ROWS)
 
@@ -103,6 +104,12 @@ def test_against_float64(found: dict[str, Tensor], name: str) -> None:
 )
 def test_a_row_is_the_same_beside_others(found: dict[str, Tensor], name: str, theirs) -> None:
     assert torch.equal(found[name], theirs(found["20 columns"]))
+
+
+def test_what_nobody_sees_is_not_a_number() -> None:
+    """In the case above."""
+    assert CASES["beyond sight"].k.isnan().any()
+    assert CASES["beyond sight"].v.isnan().any()
 
 
 def test_rows_that_nobody_uses_are_left_out(found: dict[str, Tensor]) -> None:

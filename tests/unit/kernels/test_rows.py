@@ -249,6 +249,21 @@ def test_turned_keys_go_to_their_slots() -> None:
     assert torch.equal(place.values.flatten(0, 1)[[3, 40, 16]], v[[0, 2, 3]])
 
 
+def test_operands_of_other_numbers_of_rows_are_refused() -> None:
+    """A kernel would read beyond the shorter one."""
+    x, weight = torch.ones(16, 8), torch.ones(8)
+    with pytest.raises(ValueError, match=r"a sum of \[16, 8\] and \[1, 8\]"):
+        add_rms_norm(x, x[:1], weight, 1e-6)
+    q, table = torch.ones(16, 2, 8), torch.ones(20, 4)
+    for keys, positions in (16, 1), (1, 16), (17, 16):
+        k, at = torch.ones(keys, 1, 8), torch.zeros(positions, dtype=torch.int64)
+        rest = weight, weight, 1e-6, at, table, table
+        with pytest.raises(ValueError, match=f"16 queries and {keys} keys at {positions} positions"):
+            qk_norm_rope(q, k, *rest)
+        with pytest.raises(ValueError, match=f"16 queries and {keys} keys at {positions} positions"):
+            qk_norm_rope_into(q, k, k, *rest, KvPlace(table, table, at))
+
+
 @pytest.mark.parametrize(
     ("name", "op"),
     [
