@@ -115,11 +115,10 @@ def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:
 
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_a_zero_has_the_sign_it_has_alone(dtype: torch.dtype, unequal: Unequal) -> None:
-    """Where the first keys' weights, of negative values, underflow, and the others' values are -0."""
-    heads, seen = Heads(1, 1, 64), 128
-    q, k, v = (torch.zeros(seen + 40, 1, heads.dim, dtype=dtype, device="cuda") for _ in range(3))
-    q[:], k[:64], v[:64], v[64:seen] = 64.0, -64.0, -1.0, -0.0
-    v[seen:] = 1.0
+    """Where the first keys' weights, of negative values, underflow, and all others' values are -0, or not read."""
+    heads, seen = Heads(1, 1, 64), 100
+    q, k, v = (torch.zeros(seen + 60, 1, heads.dim, dtype=dtype, device="cuda") for _ in range(3))
+    q[:], k[:64], v[:64], v[64:] = 64.0, -64.0, -1.0, -0.0
     alone = packed(q[:seen], k[:seen], v[:seen], [seen], heads)
     assert torch.count_nonzero(alone[64:]) == 0
     assert unequal(packed(q, k, v, [len(q)], heads)[:seen], alone) == 0
