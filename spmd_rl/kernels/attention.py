@@ -192,6 +192,12 @@ class RowLayout:
         return out.reshape(num_kv_heads * size, -1).index_select(0, heads).view(len(self.scatter), -1, out.shape[-1])
 
 
+def doublings(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How often a tile of rows is doubled to hold so many: what is laid out together has one number."""
+    numbers: NDArray[np.int64] = np.ceil(np.log2(np.maximum(counts / QUERY_TILE, 1))).astype(np.int64)
+    return numbers
+
+
 def lay_rows(x: Tensor, rows: Tensor) -> Tensor:
     """x [T, K, D] -> [K, R, D], the rows of each head; what is copied, and added in the gradient, is contiguous."""
     num_tokens, num_heads, dim = x.shape

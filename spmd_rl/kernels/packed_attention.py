@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, lay_rows, token_order
+from spmd_rl.kernels.attention import RowLayout, attention_of_rows, doublings, lay_rows, token_order
 from spmd_rl.kernels.flash import PackedFlash, flash_takes
 from spmd_rl.kernels.flash_splits import PackedSplits
 from spmd_rl.kernels.tile import cut_rows, padded_rows
@@ -70,7 +70,7 @@ class _PackedBlocks:
     ) -> None:
         starts = np.where(prefixes >= 0, lengths[prefixes], 0)
         first = np.cumsum(lengths) - lengths
-        parts = np.ceil(np.log2(np.maximum(lengths * groups / QUERY_TILE, 1))).astype(np.int64)
+        parts = doublings(lengths * groups)
         self.parts = [
             _PackedPart(first, starts, lengths, prefixes, np.flatnonzero(parts == part), groups, device)
             for part in np.unique(parts)

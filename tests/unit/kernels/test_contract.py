@@ -144,10 +144,11 @@ def test_attention_of_the_gpu_without_flash(monkeypatch: pytest.MonkeyPatch, hop
     monkeypatch.setattr(flash, "flash_takes", lambda *given: False)
     assert gpu_facts()["attention"] == "keys in ascending blocks"
     assert "kv_block" not in gpu_facts()
-    fewer = lambda *given: (64, 32, 4, 2)  # noqa: E731
-    assert changed(gpu_facts, lambda: monkeypatch.setattr(hopper["attention"], "block_tile", fewer)) == {
-        "attention_tile"
-    }
+
+    def narrower() -> None:
+        monkeypatch.setattr(hopper["attention"], "block_tile", lambda *given: (64, 32, 4, 2))
+
+    assert changed(gpu_facts, narrower) == {"attention_tile"}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert gpu_facts()["attention"] == "keys in ascending blocks, not compared"
 
