@@ -35,7 +35,7 @@ def block_tile(dtype: torch.dtype, dim: int) -> BlockTile:
     """Such as fits the shared memory that every GPU since Ampere has."""
     if dtype == torch.float32:  # no tensor core multiplies it exactly
         return BlockTile(16, 32, 4, 1)
-    return BlockTile(64, 64, 4, 2) if dim <= LARGE_HEAD else BlockTile(64, 64, 8, 1)
+    return BlockTile(64, 64, 4, 2 if dim <= LARGE_HEAD else 1)
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float) -> Tensor:

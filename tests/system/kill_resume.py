@@ -46,7 +46,6 @@ MODES = {
     "sharded": ["grpo", "--nproc=2", "--trainer.minibatches=2"],
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
 }
-END_S = 120.0
 LOOK_S = 0.002  # between two looks at the run's folder
 # what a clock or another process has a part in
 TIMES = ("time/", "perf/", "rollout/tokens_per_s", "memory/", "unix_s")
@@ -96,6 +95,7 @@ class Run:
     command: tuple[str, ...] = COMMAND
     output: str = ""
     num_events: int = 0  # changes of files that were seen in the last life
+    limit_s: float = 120.0
 
     @property
     def folder(self) -> Path:
@@ -131,7 +131,7 @@ class Run:
             try:
                 if self._watch(process, moment):
                     fault(process.pid, mark)
-                process.wait(END_S)
+                process.wait(self.limit_s)
             finally:
                 processes.end_all(mark)
             code = process.wait()
@@ -141,7 +141,7 @@ class Run:
 
     def _watch(self, process: subprocess.Popen[bytes], moment: Moment | None) -> bool:
         """Count changes in the folder until it is time to strike; False: the process has ended first."""
-        seen, give_up_at = self._look(), time.monotonic() + END_S
+        seen, give_up_at = self._look(), time.monotonic() + self.limit_s
         self.num_events, num_looks, within = 0, 0, moment.within if moment else ""
         while time.monotonic() < give_up_at:
             try:
@@ -156,7 +156,7 @@ class Run:
                         return True
             else:
                 return False
-        raise TimeoutError(f"{self.words[0]} did not end within {END_S:g} s")
+        raise TimeoutError(f"{self.words[0]} did not end within {self.limit_s:g} s")
 
     def _look(self) -> dict[str, tuple[int, int]]:
         """Size and time of every file in the run's folder, and every folder."""

@@ -25,6 +25,7 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.05,
 }
+LIMIT_S = 300.0  # where fourteen workers share a GPU, a run that takes 55 s took more than 120
 DISJOINT = ["--split.train.ranks=1", "--split.infer.ranks=1"]
 
 
@@ -43,7 +44,7 @@ def new_run(folder: Path, name: str, mode: list[str], *more: str) -> Run:
         *("--prompts_per_step=8", "--sampling.num_samples=8", "--sampling.max_tokens=200"),
         *("--engine.num_pages=256", "--engine.max_batch=64"),
     ]
-    return Run(folder, [*mode, *SMALL, *settings, *more], name=name)
+    return Run(folder, [*mode, *SMALL, *settings, *more], name=name, limit_s=LIMIT_S)
 
 
 def together(tasks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
