@@ -107,6 +107,10 @@ def _answer(words: list[str]) -> int:
             from spmd_rl.slurm import submit
 
             return submit(rest)
+        case ["export", *rest]:
+            from spmd_rl.train.export import main as export
+
+            return export(rest)
         case ["mismatch", *rest]:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reads it at import, and talks
             from spmd_rl.microscope.command import main as mismatch

@@ -20,6 +20,7 @@ COMMANDS = {
     "report": ("RUN [RUN ...]", "a page of curves and samples; several runs side by side"),
     "trace": ("RUN [RUN ...]", "a Chrome / Perfetto trace"),
     "rewind": ("RUN best|STEP", "let the run go on from an earlier checkpoint"),
+    "export": ("RUN TARGET", "a checkpoint's weights as a Hugging Face folder"),
     "mismatch": ("RUN", "where engine and trainer part, down to layer and op"),
     "stacks": ("RUN", "where every process of the live run is"),
 }

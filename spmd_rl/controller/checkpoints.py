@@ -9,7 +9,7 @@ checkpoints/step_000040/
 from __future__ import annotations
 
 import os
-import shutil
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,12 @@ from spmd_rl.controller.checksums import check, checksums
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.errors import ConfigError, DataError, SpmdError
+from spmd_rl.observe import folders
 
 STATE_FILE = "state.json"
+UNFINISHED = ".unfinished"  # an empty file that stands in a folder until all of it is written
+LATER = "later"  # where folders are laid aside
+NAME = re.compile(r"step_\d{6,}")
 
 
 class Stateful(Protocol):
@@ -89,12 +93,14 @@ class Checkpoints:
         """
         self.settle()
         target = self.folder / f"step_{record.next_step:06d}"
-        shutil.rmtree(target, ignore_errors=True)
+        folders.remove(target)
         try:
             target.mkdir(parents=True)
             self._write(target, record, parts)
-        except OSError as error:
-            shutil.rmtree(target, ignore_errors=True)
+        except (OSError, SpmdError) as error:
+            folders.remove(target)  # it serves nobody, and takes room on a disk that may be full
+            if isinstance(error, SpmdError):
+                raise
             raise SpmdError(f"cannot save {target}: {error}") from error
 
     def settle(self) -> None:
@@ -104,23 +110,30 @@ class Checkpoints:
         """
         if self._open is None:
             return
-        for handle in self._writing:
-            handle.saved.call()
+        try:
+            for handle in self._writing:
+                handle.saved.call()
+        except SpmdError:
+            folders.remove(self._open)
+            raise
         _flush(self._open.rglob("*"))
+        (self._open / UNFINISHED).unlink()
         self._open = None
         saved = self.saved()
         stay = {*list(saved)[-self._keep :], *best_first(saved)[: self._keep_best]}
         for path in saved.keys() - stay:
-            shutil.rmtree(path)
+            folders.remove(path)
 
     def restore(self, parts: Mapping[str, Part]) -> tuple[Path, Record] | None:
-        """Load the newest checkpoint into the parts, if there is one, and remove what a crash left unfinished.
+        """Load the newest checkpoint into the parts, if there is one.
 
-        Raises: ConfigError when it holds other parts.
+        What a crash left unfinished is removed. A folder that somebody made incomplete is laid aside in `later/`.
+        Raises: ConfigError when it holds other parts, or where an incomplete folder is all that there is.
         """
+        if self.folder.is_symlink():
+            raise ConfigError(f"{self.folder} is a symbolic link, which is not followed: set run.folder instead")
         saved = self.saved()
-        for path in self._folders() - saved.keys():
-            shutil.rmtree(path)
+        self._clear_up(self._folders() - saved.keys(), fresh=not saved)
         if not saved:
             return None
         path, record = list(saved.items())[-1]
@@ -133,6 +146,19 @@ class Checkpoints:
                 error.args = (f"{error}; `{advice}` and the same command go on from the checkpoint before",)
             raise
         return path, record
+
+    def _clear_up(self, incomplete: Iterable[Path], fresh: bool) -> None:
+        for path in sorted(incomplete):
+            parts = [entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+            if (path / UNFINISHED).is_file() or not parts:
+                folders.remove(path)
+            elif fresh:
+                raise ConfigError(
+                    f"{path} holds {', '.join(sorted(parts))} but is incomplete, and there is no other checkpoint: "
+                    "put back what is missing, or move the folder away to start at step 1"
+                )
+            else:
+                print(f"{path} is incomplete and was moved to {lay_aside(path)}", flush=True)
 
     def _load(self, path: Path, record: Record, parts: Mapping[str, Part]) -> None:
         for name, part in parts.items():
@@ -147,9 +173,11 @@ class Checkpoints:
                 cast(Stateful, part).restore(record.states[name])
 
     def _folders(self) -> set[Path]:
-        return {path for path in self.folder.glob("step_*") if path.is_dir()}
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        return {path for path in entries if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()}
 
     def _write(self, target: Path, record: Record, parts: Mapping[str, Part]) -> None:
+        (target / UNFINISHED).touch()
         roles = {name: part for name, part in parts.items() if isinstance(part, Handle)}
         pending = [handle.save.start(str(target / name)) for name, handle in roles.items()]
         for name, part in parts.items():
@@ -171,6 +199,14 @@ class Checkpoints:
         self._open = target
 
 
+def lay_aside(path: Path) -> Path:
+    """Move a checkpoint's folder to `later/` beside it, under the first free name like its own; returns where it is."""
+    aside = path.parent / LATER
+    aside.mkdir(exist_ok=True)
+    names = (aside / f"{path.name}{suffix}" for suffix in ("", *(f".{number}" for number in range(1, 1_000_000))))
+    return path.rename(next(name for name in names if not name.exists()))
+
+
 def best_first(saved: Mapping[Path, Record]) -> list[Path]:
     """Those with a reward, the highest first, and the newest of equals."""
     rewards = [(record.reward, path) for path, record in saved.items() if record.reward is not None]
@@ -183,7 +219,7 @@ def _read(path: Path) -> Record | None:
         record = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         problem = f"{path / STATE_FILE} is no checkpoint's state: {error}"
         raise ConfigError(f"{problem}; remove {path} to go on from the one before it") from error
     return record if all((path / name).is_dir() for name in (*record.roles, *record.stored)) else None

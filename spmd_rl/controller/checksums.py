@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: most readers, DCP's among them, take altered bytes for what was written."""
+"""Checksums of a checkpoint's files: most readers take altered bytes for what was written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK_BYTES = 1 << 24
 def checksums(folder: Path) -> dict[str, int]:
     """The CRC-32 of every file in `folder` and below, by its path there."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): _checksum(path) for path in files}
+    return {path.relative_to(folder).as_posix(): checksum(path) for path in files}
 
 
 def check(folder: Path, expected: Mapping[str, int], rank: int = 0, num_ranks: int = 1) -> None:
@@ -23,11 +23,12 @@ def check(folder: Path, expected: Mapping[str, int], rank: int = 0, num_ranks: i
         path = folder / name
         if not path.is_file():
             raise SpmdError(f"{path} is missing: the checkpoint is not as it was written")
-        if _checksum(path) != expected[name]:
+        if checksum(path) != expected[name]:
             raise SpmdError(f"{path} is not as it was written: its checksum is another one")
 
 
-def _checksum(path: Path) -> int:
+def checksum(path: Path) -> int:
+    """The CRC-32 of a file."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from spmd_rl.controller.checkpoints import Checkpoints, best_first
+from spmd_rl.controller.checkpoints import Checkpoints, best_first, lay_aside
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.claim import claim
 
 USAGE = "usage: spmd-rl rewind RUN best|STEP"
-LATER = "later"  # where those after it are kept
 
 
 def main(words: list[str]) -> int:
@@ -41,14 +40,6 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
     later = list(saved)[list(saved).index(chosen) + 1 :]
     claimed = claim(folder.parent, wait_s=0.0)
     try:
-        aside = folder / LATER
-        aside.mkdir(exist_ok=True)
-        return chosen, [path.rename(_free(aside / path.name)) for path in later]
+        return chosen, [lay_aside(path) for path in later]
     finally:
         os.close(claimed)
-
-
-def _free(path: Path) -> Path:
-    """`path`, or the first free name like it: a run may be rewound twice."""
-    names = (path.with_name(f"{path.name}.{number}") for number in range(1, 1_000_000))
-    return path if not path.exists() else next(name for name in names if not name.exists())

@@ -93,6 +93,23 @@ class Place:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return int(largest.item())
 
+    def all_gather_bytes(self, blob: bytes, group: ProcessGroup | None = None) -> list[bytes]:
+        """The `blob` of each of the role's ranks, in their order; over `group` where that is another of these ranks.
+
+        Ranks: all of the role. Blocks: until each has called.
+        """
+        import torch
+        import torch.distributed as dist
+
+        group = group or self.group
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(blob)]), group=group)
+        longest = int(max(sizes))
+        padded = torch.from_numpy(np.frombuffer(blob.ljust(longest, b"\0"), np.uint8).copy())
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=group)
+        return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
+
     def side_group(self) -> ProcessGroup:
         """A new group of the role's ranks on the host, for collectives of a thread beside the main one.
 

@@ -10,7 +10,8 @@ from typing import Any
 from spmd_rl.controller.checkpoints import Checkpoints
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.hf import has_weights
-from spmd_rl.train.checkpoint import PROGRESS_FILE, export_saved, saved_progress
+from spmd_rl.train.checkpoint_index import INDEX_FILE, read_index
+from spmd_rl.train.export import export_saved
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def of_version(run: Path, versions: Set[int], settings: dict[str, Any], folder: 
 def _saved(run: Path, version: int) -> Path | None:
     """A trainer's folder in the checkpoint before the step that pushed `version`."""
     for path, record in Checkpoints(run / "checkpoints", 1, 0).saved().items():
-        for file in path.glob(f"*/{PROGRESS_FILE}") if record.next_step == version else ():
-            if saved_progress(file.parent).version == version:
+        for file in path.glob(f"*/{INDEX_FILE}") if record.next_step == version else ():
+            if read_index(file.parent).progress.version == version:
                 return file.parent
     return None

@@ -5,7 +5,8 @@ A backend knows a model, its parallel layout and its optimizer; it knows no adva
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.weights.held import Held
+from spmd_rl.weights.held import Held, HeldTensor
+
+State = Mapping[str, Sequence[tuple[str, HeldTensor]]]  # by kind, "weights" among them; a name may come several times
 
 
 class Backend(Protocol):
@@ -57,8 +60,8 @@ class Backend(Protocol):
         """Forget the gradients."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """Weights and optimizer state, sharded, as torch.distributed.checkpoint saves and fills them in place."""
+    def state(self) -> State:
+        """This rank's weights and optimizer state, the memory itself: a checkpoint reads it, and fills it in place."""
         ...
 
     def loaded(self, optimizer_steps: int) -> None:

@@ -1,66 +1,50 @@
-"""Checkpoints of a trainer, and exports. A folder appears under its name only when it is whole."""
+"""Checkpoints of a trainer. A folder appears under its name only when it is whole.
+
+checkpoint_index.py says what a checkpoint's folder holds. Nothing in it is code: it is safetensors files, and an index
+in JSON with a closed schema.
+"""
 
 from __future__ import annotations
 
-import json
-import os
+import copy
 import shutil
 import threading
-import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
+import msgspec
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from spmd_rl.controller.checksums import check, checksums
+from spmd_rl.controller.checksums import check
 from spmd_rl.controller.contracts import disagreement
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.place import Place
-from spmd_rl.model.hf import save_folder
-from spmd_rl.model.spec import ModelSpec
-from spmd_rl.train.backend import Backend
-from spmd_rl.train.learner import Progress
+from spmd_rl.observe import folders
+from spmd_rl.train.backend import Backend, State
+from spmd_rl.train.checkpoint_index import INDEX_FILE, WEIGHTS, Index, Pieces, Written, merged, read_index, share
+from spmd_rl.train.progress import Progress
+from spmd_rl.train.shards import ShardReader, write_shards
+from spmd_rl.weights.layout import Piece
 
-PROGRESS_FILE = "trainer.json"
-
-
-class Writer(FileSystemWriter):
-    """Lets the error of the system out: what torch raises about a full disk speaks of positions in an archive."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:  # of torch's archive, which cannot be closed once the system has failed
-            of_system: BaseException | None = error
-            while of_system is not None and not isinstance(of_system, OSError):
-                of_system = of_system.__context__
-            if of_system is None:
-                raise
-            raise of_system from None
+NO_OPTIMIZER = "the checkpoint holds no optimizer state, and AdamW begins anew"
 
 
 class Saver:
     """Writes checkpoints beside the training: a step waits for a copy in memory, never for the disk.
 
-    Every method is called by all ranks of the role. One checkpoint is written at a time, by a thread on each rank;
-    these agree among themselves, in a process group of their own.
+    Without `optimizer` they hold the weights alone. Every method is called by all ranks of the role. One checkpoint is
+    written at a time, by a thread on each rank; these agree among themselves, in a process group of their own.
     """
 
-    def __init__(self, backend: Backend, place: Place) -> None:
+    def __init__(self, backend: Backend, place: Place, optimizer: bool = True) -> None:
         self._backend = backend
         self._place = place
+        self._optimizer = optimizer
         self._group: ProcessGroup | None = None
+        self._layouts: list[Pieces] = []  # of all ranks; they never change
         self._thread: threading.Thread | None = None
         self._error: SpmdError | None = None
 
@@ -72,15 +56,16 @@ class Saver:
         self.wait()
         target = Path(folder).absolute()  # a thread writes it, while others may change the directory
         if self._place.rank == 0:
-            shutil.rmtree(_part(target), ignore_errors=True)
-            _part(target).mkdir(parents=True)
+            folders.begin(target)
         self._group = self._group or self._place.side_group()
-        self._place.barrier()
+        self._place.barrier()  # the folder is there
+        state = self._state()
+        self._layouts = self._layouts or self._agree_on_layouts(state)
         copies = {
-            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-            for kind, tensors in self._backend.state().items()
+            kind: [(name, replace(one, local=_copied(one.local))) for name, one in pieces]
+            for kind, pieces in self._share_of(state).items()
         }
-        words = (target, copies, replace(progress))
+        words = (target, copies, copy.copy(progress))
         self._thread = threading.Thread(target=self._run, args=words, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -96,110 +81,90 @@ class Saver:
         if self._error is not None:
             raise self._error
 
-    def _run(self, target: Path, state: dict[str, Any], progress: Progress) -> None:
+    def _state(self) -> State:
+        state = self._backend.state()
+        return state if self._optimizer else {WEIGHTS: state[WEIGHTS]}
+
+    def _agree_on_layouts(self, state: State) -> list[Pieces]:
+        """What every rank holds."""
+        ours = {
+            kind: [Piece(name, one.shape, one.dtype, one.box) for name, one in pieces] for kind, pieces in state.items()
+        }
+        blobs = self._place.all_gather_bytes(msgspec.msgpack.encode(ours), self._group)
+        return [msgspec.msgpack.decode(blob, type=dict[str, list[Piece]]) for blob in blobs]
+
+    def _share_of(self, state: State) -> State:
+        """What this rank writes of what it holds."""
+        mine = share(self._layouts, self._place.rank)
+        return {kind: [state[kind][position] for position in positions] for kind, positions in mine.items()}
+
+    def _run(self, target: Path, copies: State, progress: Progress) -> None:
         try:
-            self._write(target, state, progress)
-        except (Exception, CheckpointException) as error:  # noqa: BLE001  whatever it is, the main thread raises it
-            self._error = SpmdError(f"cannot save {target}: {_cause(error)}; {_space(target)}")
+            self._write(target, copies, progress)
+        except Exception as error:  # noqa: BLE001  whatever it is, the main thread raises it
+            self._error = SpmdError(f"cannot save {target}: {error}; {_space(target)}")
             if self._place.rank == 0:
-                shutil.rmtree(_part(target), ignore_errors=True)
+                folders.remove(folders.part_of(target))
 
-    def _write(self, target: Path, state: dict[str, Any], progress: Progress) -> None:
-        """The shards of every rank, then on one of them the progress and the name that makes the whole visible."""
-        save_shards(state, storage_writer=Writer(_part(target)), process_group=self._group)
-        if self._place.rank == 0:
-            facts = {"progress": asdict(progress), "contract": self._backend.contract()}
-            facts["checksums"] = checksums(_part(target))
-            (_part(target) / PROGRESS_FILE).write_text(json.dumps(facts) + "\n")
-            _replace(target, _part(target))
+    def _write(self, target: Path, copies: State, progress: Progress) -> None:
+        """Write the shards of every rank; then one of them writes the index, and the name that makes it all visible."""
+        part, rank = folders.part_of(target), self._place.rank
+        try:
+            written = write_shards(part, rank, copies)
+        except (OSError, SafetensorError) as error:
+            written = Written(error=f"rank {rank} of the role: {error}")
+        blobs = self._place.all_gather_bytes(msgspec.msgpack.encode(written), self._group)
+        everyone = [msgspec.msgpack.decode(blob, type=Written) for blob in blobs]
+        if errors := [one.error for one in everyone if one.error]:
+            raise SpmdError(errors[0])
+        if rank == 0:
+            index = merged(progress, self._backend.contract(), self._layouts, everyone)
+            (part / INDEX_FILE).write_bytes(msgspec.json.encode(index) + b"\n")
+            folders.finish(target)
 
 
-def load(folder: str, backend: Backend, place: Place) -> tuple[Progress, str]:
+def load(folder: str, backend: Backend, place: Place) -> tuple[Progress, list[str]]:
     """Fill the backend from a checkpoint, whatever number of ranks wrote it.
 
-    The second result says how the numeric contract that it was written under differs from this one; mostly empty.
-    Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`, or one of another version;
-    SpmdError if a file of it has changed.
+    The second result says why training does not go on from it bit for bit; mostly it is empty.
+    Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`, or one of another model or
+    an older version; SpmdError if a file of it has changed.
     """
-    facts = _facts(Path(folder))
-    check(Path(folder), facts.get("checksums", {}), place.rank, place.size)
-    progress = Progress(**facts["progress"])
-    load_shards(backend.state(), checkpoint_id=folder, process_group=place.group)
-    backend.loaded(progress.optimizer_steps)
-    return progress, disagreement({"the trainer": backend.contract(), "the checkpoint": facts["contract"]})
+    path = Path(folder)
+    index = read_index(path)
+    check(path, index.files, place.rank, place.size)
+    place.barrier()  # nobody goes on with weights in which another has found a damaged file
+    state = backend.state()
+    weights_alone = set(index.tensors) == {WEIGHTS}
+    if not weights_alone and set(index.tensors) != set(state):
+        raise ConfigError(f"{folder} is of another trainer: it holds {_listed(index.tensors)}, not {_listed(state)}")
+    _check_names(path, index, state)
+    with ShardReader(path, index) as reader:
+        for kind, pieces in state.items():
+            for name, one in pieces:
+                if kind in index.tensors:
+                    reader.fill(kind, name, one)
+                else:
+                    one.local.detach().zero_()
+    backend.loaded(0 if weights_alone else index.progress.optimizer_steps)
+    other = disagreement({"the trainer": backend.contract(), "the checkpoint": index.contract})
+    return index.progress, [clause for clause in (other, NO_OPTIMIZER if weights_alone else "") if clause]
 
 
-def saved_progress(folder: str | Path) -> Progress:
-    """Of a checkpoint. Raises: as `load`."""
-    return Progress(**_facts(Path(folder))["progress"])
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def export_saved(folder: str | Path, like: str | Path, target: str | Path) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder, float32, in this process alone.
-
-    Raises: as `load`, and ConfigError where `like` is no model's folder.
-    """
-    check(Path(folder), _facts(Path(folder)).get("checksums", {}))
-    shapes = ModelSpec.from_folder(like).parameter_shapes()
-    weights = {name: torch.empty(shape) for name, shape in shapes.items()}
-    with warnings.catch_warnings(action="ignore"):  # it says that there is one process
-        load_shards({"model": weights}, checkpoint_id=folder, no_dist=True)
-    save_folder(target, like, weights.items())
+def _check_names(folder: Path, index: Index, state: State) -> None:
+    """Raises: ConfigError naming a tensor that the checkpoint holds and the backend does not."""
+    ours = {kind: {name for name, _ in pieces} for kind, pieces in state.items()}
+    for kind, tensors in index.tensors.items():
+        if unknown := sorted(tensors.keys() - ours[kind]):
+            raise ConfigError(f"{folder} is of another model: it has {kind} of '{unknown[0]}', which the model lacks")
 
 
-def export_hf(folder: str, like: str, backend: Backend, place: Place, dtype: str) -> None:
-    """Write a Hugging Face folder, gathering one tensor at a time; config and tokenizer come from `like`.
-
-    Ranks: all of the role. Blocks: until the folder is written.
-    """
-    tensors = _gathered(backend)
-    try:
-        if place.rank == 0:
-            save_folder(folder, like, tensors, dtype=getattr(torch, dtype))
-    finally:
-        # The other ranks gather every tensor, so this one must too, even after a full disk.
-        for _ in tensors:
-            pass
-    place.barrier()
-
-
-def _facts(folder: Path) -> dict[str, Any]:
-    path = folder / PROGRESS_FILE
-    if not path.is_file():
-        raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {PROGRESS_FILE}")
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise SpmdError(f"{path} is not as it was written: {error}") from error
-    if not {"progress", "contract"} <= facts.keys():
-        raise ConfigError(f"{path} is of another version of spmd_rl: it lacks progress or contract")
-    return facts
-
-
-def _gathered(backend: Backend) -> Iterator[tuple[str, Tensor]]:
-    for name in backend.held():
-        yield name, backend.full(name)
-
-
-def _part(target: Path) -> Path:
-    return target.with_name(f".{target.name}.part")
-
-
-def _replace(target: Path, part: Path) -> None:
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.rename(target, old)
-    os.rename(part, target)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _cause(error: BaseException) -> str:
-    """The first rank's error in one line, without the traceback that comes with it."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (first, _) = min(error.failures.items(), key=lambda item: item[0])
-        return f"rank {rank} of the role: {_cause(first)}"
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+def _listed(kinds: Mapping[str, object]) -> str:
+    return ", ".join(sorted(kinds))
 
 
 def _space(target: Path) -> str:

@@ -34,6 +34,7 @@ class TrainerConfig:
     attention_split: int = 0  # tokens whose keys are seen at once, as in the engine; 0: all (docs/numerics.md)
     recompute: Literal["none", "cheap", "all"] = "none"  # in the backward pass, of each layer; cheap: but products
     wrap: Literal["auto", "layer", "model"] = "auto"  # what FSDP gathers at once; auto: the model while it is small
+    save_optimizer: bool = True  # checkpoints hold AdamW's moments too; without them they take a third of the room
     deterministic: bool = False  # the same weights and batch give the same bits; on GPUs, at some cost in speed
 
     def __post_init__(self) -> None:

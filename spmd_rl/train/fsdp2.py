@@ -6,7 +6,8 @@ optimizer works on the local shards as plain tensors: AdamW is elementwise and n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -23,6 +24,7 @@ from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logp
 from spmd_rl.kernels.flash import check_split
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.train.backend import State
 from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
@@ -145,19 +147,13 @@ class Fsdp2:
         for one in (*self.parameters.values(), *self.local.values()):
             one.grad = None
 
-    def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"model": dict(self.parameters), "exp_avg": {}, "exp_avg_sq": {}}
-        for name, parameter in self.parameters.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                moment = self.optimizer.state[self.local[name]][key]
-                state[key][name] = DTensor.from_local(
-                    moment,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-        return state
+    def state(self) -> State:
+        weights = list(self.held().items())
+        moments = {kind: self._moments(weights, kind) for kind in ("exp_avg", "exp_avg_sq")}
+        return {"weights": weights, **moments}
+
+    def _moments(self, weights: Sequence[tuple[str, HeldTensor]], kind: str) -> list[tuple[str, HeldTensor]]:
+        return [(name, replace(one, local=self.optimizer.state[one.local][kind])) for name, one in weights]
 
     def loaded(self, optimizer_steps: int) -> None:
         for moments in self.optimizer.state.values():

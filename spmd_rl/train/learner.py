@@ -10,7 +10,6 @@ compared, bit for bit, with what the engine recorded.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
@@ -27,18 +26,11 @@ from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.determinism import deterministic
 from spmd_rl.train.flops import peak_flops
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_needed, split
+from spmd_rl.train.progress import Progress
 from spmd_rl.train.tally import Tally
 
 COMPARED, MISMATCHED, MAX_DLOGP = "onpolicy/compared_tokens", "onpolicy/mismatched_tokens", "onpolicy/max_abs_dlogp"
 MEAN_DLOGP, K1, K3 = "onpolicy/mean_abs_dlogp", "onpolicy/k1", "onpolicy/k3"
-
-
-@dataclass
-class Progress:
-    """Where training stands: the weights' version, and the optimizer steps taken (the schedule's clock)."""
-
-    version: int = 0
-    optimizer_steps: int = 0
 
 
 class Learner:

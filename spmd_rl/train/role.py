@@ -31,8 +31,8 @@ class Trainer(Role):
 
         self.learner = build(cfg, place)
         self.backend = self.learner.backend
-        self.saver = Saver(self.backend, place)
-        self._other_contract = ""
+        self.saver = Saver(self.backend, place, cfg.save_optimizer)
+        self._caveats: list[str] = []
         self._tell: list[Callable[[], None]] = []
 
     @collective
@@ -69,22 +69,22 @@ class Trainer(Role):
         from spmd_rl.train import checkpoint
 
         self._change()
-        self.learner.progress, self._other_contract = checkpoint.load(folder, self.backend, self.place)
+        self.learner.progress, self._caveats = checkpoint.load(folder, self.backend, self.place)
         return self.learner.progress.version
 
     @local
     def caveats(self) -> list[str]:
         """Why it does not go on, bit for bit, from what it has loaded."""
         by_chance = self.place.world.device == "cuda" and not self.cfg.deterministic
-        order = "gradients are summed in any order without trainer.deterministic = true" if by_chance else ""
-        return [clause for clause in (self._other_contract, order) if clause]
+        order = ["gradients are summed in any order without trainer.deterministic = true"] if by_chance else []
+        return [*self._caveats, *order]
 
     @collective
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
         """Write a folder that `transformers` loads, with the config and tokenizer of the model trained from."""
-        from spmd_rl.train import checkpoint
+        from spmd_rl.train.export import export_hf
 
-        checkpoint.export_hf(folder, self.cfg.model, self.backend, self.place, dtype)
+        export_hf(folder, self.cfg.model, self.backend, self.place, dtype)
 
     def on_pushed(self, version: int) -> None:
         """The weights that were just pushed are `version`, here as at the engine."""

@@ -6,7 +6,7 @@ elements is legal (a rank beyond the last chunk of an uneven shard).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -82,6 +82,17 @@ def chunk_box(shape: Dims, part: int, num_parts: int) -> Box:
     rows = -(-shape[0] // num_parts)
     start = min(part * rows, shape[0])
     return Box((start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))
+
+
+def disjoint(boxes: Iterable[Box]) -> bool:
+    """Whether no two of these boxes, all different, have an element in common."""
+    beside: list[Box] = []  # those seen that reach as far down as the next one begins
+    for box in sorted(boxes):
+        beside = [one for one in beside if one.end[0] > box.offset[0]]
+        if any(box.intersect(one) for one in beside):
+            return False
+        beside.append(box)
+    return True
 
 
 ITEM_BYTES = {

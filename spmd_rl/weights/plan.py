@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spmd_rl.errors import PlanError
-from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece
+from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, disjoint
 
 SCHEMA = 2
 BUCKET_BYTES = 256 << 20  # what is packed for one peer at once
@@ -101,7 +101,7 @@ class _Tensor:
         by_box: dict[Box, list[int]] = defaultdict(list)
         for rank, box in self._own.items():
             by_box[box].append(rank)
-        if not _disjoint(by_box):
+        if not disjoint(by_box):
             raise PlanError(f"weight plan: ranks hold parts of tensor '{name}' that overlap and are not the same")
         numbers = {rank: index for index, (rank, _) in enumerate(wanted)}
         self._holders = {box: _Holders(by_box[box], numbers, node_of) for box in sorted(by_box)}
@@ -161,17 +161,6 @@ def _check_names(sources: Mapping[str, Owners], destinations: Mapping[str, Owner
         shapes = {piece.shape for _, piece in [*pieces, *sources[name]]}
         if len(shapes) > 1:
             raise PlanError(f"weight plan: tensor '{name}' has different shapes on its ranks: {sorted(shapes)}")
-
-
-def _disjoint(boxes: Iterable[Box]) -> bool:
-    """Whether no two of these boxes, all different, have an element in common."""
-    beside: list[Box] = []  # those seen that reach as far down as the next one begins
-    for box in sorted(boxes):
-        beside = [one for one in beside if one.end[0] > box.offset[0]]
-        if any(box.intersect(one) for one in beside):
-            return False
-        beside.append(box)
-    return True
 
 
 def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:

@@ -9,7 +9,9 @@ import pytest
 from tests.laws.source import Module, calls, imports, package_modules, parse
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+PICKLING_MODULES = ("torch.distributed.checkpoint", "torch.serialization")  # they unpickle what they read
 FORBIDDEN_CALLS = {"eval", "exec", "builtins.eval", "builtins.exec", "os.system"}
+PICKLING_CALLS = ("pickle.", "torch.load", "torch.save", "torch.serialization.", "torch.distributed.checkpoint.")
 
 OWNED_IMPORTS = {
     "zmq": {"controller"},
@@ -34,10 +36,11 @@ def forbidden(modules: Iterable[Module]) -> list[str]:
     found = []
     for module in modules:
         for item in imports(module):
-            if item.target.split(".")[0] in FORBIDDEN_IMPORTS:
+            pickles = item.target.startswith(PICKLING_MODULES) or item.target in ("torch.load", "torch.save")
+            if pickles or item.target.split(".")[0] in FORBIDDEN_IMPORTS:
                 found.append(f"{module.name}:{item.line} imports {item.target}")
         for called, line in calls(module):
-            if called in FORBIDDEN_CALLS or called.startswith(("pickle.", "torch.load")):
+            if called in FORBIDDEN_CALLS or called.startswith(PICKLING_CALLS):
                 found.append(f"{module.name}:{line} calls {called}")
     return found
 
@@ -66,7 +69,20 @@ def test_dangerous_things_stay_with_their_owner() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["import pickle", "from pickle import loads", "def f(x):\n    return eval(x)", "exec('1')", "torch.load('x')"],
+    [
+        "import pickle",
+        "from pickle import loads",
+        "def f(x):\n    return eval(x)",
+        "exec('1')",
+        "torch.load('x')",
+        "torch.save(x, 'x')",
+        "from torch import load",
+        "from torch.serialization import load",
+        "import torch.distributed.checkpoint as dcp",
+        "from torch.distributed.checkpoint.filesystem import FileSystemReader",
+        "from torch.distributed import checkpoint",
+        "torch.distributed.checkpoint.load(x)",
+    ],
 )
 def test_a_forbidden_thing_is_seen(text: str) -> None:
     assert forbidden([parse("spmd_rl.controller.wire", text)])

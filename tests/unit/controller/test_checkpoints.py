@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.controller.checkpoints import STATE_FILE, Checkpoints, Record
+from spmd_rl.controller.checkpoints import STATE_FILE, UNFINISHED, Checkpoints, Record
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.pending import Pending
@@ -130,13 +130,78 @@ def test_what_a_crash_left_unfinished_is_passed_over_and_removed(tmp_path: Path,
     for step in (1, 2):
         ours.save(Record(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
     ours.settle()
-    path = tmp_path / "checkpoints/step_000002" / lost
-    path.rename(path.with_name(f".{lost}.part"))
+    folder = tmp_path / "checkpoints/step_000002"
+    (folder / lost).rename(folder / f".{lost}.part")
+    (folder / UNFINISHED).touch()
     again = {"trainer": Slow(), "ahead": Box()}
     found = checkpoints(tmp_path).restore(again)
     assert found is not None
     assert (found[1].next_step, again["trainer"].word, again["ahead"].word) == (1, "1", "1")
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize("lost", ["trainer", "ahead", STATE_FILE])
+def test_a_folder_that_somebody_made_incomplete_is_laid_aside(tmp_path: Path, capsys, lost: str) -> None:
+    """A partial copy between clusters must cost no weights."""
+    ours, folder = checkpoints(tmp_path), tmp_path / "checkpoints"
+    for step in (1, 2):
+        ours.save(Record(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
+    ours.settle()
+    (folder / "step_000002" / lost).rename(tmp_path / "elsewhere")
+    found = checkpoints(tmp_path).restore({"trainer": Slow(), "ahead": Box()})
+    assert found is not None and found[1].next_step == 1
+    assert f"step_000002 is incomplete and was moved to {folder}/later/step_000002" in capsys.readouterr().out
+    left = {entry.name for entry in (folder / "later/step_000002").iterdir()}
+    assert left == {"trainer", "ahead", STATE_FILE} - {lost}
+
+
+def test_a_run_does_not_begin_anew_beside_weights_without_a_state_file(tmp_path: Path) -> None:
+    ours, folder = checkpoints(tmp_path), tmp_path / "checkpoints"
+    for step in (1, 2):
+        ours.save(Record(step, 0), {"trainer": Slow(f"{step}")})
+    ours.settle()
+    for path in folder.iterdir():
+        (path / STATE_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"step_000001 holds trainer but is incomplete, and there is no other check"):
+        checkpoints(tmp_path).restore({"trainer": Slow()})
+    assert sorted((path.name, (path / "trainer/word").read_text()) for path in folder.iterdir()) == [
+        ("step_000001", "1"),
+        ("step_000002", "2"),
+    ]
+
+
+def test_a_users_copy_is_no_checkpoint_and_stays(tmp_path: Path) -> None:
+    ours, folder = checkpoints(tmp_path, keep=1), tmp_path / "checkpoints"
+    ours.save(Record(1, 0), {"prompts": Cursor(1)})
+    ours.settle()
+    shutil.copytree(folder / "step_000001", folder / "step_000001_mine")
+    ours.save(Record(2, 0), {"prompts": Cursor(2)})
+    ours.settle()
+    assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is not None
+    assert {path.name for path in folder.iterdir()} == {"step_000001_mine", "step_000002"}
+
+
+def test_links_in_a_received_folder_lead_nowhere(tmp_path: Path) -> None:
+    """What a link points to is neither removed nor written to."""
+    precious = tmp_path / "precious"
+    (precious / "trainer").mkdir(parents=True)
+    ours, folder = checkpoints(tmp_path, keep=1), tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (1, 2):
+        (folder / f"step_{step:06d}").symlink_to(precious)
+    assert checkpoints(tmp_path).restore({"ahead": Box()}) is None
+    for step in (1, 2, 3):
+        ours.save(Record(step, 0), {"ahead": Box("mine")})
+        ours.settle()
+    assert [path.name for path in precious.rglob("*")] == ["trainer"]
+    assert names(ours) == ["step_000003"]
+
+
+def test_a_link_in_place_of_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"checkpoints is a symbolic link, which is not followed: set run\.folder"):
+        checkpoints(tmp_path).restore({"prompts": Cursor()})
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
@@ -162,6 +227,7 @@ def test_a_role_that_could_not_write_ends_the_next_save(tmp_path: Path) -> None:
     ours.save(Record(1, 0), {"trainer": trainer})
     with pytest.raises(SpmdError, match="No space left"):
         ours.save(Record(2, 0), {"trainer": trainer})
+    assert list((tmp_path / "checkpoints").iterdir()) == [], "a torn checkpoint takes no room"
 
 
 @pytest.mark.parametrize(
@@ -192,9 +258,11 @@ def test_another_recipe_is_refused(tmp_path: Path) -> None:
 
 def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
     checkpoints(tmp_path).save(Record(1, 0), {"prompts": Cursor()})
-    (tmp_path / "checkpoints/step_000001" / STATE_FILE).write_text("{")
-    with pytest.raises(ConfigError, match=r"state\.json is no checkpoint's state"):
-        checkpoints(tmp_path).restore({"prompts": Cursor()})
+    deep = '{"next_step": 1, "seed": 0, "states": {"prompts": {"drawn": ' + "[" * 100_000
+    for text in ("{", deep):
+        (tmp_path / "checkpoints/step_000001" / STATE_FILE).write_text(text)
+        with pytest.raises(ConfigError, match=r"state\.json is no checkpoint's state"):
+            checkpoints(tmp_path).restore({"prompts": Cursor()})
     shutil.rmtree(tmp_path / "checkpoints/step_000001")
     assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is None
 

@@ -8,13 +8,12 @@ import re
 import shutil
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
-from torch.distributed.checkpoint import save
 
 from benchmarks import grpo_proof
 from spmd_rl import cli
@@ -29,6 +28,11 @@ from spmd_rl.microscope.taps import Hashes
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.train.checkpoint_index import INDEX_FILE, merged
+from spmd_rl.train.progress import Progress
+from spmd_rl.train.shards import write_shards
+from spmd_rl.weights.held import Held
+from spmd_rl.weights.layout import Piece
 
 SENTENCE = {"prompt_uid": 7, "prompt": "15+29=", "answer": "44", "text": "44", "reward": 1.0, "finish": "stop"}
 
@@ -74,11 +78,13 @@ def poison(model: Path, name: str, value: float) -> None:
 
 def checkpoint(folder: Path, weights: dict[str, torch.Tensor], version: int) -> None:
     """As a run leaves it, of one rank."""
-    with warnings.catch_warnings(action="ignore"):
-        save({"model": weights, "exp_avg": weights}, checkpoint_id=folder / "trainer", no_dist=True)
-    facts = {"progress": {"version": version, "optimizer_steps": version}, "contract": {}}
-    (folder / "trainer" / "trainer.json").write_text(json.dumps(facts))
-    (folder / "state.json").write_text(json.dumps({"next_step": version, "seed": 0, "roles": {"trainer": {}}}))
+    trainer = folder / "trainer"
+    trainer.mkdir(parents=True)
+    state = {"weights": list(Held.whole(weights).items())}
+    layout = {"weights": [Piece(name, one.shape, one.dtype, one.box) for name, one in state["weights"]]}
+    written = write_shards(trainer, 0, state)
+    index = merged(Progress(version, version), {}, [layout], [written])
+    (trainer / INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
 
 def test_a_run_whose_sides_agree_exits_zero(run: Path, mismatch, capsys) -> None:

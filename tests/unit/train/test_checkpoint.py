@@ -1,16 +1,22 @@
 from __future__ import annotations
 
-import errno
+import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import filesystem
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from spmd_rl.algo.losses import grpo_loss
+from spmd_rl.controller.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.train import checkpoint
+from spmd_rl.observe import folders
+from spmd_rl.train import checkpoint, shards
+from spmd_rl.train.checkpoint_index import INDEX_FILE
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.role import Trainer
 from tests.dist.train_case import make_batch
@@ -18,6 +24,23 @@ from tests.dist.train_case import make_batch
 
 def _same_weights(a: Trainer, b: Trainer) -> bool:
     return all(torch.equal(one.local, b.weight_source()[name].local) for name, one in a.weight_source().items())
+
+
+@pytest.fixture
+def saved(new_trainer, tmp_path: Path) -> Path:
+    """A checkpoint after one step."""
+    trainer = new_trainer()
+    trainer.train_step(make_batch(0), grpo_loss)
+    trainer.save(str(tmp_path / "saved"))
+    trainer.saved()
+    return tmp_path / "saved"
+
+
+def edit(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the index as somebody would who wants it to be read."""
+    index = json.loads((saved / INDEX_FILE).read_text())
+    change(index)
+    (saved / INDEX_FILE).write_text(json.dumps(index))
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(new_trainer, tmp_path: Path) -> None:
@@ -43,7 +66,7 @@ def test_another_numeric_contract_is_a_caveat(new_trainer, tmp_path: Path) -> No
     trainer.saved()
     trainer.load(str(tmp_path / "step_0"))
     assert trainer.caveats() == []
-    facts = tmp_path / "step_0" / checkpoint.PROGRESS_FILE
+    facts = tmp_path / "step_0" / INDEX_FILE
     facts.write_text(facts.read_text().replace(torch.__version__, "0.1"))
     trainer.load(str(tmp_path / "step_0"))
     assert trainer.caveats() == [
@@ -52,10 +75,17 @@ def test_another_numeric_contract_is_a_caveat(new_trainer, tmp_path: Path) -> No
     ]
 
 
-def test_a_checkpoint_of_another_version_is_refused(new_trainer, tmp_path: Path) -> None:
-    (tmp_path / checkpoint.PROGRESS_FILE).write_text('{"version": 1, "optimizer_steps": 1}')
-    with pytest.raises(ConfigError, match="another version of spmd_rl"):
+@pytest.mark.parametrize("old", ["trainer.json", ".metadata"])
+def test_a_checkpoint_of_an_older_version_is_refused(new_trainer, tmp_path: Path, old: str) -> None:
+    (tmp_path / old).write_bytes(b"\x80\x04.")
+    with pytest.raises(ConfigError, match="is a checkpoint of an older version of spmd_rl, which is no longer read"):
         new_trainer().load(str(tmp_path))
+
+
+def test_a_checkpoint_of_a_later_version_is_refused(saved: Path, new_trainer) -> None:
+    edit(saved, lambda index: index.update(format=2))
+    with pytest.raises(ConfigError, match="has format 2, and this version of spmd_rl reads format 1"):
+        new_trainer().load(str(saved))
 
 
 @pytest.mark.parametrize("moment", ["exp_avg", "exp_avg_sq"])
@@ -66,11 +96,114 @@ def test_a_lost_moment_shows(new_trainer, tmp_path: Path, moment: str) -> None:
     whole.save(str(tmp_path / "step_1"))
     whole.saved()
     resumed.load(str(tmp_path / "step_1"))
-    for tensor in resumed.backend.state()[moment].values():
-        tensor.to_local().zero_()
+    for _, held in resumed.backend.state()[moment]:
+        held.local.zero_()
     for one in (whole, resumed):
         one.train_step(make_batch(1), grpo_loss)
     assert not _same_weights(whole, resumed)
+
+
+def test_a_checkpoint_of_weights_alone_says_what_it_lacks(new_trainer, tmp_path: Path) -> None:
+    whole, trainer = new_trainer(), new_trainer(save_optimizer=False)
+    for one in (whole, trainer):
+        one.train_step(make_batch(0), grpo_loss)
+        one.save(str(tmp_path / str(one.cfg.save_optimizer)))
+        one.saved()
+    sizes = [sum(file.stat().st_size for file in (tmp_path / name).iterdir()) for name in ("False", "True")]
+    assert sizes[0] < 0.45 * sizes[1]
+    resumed = new_trainer(seed=7)
+    resumed.train_step(make_batch(3), grpo_loss)  # leaves moments that do not belong to what is loaded
+    assert resumed.load(str(tmp_path / "False")) == 1
+    assert _same_weights(resumed, trainer)
+    assert resumed.caveats() == ["the checkpoint holds no optimizer state, and AdamW begins anew"]
+    assert resumed.learner.progress.optimizer_steps == 1, "the schedule goes on"
+    anew = new_trainer()
+    anew.load(str(tmp_path / "True"))
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for _, held in anew.backend.state()[kind]:
+            held.local.zero_()
+    anew.backend.loaded(0)
+    for one in (resumed, anew):
+        one.train_step(make_batch(1), grpo_loss)
+    assert _same_weights(resumed, anew)
+
+
+@pytest.mark.parametrize("file", ["weights-00000-000", "exp_avg-00000-000", "exp_avg_sq-00000-000"])
+def test_a_file_that_changed_by_a_bit_is_refused(saved: Path, new_trainer, file: str) -> None:
+    path = saved / f"{file}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SpmdError, match=rf"{file}.safetensors is not as it was written: its checksum"):
+        new_trainer().load(str(saved))
+    path.unlink()
+    with pytest.raises(SpmdError, match=rf"{file}.safetensors is missing"):
+        new_trainer().load(str(saved))
+
+
+def first(index: dict[str, Any]) -> dict[str, Any]:
+    return index["tensors"]["weights"]["model.embed_tokens.weight"]
+
+
+CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "unknown field": (lambda index: index.update(code="print()"), "unknown field `code`"),
+    "path": (lambda index: index["files"].update({"../x.safetensors": 1}), "matching regex"),
+    "absolute": (lambda index: first(index)["shards"][0].update(file="/etc/passwd"), "matching regex"),
+    "other file": (lambda index: first(index)["shards"][0].update(file="x.safetensors"), "which is none of its files"),
+    "hole": (lambda index: first(index)["shards"].clear(), "not covered by its shards once"),
+    "twice": (lambda index: first(index)["shards"].append(first(index)["shards"][0]), "not covered by its shards once"),
+    "dims": (lambda index: first(index)["shards"][0].update(offset=[0]), "another number of dims"),
+    "beyond": (lambda index: first(index)["shards"][0].update(offset=[1, 0]), "reaches beyond it"),
+    "negative": (lambda index: first(index)["shards"][0].update(offset=[-1, 0]), "Expected `int` >= 0"),
+    "type": (lambda index: first(index).update(dtype="load"), "has the unknown type 'load'"),
+    "no weights": (lambda index: index["tensors"].pop("weights"), "it holds no weights"),
+    "another type": (lambda index: first(index).update(dtype="bfloat16"), "is of another model"),
+    "huge": (lambda index: _huge(first(index)), "is of another model"),
+    "other key": (lambda index: first(index)["shards"][0].update(key="model.norm.weight@1"), "not as it was written"),
+    "lacks a tensor": (lambda index: index["tensors"]["weights"].pop("model.norm.weight"), "it has no weights of"),
+    "one more": (lambda index: index["tensors"]["weights"].update(more=first(index)), "which the model lacks"),
+    "lacks a moment": (lambda index: index["tensors"].pop("exp_avg"), "is of another trainer: it holds exp_avg_sq, we"),
+}
+
+
+def _huge(tensor: dict[str, Any]) -> None:
+    tensor["shape"] = tensor["shards"][0]["extent"] = [1 << 40, 1 << 20]
+
+
+@pytest.mark.parametrize(("change", "sentence"), CRAFTED.values(), ids=CRAFTED)
+def test_a_crafted_index_is_refused(saved: Path, new_trainer, change, sentence: str) -> None:
+    trainer = new_trainer()
+    edit(saved, change)
+    with pytest.raises(SpmdError, match=sentence) as told:
+        trainer.load(str(saved))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"tensors": ' + '{"a": ' * 100_000, "\x00", "1e999"])
+def test_an_index_that_is_none_is_refused(saved: Path, new_trainer, text: str) -> None:
+    (saved / INDEX_FILE).write_text(text)
+    with pytest.raises(SpmdError, match=r"index.json is not as it was written"):
+        new_trainer().load(str(saved))
+
+
+def test_a_crafted_file_of_another_shape_is_refused(saved: Path, new_trainer) -> None:
+    """Its checksum is right, for whoever crafts a file crafts the index too."""
+    shard = saved / "weights-00000-000.safetensors"
+    save_file({f"model.embed_tokens.weight@{number}": torch.zeros(1) for number in range(99)}, shard)
+    edit(saved, lambda index: index["files"].update({shard.name: checksum(shard)}))
+    with pytest.raises(SpmdError, match="not as it was written"):
+        new_trainer().load(str(saved))
+
+
+def test_files_are_cut_and_read_across_the_cuts(new_trainer, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(shards, "FILE_BYTES", 5000)
+    trainer, resumed = new_trainer(), new_trainer(seed=7)
+    trainer.train_step(make_batch(0), grpo_loss)
+    trainer.save(str(tmp_path / "cut"))
+    trainer.saved()
+    assert len(list((tmp_path / "cut").glob("weights-*"))) > 3
+    resumed.load(str(tmp_path / "cut"))
+    assert _same_weights(trainer, resumed)
 
 
 def test_what_is_saved_is_of_the_moment_of_the_call(new_trainer, tmp_path: Path, monkeypatch) -> None:
@@ -79,13 +212,13 @@ def test_what_is_saved_is_of_the_moment_of_the_call(new_trainer, tmp_path: Path,
     for one in (trainer, same):
         one.train_step(make_batch(0), grpo_loss)
     go_on = threading.Event()
-    write = checkpoint.save_shards
+    write = checkpoint.write_shards
 
-    def held_up(*args: object, **kwargs: object) -> None:
-        assert go_on.wait(30)
-        write(*args, **kwargs)
+    def held_up(*args: object) -> object:
+        assert go_on.wait(120)
+        return write(*args)
 
-    monkeypatch.setattr(checkpoint, "save_shards", held_up)
+    monkeypatch.setattr(checkpoint, "write_shards", held_up)
     trainer.save(str(tmp_path / "step_1"))
     trainer.train_step(make_batch(1), grpo_loss)
     assert not (tmp_path / "step_1").exists()
@@ -106,15 +239,12 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(new_trainer, tmp
     trainer.saved()
     trainer.train_step(make_batch(), grpo_loss)
 
-    def full_disk(*args: object, **kwargs: object) -> None:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        finally:
-            raise RuntimeError("unexpected pos 704 vs 598")  # torch's, when it closes the archive
+    def full_disk(*args: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(filesystem, "_write_item", full_disk)
+    monkeypatch.setattr(shards, "save_file", full_disk)
     trainer.save(str(folder))
-    with pytest.raises(SpmdError, match=r"cannot save .*step_0: rank 0 .*No space left on device; .* MiB are free"):
+    with pytest.raises(SpmdError, match=r"cannot save .*step_0: rank 0 .*No space left on device.*; .* MiB are free"):
         trainer.saved()
     with pytest.raises(SpmdError, match="No space left on device"):
         trainer.train_step(make_batch(), grpo_loss)
@@ -127,10 +257,10 @@ def test_a_checkpoint_that_was_never_renamed_does_not_count(new_trainer, tmp_pat
     trainer = new_trainer()
     folder = tmp_path / "step_0"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_replace", lambda target, part: None)
+        patch.setattr(folders, "finish", lambda target: None)
         trainer.save(str(folder))
         trainer.saved()
-    assert (tmp_path / ".step_0.part" / checkpoint.PROGRESS_FILE).exists()
+    assert (tmp_path / ".step_0.part" / INDEX_FILE).exists()
     with pytest.raises(ConfigError, match="is not a trainer checkpoint"):
         new_trainer().load(str(folder))
     trainer.save(str(folder))

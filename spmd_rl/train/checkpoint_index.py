@@ -1,0 +1,158 @@
+"""The index of a trainer's checkpoint: which box of which tensor lies in which file. Pure, no torch.
+
+    trainer/
+        index.json                        this index: written last, read first
+        weights-00000-000.safetensors     what rank 0 wrote of the weights, cut into files of about a GiB
+        exp_avg-00000-000.safetensors     the same of the optimizer's first moments
+
+A tensor is one or more boxes. A box lies in a file under a key, and no two boxes of a tensor overlap. So any number of
+ranks reads what any other number wrote. The schema is closed: an unknown field, a missing box or an odd name of a file
+is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.train.progress import Progress
+from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Piece, disjoint
+
+INDEX_FILE = "index.json"
+FORMAT = 1
+WEIGHTS = "weights"  # the kind of tensor that every checkpoint holds
+OLD_FILES = ("trainer.json", ".metadata")  # of the format before this one, which held pickles
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+FileName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]+\.safetensors\Z", max_length=200)]
+Pieces = Mapping[str, Sequence[Piece]]  # what a rank holds, by kind
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One box of a tensor, and the file and key that it lies under."""
+
+    offset: tuple[Count, ...]
+    extent: tuple[Count, ...]
+    file: FileName
+    key: str
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.extent)
+
+
+class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor of global `shape` in disjoint shards that cover it."""
+
+    shape: tuple[Count, ...]
+    dtype: str
+    shards: list[Shard]
+
+
+class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank wrote: the CRC-32 of each file, and its shards by kind and tensor. Or why it could not."""
+
+    files: dict[FileName, Count] = {}
+    shards: dict[str, dict[str, list[Shard]]] = {}
+    error: str = ""
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tensors` go by kind and canonical name; `files` are the CRC-32 of each file; `contract` is the numeric one."""
+
+    format: int
+    progress: Progress
+    contract: dict[str, str | int]
+    files: dict[FileName, Count]
+    tensors: dict[str, dict[str, SavedTensor]]
+
+    def problem(self) -> str:
+        """What is wrong with it, as a clause; empty for an index that can be read."""
+        if WEIGHTS not in self.tensors:
+            return f"it holds no {WEIGHTS}"
+        for kind, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                if clause := _problem(tensor, self.files):
+                    return f"{kind} of '{name}' {clause}"
+        return ""
+
+
+def read_index(folder: Path) -> Index:
+    """Raises: ConfigError where there is no checkpoint or one of an older version; SpmdError where it is damaged."""
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        if any((folder / name).is_file() for name in OLD_FILES):
+            raise ConfigError(
+                f"{folder} is a checkpoint of an older version of spmd_rl, which is no longer read: "
+                "go on with the version that wrote it, or start from the model that its run exported to hf/"
+            )
+        raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {INDEX_FILE}")
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=Index)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise SpmdError(f"{path} is not as it was written: {error}") from error
+    if index.format != FORMAT:
+        raise ConfigError(f"{path} has format {index.format}, and this version of spmd_rl reads format {FORMAT}")
+    if problem := index.problem():
+        raise SpmdError(f"{path} is not as it was written: {problem}")
+    return index
+
+
+def merged(
+    progress: Progress, contract: Mapping[str, str | int], layouts: Sequence[Pieces], written: Sequence[Written]
+) -> Index:
+    """The index of what all ranks wrote, whose pieces `layouts` describe.
+
+    Raises: SpmdError where the shards of a tensor do not cover it, which is a fault of the backend.
+    """
+    facts = {(kind, piece.name): piece for layout in layouts for kind in layout for piece in layout[kind]}
+    tensors: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
+    for (kind, name), piece in facts.items():
+        shards = [shard for rank in written for shard in rank.shards.get(kind, {}).get(name, [])]
+        tensors[kind][name] = SavedTensor(piece.shape, piece.dtype, shards)
+    files = {name: checksum for rank in written for name, checksum in rank.files.items()}
+    index = Index(FORMAT, progress, dict(contract), files, dict(tensors))
+    if problem := index.problem():
+        raise SpmdError(f"the ranks did not write whole tensors: {problem}")
+    return index
+
+
+def share(layouts: Sequence[Pieces], rank: int) -> dict[str, list[int]]:
+    """Which of its pieces `rank` writes, as positions in its layout. Ranks that hold the same box take turns."""
+    holders: dict[tuple[str, str, Box], list[tuple[int, int]]] = defaultdict(list)
+    for holder, layout in enumerate(layouts):
+        for kind, pieces in layout.items():
+            for position, piece in enumerate(pieces):
+                if piece.box.num_elements:
+                    holders[kind, piece.name, piece.box].append((holder, position))
+    mine: dict[str, list[int]] = {kind: [] for kind in layouts[rank]}
+    for turn, ((kind, _, _), held) in enumerate(holders.items()):
+        writer, position = held[turn % len(held)]
+        if writer == rank:
+            mine[kind].append(position)
+    return mine
+
+
+def _problem(tensor: SavedTensor, files: Mapping[str, int]) -> str:
+    if tensor.dtype not in ITEM_BYTES:
+        return f"has the unknown type '{tensor.dtype}'"
+    for shard in tensor.shards:
+        if len(shard.offset) != len(tensor.shape) or len(shard.extent) != len(tensor.shape):
+            return "has a shard of another number of dims"
+        if any(end > size for end, size in zip(shard.box.end, tensor.shape, strict=True)):
+            return "has a shard that reaches beyond it"
+        if shard.file not in files:
+            return f"lies in {shard.file}, which is none of its files"
+    return "" if _tile(tensor.shape, [shard.box for shard in tensor.shards]) else "is not covered by its shards once"
+
+
+def _tile(shape: Dims, boxes: Sequence[Box]) -> bool:
+    """Whether `boxes`, all inside `shape`, cover each element once."""
+    whole = sum(box.num_elements for box in boxes) == prod(shape)
+    return whole and len(set(boxes)) == len(boxes) and disjoint(boxes)
