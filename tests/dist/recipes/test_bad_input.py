@@ -113,13 +113,13 @@ def test_a_checkpoint_whose_bytes_changed(run: Any) -> None:
     """One bit of a weight would be a number like any other; the reader of shards does not look."""
     words = ("--run.save_every=1", "--run.resume=true")
     ended = run("grpo", "--steps=2", *words)
-    (shard,) = ended.folder.glob("checkpoints/step_000002/trainer/*.distcp")
+    (shard,) = ended.folder.glob("checkpoints/step_000002/trainer/weights-*.safetensors")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     ended = run("grpo", "--steps=3", *words)
     assert ended.code == 1
-    assert re.search(r"distcp is not as it was written.*`spmd-rl rewind runs/r 1` and the same command", ended.sentence)
+    assert re.search(r"safetensors is not as it was written.*`spmd-rl rewind runs/r 1` and the same command", ended.sentence)
     rewind(ended.folder / "checkpoints", "1")
     assert run("grpo", "--steps=3", *words).code == 0
 
