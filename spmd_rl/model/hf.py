@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import ModelSpec, weight_files
+from spmd_rl.observe import folders
 
 SHARD_BYTES = 4 << 30
 _SIDE_FILES = (
@@ -102,9 +103,7 @@ def save_folder(
     It appears under its name only when whole: written beside, then renamed over an earlier one.
     """
     target = Path(folder)
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    part = folders.begin(target)
     for name in _SIDE_FILES:
         if (Path(like) / name).is_file():
             shutil.copyfile(Path(like) / name, part / name)
@@ -112,12 +111,7 @@ def save_folder(
     config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_shards(part, tensors, dtype)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.rename(target, old)
-    os.rename(part, target)
-    shutil.rmtree(old, ignore_errors=True)
+    folders.finish(target)
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
