@@ -85,6 +85,7 @@ def checkpoint(folder: Path, weights: dict[str, torch.Tensor], version: int) -> 
     written = write_shards(trainer, 0, state)
     index = merged(Progress(version, version), {}, [layout], [written])
     (trainer / INDEX_FILE).write_bytes(msgspec.json.encode(index))
+    (folder / "state.json").write_text(json.dumps({"next_step": version, "seed": 0, "roles": {"trainer": {}}}))
 
 
 def test_a_run_whose_sides_agree_exits_zero(run: Path, mismatch, capsys) -> None:
