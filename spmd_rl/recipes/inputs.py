@@ -5,8 +5,9 @@ from __future__ import annotations
 from spmd_rl.data.files import read_records
 from spmd_rl.data.prompts import PromptConfig
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.spec import ModelSpec, weight_files
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import check_has_tokenizer
+from spmd_rl.model.weight_files import weight_files
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.train.config import TrainerConfig
 
