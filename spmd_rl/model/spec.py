@@ -54,7 +54,7 @@ class ModelSpec:
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")
         config = Fields(str(path), read_object(path))
         family = config.value("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise ConfigError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
         _refuse_unread(config, family)
         return _from_config(config, family, _eos_ids(Path(folder), config))

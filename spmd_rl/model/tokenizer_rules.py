@@ -8,7 +8,7 @@ Source: transformers 5.17, AutoTokenizer, TokenizersBackend and Qwen2Tokenizer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 PLAIN = {"PreTrainedTokenizer", "TokenizersBackend"}
@@ -98,7 +98,8 @@ def _special_tokens(rust: Any, name: str, config: Mapping[str, Any]) -> Iterator
     yield from (_content(value) for value in named.values() if value is not None)
     for key in TOKEN_LISTS:
         found = config.get(key) or []
-        yield from map(_content, found.values() if isinstance(found, dict) else found)
+        found = found.values() if isinstance(found, dict) else found
+        yield from map(_content, found) if isinstance(found, Iterable) else [None]
     if rust.padding is not None:
         yield rust.padding["pad_token"]
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from tests.unit.model.drawn_folders import write
+from tests.unit.model.drawn import write
 
 MODEL = {
     "vocab_size": 300,

@@ -41,6 +41,7 @@ def _spec(folder: Path, **changes: Any) -> ModelSpec:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"model_type": ["llama"]}, "model_type .* is not one of llama, qwen2, qwen3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"head_dim": -4}, "head_dim is -4: expected a whole number of 1 or more"),
         ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
