@@ -31,9 +31,11 @@ def draw_tokenizer(seed: int, folder: Path) -> None:
     draw = random.Random(f"tokenizer {seed}")
     folder.mkdir(parents=True)
     write(folder / "config.json", MODEL | {"model_type": draw.choice(["llama", "qwen2", "qwen3"])})
-    _rust(draw).save(str(folder / "tokenizer.json"))
+    rust = _rust(draw)
+    rust.save(str(folder / "tokenizer.json"))
     if draw.random() < 0.9:
-        write(folder / "tokenizer_config.json", _settings(draw))
+        listed = {"added_tokens_decoder": _listed(draw, rust)} if draw.random() < 0.4 else {}
+        write(folder / "tokenizer_config.json", _settings(draw) | listed)
     if draw.random() < 0.15:
         write(folder / "special_tokens_map.json", {"eos_token": "<|endoftext|>", "pad_token": "<|new|>"})
     if draw.random() < 0.15:
@@ -59,6 +61,24 @@ def _rust(draw: random.Random) -> Tokenizer:
         bos = ("<|bos|>", rust.get_vocab()["<|bos|>"])
         rust.post_processor = processors.TemplateProcessing("<|bos|> $A", special_tokens=[bos])
     return rust
+
+
+def _listed(draw: random.Random, rust: Tokenizer) -> dict[str, Any]:
+    """The added tokens as transformers 4 repeats them in its config, which may have been edited."""
+    facts = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    listed = {
+        str(index): {key: getattr(token, key) for key in facts}
+        for index, token in rust.get_added_tokens_decoder().items()
+    }
+    last = str(rust.get_vocab_size() - 1)
+    edited = draw.random()
+    if edited < 0.1:
+        listed[str(rust.get_vocab_size())] = listed[last] | {"content": "<|more|>"}
+    elif edited < 0.2:
+        listed[last] = listed[last] | {"lstrip": True}
+    elif edited < 0.3:
+        del listed[last]
+    return listed
 
 
 def _settings(draw: random.Random) -> dict[str, Any]:
