@@ -25,6 +25,8 @@ OTHERS = (
     "not those the saved position was taken in: bring back the file as it was, or start another run with --run.name"
 )
 
+CHECKED_PROMPTS, CHECKED_CHARACTERS = 1000, 1 << 18  # whose tokens are counted before a run starts: some 0.1 s
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -46,6 +48,18 @@ class Tokenizer(Protocol):
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
 
     def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
+
+
+class LightTokenizer(Protocol):
+    """What a look at prompts before the run needs of a tokenizer."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    @property
+    def context(self) -> int: ...  # the model's positions
+
+    def num_tokens(self, text: str) -> int: ...  # special ones too
 
 
 @dataclass(frozen=True)
@@ -147,22 +161,37 @@ def encode_prompts(
     records: Sequence[Record], cfg: PromptConfig, tokenizer: Tokenizer
 ) -> list[tuple[str, NDArray[np.int32]]]:
     """Text and tokens of every record's prompt, as the model is to see it."""
-    if cfg.chat_template and not tokenizer.chat_template:
-        raise ConfigError("chat_template is on, but this model's tokenizer has no chat template")
     if cfg.chat_template:
+        _require_template(tokenizer)
         texts = [_render(record, cfg, tokenizer) for record in records]
     else:
         texts = [_plain_text(record, cfg) for record in records]
     # a template writes its own special tokens: the tokenizer must not add a second BOS
     encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
     for record, tokens in zip(records, encoded, strict=True):
-        where = f"{record.where}: {cfg.prompt_key}"
-        if not tokens:
-            raise DataError(where, "the prompt is empty")
-        if len(tokens) >= tokenizer.context and not is_dropped(cfg, len(tokens)):
-            room = f"the model's context of {tokenizer.context} tokens is for its answer too"
-            raise DataError(where, f"has {len(tokens)} tokens, and {room}: prompts.max_prompt_tokens drops longer ones")
+        _check_length(record, cfg, len(tokens), tokenizer.context)
     return [(text, np.array(tokens, dtype=np.int32)) for text, tokens in zip(texts, encoded, strict=True)]
+
+
+def check_prompts(records: Sequence[Record], cfg: PromptConfig, tokenizer: LightTokenizer | None) -> None:
+    """Refuse prompts that `encode_prompts` would refuse, as far as a short look tells; needs no transformers.
+
+    The form of every prompt is looked at. Tokens are counted of the first ones, where they need no chat template and
+    the tokenizer is at hand. Raises: DataError, ConfigError.
+    """
+    if cfg.chat_template:
+        if tokenizer is not None:
+            _require_template(tokenizer)
+        for record in records:
+            _messages(record, cfg)
+        return
+    texts = [_plain_text(record, cfg) for record in records]
+    num_characters = 0
+    for record, text in zip(records[:CHECKED_PROMPTS], texts, strict=False):
+        num_characters += len(text)
+        if tokenizer is None or num_characters > CHECKED_CHARACTERS:
+            return
+        _check_length(record, cfg, tokenizer.num_tokens(text), tokenizer.context)
 
 
 def is_dropped(cfg: PromptConfig, num_tokens: int) -> bool:
@@ -181,11 +210,30 @@ def _plain_text(record: Record, cfg: PromptConfig) -> str:
     return record.text(cfg.prompt_key)
 
 
-def _render(record: Record, cfg: PromptConfig, tokenizer: Tokenizer) -> str:
+def _require_template(tokenizer: Tokenizer | LightTokenizer) -> None:
+    if not tokenizer.chat_template:
+        raise ConfigError("chat_template is on, but this model's tokenizer has no chat template")
+
+
+def _check_length(record: Record, cfg: PromptConfig, num_tokens: int, context: int) -> None:
+    where = f"{record.where}: {cfg.prompt_key}"
+    if not num_tokens:
+        raise DataError(where, "the prompt is empty")
+    if num_tokens >= context and not is_dropped(cfg, num_tokens):
+        room = f"the model's context of {context} tokens is for its answer too"
+        raise DataError(where, f"has {num_tokens} tokens, and {room}: prompts.max_prompt_tokens drops longer ones")
+
+
+def _messages(record: Record, cfg: PromptConfig) -> list[dict[str, Any]]:
     value = record.value(cfg.prompt_key)
     messages = value if isinstance(value, list) else [{"role": "user", "content": record.text(cfg.prompt_key)}]
     if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
         raise DataError(f"{record.where}: {cfg.prompt_key}", "expected messages, each with 'role' and 'content'")
+    return messages
+
+
+def _render(record: Record, cfg: PromptConfig, tokenizer: Tokenizer) -> str:
+    messages = _messages(record, cfg)
     text: str = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
     )

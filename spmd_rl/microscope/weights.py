@@ -9,7 +9,7 @@ from typing import Any
 
 from spmd_rl.controller.checkpoints import Checkpoints
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.hf import has_weights
+from spmd_rl.model.weight_files import has_weights
 from spmd_rl.train.checkpoint_index import INDEX_FILE, read_index
 from spmd_rl.train.export import export_saved
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -10,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.spec import ModelSpec, weight_files
+from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
+from spmd_rl.model.weight_files import Stored, stored_tensors, stored_weights
 from spmd_rl.observe import folders
 
 SHARD_BYTES = 4 << 30
@@ -33,41 +35,34 @@ _SIDE_FILES = (
 )
 
 
-def has_weights(folder: str | Path) -> bool:
-    return any(Path(folder).glob("*.safetensors"))
-
-
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's safetensors files, one at a time, on the CPU.
-
-    Raises: ConfigError if there are none, a shard named by the index is missing, or a file is broken.
-    """
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
+    """Every tensor of the folder's weight files, one at a time, on the CPU. Raises: as `stored_tensors`."""
+    return _read(stored_tensors(folder))
 
 
 def model_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a model with these `shapes`, out of the folder, in its order and type. A tied head is skipped.
+    """Every weight of a model with these `shapes`, out of the folder, in its order and type.
 
-    Raises: ConfigError naming the first weight that is unknown, of another shape, or, after the last, missing.
+    Raises: as `stored_weights`, before the first; ConfigError if a tied head differs from the embedding.
     """
-    missing = set(shapes)
-    for name, tensor in read_weights(folder):
-        if name not in shapes:
-            if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq"):
-                continue
-            raise ConfigError(f"{folder} holds {name}, which the model of its config.json does not have")
-        if tuple(shapes[name]) != tuple(tensor.shape):
-            raise ConfigError(f"{folder}: {name} is {list(tensor.shape)}, and the config asks for {list(shapes[name])}")
-        missing.discard(name)
-        yield name, tensor
-    if missing:
-        raise ConfigError(f"{folder} lacks {len(missing)} weights of its config, first {min(missing)}")
+    stored = stored_weights(folder, shapes)
+    if HEAD not in shapes and HEAD in stored:
+        head, embedding = (tensor for _, tensor in _read({key: stored[key] for key in (HEAD, EMBEDDING)}))
+        if head.dtype != embedding.dtype or not torch.equal(head, embedding):
+            raise ConfigError(
+                f"{folder}: tie_word_embeddings is true, and {HEAD} is not {EMBEDDING}: "
+                "set it to false, or remove that weight"
+            )
+        del stored[HEAD]
+    yield from _read(stored)
+
+
+def _read(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors themselves; a file is opened once for those that follow each other."""
+    for path, group in itertools.groupby(stored.items(), key=lambda item: item[1].path):
+        with safe_open(path, framework="pt") as file:
+            for name, one in group:
+                yield name, file.get_tensor(one.key)
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.spec import ModelSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
@@ -47,8 +48,10 @@ def _yarn(frequencies: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
     def dimension(turns: float) -> float:
         return head_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
-    span = max(high - low, 0.001)
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, head_dim - 1)
+    span = 0.001 if low == high else high - low
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
     return frequencies / rope.factor * ramp + frequencies * (1 - ramp)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.fields import Fields, read_object
+from spmd_rl.model.rope_spec import RopeSpec, rope_spec
 
 FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}
 NO_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}  # no bit of a forward pass depends on these, given its table
-
-
-@dataclass(frozen=True)
-class RopeSpec:
-    """Rotary positions: base, and how the model stretches them (`kind` is Hugging Face's rope_type)."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original_positions: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FULL = "full_attention"
+CHANGES = {  # keys by which transformers would compute something else, or with other weights
+    "attention_chunk_size": "chunked attention is not supported",
+    "num_kv_shared_layers": "layers that share their keys and values are not supported",
+    "per_layer_config": "layers that differ from each other are not supported",
+    "quantization_config": "quantized models are not supported",
+    "transformers_weights": "weights are read from model.safetensors, or as model.safetensors.index.json names them",
+}
 
 
 @dataclass(frozen=True)
@@ -58,13 +52,12 @@ class ModelSpec:
         path = model_folder(folder) / "config.json"
         if not path.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")
-        raw = _read_object(path)
-        try:
-            return _from_config(raw, _eos_ids(Path(folder), raw))
-        except KeyError as error:
-            raise ConfigError(f"{path} has no field {error}") from None
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{path} has a field of the wrong kind: {error}") from None
+        config = Fields(str(path), read_object(path))
+        family = config.value("model_type")
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise ConfigError(f"{path}: model_type {family!r} is not one of {', '.join(FAMILIES)}")
+        _refuse_unread(config, family)
+        return _from_config(config, family, _eos_ids(Path(folder), config))
 
     @property
     def arithmetic(self) -> str:
@@ -78,12 +71,12 @@ class ModelSpec:
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter of the network by its canonical name, in the network's order; needs no torch."""
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self._block_shapes().items()}
         shapes["model.norm.weight"] = (self.hidden_size,)
         if not self.tie_embeddings:
-            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+            shapes[HEAD] = (self.vocab_size, self.hidden_size)
         return shapes
 
     def _block_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -115,121 +108,73 @@ def model_folder(folder: str | Path) -> Path:
     return Path(folder)
 
 
-def weight_files(folder: str | Path) -> list[Path]:
-    """The folder's safetensors files. Raises: ConfigError if there are none, or one that the index names is missing."""
-    index = Path(folder) / "model.safetensors.index.json"
-    if index.is_file():
-        names = _read_object(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise ConfigError(f"{index} has no object weight_map")
-        files = [index.with_name(str(name)) for name in sorted(set(names.values()))]
-    else:
-        files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            f"{folder} holds no weights (no .safetensors file; a run with --trainer.init=random needs none)"
-        )
-    for path in files:
-        if not path.is_file():
-            raise ConfigError(f"{index} names {path.name}, which is not there")
-    return files
+def _refuse_unread(config: Fields, family: str) -> None:
+    """Raises: ConfigError naming a key whose value means another network than the one there is."""
+    for key, why in CHANGES.items():
+        if config.raw.get(key):
+            raise ConfigError(f"{config.where}: {key} is set, and {why}")
+    if config.raw.get("use_sliding_window") or (family == "llama" and config.raw.get("sliding_window") is not None):
+        key = "use_sliding_window" if config.raw.get("use_sliding_window") else "sliding_window"
+        raise ConfigError(f"{config.where}: {key} is set, and sliding-window attention is not supported")
+    if config.raw.get("hidden_act", "silu") != "silu":
+        raise config.wrong("hidden_act", '"silu", the only activation that is supported')
+    if config.raw.get("is_causal", True) is not True:
+        raise config.wrong("is_causal", "true, as each token sees only those before it")
+    layers = config.raw.get("layer_types")
+    if layers is not None and layers != [FULL] * config.count("num_hidden_layers"):
+        raise config.wrong("layer_types", f"{FULL!r} for each of the layers, the only type that is supported")
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return raw
-
-
-def _size(raw: dict[str, Any], field: str) -> int:
-    """A field that counts something. Raises: ConfigError when there is nothing to count."""
-    if (size := int(raw[field])) < 1:
-        raise ConfigError(f"{field} {size}: expected 1 or more")
-    return size
-
-
-def _from_config(raw: dict[str, Any], eos_ids: tuple[int, ...]) -> ModelSpec:
-    family = raw["model_type"]
-    if family not in FAMILIES:
-        raise ConfigError(f"model_type {family!r} is not one of {', '.join(FAMILIES)}")
-    if raw.get("use_sliding_window"):
-        raise ConfigError("use_sliding_window is on, and sliding-window attention is not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act {raw['hidden_act']!r} is not supported, only 'silu'")
-    hidden, heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-    attention_bias = bool(raw.get("attention_bias", False))
-    kv_heads = int(raw.get("num_key_value_heads") or heads)
+def _from_config(config: Fields, family: str, eos_ids: tuple[int, ...]) -> ModelSpec:
+    """Keys that transformers ignores in a family are ignored here too, and absent ones have its defaults."""
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    if family == "llama" and hidden % heads:
+        raise ConfigError(f"{config.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = _head_dim(config, family, hidden // heads)
+    if head_dim % 2:
+        raise ConfigError(f"{config.where}: head_dim {head_dim} is odd, and rotary positions turn pairs")
+    kv_heads = heads
+    if config.raw.get("num_key_value_heads", 0) is not None:
+        kv_heads = config.count("num_key_value_heads", heads if family == "llama" else 32)
     if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    max_positions = _size(raw, "max_position_embeddings")
+        of = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        raise ConfigError(f"{config.where}: {of}")
+    attention_bias = family != "qwen2" and config.flag("attention_bias", False)
     return ModelSpec(
         family=family,
-        vocab_size=_size(raw, "vocab_size"),
+        vocab_size=config.count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=_size(raw, "intermediate_size"),
-        num_layers=_size(raw, "num_hidden_layers"),
+        intermediate_size=config.count("intermediate_size"),
+        num_layers=config.count("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        max_positions=max_positions,
-        rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope_spec(raw, max_positions),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        head_dim=head_dim,
+        max_positions=config.count("max_position_embeddings"),
+        rms_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope_spec(config),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias or family == "qwen2",
         out_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        mlp_bias=family == "llama" and config.flag("mlp_bias", False),
         qk_norm=family == "qwen3",
         eos_ids=eos_ids,
-        init_std=float(raw.get("initializer_range", 0.02)),
+        init_std=config.number("initializer_range", 0.02),
     )
 
 
-def _rope_spec(raw: dict[str, Any], max_positions: int) -> RopeSpec:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (before)."""
-    fields = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = float(fields.get("rope_theta", raw.get("rope_theta", 10000.0)))
-    kind = fields.get("rope_type", fields.get("type", "default"))
-    if kind == "default":
-        return RopeSpec(theta)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ConfigError(f"rope_type {kind!r} is not one of default, linear, llama3, yarn")
-    factor = float(fields["factor"])
-    spec = RopeSpec(theta, kind, factor, int(fields.get("original_max_position_embeddings") or max_positions))
-    if kind == "linear":
-        return spec
-    if kind == "llama3":
-        return RopeSpec(
-            theta,
-            kind,
-            factor,
-            spec.original_positions,
-            float(fields["low_freq_factor"]),
-            float(fields["high_freq_factor"]),
-        )
-    attention = fields.get("attention_factor")
-    return RopeSpec(
-        theta,
-        kind,
-        factor,
-        spec.original_positions,
-        beta_fast=float(fields.get("beta_fast") or 32.0),
-        beta_slow=float(fields.get("beta_slow") or 1.0),
-        attention_factor=float(attention)
-        if attention is not None
-        else (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
-    )
+def _head_dim(config: Fields, family: str, of_hidden: int) -> int:
+    if family == "llama" and config.raw.get("head_dim") is None:
+        return of_hidden
+    return config.count("head_dim", 128 if family == "qwen3" else of_hidden)
 
 
-def _eos_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+def _eos_ids(folder: Path, config: Fields) -> tuple[int, ...]:
     """generation_config.json wins over config.json, as in Hugging Face's generate."""
-    value = raw.get("eos_token_id")
     generation = folder / "generation_config.json"
-    if generation.is_file():
-        value = _read_object(generation).get("eos_token_id", value)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    place = Fields(str(generation), read_object(generation)) if generation.is_file() else config
+    place = place if "eos_token_id" in place.raw else config
+    value = place.raw.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
+        raise place.wrong("eos_token_id", "a token's id, or a list of them")
+    return tuple(ids)

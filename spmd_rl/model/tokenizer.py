@@ -1,19 +1,21 @@
 """Tokenizers of model folders.
 
 A folder with a tokenizer.json is read by the `tokenizers` library alone, in milliseconds; transformers, which takes
-seconds to import, is asked only for what it alone can do: other tokenizer files, and chat templates.
+seconds to import, is asked only for what it alone can do: other tokenizer files, those of which it makes another
+tokenizer than is written there, and chat templates.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.model.fields import read_object
 from spmd_rl.model.spec import ModelSpec, model_folder
+from spmd_rl.model.tokenizer_rules import is_as_written
 
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
 
@@ -21,12 +23,12 @@ VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
 class FolderTokenizer:
     """The part of transformers' tokenizer interface that this package uses, with the same results."""
 
-    def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer
-
+    def __init__(self, folder: Path, rust: Any, config: dict[str, Any]) -> None:
         self.folder = folder
-        self._rust = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._config = _read_json(folder / "tokenizer_config.json")
+        self._rust = rust
+        self._config = config
+        rust.no_truncation()  # the file keeps what was set for the last call before it was saved
+        rust.no_padding()
 
     @cached_property
     def context(self) -> int:
@@ -53,6 +55,10 @@ class FolderTokenizer:
         encodings = self._rust.encode_batch(text, add_special_tokens=add_special_tokens)
         return {"input_ids": [encoding.ids for encoding in encodings]}
 
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a text with its special ones, counted in this thread alone: a process that forks may ask."""
+        return len(self._rust.encode(text).ids)
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
@@ -71,15 +77,32 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
     """
     path = model_folder(folder)
     check_has_tokenizer(path)
-    if not (path / "tokenizer.json").is_file():
-        tokenizer: FolderTokenizer = _auto_tokenizer(path)
-        spec = ModelSpec.from_folder(path)
-        tokenizer.context, tokenizer.model_ends = spec.max_positions, spec.eos_ids
-        return tokenizer
+    if (light := light_tokenizer(path)) is not None:
+        return light
+    spec = ModelSpec.from_folder(path)
+    tokenizer: FolderTokenizer = _auto_tokenizer(path)
+    tokenizer.context, tokenizer.model_ends = spec.max_positions, spec.eos_ids
+    return tokenizer
+
+
+def light_tokenizer(folder: Path) -> FolderTokenizer | None:
+    """The folder's tokenizer.json; nothing where there is none, or transformers makes another tokenizer of it.
+
+    Raises: ConfigError if the file does not load.
+    """
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    config = _read_if_there(folder / "tokenizer_config.json")
     try:
-        return FolderTokenizer(path)
+        rust = Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust library raises plain Exception for any broken file
-        raise ConfigError(f"{path / 'tokenizer.json'} does not load: {error}") from error
+        raise ConfigError(f"{file} does not load: {error}") from error
+    files = {path.name for path in folder.iterdir()}
+    as_written = is_as_written(rust, _read_if_there(folder / "config.json"), config, files)
+    return FolderTokenizer(folder, rust, config) if as_written else None
 
 
 def check_has_tokenizer(folder: str | Path) -> None:
@@ -96,16 +119,9 @@ def _auto_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a missing or broken file; all mean the same here
-        raise ConfigError(f"{folder} holds no tokenizer that loads: {type(error).__name__}: {error}") from error
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{folder} holds no tokenizer that loads: {type(error).__name__}: {said}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no JSON object")
-    return content
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_object(path) if path.is_file() else {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from spmd_rl.data.files import read_records
-from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.prompts import PromptConfig, check_prompts
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.spec import ModelSpec, weight_files
-from spmd_rl.model.tokenizer import check_has_tokenizer
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
+from spmd_rl.model.weight_files import stored_weights
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.train.config import TrainerConfig
 
@@ -19,22 +22,26 @@ def check_inputs(
     prompts: PromptConfig | None = None,
     trainer: TrainerConfig | None = None,
 ) -> None:
-    """Read the model's config, every record of the data and the reward function's signature; look for a tokenizer.
+    """Read the model's config, its tokenizer, every record of the data, and the reward function's signature.
 
-    With `prompts`, each record must have the keys that they are made of; with `trainer`, the folder the weights that it
-    begins with. Raises: ConfigError or DataError with the one thing to mend.
+    With `prompts`, each record must have the keys that they are made of, and prompts of the form that they ask for; the
+    first ones are tokenised. With `trainer`, the folder must have the weights that it begins with, by their headers.
+    Raises: ConfigError or DataError with the one thing to mend.
     """
     for flag, value in (("--model", model), ("--data", data)):
         if not value:
             raise ConfigError(f"{flag} is missing: name a {'Hugging Face folder' if flag == '--model' else 'file'}")
-    ModelSpec.from_folder(model)
+    spec = ModelSpec.from_folder(model)
     check_has_tokenizer(model)
+    tokenizer = light_tokenizer(Path(model))
     if trainer and trainer.init == "folder":
-        weight_files(model)
-    for record in read_records(data):
-        if prompts:
+        stored_weights(model, spec.parameter_shapes())
+    records = read_records(data)
+    if prompts:
+        for record in records:
             record.value(prompts.prompt_key)
-        if prompts and prompts.answer_key:
-            record.text(prompts.answer_key)
+            if prompts.answer_key:
+                record.text(prompts.answer_key)
+        check_prompts(records, prompts, tokenizer)
     if reward:
         resolve_reward(reward)

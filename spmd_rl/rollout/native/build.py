@@ -8,9 +8,10 @@ from dataclasses import replace
 import torch
 
 from spmd_rl.kernels.contract import dtype_of
-from spmd_rl.model.hf import has_weights, load_weights
+from spmd_rl.model.hf import load_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.weight_files import has_weights
 from spmd_rl.rollout.engine import EngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 

@@ -82,6 +82,11 @@ def test_prompt_longer_than_the_context(run: Any, tmp_path: Path) -> None:
     ended = run("grpo", f"--data={data}")
     assert ended.code == 2
     assert "long.jsonl:1: prompt: has 202 tokens, and the model's context of 128" in ended.sentence
+    data.write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
+    ended = run("grpo", f"--data={data}", name="messages")
+    assert ended.code == 2
+    assert "long.jsonl:1: prompt: a list of messages needs chat_template = true" in ended.sentence
+    assert not ended.folder.exists(), "refused before anything starts"
 
 
 def test_reward_that_raises_shows_the_sample(run: Any, tmp_path: Path) -> None:

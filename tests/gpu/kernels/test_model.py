@@ -13,7 +13,8 @@ from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, token_logp
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.rows import Rows

@@ -7,7 +7,8 @@ import torch
 
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from tests.samples import Samples

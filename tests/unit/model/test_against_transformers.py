@@ -12,9 +12,10 @@ import transformers
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.model.hf import SHARD_BYTES, has_weights, load_weights, random_weights, read_weights, save_folder
+from spmd_rl.model.hf import SHARD_BYTES, load_weights, random_weights, read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.model.weight_files import has_weights
 
 SMALL = {
     "vocab_size": 97,
@@ -143,13 +144,13 @@ def test_bad_folders_end_in_one_sentence(tmp_path: Path) -> None:
     good = (folder / "config.json").read_text()
     for changes, sentence in [
         ({"model_type": "mamba"}, "mamba"),
-        ({"hidden_size": "wide"}, "wrong kind"),
-        ({"num_attention_heads": 0}, "num_attention_heads 0: expected 1 or more"),
-        ({"vocab_size": -1}, "vocab_size -1: expected 1 or more"),
+        ({"hidden_size": "wide"}, "hidden_size is .wide.: expected a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0: expected a whole number of 1 or more"),
+        ({"vocab_size": -1}, "vocab_size is -1: expected a whole number of 1 or more"),
         ({"num_key_value_heads": 4}, "multiple"),
         ({"hidden_size": 64}, "is \\["),
-        ({"num_hidden_layers": 4}, "lacks"),
-        ({"num_hidden_layers": 2}, "does not have"),
+        ({"num_hidden_layers": 4, "layer_types": None}, "lacks"),
+        ({"num_hidden_layers": 2, "layer_types": None}, "does not have"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "spiral"),
         ({"use_sliding_window": True}, "sliding"),
     ]:

@@ -13,7 +13,8 @@ from spmd_rl.kernels import contract
 from spmd_rl.kernels.contract import digest_of
 from spmd_rl.model import network
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.spec import ModelSpec
 
 CPU = torch.device("cpu")
 MODEL = Path(__file__).parents[3] / "examples/arithmetic/model"

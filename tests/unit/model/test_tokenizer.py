@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.tokenizer import load_tokenizer
+from spmd_rl.model.tokenizer import light_tokenizer, load_tokenizer
 
+EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic/model"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
@@ -53,6 +55,24 @@ def test_chat_template(folder: Path) -> None:
     assert text == "<b>1<a>"
 
 
+@pytest.mark.parametrize("padding", [True, "max_length"])
+def test_saved_truncation_and_padding_are_not_applied(folder: Path, padding: bool | str) -> None:
+    saved = AutoTokenizer.from_pretrained(folder)
+    saved(["1", "1+2=3+4"], padding=padding, truncation=True, max_length=5)
+    saved.save_pretrained(folder)
+    kept = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert kept.padding and kept.truncation, "the file keeps what the call set"
+    ids = load_tokenizer(folder)(["1", "1+2=3+4"])["input_ids"]
+    assert ids == AutoTokenizer.from_pretrained(folder)(["1", "1+2=3+4"])["input_ids"]
+    assert [len(row) for row in ids] == [2, 8]
+
+
+def test_a_config_of_other_types_is_left_to_transformers(folder: Path) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": 3}))
+    assert light_tokenizer(folder) is None
+
+
 def test_broken_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no model folder"):
         load_tokenizer(tmp_path / "nothing")
@@ -62,6 +82,7 @@ def test_broken_folders(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="holds no tokenizer: there is no tokenizer.json, nor any other file"):
         load_tokenizer(folder)
+    shutil.copy(EXAMPLE / "config.json", folder)
     (folder / "vocab.json").write_text("{")
     with pytest.raises(ConfigError, match="no tokenizer that loads"):
         load_tokenizer(folder)

@@ -11,7 +11,8 @@ import torch
 from spmd_rl.kernels import PackedAttention, sample_and_score, token_logprobs
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
-from spmd_rl.model.spec import ModelSpec, RopeSpec
+from spmd_rl.model.rope_spec import RopeSpec
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig, Request
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.graphs import Draw

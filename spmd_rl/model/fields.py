@@ -1,0 +1,73 @@
+"""The keys of a JSON file of a model folder, each read with the type and the range that it must have."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import ConfigError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises: ConfigError when it holds no such thing."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds no JSON object")
+    return raw
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A JSON object and `where` it stands. Without a default, a key must be there.
+
+    Raises: ConfigError naming the key, by each of its methods.
+    """
+
+    where: str
+    raw: Mapping[str, Any]
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number of 1 or more."""
+        value = self.value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.wrong(key, "a whole number of 1 or more")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
+        """A finite number greater than `above`."""
+        value = self.value(key, default)
+        try:
+            number = math.nan if isinstance(value, (bool, str)) else float(value)
+        except (TypeError, OverflowError):
+            number = math.nan
+        if not (math.isfinite(number) and number > above):
+            raise self.wrong(key, f"a number greater than {above:g}")
+        return number
+
+    def optional(self, key: str) -> float | None:
+        """A number greater than 0, or nothing where the key is absent or null."""
+        return None if self.raw.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false, and nothing that only looks like it."""
+        value = self.value(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "true or false")
+        return value
+
+    def value(self, key: str, default: Any = None) -> Any:
+        if key not in self.raw and default is None:
+            raise ConfigError(f"{self.where} has no field {key!r}")
+        return self.raw.get(key, default)
+
+    def wrong(self, key: str, expected: str) -> ConfigError:
+        text = json.dumps(self.raw.get(key))
+        text = text if len(text) <= 80 else text[:77] + "..."
+        return ConfigError(f"{self.where}: {key} is {text}: expected {expected}")

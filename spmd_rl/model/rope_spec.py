@@ -1,0 +1,117 @@
+"""Rotary positions as a config.json describes them, read in transformers' order of precedence.
+
+A key that is not read here is refused by name: it could mean other frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.fields import Fields
+
+KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+SPELLINGS = ("rope_scaling", "rope_parameters")  # before transformers 5, and since
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions: base, and how the model stretches them (`kind` is Hugging Face's rope_type)."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+
+def rope_spec(config: Fields) -> RopeSpec:
+    """Raises: ConfigError naming a key that is not read, is wrong, or is contradicted by the other spelling."""
+    read = {key: _read(config, key) for key in SPELLINGS if config.raw.get(key)}
+    if len(set(read.values())) > 1:
+        raise ConfigError(
+            f"{config.where}: rope_scaling and rope_parameters disagree: keep one of them "
+            "(rope_theta may stand in either, or beside them)"
+        )
+    return next(iter(read.values())) if read else _read(config, SPELLINGS[-1])
+
+
+def _read(config: Fields, spelling: str) -> RopeSpec:
+    raw = config.raw.get(spelling) or {}
+    if not isinstance(raw, dict):
+        raise config.wrong(spelling, "an object")
+    rope = Fields(f"{config.where}: {spelling}", raw)
+    kind = raw.get("rope_type", raw.get("type", "default"))
+    if not isinstance(kind, str) or kind not in KEYS:
+        raise ConfigError(f"{rope.where}: rope_type {kind!r} is not one of {', '.join(KEYS)}")
+    for key in raw:
+        if key not in KEYS[kind] | OF_ALL:
+            raise ConfigError(f"{rope.where}: {key} is not supported with rope_type {kind!r}")
+    for place in (config, rope):
+        if place.raw.get("partial_rotary_factor", 1) != 1:
+            raise place.wrong("partial_rotary_factor", "1, as rotation of a part of each head is not supported")
+    theta = (rope if "rope_theta" in raw else config).number("rope_theta", 10000.0, above=1.0)
+    match kind:
+        case "linear":
+            return RopeSpec(theta, kind, rope.number("factor"))
+        case "llama3":
+            return _llama3(theta, rope, _original_positions(config, rope))
+        case "yarn":
+            return _yarn(theta, rope, _original_positions(config, rope))
+    return RopeSpec(theta)
+
+
+def _original_positions(config: Fields, rope: Fields) -> int:
+    """transformers lets the key outside win over that inside; without either, the model was never stretched."""
+    key = "original_max_position_embeddings"
+    place = next((place for place in (config, rope) if key in place.raw), None)
+    return place.count(key) if place else config.count("max_position_embeddings")
+
+
+def _llama3(theta: float, rope: Fields, original_positions: int) -> RopeSpec:
+    factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    if high <= low:
+        raise rope.wrong("high_freq_factor", f"more than low_freq_factor {low:g}")
+    return RopeSpec(theta, "llama3", factor, original_positions, low, high)
+
+
+def _yarn(theta: float, rope: Fields, original_positions: int) -> RopeSpec:
+    factor = rope.number("factor")
+    attention, mscale, all_dim = (rope.optional(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    if attention is None:
+        attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor)
+    return RopeSpec(
+        theta,
+        "yarn",
+        factor,
+        original_positions,
+        beta_fast=rope.optional("beta_fast") or 32.0,
+        beta_slow=rope.optional("beta_slow") or 1.0,
+        attention_factor=attention,
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,0 +1,106 @@
+"""Which safetensors files of a model folder hold its weights, and what their headers say; needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from spmd_rl.errors import ConfigError
+from spmd_rl.model.fields import read_object
+from spmd_rl.model.spec import EMBEDDING, HEAD
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+DTYPES = ("F64", "F32", "F16", "BF16")
+UNUSED = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
+
+
+class Stored(NamedTuple):
+    """A tensor as it lies in a file: under which name, with which shape."""
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+
+
+def has_weights(folder: str | Path) -> bool:
+    return any((Path(folder) / name).is_file() for name in (SINGLE, INDEX))
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """The files that transformers reads: model.safetensors or, without it, those that the index names.
+
+    Raises: ConfigError if there are neither, a file of the index is missing or outside the folder, or an adapter waits
+    to be applied.
+    """
+    single, index = Path(folder) / SINGLE, Path(folder) / INDEX
+    if (Path(folder) / ADAPTER).is_file():
+        raise ConfigError(f"{folder} holds {ADAPTER}, and adapters are not applied: merge it into the weights first")
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ConfigError(
+            f"{folder} holds no weights (neither {SINGLE} nor {INDEX}; a run with --trainer.init=random needs none)"
+        )
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ConfigError(f"{index} has no object weight_map of file names")
+    return [_inside(index, name) for name in sorted(set(names.values()))]
+
+
+def _inside(index: Path, name: str) -> Path:
+    """A file that the index names, which may lie in a folder beside it."""
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ConfigError(f"{index} names {name}, which is outside the model folder")
+    if not (index.parent / name).is_file():
+        raise ConfigError(f"{index} names {name}, which is not there")
+    return index.parent / name
+
+
+def stored_tensors(folder: str | Path) -> dict[str, Stored]:
+    """Every tensor of the folder's weight files, by its name in them; only headers are read.
+
+    Raises: ConfigError if a file is broken, two hold the same tensor, or one is no plain floating-point number.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Stored] = {}
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for key in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    part = file.get_slice(key)
+                    if key in found:
+                        raise ConfigError(f"{folder}: {path.name} and {found[key].path.name} both hold {key}")
+                    if part.get_dtype() not in DTYPES:
+                        raise ConfigError(f"{path} holds {key} as {part.get_dtype()}: quantized weights are not read")
+                    found[key] = Stored(path, key, tuple(part.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
+    return found
+
+
+def stored_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
+    """Where every weight of a model with these `shapes` lies, in the order of the files; only headers are read.
+
+    A model with a tied head may be stored with the head alone. If both are there, the head is given too, as a weight
+    beside `shapes`: its values must be compared.
+    Raises: ConfigError naming the first weight that is unknown, of another shape, or missing.
+    """
+    found = {key: one for key, one in stored_tensors(folder).items() if not key.endswith(UNUSED)}
+    wanted = dict(shapes)
+    if HEAD in found and HEAD not in wanted and EMBEDDING in wanted:
+        if EMBEDDING not in found:
+            found = {EMBEDDING if key == HEAD else key: one for key, one in found.items()}
+        else:
+            wanted[HEAD] = wanted[EMBEDDING]
+    for key, one in found.items():
+        if key not in wanted:
+            raise ConfigError(f"{folder} holds {key}, which the model of its config.json does not have")
+        if tuple(wanted[key]) != one.shape:
+            raise ConfigError(f"{folder}: {one.key} is {list(one.shape)}, and the config asks for {list(wanted[key])}")
+    if missing := set(wanted) - set(found):
+        raise ConfigError(f"{folder} lacks {len(missing)} weights of its config, first {min(missing)}")
+    return found
