@@ -1,5 +1,5 @@
 # make demo   a language model learns addition on this machine: its own .venv, install, run, into runs/demo
-# make test   lint, types, then every test that needs no GPU
+# make test   lint, types, then every test that needs no GPU: about 10 to 20 minutes on two cores
 # make test-system   a real browser, a real Slurm, random faults with their seed: programs from tests/system/install.sh
 # Both install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
 
@@ -9,14 +9,16 @@ TORCH  ?= torch==2.13.0
 TRITON ?= $(shell uname -s | sed -n 's/Linux/triton==3.6.0/p')
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip -qq --disable-pip-version-check
+QUIET  := $(shell test -t 2 || echo -qq)  # a terminal shows pip's progress
+PIP    := $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1
 TESTS  := $(FAST) $(BIN)/pytest -q --dist loadfile tests
 
 .PHONY: demo test lint unit dist test-system chaos fuzz clean
 
 demo: $(VENV)/.demo
-	rm -rf runs/demo
+	@aside=runs/demo-$$(date +%Y%m%d-%H%M%S); \
+	if test -e runs/demo; then mv runs/demo $$aside && echo "the earlier runs/demo is now $$aside"; fi
 	$(BIN)/spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 
 test: lint

@@ -38,12 +38,7 @@ setup(
             "flash-attn-4==4.0.0b19",  # these three as in kernels/verified.py
             "quack-kernels==0.6.3",
             "nvidia-cutlass-dsl==4.6.0",
-            "torch-memory-saver>=0.0.9",
-            "cuda-python>=12.9",
         ],
-        "sglang": ["sglang>=0.5.16"],
-        "megatron": ["megatron-core>=0.16", "transformer-engine[pytorch]>=2.10"],
-        "math": ["math-verify>=0.8"],
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "parquet": ["pyarrow>=18"],
         "dev": [
@@ -55,6 +50,7 @@ setup(
             "pytest-xdist>=3.6",
             "ruff>=0.9",
             "tensorboard>=2.18",
+            "triton>=3.6; sys_platform == 'linux'",  # a GPU build of torch brings the version that it wants
             "wandb>=0.19",
         ],
     },

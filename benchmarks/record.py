@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.measured_code import COMMIT_ENV, measured_code
 from benchmarks.table import RESULTS, Result, Row, table
 
 MACHINE = "laptop"
@@ -62,13 +64,12 @@ def counted(what: str, each: Sequence[bool], *, all_must: bool = True) -> Row:
 
 
 def gpu() -> dict[str, str]:
-    """The first GPU, its driver, torch's cuBLAS and a digest of our kernels, to stand among a result's versions."""
-    from spmd_rl.kernels.contract import SOURCES, cublas_version, digest_of
+    """The first GPU, its driver and torch's cuBLAS, to stand among a result's versions."""
+    from spmd_rl.kernels.contract import cublas_version
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     name, driver = subprocess.check_output(query, text=True).splitlines()[0].split(", ")
-    found = {"gpu": name, "driver": driver, "cublas": cublas_version()}
-    return found | {"kernels": digest_of(SOURCES)}
+    return {"gpu": name, "driver": driver, "cublas": cublas_version()}
 
 
 def finish(
@@ -82,14 +83,17 @@ def finish(
         script=Path(script).name,
         date=datetime.now(UTC).date().isoformat(),
         machine=machine,
+        code=measured_code(),
         versions={name: version(name) for name in packages} | versions,
         rows=rows,
     )
-    print(table([result]))
+    print(table([result], result.code.kernels))
     if save:
         path = RESULTS / machine / f"{Path(script).stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+        if not result.code.commit:
+            print(f"{path}: no commit is known here: write it into code.commit (or set {COMMIT_ENV})", file=sys.stderr)
     return int(any(row.holds is False for row in rows))
 
 

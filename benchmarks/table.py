@@ -2,11 +2,13 @@
 
     python -m benchmarks.table
 
-A result is `benchmarks/results/<machine>/<script>.json`; `Result` below is its schema, read strictly.
+A result is `benchmarks/results/<machine>/<script>.json`; `Result` below is its schema, read strictly. The column
+"kernels" says "older" where the files of spmd_rl/kernels have changed since the figure was measured.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 RESULTS = Path(__file__).parent / "results"
-HEADER = ("machine", "benchmark", "what", "value", "peer", "ratio", "bar", "holds")
+HEADER = ("machine", "benchmark", "what", "value", "peer", "ratio", "bar", "holds", "kernels")
+AS_NOW, OLDER = "as now", "older"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -33,12 +37,26 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     holds: bool | None = None
 
 
+class Code(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The code that was measured.
+
+    `dirty` is whether files differed from the commit, null where that was not recorded. `filled_in` stands in files
+    that are older than this record: it says what was found in git's history afterwards, and how.
+    """
+
+    commit: str
+    dirty: bool | None
+    kernels: str
+    filled_in: str | None = None
+
+
 class Result(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What one script found on one machine on one day, with the versions it ran on."""
+    """What one script found on one machine on one day, with the code and the versions it ran on."""
 
     script: str
     date: str
     machine: str
+    code: Code
     versions: dict[str, str]
     rows: list[Row]
 
@@ -48,9 +66,14 @@ def read_results(folder: Path) -> list[Result]:
     return [_read(path) for path in sorted(folder.glob("*/*.json"))]
 
 
-def table(results: Iterable[Result]) -> str:
-    """The markdown table of all rows."""
-    body = [_cells(result, row) for result in results for row in result.rows]
+def age(code: Code, kernels: str) -> str:
+    """Whether figures are of the kernels whose digest is `kernels`."""
+    return AS_NOW if code.kernels == kernels else OLDER
+
+
+def table(results: Iterable[Result], kernels: str) -> str:
+    """The markdown table of all rows; `kernels` is the digest of today's."""
+    body = [(*_cells(result, row), age(result.code, kernels)) for result in results for row in result.rows]
     rule = tuple("--:" if name in ("value", "ratio") else "---" for name in HEADER)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (HEADER, rule, *body))
 
@@ -61,6 +84,8 @@ def problems(path: Path, result: Result) -> Iterator[str]:
         yield f"machine is {result.machine!r}, the folder is {path.parent.name!r}"
     if path.stem != Path(result.script).stem:
         yield f"script is {result.script!r}, the file is {path.name!r}"
+    if not _COMMIT.fullmatch(result.code.commit):
+        yield f"code.commit is {result.code.commit!r}: write the whole name of the commit that was measured"
     for row in result.rows:
         if (row.bar is None) != (row.holds is None):
             yield f"{row.what!r}: a bar and whether it holds belong together"
@@ -94,8 +119,10 @@ def _number(value: float | None) -> str:
 
 
 def main() -> int:
+    from benchmarks.measured_code import kernels_digest
+
     try:
-        print(table(read_results(RESULTS)))
+        print(table(read_results(RESULTS), kernels_digest()))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

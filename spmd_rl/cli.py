@@ -136,9 +136,16 @@ def _run(words: list[str]) -> int:
     run = run_config(cfg)
     RunFolder(run.path).refuse_other(dump_toml(cfg), run.resume)
     refuse_live(run.path)
+    _say_start(num_ranks)
     exit_code = launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
     heed_no_more()
     return exit_code
+
+
+def _say_start(num_ranks: int) -> None:
+    """Tell whoever watches a terminal why nothing happens yet: torch is imported, and the ranks meet."""
+    if sys.stdout.isatty():
+        print(f"starting {num_ranks or 'the'} {'rank' if num_ranks == 1 else 'ranks'} ...", flush=True)
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:

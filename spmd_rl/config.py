@@ -143,8 +143,8 @@ def _dataclass(value: Any, cls: type, key: str, base: Any, root: type) -> Any:
         elif held is MISSING and is_dataclass(hints[name]):
             held = _dataclass({}, typing.cast(type, hints[name]), prefix + name, MISSING, root)
         filled[name] = held
-    if missing := [name for name, held in filled.items() if held is MISSING]:
-        raise ConfigError("; ".join(f"{prefix + name} is required: expected {_words(hints[name])}" for name in missing))
+    if missing := [(prefix + name, _words(hints[name])) for name, held in filled.items() if held is MISSING]:
+        raise ConfigError("; ".join(f"{name} is required: say --{name} VALUE ({words})" for name, words in missing))
     try:
         return cls(**filled)
     except (ConfigError, ValueError) as error:

@@ -79,6 +79,8 @@ def lines(resolved: Resolved) -> Iterator[str]:
         return
     yield f"model        {resolved.spec.family}, {resolved.spec.num_parameters:,} parameters"
     yield from _routes(resolved.routes)
+    if resolved.on_gpu:
+        yield "memory       planned as for GPUs: bfloat16, with CUDA contexts and NCCL's communicators"
     yield from _memory(resolved)
 
 

@@ -45,6 +45,7 @@ class Resolved:
     spec: ModelSpec | None
     routes: Routes
     ledgers: dict[int, Ledger]
+    on_gpu: bool = False  # whether the ledgers count what a GPU itself takes
 
     @property
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -103,8 +104,9 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Res
         if spec is not None and name in placements and not isinstance(getattr(cfg, part, None), kind):
             raise PlanError(f"split.{name} cannot be planned: this recipe's config has no `{part}: {kind.__name__}`")
     routes = _routes(placements, spec, cfg, world_size)
-    ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size))
-    resolved = Resolved(world_size, placements, spec, routes, ledgers)
+    on_gpu = spec is not None and _on_gpu(placements, cfg)
+    ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size, on_gpu))
+    resolved = Resolved(world_size, placements, spec, routes, ledgers, on_gpu)
     if spec is None or "infer" not in placements:
         return resolved
     kv_bytes = _kv_bytes(spec, cfg.engine, capacity_bytes, resolved.beside_bytes())
@@ -132,13 +134,12 @@ def counted(cfg: Any, world_size: int) -> Any:
 
 
 def _ledgers(
-    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int
+    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int, on_gpu: bool
 ) -> Iterator[tuple[int, Ledger]]:
     """Each rank's: what the roles on it take, what a push packs, and what the GPU itself does.
 
-    An engine's pages have no size yet. What computes in bfloat16 does so on GPUs.
+    An engine's pages have no size yet.
     """
-    on_gpu = any(_dtype(getattr(cfg, PARTS[name][0])) == "bfloat16" for name in placements if name in PARTS)
     num_communicators = _num_communicators(placements, routes)
     of_roles = cache(lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu)))
     ranks = {name: set(place.ranks) for name, place in placements.items()}
@@ -186,6 +187,11 @@ def _role_ledgers(
             sleeps="train" in roles and getattr(cfg, "engine_sleeps", False),
             step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
         )
+
+
+def _on_gpu(placements: Placements, cfg: Any) -> bool:
+    """Whether the run is planned for GPUs: any role that computes in bfloat16 does so there."""
+    return any(_dtype(getattr(cfg, PARTS[name][0])) == "bfloat16" for name in placements if name in PARTS)
 
 
 def _dtype(cfg: TrainerConfig | EngineConfig) -> str:

@@ -17,9 +17,9 @@ from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.observer import Observer
 from spmd_rl.observe.run import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
+from spmd_rl.recipes.reward_watch import RewardWatch
 from spmd_rl.types import Group
 
-FLAT_STEPS = 3  # the first ones, without a difference in reward, are told
 LEAVES = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
 
 
@@ -30,10 +30,11 @@ class Recorder:
         """Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit."""
         config = dump_toml(cfg)
         self._folder = RunFolder.open(run.path, config, _resolved(cfg, world_size), resume=run.resume)
-        self._sinks = Sinks(run.sinks, run.path, tomllib.loads(config))
+        settings = tomllib.loads(config)
+        self._sinks = Sinks(run.sinks, run.path, settings)
+        self._reward_watch = RewardWatch(settings, self._folder.path / "samples")
         self._observer: Observer | None = None
         self._steps_left = 0
-        self._num_flat: int | None = 0  # None: not counted any more
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 
     def on_steps(self, start: int, num_steps: int) -> None:
@@ -71,13 +72,11 @@ class Recorder:
         """What the groups of the step that learned from them say of it; on stderr what it goes on without."""
         for reason in chain(*Group.to_columns(groups).skipped):
             print(f"step {version + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
-        if groups and self._num_flat is not None:
-            self._num_flat = self._num_flat + 1 if is_flat(groups) else None
-            if self._num_flat == FLAT_STEPS:
-                alike = f"{FLAT_STEPS} steps in which all samples of every prompt had the same reward"
-                why = "group advantages are 0, and nothing is learned"
-                print(f"{alike}: {why} ({self._folder.path / 'samples'} shows them)", file=sys.stderr, flush=True)
-        return group_metrics(groups, version)
+        metrics = group_metrics(groups, version)
+        if "reward/mean" in metrics:
+            for hint in self._reward_watch.take(metrics["reward/mean"], is_flat(groups)):
+                print(hint, file=sys.stderr, flush=True)
+        return metrics
 
     def catch_up(self) -> None:
         if self._observer is not None:

@@ -25,16 +25,10 @@ HEAVY = {
     "wandb": "observe",
     "tensorboard": "observe",
     "pyarrow": "data",
-    "math_verify": "rewards",
     "triton": "kernels",
     "flash_attn": "kernels",
     "cutlass": "kernels",
     "quack": "kernels",
-    "cupy": "offload",
-    "torch_memory_saver": "offload",
-    "sglang": "rollout",
-    "megatron": "train",
-    "transformer_engine": "train",
 }
 AT_MODULE_LEVEL = {"rich", "triton", "flash_attn", "cutlass", "quack"}  # decorators, base classes: such files come late
 

@@ -1,8 +1,9 @@
-"""README's tables of what was measured say what the files under benchmarks/results say, figure by figure.
+"""The tables of README and docs/measured.md say what the files under benchmarks/results say, figure by figure.
 
 A row's link leads to its file, and the link's title names rows of that file: patterns with " + " between them and,
 behind a ";", those of what stands beside, where it is not their peers. The figures follow in that order: the column
 "beside" has the peers' behind a colon, "ratio" the values over them, and all others behind the link have values.
+The column "kernels" says whether spmd_rl/kernels has changed since, in the words of `benchmarks.table`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.table import RESULTS, Result, Row, read_results
+from benchmarks.measured_code import kernels_digest
+from benchmarks.table import AS_NOW, OLDER, RESULTS, Code, Result, Row, age, read_results
 from tests.laws.source import ROOT
 
 _LINK = re.compile(r'\]\((\S+) "([^"]+)"\)')
 _FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
-OTHERS = ("beside", "ratio")
+KERNELS = "kernels"
+OTHERS = ("beside", "ratio", KERNELS)
+PAGES = (ROOT / "README.md", ROOT / "docs/measured.md")
 
 
 class Line(NamedTuple):
@@ -32,8 +36,9 @@ class Line(NamedTuple):
 
 
 def measured_lines() -> list[Line]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return list(table_lines(text.partition("## Measured\n")[2].partition("\n## ")[0]))
+    """The rows of all tables that have the column "kernels", and all rows that link to a result."""
+    lines = [line for page in PAGES for line in table_lines(page.read_text(encoding="utf-8"))]
+    return [line for line in lines if KERNELS in line.names or "benchmarks/results/" in " ".join(line.cells)]
 
 
 def table_lines(text: str) -> Iterator[Line]:
@@ -48,10 +53,16 @@ def results() -> dict[str, Result]:
     return {f"benchmarks/results/{one.machine}/{Path(one.script).stem}.json": one for one in found}
 
 
-def problems(line: Line, results: dict[str, Result]) -> list[str]:
+@pytest.fixture(scope="module")
+def kernels() -> str:
+    return kernels_digest()
+
+
+def problems(line: Line, results: dict[str, Result], kernels: str) -> list[str]:
     """What a line says that its file does not, or the other way round."""
     linked = linked_cell(line)
     file, title = next(iter(_LINK.findall(line.cells[linked] if linked is not None else "")), ("", ""))
+    file = file.removeprefix("../")
     if linked is None or file not in results:
         return [f"{line.cells[0]!r} has no link to the file that it is from"]
     ours, *others = (chosen(results[file].rows, patterns) for patterns in title.split("; "))
@@ -60,6 +71,8 @@ def problems(line: Line, results: dict[str, Result]) -> list[str]:
     names, _, beside = cells["beside"].rpartition(":")
     values, peers, ratios = expected(ours, others[0] if others else None, own)
     found = [f"{name} is no version of {file}" for name in _VERSION.findall(names) if not ran(results[file], name)]
+    if cells[KERNELS] != (mark := age(results[file].code, kernels)):
+        found.append(f"{KERNELS} of {line.cells[linked]!r} should say {mark!r}, not {cells[KERNELS]!r}")
     for text, numbers in (own, values), (beside, peers), (cells["ratio"], ratios):
         figures = _FIGURE.findall(text)
         if len(figures) != len(numbers) or not all(map(shows, figures, numbers)):
@@ -123,36 +136,63 @@ def changed(line: Line) -> Iterator[Line]:
             yield Line(line.names, [*line.cells[:at], cell, *line.cells[at + 1 :]])
 
 
-def test_every_figure_is_that_of_its_file(results: dict[str, Result]) -> None:
+def test_every_figure_is_that_of_its_file(results: dict[str, Result], kernels: str) -> None:
     lines = measured_lines()
-    assert len(lines) > 10
-    assert [problem for line in lines for problem in problems(line, results)] == []
+    assert len(lines) > 20
+    assert [problem for line in lines for problem in problems(line, results, kernels)] == []
 
 
-def test_any_changed_figure_is_seen(results: dict[str, Result]) -> None:
+def test_any_changed_figure_is_seen(results: dict[str, Result], kernels: str) -> None:
     others = [other for line in measured_lines() for other in changed(line)]
     assert len(others) > 100
-    assert [other.cells for other in others if not problems(other, results)] == []
+    assert [other.cells for other in others if not problems(other, results, kernels)] == []
+
+
+def test_other_kernels_make_every_mark_wrong(results: dict[str, Result]) -> None:
+    assert all(problems(line, results, "0" * 16) for line in measured_lines() if AS_NOW in line.cells)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_page_has_figures(page: Path) -> None:
+    assert sum(KERNELS in line.names for line in table_lines(page.read_text(encoding="utf-8"))) >= 5
 
 
 PLANTED = Row(what="step", value=1500, unit="us", peer="torch", peer_value=3000)
-RESULT = Result(script="x.py", date="", machine="m", versions={"torch": "2.11.0"}, rows=[PLANTED])
-HEAD = "| what | ours | beside | ratio |\n| --- | --- | --- | --- |\n"
+CODE = Code(commit="c" * 40, dirty=False, kernels="now")
+RESULT = Result(script="x.py", date="", machine="m", code=CODE, versions={"torch": "2.11.0"}, rows=[PLANTED])
+HEAD = "| what | ours | beside | ratio | kernels |\n| --- | --- | --- | --- | --- |\n"
 
 
 @pytest.mark.parametrize(
     ("row", "right"),
     [
-        ('| [a step](f.json "step*") | 1.50 ms | torch 2.11: 3.0 | 0.5 |', True),
-        ('| [a step](f.json "step*") | 1.50 ms | torch 2.1: 3.0 | 0.5 |', False),
-        ('| [a step](f.json "step*") | 1.50 s | torch: 3.0 | 0.5 |', False),
-        ('| [a step](f.json "step*") | 1.50 ms | | |', False),
-        ('| [a step](f.json "step*") | 1.50 / 1.50 ms | torch: 3.0 | 0.5 |', False),
-        ('| [a step](f.json "leap*") | 1.50 ms | torch: 3.0 | 0.5 |', False),
-        ('| [a step](g.json "step*") | 1.50 ms | torch: 3.0 | 0.5 |', False),
-        ("| a step | 1.50 ms | torch: 3.0 | 0.5 |", False),
+        ('| [a step](f.json "step*") | 1.50 ms | torch 2.11: 3.0 | 0.5 | as now |', True),
+        ('| [a step](../f.json "step*") | 1.50 ms | torch 2.11: 3.0 | 0.5 | as now |', True),
+        ('| [a step](f.json "step*") | 1.50 ms | torch 2.1: 3.0 | 0.5 | as now |', False),
+        ('| [a step](f.json "step*") | 1.50 s | torch: 3.0 | 0.5 | as now |', False),
+        ('| [a step](f.json "step*") | 1.50 ms | | | as now |', False),
+        ('| [a step](f.json "step*") | 1.50 / 1.50 ms | torch: 3.0 | 0.5 | as now |', False),
+        ('| [a step](f.json "leap*") | 1.50 ms | torch: 3.0 | 0.5 | as now |', False),
+        ('| [a step](g.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | as now |', False),
+        ("| a step | 1.50 ms | torch: 3.0 | 0.5 | as now |", False),
+        ('| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | older |', False),
+        ('| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | |', False),
     ],
 )
 def test_a_line_without_its_source_or_with_another_is_seen(row: str, right: bool) -> None:
     (line,) = table_lines(f"{HEAD}{row}\n")
-    assert (problems(line, {"f.json": RESULT}) == []) is right
+    assert (problems(line, {"f.json": RESULT}, "now") == []) is right
+
+
+@pytest.mark.parametrize(
+    ("kernels", "mark", "right"), [("now", AS_NOW, True), ("new", AS_NOW, False), ("new", OLDER, True)]
+)
+def test_the_mark_is_that_of_the_kernels(kernels: str, mark: str, right: bool) -> None:
+    (line,) = table_lines(f'{HEAD}| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | {mark} |\n')
+    assert (problems(line, {"f.json": RESULT}, kernels) == []) is right
+
+
+def test_a_table_without_the_column_is_seen() -> None:
+    head = "| what | ours | beside | ratio |\n| --- | --- | --- | --- |\n"
+    (line,) = table_lines(f'{head}| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 |\n')
+    assert len(problems(line, {"f.json": RESULT}, "now")) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 
 from spmd_rl.config import load
 from spmd_rl.errors import ConfigError
+from spmd_rl.recipes import grpo
 from tests.laws.source import ROOT
 
 EXAMPLE_CONFIGS = sorted(path for path in (ROOT / "examples").rglob("*.toml"))
@@ -20,6 +22,8 @@ _LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 
 
 TOUR, TOURS_PAGE = ROOT / "examples/own_recipe/tour.py", ROOT / "docs/recipes.md"
+FIRST_JOB = ROOT / "docs/first-job.md"
+_TOML = re.compile(r"^```toml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -55,11 +59,34 @@ def test_a_stale_key_is_seen(config: Path) -> None:
         load(recipe_beside(config).Config, config, ["no_such_key=1"])
 
 
+def test_the_settings_of_the_first_job_fit_the_recipe(tmp_path: Path) -> None:
+    (settings,) = _TOML.findall(FIRST_JOB.read_text(encoding="utf-8"))
+    path = tmp_path / "job.toml"
+    path.write_text(settings)
+    cfg = load(grpo.Config, path)
+    assert (cfg.prompts.prompt_key, cfg.sampling.num_samples) == ("question", 8)
+
+
 @pytest.mark.parametrize(
     "page", [page for page in (README, *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md") if page.exists()], ids=str
 )
 def test_links_lead_somewhere(page: Path) -> None:
     assert missing_links(page) == []
+
+
+def unlisted(readme: str, pages: Iterable[Path]) -> list[str]:
+    """Pages that README does not link to."""
+    return [page.name for page in pages if f"](docs/{page.name})" not in readme]
+
+
+def test_readme_lists_every_page() -> None:
+    pages = sorted(ROOT.glob("docs/*.md"))
+    assert len(pages) > 10
+    assert unlisted(README.read_text(encoding="utf-8"), pages) == []
+
+
+def test_an_unlisted_page_is_seen() -> None:
+    assert unlisted("[wire](docs/wire.md)", [Path("docs/wire.md"), Path("docs/plan.md")]) == ["plan.md"]
 
 
 def test_a_dead_link_is_seen(tmp_path: Path) -> None:

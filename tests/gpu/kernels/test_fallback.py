@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+pytest.importorskip("triton")
+
 from spmd_rl.kernels import attention_triton
 from spmd_rl.kernels.attention_triton import BlockTile
 from spmd_rl.kernels.tile import padded_rows

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from benchmarks import record
-from benchmarks.table import read_results
+from benchmarks import measured_code, record
+from benchmarks.table import Code, read_results
+
+COMMIT = "c" * 40
 
 
 @pytest.mark.parametrize(("value", "holds"), [(4.9, True), (5.0, True), (5.1, False)])
@@ -30,6 +33,7 @@ def test_what_is_counted() -> None:
 
 def test_what_is_saved_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setenv(measured_code.COMMIT_ENV, COMMIT)
     rows = [
         record.compared("step", 1 / 3, "ms", peer="TRL", peer_value=2 / 3, at_most=0.5),
         record.measured("share", 0.06, "", at_most=0.05),
@@ -39,3 +43,41 @@ def test_what_is_saved_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (result.script, [row.holds for row in result.rows]) == ("push.py", [True, False])
     assert "**no**" in capsys.readouterr().out
     assert record.finish("benchmarks/push.py", ["msgspec"], rows[:1], save=False) == 0
+    assert result.code == Code(commit=COMMIT, dirty=False, kernels=measured_code.kernels_digest())
+
+
+def test_without_a_commit_the_file_is_kept_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    monkeypatch.setattr(measured_code, "ROOT", tmp_path)
+    monkeypatch.delenv(measured_code.COMMIT_ENV, raising=False)
+    assert record.finish("benchmarks/push.py", ["msgspec"], [], save=True) == 0
+    assert "write it into code.commit" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"code\.commit is ''"):
+        read_results(tmp_path)
+
+
+@pytest.mark.parametrize(("given", "dirty"), [(COMMIT, False), (f"{COMMIT}-dirty", True)])
+def test_the_commit_of_a_copy(monkeypatch: pytest.MonkeyPatch, given: str, dirty: bool) -> None:
+    monkeypatch.setenv(measured_code.COMMIT_ENV, given)
+    code = measured_code.measured_code()
+    assert (code.commit, code.dirty) == (COMMIT, dirty)
+
+
+def test_the_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        by = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+        return subprocess.check_output(["git", *by, *words], cwd=tmp_path, text=True).strip()
+
+    monkeypatch.setattr(measured_code, "ROOT", tmp_path)
+    monkeypatch.delenv(measured_code.COMMIT_ENV, raising=False)
+    results = tmp_path / "benchmarks/results"
+    results.mkdir(parents=True)
+    (tmp_path / "benchmarks/one.py").write_text("1")
+    git("init", "-q")
+    git("add", "--all")
+    git("commit", "-qm", "one")
+    (results / "of_a_run_before.json").write_text("{}")  # no part of the code
+    clean = measured_code.measured_code()
+    assert (clean.commit, clean.dirty) == (git("rev-parse", "HEAD"), False)
+    (tmp_path / "benchmarks/one.py").write_text("2")
+    assert measured_code.measured_code().dirty is True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ RESULT = {
     "script": "push.py",
     "date": "2026-11-20",
     "machine": "laptop",
+    "code": {"commit": "c" * 40, "dirty": False, "kernels": "now"},
     "versions": {"torch": "2.13.0"},
     "rows": [ROW],
 }
@@ -37,12 +39,15 @@ def written(tmp_path: Path, result: Any, name: str = "laptop/push.json") -> Path
 
 
 def test_committed_results_fit() -> None:
-    read_results(RESULTS)
+    found = read_results(RESULTS)
+    assert len(found) > 20
+    assert all(re.fullmatch("[0-9a-f]{16}", one.code.kernels) for one in found)
 
 
-def test_the_table(tmp_path: Path) -> None:
-    text = table(read_results(written(tmp_path, RESULT)))
-    assert text.splitlines()[-1] == "| laptop | push.py | push | 2 ms | x 4 | 0.5 | <= 1 | yes |"
+@pytest.mark.parametrize(("kernels", "mark"), [("now", "as now"), ("new", "older")])
+def test_the_table(tmp_path: Path, kernels: str, mark: str) -> None:
+    text = table(read_results(written(tmp_path, RESULT)), kernels)
+    assert text.splitlines()[-1] == f"| laptop | push.py | push | 2 ms | x 4 | 0.5 | <= 1 | yes | {mark} |"
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,9 @@ def test_the_table(tmp_path: Path) -> None:
     [
         ({"machine": "other"}, "machine is 'other', the folder is 'laptop'"),
         ({"script": "pull.py"}, "script is 'pull.py'"),
+        ({"code": {"commit": "", "dirty": None, "kernels": "now"}}, "code.commit is ''"),
+        ({"code": {"commit": "c" * 7, "dirty": None, "kernels": "now"}}, "code.commit is 'ccccccc'"),
+        ({"code": {"commit": "c" * 40, "dirty": None}}, "missing required field `kernels`"),
         ({"extra": 1}, "unknown field `extra`"),
         ({"rows": [ROW | {"holds": None}]}, "a bar and whether it holds"),
         ({"rows": [ROW | {"holds": "yes"}]}, "Expected `bool | null`, got `str`"),

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ import spmd_rl
 from spmd_rl import cli
 from spmd_rl.controller.last_words import ERROR_FILE_ENV
 from spmd_rl.help import COMMANDS
+from tests.laws.source import ROOT
 
 MAIN = "import sys; from spmd_rl.cli import main; sys.exit(main())"
 
@@ -154,3 +156,30 @@ def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: st
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(spins)
+
+
+@pytest.mark.parametrize(
+    ("terminal", "words", "said"),
+    [
+        (True, ["--nproc=2"], "starting 2 ranks ...\n"),
+        (True, ["--nproc=1"], "starting 1 rank ...\n"),
+        (True, [], "starting the ranks ...\n"),
+        (False, ["--nproc=2"], ""),
+    ],
+)
+def test_a_terminal_is_told_that_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    terminal: bool,
+    words: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(cli, "launch", lambda *_: 0)
+    monkeypatch.setattr(cli, "_open_many_files", lambda: None)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    demo = ROOT / "examples/arithmetic"
+    inputs = [f"--model={demo / 'model'}", f"--data={demo / 'train.jsonl'}", "--trainer.init=random"]
+    assert ended("run", "grpo", *inputs, f"--run.folder={tmp_path}", *words) == 0
+    assert capsys.readouterr().out == said

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
 from tests.unit.kernels.interpreted import Calls, results
 
 NUM_HEADS, BATCH, NUM_ROWS, NUM_KEYS = 2, 3, 24, 112

@@ -10,6 +10,9 @@ from functools import partial
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
+
 import triton
 import triton.language as tl
 from torch import Tensor

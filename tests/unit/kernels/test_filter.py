@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import sampling
+
+pytest.importorskip("triton")
+
 from tests.unit.kernels.interpreted import Calls, results
 
 NUM_ROWS, VOCAB = 5, 45

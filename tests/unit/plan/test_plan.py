@@ -162,6 +162,22 @@ def test_the_words_of_a_run_are_planned_as_they_are(model: Path, capsys: pytest.
         main(words[:3])
 
 
+@pytest.mark.parametrize(("dtype", "on_gpu"), [("auto", True), ("float32", False)])
+def test_it_is_said_where_memory_is_that_of_gpus(
+    model: Path, capsys: pytest.CaptureFixture[str], dtype: str, on_gpu: bool
+) -> None:
+    words = ["grpo", f"--model={model}", "--data=x.jsonl", "--world=2"]
+    assert main([*words, f"--trainer.dtype={dtype}", f"--engine.dtype={dtype}"]) == 0
+    out = capsys.readouterr().out
+    assert ("planned as for GPUs" in out) is on_gpu
+    assert ("  context " in out) is on_gpu
+
+
+def test_a_plan_without_a_model_says_which_words_are_missing() -> None:
+    with pytest.raises(ConfigError, match=r"^model is required: say --model VALUE \(a string\); data is required: say"):
+        main(["grpo", "--world=2"])
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["--help"])
