@@ -17,11 +17,13 @@ MAX_IPC_PATH = 100
 
 @dataclass(frozen=True)
 class Address:
-    """What a worker must know to dial: the endpoint, this life's number, and the file of the secret."""
+    """What a worker must know to dial: the endpoint and this life's number.
+
+    Neither is to be trusted: only who holds the secret can be the controller.
+    """
 
     endpoint: str
     generation: int
-    secret_file: str
 
 
 def bind_address(world: World, folder: Path) -> str:

@@ -34,6 +34,7 @@ from spmd_rl.controller.wire import (
 )
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.place import Seats
+from spmd_rl.mesh.private import meeting_folder
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.observe.trace import Trace, now_ns
 
@@ -155,23 +156,36 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     join(world, store)
     Worker(Seats(world)).serve(dealer)
     dist.destroy_process_group()
+    del store  # which goes back to its file
     dealer.post(Bye())
     late = dealer.close()
     exit_code = controller.wait() if controller is not None else 0
+    if world.num_nodes == 1:
+        meeting_folder().leave()
     if late is not None:
         signal.raise_signal(late)  # a launcher that sent it waits for the end of this process
     return exit_code
 
 
 def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:
-    from torch.distributed import DistError
+    """Dial where rank 0 says the controller is. Whoever else may write to the store, only the secret opens the socket.
+
+    Raises: SpmdError when rank 0 does not say it, or the store holds no address.
+    """
+    from zmq import ZMQError
 
     try:
         text = store.get(ENDPOINT_KEY)
-    except DistError as error:
+    except RuntimeError as error:  # DistError is one
         raise DeadlineError(f"rank {world.rank} did not hear from rank 0 where the controller is: {error}") from error
-    address = msgspec.json.decode(text, type=Address)
-    keys = secret.derive(secret.given() or secret.read(Path(address.secret_file)))
+    keys = secret.derive(secret.given() or secret.read(secret.made_file()))
     hello = Hello(world.rank, socket.gethostname(), os.getpid())
     abandon = controller.kill if controller is not None else lambda: None
-    return Dealer(address.endpoint, keys, address.generation, hello, abandon)
+    try:
+        address = msgspec.json.decode(text, type=Address)
+        return Dealer(address.endpoint, keys, address.generation, hello, abandon)
+    except (msgspec.MsgspecError, ZMQError) as error:
+        raise SpmdError(
+            f"torchrun's store holds no address of the controller ({error}): another process writes to it, "
+            "so run torchrun on a network of its own"
+        ) from error

@@ -20,12 +20,11 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_made_secret_is_private_and_fresh(tmp_path: Path) -> None:
     os.umask(os.umask(0))
-    path = secret.create(tmp_path)
+    path = secret.create(tmp_path / "secret")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    (tmp_path / "other").mkdir()
     assert secret.read(path) != secret.read(secret.create(tmp_path / "other"))
     with pytest.raises(FileExistsError):
-        secret.create(tmp_path)
+        secret.create(path)
 
 
 def test_keys_follow_from_the_secret_alone() -> None:
@@ -43,7 +42,7 @@ def test_weak_secrets_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) ->
 
 def test_open_or_missing_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert secret.given() is None
-    path = secret.create(tmp_path)
+    path = secret.create(tmp_path / "secret")
     monkeypatch.setenv(secret.FILE_ENV, str(path))
     assert secret.given() == secret.read(path)
     path.chmod(0o640)
@@ -52,6 +51,47 @@ def test_open_or_missing_files_are_refused(tmp_path: Path, monkeypatch: pytest.M
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         secret.given()
+
+
+def test_only_a_regular_file_of_this_user_is_read(tmp_path: Path) -> None:
+    path = secret.create(tmp_path / "secret")
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigError, match="not a regular file of this user"):
+        secret.read(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        secret.read(tmp_path / "link")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = secret.create(tmp_path / "secret")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(ConfigError, match="not a regular file of this user"):
+        secret.read(path)
+
+
+def test_the_file_that_was_checked_is_the_one_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = secret.create(tmp_path / "secret")
+    good = secret.read(path)
+    checked = os.fstat
+
+    def swap(descriptor: int) -> os.stat_result:
+        found = checked(descriptor)
+        path.unlink(missing_ok=True)
+        path.write_text("ab" * 32)
+        return found
+
+    monkeypatch.setattr(os, "fstat", swap)
+    assert secret.read(path) == good
+
+
+def test_several_nodes_must_be_given_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret.refuse_none(world(1))
+    with pytest.raises(ConfigError, match=f"export {secret.FILE_ENV} on every node"):
+        secret.refuse_none(world(2))
+    monkeypatch.setenv(secret.SECRET_ENV, "ab" * 32)
+    secret.refuse_none(world(2))
 
 
 def world(num_nodes: int) -> World:
