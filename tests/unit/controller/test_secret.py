@@ -104,21 +104,35 @@ def test_one_node_listens_on_a_socket_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("interface", "bound"), [("eth7", "tcp://eth7:*"), ("10.0.0.3", "tcp://10.0.0.3:*"), (None, "tcp://10.1.2.3:*")]
+    ("interface", "bound"),
+    [
+        ("eth7", "tcp://eth7:*"),
+        ("10.0.0.3", "tcp://10.0.0.3:*"),
+        ("2001:db8::3", "tcp://[2001:db8::3]:*"),
+        ("[2001:db8::3]", "tcp://[2001:db8::3]:*"),
+        (None, "tcp://10.1.2.3:*"),
+    ],
 )
 def test_many_nodes_listen_on_one_interface(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, interface: str | None, bound: str
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
+    monkeypatch.setattr("socket.if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
     if interface:
         monkeypatch.setenv("SPMD_RL_INTERFACE", interface)
     assert bind_address(world(2), tmp_path) == bound
 
 
-@pytest.mark.parametrize("interface", ["*", "0.0.0.0", "::", "127.0.0.1"])
+@pytest.mark.parametrize("interface", ["*", "0.0.0.0", "::", "127.0.0.1", "::1", "localhost", "lo"])
 def test_every_interface_and_loopback_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, interface: str
 ) -> None:
     monkeypatch.setenv("SPMD_RL_INTERFACE", interface)
     with pytest.raises(ConfigError, match="SPMD_RL_INTERFACE"):
+        bind_address(world(2), tmp_path)
+
+
+def test_an_unknown_interface_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPMD_RL_INTERFACE", "no such interface")
+    with pytest.raises(ConfigError, match="'no such interface' is no interface of this host"):
         bind_address(world(2), tmp_path)
