@@ -25,7 +25,7 @@ import numpy as np
 from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.claim import CLAIM_FILE, claim
-from spmd_rl.observe.metrics import naming
+from spmd_rl.observe.files import write_whole
 from spmd_rl.types import Group
 
 _encode_lines = msgspec.json.Encoder().encode_lines
@@ -33,6 +33,9 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 OF_EVERY_START = {
     *("config.toml", "plan.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
     *("curves.png", "report.html"),
+}
+WRITTEN = OF_EVERY_START | {
+    *("metrics.jsonl", "samples", "checkpoints", "hf", "mismatch", "trace.json", "controller.json", CLAIM_FILE)
 }
 NOT_OF_THE_RUN = {
     *("run.resume", "run.name", "run.folder", "run.save_every", "run.keep_checkpoints", "run.keep_best"),
@@ -92,7 +95,10 @@ class RunFolder:
                 path.unlink()
 
     def refuse_other(self, config: str, resume: bool) -> None:
-        """Raises: ConfigError when what is there is no run, or one of another configuration and not to be resumed."""
+        """Raises: ConfigError when what is there is no run, one of another configuration and not to be resumed, or one
+        with a symbolic link in the place of what it writes.
+        """
+        refuse_links(self.path)
         if not self.path.exists() or (self.path.is_dir() and all(_before_a_run(f) for f in self.path.iterdir())):
             return
         held = self.path / "config.toml"
@@ -124,12 +130,14 @@ def _before_a_run(path: Path) -> bool:
     return path.suffix == ".part" or path.name in ("logs", CLAIM_FILE)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` so that `path` is never seen half-written."""
-    part = path.with_name(path.name + ".part")
-    with naming(path):
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+def refuse_links(run: Path) -> None:
+    """Raises: ConfigError when what a run writes to is a symbolic link, through which it would write elsewhere."""
+    for path in (*(run / name for name in WRITTEN), *(run / "checkpoints").glob("*")):
+        if path.is_symlink():
+            raise ConfigError(
+                f"{path} is a symbolic link, through which files elsewhere could be lost: "
+                "put what it names in its place, or let the run's folder itself be the link"
+            )
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

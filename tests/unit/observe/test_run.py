@@ -177,10 +177,11 @@ def test_metric_names_are_unique_and_explained() -> None:
     assert all("/" in metric.name and metric.meaning for metric in METRICS)
 
 
-def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
-    (tmp_path / "metrics.part").symlink_to("/dev/full")
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr("os.open", lambda *_: full)
     with pytest.raises(OSError, match="No space left on device") as told:
         keep_until(path, 1)
     assert told.value.filename == str(path)
