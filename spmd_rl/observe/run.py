@@ -61,6 +61,7 @@ class RunFolder:
     def open(cls, path: str | Path, config: str, plan: Mapping[str, Any], *, resume: bool = False) -> RunFolder:
         """Make the folder, or continue in one that holds a run of the same configuration, or one without a step.
 
+        A new folder is this user's alone.
         `NOT_OF_THE_RUN` is no part of a configuration.
         No other process can open it while this object lives. `config` is the TOML of the run, `plan` what it resolved
         to. `resume` accepts a changed configuration.
@@ -70,7 +71,7 @@ class RunFolder:
         run = cls(Path(path))
         run.refuse_other(config, resume)
         try:
-            run.path.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{run.path} cannot be made: {error.strerror}") from None
         weakref.finalize(run, os.close, claim(run.path))

@@ -34,6 +34,12 @@ def test_a_new_folder(tmp_path: Path) -> None:
     assert (run.path / "config.toml").read_text() == CONFIG
     assert json.loads((run.path / "plan.json").read_text()) == {"world": 2}
     assert all(folder.is_dir() for folder in (run.samples, run.logs, run.stacks))
+    assert run.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_who_may_read_a_folder_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir(0o750)
+    assert RunFolder.open(tmp_path / "r", CONFIG, {}).path.stat().st_mode & 0o777 == 0o750
 
 
 def test_the_same_configuration_continues(tmp_path: Path) -> None:
