@@ -34,7 +34,7 @@ from spmd_rl.controller.wire import (
 )
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.place import Seats
-from spmd_rl.mesh.private import meeting_folder
+from spmd_rl.mesh.proof import prove
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.observe.trace import Trace, now_ns
 
@@ -154,14 +154,12 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     dealer = _dial(world, store, controller)
     join(world, store)
+    prove(world)
     Worker(Seats(world)).serve(dealer)
     dist.destroy_process_group()
-    del store  # which goes back to its file
     dealer.post(Bye())
     late = dealer.close()
     exit_code = controller.wait() if controller is not None else 0
-    if world.num_nodes == 1:
-        meeting_folder().leave()
     if late is not None:
         signal.raise_signal(late)  # a launcher that sent it waits for the end of this process
     return exit_code

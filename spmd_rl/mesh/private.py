@@ -6,6 +6,7 @@ processes left.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -60,7 +61,7 @@ class PrivateFolder:
 def meeting_folder() -> PrivateFolder:
     """The folder in which the ranks of one host find each other: the same for all of them, and new in every start.
 
-    Its name follows from torchrun's log folder of this start.
+    Its name follows from torchrun's log folder of this start. The last of the ranks to end removes it.
     Raises: ConfigError when torchrun has none.
     """
     start = Path(os.environ.get(ERROR_FILE_ENV, "")).parent.parent
@@ -71,7 +72,14 @@ def meeting_folder() -> PrivateFolder:
 
 @functools.cache
 def _meeting_folder(start: str) -> PrivateFolder:
-    return PrivateFolder(hashlib.sha256(start.encode()).hexdigest()[:16])
+    folder, process = PrivateFolder(hashlib.sha256(start.encode()).hexdigest()[:16]), os.getpid()
+
+    def leave() -> None:
+        if os.getpid() == process:  # and not one that it forked
+            folder.leave()
+
+    atexit.register(leave)  # its store goes back to it until then
+    return folder
 
 
 def sweep() -> None:

@@ -133,7 +133,7 @@ def _before_a_run(path: Path) -> bool:
 
 def refuse_links(run: Path) -> None:
     """Raises: ConfigError when what a run writes to is a symbolic link, through which it would write elsewhere."""
-    for path in (*(run / name for name in WRITTEN), *(run / "checkpoints").glob("*")):
+    for path in (*(run / name for name in sorted(WRITTEN)), *(run / "checkpoints").glob("*")):
         if path.is_symlink():
             raise ConfigError(
                 f"{path} is a symbolic link, through which files elsewhere could be lost: "
