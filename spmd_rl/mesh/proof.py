@@ -30,10 +30,10 @@ def prove(world: World, group: ProcessGroup | None = None) -> None:
     import torch
     import torch.distributed as dist
 
-    if world.num_nodes > 1 or "gloo" not in dist.get_backend_config(group):
+    group = group or dist.distributed_c10d._get_default_group()
+    if world.num_nodes > 1 or torch.device("cpu") not in group._device_types:  # the latter has no gloo
         return
     key = open_store(world).compare_set(KEY, "", secrets.token_hex(32))
-    group = group or dist.distributed_c10d._get_default_group()
     peers = [rank for rank in dist.get_process_group_ranks(group) if rank != world.rank]
     theirs = {rank: torch.zeros(hashlib.sha256().digest_size, dtype=torch.uint8) for rank in peers}
     ours = {rank: torch.tensor([*_proof(key, group, world.rank, rank)], dtype=torch.uint8) for rank in peers}
