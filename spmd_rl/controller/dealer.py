@@ -74,7 +74,12 @@ class Dealer:
         self._socket = _client_socket(self._context, keys, hello.rank)
         self._socket.ipv6 = is_ipv6(endpoint)
         self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:  # it is no endpoint
+            self._monitor.close()
+            self._context.destroy(linger=0)
+            raise
         self._receive = self._socket.recv
         self._waker = Waker()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)
