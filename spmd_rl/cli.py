@@ -18,6 +18,7 @@ from spmd_rl import __version__
 from spmd_rl.config import dump_toml
 from spmd_rl.controller import last_words
 from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
+from spmd_rl.controller.secret import refuse_none
 from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
@@ -209,6 +210,7 @@ def _rank(words: list[str]) -> int:
     from spmd_rl.mesh.world import World
 
     world = World.from_env()
+    refuse_none(world)
     make_importable(Invocation.parse(words).recipe)
     if world.restart and world.rank == 0:
         print(f"start {world.restart + 1} of the ranks: {last_words.of_the_start_before()}", file=sys.stderr)

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from types import FrameType
 
 from spmd_rl.controller import last_words
 from spmd_rl.controller.supervisor import ending
+from spmd_rl.mesh.private import PrivateFolder
 
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
 HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
@@ -35,6 +35,7 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     Blocks: until all ranks have ended.
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs must not initialise CUDA before the fork
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else torchrun opens a port for the ranks
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + END_S))
     import torch
     import torch._dynamo
@@ -44,18 +45,18 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.disable(logging.CRITICAL)  # torchrun's account of a failure; ours is one sentence
-    with tempfile.TemporaryDirectory(prefix="spmd_rl-") as folder:
+    with PrivateFolder() as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_ranks or torch.cuda.device_count() or 1,
             run_id=uuid.uuid4().hex,
             rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            rdzv_configs={"keep_alive_interval": NO_HEARTBEAT_S},
+            rdzv_endpoint=str(folder / "rendezvous"),
+            rdzv_configs={"store_type": "file", "keep_alive_interval": NO_HEARTBEAT_S},
             max_restarts=max_restarts,
             start_method="fork",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
             signals_to_handle=",".join(number.name for number in ENDINGS),
         )
         for number in endings():
@@ -64,10 +65,10 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
             elastic_launch(config, _forked)(rank, words)
         except ChildFailedError as error:
             first, failure = error.get_first_failure()
-            _say(Path(folder), f"rank {first} {ending(failure.exitcode)}", WORDS_S, f"lost rank {first} (")
+            _say(folder, f"rank {first} {ending(failure.exitcode)}", WORDS_S, f"lost rank {first} (")
             return max(failure.exitcode, 1)
         except SignalException as error:
-            _say(Path(folder), f"the run was ended by {error.sigval.name}")
+            _say(folder, f"the run was ended by {error.sigval.name}")
             return 128 + error.sigval.value
     return 0
 

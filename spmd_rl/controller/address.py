@@ -13,15 +13,18 @@ from spmd_rl.mesh.world import World
 
 INTERFACE_ENV = "SPMD_RL_INTERFACE"
 MAX_IPC_PATH = 100
+LOOPBACK = "lo"
 
 
 @dataclass(frozen=True)
 class Address:
-    """What a worker must know to dial: the endpoint, this life's number, and the file of the secret."""
+    """What a worker must know to dial: the endpoint and this life's number.
+
+    Neither is to be trusted: only who holds the secret can be the controller.
+    """
 
     endpoint: str
     generation: int
-    secret_file: str
 
 
 def bind_address(world: World, folder: Path) -> str:
@@ -32,23 +35,35 @@ def bind_address(world: World, folder: Path) -> str:
     if world.num_nodes == 1:
         path = folder / "controller.sock"
         return f"ipc://{path}" if len(str(path)) < MAX_IPC_PATH else "tcp://127.0.0.1:*"
-    interface = os.environ.get(INTERFACE_ENV) or _address_of(os.environ["MASTER_ADDR"])
+    interface = os.environ.get(INTERFACE_ENV) or os.environ["MASTER_ADDR"]
     if interface in ("*", "0.0.0.0", "::", "[::]"):
         raise ConfigError(f"{INTERFACE_ENV} = '{interface}' is every interface: name one, such as eth0 or its address")
-    if interface.startswith("127."):
+    if interface in {name for _, name in socket.if_nameindex()}:
+        found, is_loopback = interface, interface == LOOPBACK
+    else:
+        address = _address_of(interface)
+        found, is_loopback = f"[{address}]" if address.version == 6 else str(address), address.is_loopback
+    if is_loopback:
         raise ConfigError(
             f"the controller would listen on {interface}, which other nodes cannot reach: "
             f"set {INTERFACE_ENV} to the interface or address that they can"
         )
-    return f"tcp://{interface}:*"
+    return f"tcp://{found}:*"
 
 
-def _address_of(host: str) -> str:
+def is_ipv6(endpoint: str) -> bool:
+    """Whether a socket needs ZeroMQ's IPv6 option to bind or dial `endpoint`."""
+    return endpoint.startswith("tcp://[")
+
+
+def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """The address of a host, of version 4 if it has one. Raises: ConfigError when it has none."""
     try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        pass
-    try:
-        return socket.gethostbyname(host)
+        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"MASTER_ADDR = '{host}' has no address ({error}): set {INTERFACE_ENV}") from error
+        raise ConfigError(
+            f"'{host}' is no interface of this host and has no address ({error}): "
+            f"set {INTERFACE_ENV} to the interface or address that other nodes can reach"
+        ) from error
+    first = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return ipaddress.ip_address(first[4][0])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ContractError
-from spmd_rl.observe.run import write_whole
+from spmd_rl.observe.files import write_whole
 
 Contract = dict[str, str | int]
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from spmd_rl.controller.address import is_ipv6
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.family import end_siblings
@@ -71,8 +72,14 @@ class Dealer:
         self._outgoing = Outgoing(generation, secrets.randbits(62))
         self._context = zmq.Context()
         self._socket = _client_socket(self._context, keys, hello.rank)
+        self._socket.ipv6 = is_ipv6(endpoint)
         self._monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_DISCONNECTED)
-        self._socket.connect(endpoint)
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError:  # it is no endpoint
+            self._monitor.close()
+            self._context.destroy(linger=0)
+            raise
         self._receive = self._socket.recv
         self._waker = Waker()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)

@@ -8,6 +8,7 @@ from pathlib import Path
 from spmd_rl.controller.checkpoints import Checkpoints, best_first, lay_aside
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.claim import claim
+from spmd_rl.observe.run import refuse_links
 
 USAGE = "usage: spmd-rl rewind RUN best|STEP"
 
@@ -30,6 +31,7 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
 
     Raises: ConfigError when there is no such checkpoint, or a run is writing them.
     """
+    refuse_links(folder.parent)
     saved = Checkpoints(folder, 1, 0).saved()
     named = {str(record.next_step): path for path, record in saved.items()}
     if best := best_first(saved):

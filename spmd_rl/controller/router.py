@@ -14,6 +14,7 @@ from typing import Protocol
 import zmq
 from zmq.utils import z85
 
+from spmd_rl.controller.address import is_ipv6
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.frames import LAST, LATER, send
@@ -73,6 +74,7 @@ class Router:
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
         self._router = _server_socket(self._context, keys)
+        self._router.ipv6 = is_ipv6(address)
         self._router.bind(address)
         self._receive = self._router.recv
         self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)

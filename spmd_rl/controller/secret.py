@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.private import meeting_folder
+from spmd_rl.mesh.world import World
 
 SECRET_BYTES = 32
+MAX_FILE_BYTES = 1000
 SECRET_ENV = "SPMD_RL_SECRET"
 FILE_ENV = "SPMD_RL_SECRET_FILE"
 
@@ -60,9 +64,22 @@ def given() -> bytes | None:
     return None
 
 
-def create(folder: Path) -> Path:
-    """Write a fresh secret to a 0600 file in `folder`."""
-    path = folder / "secret"
+def refuse_none(world: World) -> None:
+    """Raises: ConfigError when several nodes, which share no private folder, were given no secret."""
+    if world.num_nodes > 1 and given() is None:
+        raise ConfigError(
+            f"a run on {world.num_nodes} nodes has to be given a secret: write one to a file of mode 0600 "
+            f"(`openssl rand -hex {SECRET_BYTES}`) and export {FILE_ENV} on every node"
+        )
+
+
+def made_file() -> Path:
+    """Where rank 0 writes the secret of a run that was given none, and the other ranks read it."""
+    return meeting_folder().path / "secret"
+
+
+def create(path: Path) -> Path:
+    """Write a fresh secret to `path`, a new file of mode 0600."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(SECRET_BYTES))
     return path
@@ -71,14 +88,18 @@ def create(folder: Path) -> Path:
 def read(path: Path) -> bytes:
     """The secret in `path`. Raises: ConfigError as `given` does."""
     try:
-        text, mode = path.read_text(encoding="ascii"), path.stat().st_mode
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # a pipe would block
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise ConfigError(f"the secret file {path} is not a regular file of this user: make one of your own")
+            if stat.S_IMODE(found.st_mode) & 0o077:
+                raise ConfigError(f"the secret file {path} is open to other users: chmod 600 it")
+            text = file.read(MAX_FILE_BYTES).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the run's secret cannot be read from {path} ({error}): "
             f"give every node the same one by {FILE_ENV} or {SECRET_ENV}"
         ) from error
-    if mode & 0o077:
-        raise ConfigError(f"the secret file {path} is open to other users: chmod 600 it")
     return _parse(text, str(path))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spmd_rl.controller.stacks import all_stacks
 from spmd_rl.controller.wire import Stacks
+from spmd_rl.observe.files import whole_file, write_whole
 
 MUTE = "no answer: the process is stopped, gone, or holds the interpreter lock\n"
 
@@ -49,10 +50,11 @@ class Snapshots:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for rank in range(world_size):
-                (folder / f"rank_{rank}.txt").write_text(self._page(rank))
+                write_whole(folder / f"rank_{rank}.txt", self._page(rank))
                 if record := self._records.get(rank):
-                    (folder / f"rank_{rank}.collectives.json").write_bytes(record)
-            (folder / "controller.txt").write_text(all_stacks())
+                    with whole_file(folder / f"rank_{rank}.collectives.json") as file:
+                        file.write(record)
+            write_whole(folder / "controller.txt", all_stacks())
         except OSError as error:  # a full disk must not hide why the run ends
             return f"the stacks could not be saved in {folder}: {error.strerror}"
         return f"the stacks of all ranks are in {folder}"

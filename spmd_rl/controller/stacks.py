@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
+import struct
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +23,14 @@ from types import FrameType
 import msgspec
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.observe.files import write_whole
 
 POINTER = "controller.json"
 RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # those that this torch was built with
 ANSWER_S = 10.0  # for a live controller to gather all stacks and send them
+MAX_ANSWER_BYTES = 1 << 26
+MAX_POINTER_BYTES = 1 << 14
+PEER = struct.Struct("iII")  # pid, uid and gid of who listens, as SO_PEERCRED gives them
 _LIBRARIES = ("<frozen", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")))
 _OURS = str(Path(__file__).parents[1])
 
@@ -82,7 +89,7 @@ class StackServer:
         self._listener.listen()
         where = Whereabouts(socket.gethostname(), os.getpid(), str(folder))
         with contextlib.suppress(OSError):  # a run goes on where its folder is full: it only cannot be asked
-            self._pointer.write_bytes(msgspec.json.encode(where) + b"\n")
+            write_whole(self._pointer, msgspec.json.encode(where).decode() + "\n")
         threading.Thread(target=self._serve, name="stacks", daemon=True).start()
 
     def close(self) -> None:
@@ -104,30 +111,56 @@ class StackServer:
 
 
 def ask(run: Path) -> str:
-    """The stacks of every process of the live run in folder `run`.
+    """The stacks of every process of the live run in folder `run`, fit to be printed.
 
+    The folder may come from somebody else: only a controller of this user is listened to.
     Blocks: for `ANSWER_S` at most. Raises: ConfigError when no run lives there, or on another host.
     """
     try:
-        where = msgspec.json.decode((run / POINTER).read_bytes(), type=Whereabouts)
+        where = msgspec.json.decode(_read_pointer(run / POINTER), type=Whereabouts)
     except OSError as error:
         raise ConfigError(f"no run is going on in {run}") from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{run / POINTER} does not say where a controller is: {error}") from error
     if where.host != socket.gethostname():
-        raise ConfigError(f"the controller of {run} is on {where.host}: ask there")
-    chunks: list[bytes] = []
+        raise ConfigError(f"the controller of {run} is on {printable(where.host)}: ask there")
     try:
         with socket.socket(socket.AF_UNIX) as line, _reachable(Path(where.folder)) as near:
             line.settimeout(ANSWER_S)
             line.connect(f"{near}/stacks")
-            while chunk := line.recv(1 << 16):
-                chunks.append(chunk)
+            _, owner, _ = PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+            if owner != os.geteuid():
+                raise ConfigError(f"what {run / POINTER} names belongs to another user (uid {owner}): ask as that user")
+            return printable(_answer(line).decode(errors="backslashreplace"))
     except TimeoutError as error:
         raise ConfigError(f"the controller of {run} (pid {where.pid}) did not answer in {ANSWER_S:g} s") from error
     except (OSError, ValueError) as error:  # a folder's name may be none
         raise ConfigError(f"no run is going on in {run}: its controller (pid {where.pid}) is gone") from error
-    return b"".join(chunks).decode()
+
+
+def printable(text: str) -> str:
+    """`text` with control characters spelled out, as some of them command a terminal."""
+    return "\n".join(line if line.isprintable() else _spelled_out(line) for line in text.split("\n"))
+
+
+def _spelled_out(line: str) -> str:
+    return "".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line)
+
+
+def _read_pointer(path: Path) -> bytes:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # a pipe would block
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no file")
+        return file.read(MAX_POINTER_BYTES)
+
+
+def _answer(line: socket.socket) -> bytes:
+    """All that comes until the other end closes, or as much as is taken. Raises: TimeoutError after `ANSWER_S`."""
+    until, answer = time.monotonic() + ANSWER_S, bytearray()
+    while len(answer) < MAX_ANSWER_BYTES and (chunk := line.recv(1 << 16)):
+        answer += chunk
+        line.settimeout(max(0.001, until - time.monotonic()))
+    return bytes(answer)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +23,7 @@ from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address, bind_address
 from spmd_rl.controller.last_words import end_process
 from spmd_rl.errors import DeadlineError, SpmdError
+from spmd_rl.mesh.private import PrivateFolder, sweep
 from spmd_rl.mesh.world import World
 
 ADDRESS_S = 300.0  # for the controller to import its recipe and bind its socket
@@ -35,8 +35,9 @@ class ControllerProcess:
     """Rank 0's view of the controller. From its construction on, the controller's failure ends this process."""
 
     def __init__(self, world: World, arguments: list[str]) -> None:
-        self._folder = private_folder()
-        self._secret_file = "" if secret.given() else str(secret.create(self._folder))
+        sweep()
+        self._folder = PrivateFolder().path
+        self._secret_file = None if secret.given() else secret.create(secret.made_file())
         self._addresses: queue.SimpleQueue[Address] = queue.SimpleQueue()
         self._given_up = False
         self._lifeline, theirs = socket.socketpair()
@@ -80,7 +81,7 @@ class ControllerProcess:
 
     def _environment(self) -> dict[str, str]:
         """Ours, with the secret's file, and one thread: the cores belong to the ranks."""
-        secret_file = {secret.FILE_ENV: self._secret_file} if self._secret_file else {}
+        secret_file = {secret.FILE_ENV: str(self._secret_file)} if self._secret_file else {}
         return os.environ | {"OMP_NUM_THREADS": "1"} | secret_file
 
     def _watch(self) -> None:
@@ -88,20 +89,13 @@ class ControllerProcess:
             for line in lines:
                 record = json.loads(line)
                 if "endpoint" in record:
-                    self._addresses.put(Address(record["endpoint"], record["generation"], self._secret_file))
+                    self._addresses.put(Address(record["endpoint"], record["generation"]))
                 else:
                     end_process(record["sentence"], record["exit_code"])  # the controller removes the folder
         code = self._process.wait()
         if code and not self._given_up:
             shutil.rmtree(self._folder, ignore_errors=True)
             end_process(f"the controller (pid {self._process.pid}) {ending(code)}", 1)
-
-
-def private_folder() -> Path:
-    """A new folder that is ours alone, in the user's runtime folder if there is one on this host: a batch system's
-    jobs hold the name of that of another."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return Path(tempfile.mkdtemp(prefix="spmd_rl-", dir=runtime if os.access(runtime, os.W_OK | os.X_OK) else None))
 
 
 class Lifeline:

@@ -34,6 +34,7 @@ from spmd_rl.controller.wire import (
 )
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.place import Seats
+from spmd_rl.mesh.proof import prove
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.observe.trace import Trace, now_ns
 
@@ -153,6 +154,7 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     dealer = _dial(world, store, controller)
     join(world, store)
+    prove(world)
     Worker(Seats(world)).serve(dealer)
     dist.destroy_process_group()
     dealer.post(Bye())
@@ -164,14 +166,24 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
 
 
 def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:
-    from torch.distributed import DistError
+    """Dial where rank 0 says the controller is. Whoever else may write to the store, only the secret opens the socket.
+
+    Raises: SpmdError when rank 0 does not say it, or the store holds no address.
+    """
+    from zmq import ZMQError
 
     try:
         text = store.get(ENDPOINT_KEY)
-    except DistError as error:
+    except RuntimeError as error:  # DistError is one
         raise DeadlineError(f"rank {world.rank} did not hear from rank 0 where the controller is: {error}") from error
-    address = msgspec.json.decode(text, type=Address)
-    keys = secret.derive(secret.given() or secret.read(Path(address.secret_file)))
+    keys = secret.derive(secret.given() or secret.read(secret.made_file()))
     hello = Hello(world.rank, socket.gethostname(), os.getpid())
     abandon = controller.kill if controller is not None else lambda: None
-    return Dealer(address.endpoint, keys, address.generation, hello, abandon)
+    try:
+        address = msgspec.json.decode(text, type=Address)
+        return Dealer(address.endpoint, keys, address.generation, hello, abandon)
+    except (msgspec.MsgspecError, ZMQError) as error:
+        raise SpmdError(
+            f"torchrun's store holds no address of the controller ({error}): another process writes to it, "
+            "so run torchrun on a network of its own"
+        ) from error

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import PlanError
+from spmd_rl.mesh.proof import prove
 from spmd_rl.mesh.split import Placement
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT, World
 from spmd_rl.observe.trace import Trace
@@ -118,7 +119,9 @@ class Place:
         import torch.distributed as dist
 
         ranks = list(self.placement.ranks)
-        return dist.new_group(ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True)
+        prove(self.world, group)
+        return group
 
     def barrier(self) -> None:
         """Ranks: all of the role. Blocks: until each has called."""
@@ -152,8 +155,10 @@ class Seats:
                 mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=MESH_AXES)
                 group = dist.new_group(list(placement.ranks), timeout=COLLECTIVE_TIMEOUT)
                 if self.world.rank in placement.ranks:
+                    prove(self.world, group)
                     for axis in MESH_AXES:
                         _set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(axis))
+                        prove(self.world, mesh.get_group(axis))
                 self._built[_key(placement)] = (mesh, group)
 
     def place(self, placement: Placement) -> Place:

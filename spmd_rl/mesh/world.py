@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.private import meeting_folder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -62,7 +63,10 @@ class World:
 
 
 def open_store(world: World) -> Store:
-    """A client of torchrun's own key-value store, under this life's prefix.
+    """The key-value store in which the ranks of this start find each other.
+
+    On one node it is a file that only this user can reach. The store of several nodes is torchrun's own: whoever
+    reaches its port can read and write it, so that nothing in it is secret or to be trusted.
 
     torchrun may keep one store for all starts of the ranks, with what the dead left there. Its count of starts tells
     them apart, but only on the node where a rank failed: the agents of other nodes do not count that start.
@@ -70,11 +74,15 @@ def open_store(world: World) -> Store:
     Blocks: until the store answers; raises after `JOIN_TIMEOUT`.
     Raises: ConfigError when ranks of several nodes could meet in a store with old keys.
     """
-    from torch._C._distributed_c10d import PrefixStore
+    from torch._C._distributed_c10d import FileStore, PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    if world.num_nodes == 1:
+        file = FileStore(str(meeting_folder().path / "store"))
+        file.set_timeout(JOIN_TIMEOUT)
+        return file
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if kept and world.num_nodes > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+    if kept and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         raise ConfigError(
             f"torchrun --max-restarts on {world.num_nodes} nodes needs a fresh store for every start: "
             "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node before torchrun, as launch/slurm.sbatch does"

@@ -22,6 +22,7 @@ from spmd_rl.microscope.paths import Path, ReferencePath, TrainerPath, load_mode
 from spmd_rl.microscope.report import Replay, examine, write
 from spmd_rl.microscope.weights import Weights
 from spmd_rl.model.spec import ModelSpec
+from spmd_rl.observe.run import refuse_links
 from spmd_rl.rollout.engine import EngineConfig
 
 PATHS = ("engine", "trainer", "transformers")
@@ -43,6 +44,8 @@ def main(words: list[str]) -> int:
     _refuse(options)
     run = Folder(options.run) if options.run else None
     settings = inputs.run_settings(run) if run else {}
+    if run and not options.out:
+        refuse_links(run)
     with TemporaryDirectory() as temporary:
         case, under = _case(options, run, settings, Folder(temporary) / "model")
         out = _folder(Folder(options.out) if options.out else (run or Folder()) / "mismatch")

@@ -25,7 +25,7 @@ from spmd_rl.microscope.ulp import Histogram
 from spmd_rl.microscope.verdict import Cause, Side, verdict
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.observe.run import write_whole
+from spmd_rl.observe.files import write_whole
 
 MAX_TEXT, MAX_KERNELS = 200, 12  # letters of a text, kernels of an op
 

@@ -28,7 +28,7 @@ def claim(folder: Path, wait_s: float = WAIT_S) -> int:
     Blocks: for `wait_s` at most, and not for a run of this host that nobody has ended.
     Raises: ConfigError naming who holds it.
     """
-    file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     until = time.monotonic() + wait_s
     while not _locked(file):
         holder = os.pread(file, 1000, 0).decode(errors="replace")
@@ -46,7 +46,7 @@ def claim(folder: Path, wait_s: float = WAIT_S) -> int:
 def refuse_live(folder: Path) -> None:
     """Raises: ConfigError when a run of this host is going on in `folder`; of others the controller will know."""
     try:
-        file = os.open(folder / CLAIM_FILE, os.O_RDWR)
+        file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # there is none, or the folder is not ours: the controller says so
         return
     try:

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.observe.files import whole_file
 from spmd_rl.observe.metrics import KNOWN, read_metrics
 
 Rows = Sequence[dict[str, Any]]
@@ -70,9 +71,8 @@ def draw(rows: Rows, path: Path, title: str) -> None:
     figure = picture(rows, title)
     if figure is None:
         return
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png", dpi=110)
-    os.replace(part, path)
+    with whole_file(path) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 def picture(rows: Rows, title: str) -> Any:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from spmd_rl.errors import DataError
+from spmd_rl.observe.files import naming, open_to_append, write_whole
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = open_to_append(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Append the line of `step`, with the time of writing as `unix_s`; the row as `read_metrics` gives it.
@@ -100,7 +99,7 @@ class MetricsLog:
             raise DataError(f"step {step}", f"logged {min(taken)!r}, which each line has already: choose another name")
         row |= {name: None if name in bad else _number(value) for name, value in metrics.items()}
         with naming(self.path):
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
             self._file.flush()
         return row
 
@@ -114,15 +113,6 @@ def _no_numbers(metrics: Mapping[str, object]) -> Iterator[str]:
             math.isfinite(value)  # type: ignore[arg-type]
         except TypeError:
             yield f"{name} ({type(value).__name__})"
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in an error of the system, which knows it when a file is opened, not when the disk is full."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -148,11 +138,7 @@ def _row(where: str, line: str) -> dict[str, Any]:
 
 def keep_until(path: Path, step: int) -> None:
     """Drop the lines after `step`, which a resumed run will write again."""
-    kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step]
-    part = path.with_suffix(".part")
-    with naming(path):
-        part.write_text("".join(kept), encoding="utf-8")
-        os.replace(part, path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step))
 
 
 def _number(value: float) -> float | int:

@@ -25,7 +25,7 @@ import numpy as np
 from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.claim import CLAIM_FILE, claim
-from spmd_rl.observe.metrics import naming
+from spmd_rl.observe.files import write_whole
 from spmd_rl.types import Group
 
 _encode_lines = msgspec.json.Encoder().encode_lines
@@ -33,6 +33,9 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 OF_EVERY_START = {
     *("config.toml", "plan.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
     *("curves.png", "report.html"),
+}
+WRITTEN = OF_EVERY_START | {
+    *("metrics.jsonl", "samples", "checkpoints", "hf", "mismatch", "trace.json", "controller.json", CLAIM_FILE)
 }
 NOT_OF_THE_RUN = {
     *("run.resume", "run.name", "run.folder", "run.save_every", "run.keep_checkpoints", "run.keep_best"),
@@ -58,6 +61,7 @@ class RunFolder:
     def open(cls, path: str | Path, config: str, plan: Mapping[str, Any], *, resume: bool = False) -> RunFolder:
         """Make the folder, or continue in one that holds a run of the same configuration, or one without a step.
 
+        A new folder is this user's alone.
         `NOT_OF_THE_RUN` is no part of a configuration.
         No other process can open it while this object lives. `config` is the TOML of the run, `plan` what it resolved
         to. `resume` accepts a changed configuration.
@@ -67,7 +71,7 @@ class RunFolder:
         run = cls(Path(path))
         run.refuse_other(config, resume)
         try:
-            run.path.mkdir(parents=True, exist_ok=True)
+            run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{run.path} cannot be made: {error.strerror}") from None
         weakref.finalize(run, os.close, claim(run.path))
@@ -92,7 +96,10 @@ class RunFolder:
                 path.unlink()
 
     def refuse_other(self, config: str, resume: bool) -> None:
-        """Raises: ConfigError when what is there is no run, or one of another configuration and not to be resumed."""
+        """Raises: ConfigError when what is there is no run, one of another configuration and not to be resumed, or one
+        with a symbolic link in the place of what it writes.
+        """
+        refuse_links(self.path)
         if not self.path.exists() or (self.path.is_dir() and all(_before_a_run(f) for f in self.path.iterdir())):
             return
         held = self.path / "config.toml"
@@ -124,12 +131,14 @@ def _before_a_run(path: Path) -> bool:
     return path.suffix == ".part" or path.name in ("logs", CLAIM_FILE)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write `text` so that `path` is never seen half-written."""
-    part = path.with_name(path.name + ".part")
-    with naming(path):
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+def refuse_links(run: Path) -> None:
+    """Raises: ConfigError when what a run writes to is a symbolic link, through which it would write elsewhere."""
+    for path in (*(run / name for name in sorted(WRITTEN)), *(run / "checkpoints").glob("*")):
+        if path.is_symlink():
+            raise ConfigError(
+                f"{path} is a symbolic link, through which files elsewhere could be lost: "
+                "put what it names in its place, or let the run's folder itself be the link"
+            )
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

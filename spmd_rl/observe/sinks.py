@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.observe.files import write_whole
 
 
 class Sink(Protocol):
@@ -58,7 +59,7 @@ class WeightsAndBiases:
         (run / "wandb").mkdir(parents=True, exist_ok=True)
         name = run / "wandb" / "run_id"
         if not name.exists():
-            name.write_text(uuid.uuid4().hex, encoding="utf-8")
+            write_whole(name, uuid.uuid4().hex)
         run_id = name.read_text(encoding="utf-8").strip()
         settings = wandb.Settings(console="off", silent=True)  # the terminal, and the last line there, are the run's
         self._run = wandb.init(

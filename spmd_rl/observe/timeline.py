@@ -5,7 +5,6 @@ spmd-rl trace RUN [RUN ...]
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.observe.files import whole_file
 
 FOLDER = "traces"
 USAGE = "usage: spmd-rl trace RUN [RUN ...]"
@@ -112,9 +112,9 @@ def write_chrome(run: Path) -> int:
     files = trace_files(run)
     if not files:
         raise ConfigError(f"{run / FOLDER} holds no trace: was the run traced?")
-    part, num_spans = run / "trace.json.part", 0
+    num_spans = 0
     began_ns = min(process.began_ns for process in files.values())
-    with part.open("wb") as out:
+    with whole_file(run / "trace.json") as out:
         out.write(
             b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n' % (began_ns / 1e9)
         )
@@ -123,7 +123,6 @@ def write_chrome(run: Path) -> int:
             num_spans += sum(event["ph"] == "X" for event in events)
             out.write((b",\n" if number > 1 else b"") + b",\n".join(map(msgspec.json.encode, events)))
         out.write(b"\n]}\n")
-    os.replace(part, run / "trace.json")
     return num_spans
 
 

@@ -40,7 +40,8 @@ def submit(words: list[str]) -> int:
     if asked.dry_run:
         print(script, end="")
         return 0
-    (job.folder / "logs").mkdir(parents=True, exist_ok=True)
+    job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (job.folder / "logs").mkdir(exist_ok=True)
     number = _sbatch(script)
     print(f"job {number}: {job.folder}/logs/slurm_{number}.log, and a log a node beside it")
     return 0

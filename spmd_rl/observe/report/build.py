@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.observe.files import write_whole
 from spmd_rl.observe.metrics import METRICS, read_metrics
 from spmd_rl.observe.report.metrics import FIGURES, MAX_POINTS, curves, figures, num_latest, wall_s, winner
 from spmd_rl.observe.report.page import render
 from spmd_rl.observe.report.samples import Room, read_samples
 from spmd_rl.observe.report.settings import as_text, differences, read_config, read_plan
 from spmd_rl.observe.report.spans import MAX_SPANS, read_timeline
-from spmd_rl.observe.run import write_whole
 
 USAGE = "usage: spmd-rl report RUN [RUN ...] [--out FILE]"
 MAX_RUNS = 8

@@ -81,6 +81,11 @@ def main(ctl: Controller, cfg: Config) -> None:
     match cfg.scenario:
         case "fine":
             fine(ctl, actor)
+        case "once":
+            if not os.path.exists("failed"):
+                os.mkdir("failed")
+                actor.boom.call()
+            fine(ctl, actor)
         case "raise":
             actor.boom.call()
         case "data":

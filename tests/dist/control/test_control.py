@@ -52,10 +52,11 @@ def test_calls_under_spmd_rl_run(chaos: Launch) -> None:
     assert "all fine" in out
 
 
-def test_calls_under_plain_torchrun(start: Start, torchrun: list[str]) -> None:
+def test_calls_under_plain_torchrun(start: Start, torchrun: list[str], tmp_path: Path) -> None:
     code, out, last = outcome(start([*torchrun, "--scenario=fine"]))
     assert code == 0, last
     assert "all fine" in out
+    assert not list(tmp_path.glob("spmd_rl-*"))
 
 
 def test_own_role_example(launch: Launch, repo: Path) -> None:
@@ -222,6 +223,21 @@ def test_the_launchers_death_ends_all(chaos: Launch) -> None:
         assert select.select([witness], [], [], END_S)[0]
         os.close(witness)
     assert f"lost its launcher (pid {process.pid})" in outcome(process)[2]
+
+
+def test_what_a_killed_run_leaves_is_removed_by_the_next(chaos: Launch, tmp_path: Path) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    everyone = {pid: os.pidfd_open(pid) for pid in [process.pid, pids["controller"], *pids["ranks"]]}
+    for pid in everyone:
+        os.kill(pid, signal.SIGKILL)
+    for witness in everyone.values():
+        assert select.select([witness], [], [], END_S)[0]
+        os.close(witness)
+    assert list(tmp_path.glob("spmd_rl-run-*/secret"))
+    code, _, last = outcome(chaos("fine", "--run.name=next"))
+    assert code == 0, last
+    assert not list(tmp_path.glob("spmd_rl-*"))
 
 
 def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:

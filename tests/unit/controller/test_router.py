@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from signal import Signals
 
@@ -15,6 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from spmd_rl.controller.codec import NOTHING, Packed
+from spmd_rl.controller.dealer import Dealer
 from spmd_rl.controller.envelope import PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
 from spmd_rl.controller.router import MOMENT_S, Router
 from spmd_rl.controller.secret import Keys, derive
@@ -114,6 +116,21 @@ def test_noise_is_dropped_and_counted(router: Router, events: Events, context: z
         "replayed": 1,
         "out of order": 1,
     }
+
+
+def test_they_meet_over_ipv6(
+    events: Events, lifelines: tuple[socket.socket, socket.socket], context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this host has no IPv6: {error}")
+    keys = derive(b"a" * 32)
+    router = Router("tcp://[::1]:*", keys, GENERATION, WORLD, events, lifelines[0])
+    router.start()
+    with closing(Dealer(router.endpoint, keys, GENERATION, Hello(0, "host", 1))):
+        assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
+    router.close()
 
 
 def test_a_rank_that_is_not_of_this_world_is_a_stranger(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import threading
 from contextlib import closing
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.controller import stacks
 from spmd_rl.controller.snapshots import Snapshots
 from spmd_rl.controller.stacks import POINTER, StackServer, all_stacks, ask, place_of_main_thread
 from spmd_rl.controller.wire import Stacks
@@ -74,6 +77,73 @@ def test_a_pointer_that_is_none(tmp_path: Path, pointer: bytes) -> None:
 def test_a_pointer_to_nowhere(tmp_path: Path, folder: str) -> None:
     (tmp_path / POINTER).write_text(f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}')
     with pytest.raises(ConfigError, match=r"controller"):
+        ask(tmp_path)
+
+
+def listen(folder: Path, run: Path, answer: bytes) -> socket.socket:
+    """What pretends to be a controller, and says `answer` to the first who asks."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{folder}/stacks")
+    listener.listen()
+    (run / POINTER).write_text(f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}')
+
+    def serve() -> None:
+        with contextlib.suppress(OSError), listener.accept()[0] as line:
+            line.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener
+
+
+def test_a_controller_of_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with listen(tmp_path, tmp_path, b"stacks"):
+        us = os.geteuid()
+        monkeypatch.setattr("os.geteuid", lambda: us + 1)
+        with pytest.raises(ConfigError, match=rf"belongs to another user \(uid {us}\)"):
+            ask(tmp_path)
+
+
+def test_an_answer_without_end_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "MAX_ANSWER_BYTES", 1 << 20)
+    with listen(tmp_path, tmp_path, b"x" * (1 << 24)):
+        assert 1 << 20 <= len(ask(tmp_path)) < 1 << 21
+
+
+def test_a_drop_at_a_time_does_not_hold_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "ANSWER_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/stacks")
+        listener.listen()
+        (tmp_path / POINTER).write_text(f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{tmp_path}"}}')
+
+        def drip() -> None:
+            with contextlib.suppress(OSError), listener.accept()[0] as line:
+                while True:
+                    line.sendall(b"x")
+                    threading.Event().wait(0.05)
+
+        threading.Thread(target=drip, daemon=True).start()
+        with pytest.raises(ConfigError, match=r"did not answer in 0\.2 s"):
+            ask(tmp_path)
+
+
+def test_no_answer_commands_the_terminal(tmp_path: Path) -> None:
+    with listen(tmp_path, tmp_path, "\x1b]0;t\x07\tHé\r\x9b2J\nnext\xff".encode() + b"\xff"):
+        assert ask(tmp_path) == "\\x1b]0;t\\x07\tHé\\r\\x9b2J\nnextÿ\\xff"
+
+
+def test_a_pointer_that_is_a_pipe_a_link_or_endless(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / POINTER)
+    with pytest.raises(ConfigError, match="no run is going on in"):
+        ask(tmp_path)
+    (tmp_path / POINTER).unlink()
+    (tmp_path / POINTER).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="no run is going on in"):
+        ask(tmp_path)
+    (tmp_path / POINTER).unlink()
+    with (tmp_path / POINTER).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match="does not say where a controller is"):
         ask(tmp_path)
 
 

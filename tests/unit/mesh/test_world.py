@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from spmd_rl.errors import ConfigError
@@ -18,6 +20,17 @@ def test_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(value))
     world = World.from_env()
     assert (world.rank, world.local_rank, world.node, world.num_nodes) == (9, 1, 1, 2)
+
+
+def test_ranks_of_one_node_meet_in_a_private_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0/0/error.json"))
+    monkeypatch.setenv("MASTER_ADDR", "no such host")
+    stores = [open_store(World(rank, 2, rank, 2, 0, "r", 0)) for rank in range(2)]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+    (file,) = tmp_path.glob("*/store")
+    assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_restarts_over_several_nodes_need_fresh_stores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,12 @@ def test_a_new_folder(tmp_path: Path) -> None:
     assert (run.path / "config.toml").read_text() == CONFIG
     assert json.loads((run.path / "plan.json").read_text()) == {"world": 2}
     assert all(folder.is_dir() for folder in (run.samples, run.logs, run.stacks))
+    assert run.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_who_may_read_a_folder_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir(0o750)
+    assert RunFolder.open(tmp_path / "r", CONFIG, {}).path.stat().st_mode & 0o777 == 0o750
 
 
 def test_the_same_configuration_continues(tmp_path: Path) -> None:
@@ -177,10 +183,11 @@ def test_metric_names_are_unique_and_explained() -> None:
     assert all("/" in metric.name and metric.meaning for metric in METRICS)
 
 
-def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
-    (tmp_path / "metrics.part").symlink_to("/dev/full")
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr("os.open", lambda *_: full)
     with pytest.raises(OSError, match="No space left on device") as told:
         keep_until(path, 1)
     assert told.value.filename == str(path)

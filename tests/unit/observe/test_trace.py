@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -120,8 +121,9 @@ def trace_files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.jsonl"))
 
 
-def test_a_full_disk_ends_the_recording_not_the_run(tmp_path: Path) -> None:
-    (tmp_path / "rank_0.jsonl").symlink_to("/dev/full")
+def test_a_full_disk_ends_the_recording_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr("os.open", lambda *_: full)
     trace = Trace(tmp_path, "rank 0", rank=0)
     with trace.span("x"):
         pass

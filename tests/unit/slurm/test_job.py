@@ -86,6 +86,7 @@ def test_every_node_starts_its_torchrun(tmp_path: Path) -> None:
     ended = run(tmp_path, "recipe.py", "--note=two words\nand a line")
     assert ended.code == 0, ended.output
     assert "10.0.0.1:" in ended.output
+    assert ended.logs.parent.stat().st_mode & 0o777 == 0o700
     words = (ended.record / "torchrun_1").read_text()
     for word in ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=7-0", "--rdzv-conf=is_host=0"):
         assert word in words.splitlines()

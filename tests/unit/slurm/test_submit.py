@@ -57,6 +57,7 @@ def test_what_slurm_gets_is_the_dry_run(elsewhere: Path, capsys: pytest.CaptureF
     assert (elsewhere / "given").read_text() == shown
     assert f"job 12: {elsewhere}/runs/run/logs/slurm_12.log" in capsys.readouterr().out
     assert (elsewhere / "runs/run/logs").is_dir()
+    assert (elsewhere / "runs/run").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,123 @@
+"""Folders of a run, on its host, that no other user can enter.
+
+Every process that enters one holds a lock on it until it ends. A folder without a lock is thus one that killed
+processes left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from spmd_rl.errors import ConfigError
+
+PREFIX = "spmd_rl-run-"
+ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+
+
+class PrivateFolder:
+    """A folder in the user's runtime folder if this host has one, else in the temporary directory.
+
+    Processes that give the same `name` enter the same folder; without one, it is new.
+    Raises: ConfigError when another user has made it, or when the file system has no locks.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.path = _where() / f"{PREFIX}{name or secrets.token_hex(4)}"
+        try:
+            while (descriptor := _enter(self.path)) is None:
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be used as the run's private folder ({error.strerror}): "
+                "remove it, or set TMPDIR to a folder on a local disk"
+            ) from error
+        self._descriptor = descriptor
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *exception: object) -> None:
+        self.leave()
+        sweep()
+
+    def leave(self) -> None:
+        """Remove the folder, unless a process that does not come from this one still uses it."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._descriptor)
+
+
+def meeting_folder() -> PrivateFolder:
+    """The folder in which the ranks of one host find each other: the same for all of them, and new in every start.
+
+    Its name follows from torchrun's log folder of this start. The last of the ranks to end removes it.
+    Raises: ConfigError when torchrun has none.
+    """
+    start = Path(os.environ.get(ERROR_FILE_ENV, "")).parent.parent
+    if not start.name.startswith("attempt_"):
+        raise ConfigError(f"{ERROR_FILE_ENV} names no log folder of torchrun: start torchrun with another --log-dir")
+    return _meeting_folder(str(start))
+
+
+@functools.cache
+def _meeting_folder(start: str) -> PrivateFolder:
+    folder, process = PrivateFolder(hashlib.sha256(start.encode()).hexdigest()[:16]), os.getpid()
+
+    def leave() -> None:
+        if os.getpid() == process:  # and not one that it forked
+            folder.leave()
+
+    atexit.register(leave)  # its store goes back to it until then
+    return folder
+
+
+def sweep() -> None:
+    """Remove the private folders of this user that no living process has entered."""
+    for path in _where().glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, or one that is in use, or has just been removed
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path)
+            finally:
+                os.close(descriptor)
+
+
+def _where() -> Path:
+    """A batch system's jobs may hold the name of the runtime folder of another host."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime if os.access(runtime, os.W_OK | os.X_OK) else tempfile.gettempdir())
+
+
+def _enter(path: Path) -> int | None:
+    """The descriptor that holds the lock; None when the folder was swept before it was locked."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(0o700)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            raise PermissionError(0, "it is not this user's alone")
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if path.exists() and os.path.samestat(found, path.lstat()):
+            return descriptor
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None

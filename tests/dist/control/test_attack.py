@@ -1,0 +1,131 @@
+"""What another user of the host gains who knows every open port of a run: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.dist.control.conftest import Launch, Start
+from tests.dist.launched import Launched
+
+pytestmark = pytest.mark.dist
+
+ATTACKER = str(Path(__file__).with_name("attacker.py"))
+NUM_ATTEMPTS = 20
+LISTENING = "0A"
+
+
+class Attacker:
+    """A process that attacks the ports it is told of: of another user, if these tests are root's."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, ATTACKER, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._answer() == "ready"
+
+    def attack(self, ports: set[int]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        print(json.dumps(sorted(ports)), file=self._process.stdin, flush=True)
+        return dict(self._answer())
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture
+def attacker() -> Iterator[Attacker]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own belongs to this user alone
+        attacker = Attacker(Path(folder))
+        yield attacker
+        attacker.end()
+
+
+def process_tree(root: int) -> set[int]:
+    """The living descendants of a process, and itself."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found, new = {root}, [root]
+    while new:
+        new = [child for parent in new for child in children.get(parent, [])]
+        found |= set(new)
+    return found
+
+
+def open_ports(root: int) -> set[int]:
+    """The TCP ports that a process and its descendants listen on."""
+    sockets = set()
+    for pid in process_tree(root):
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):  # it is closed by now
+                sockets.add(os.readlink(link))
+    ports = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for row in map(str.split, Path(table).read_text().splitlines()[1:]):
+            if row[3] == LISTENING and f"socket:[{row[9]}]" in sockets:
+                ports.add(int(row[1].rpartition(":")[2], 16))
+    return ports
+
+
+def attack_until_the_end(attacker: Attacker, process: Launched | subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """Attack all that is open, again and again."""
+    attempts = []
+    while running(process):
+        attempts.append(attacker.attack(open_ports(process.pid)))
+    return attempts
+
+
+def running(process: Launched | subprocess.Popen[str]) -> bool:
+    return (process.poll() if isinstance(process, subprocess.Popen) else process.returncode) is None
+
+
+def test_the_attack_finds_an_open_store(attacker: Attacker) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = open_ports(os.getpid())
+    assert store.port in ports
+    assert store.port in attacker.attack({store.port})["taken"]
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_run_of_one_machine_opens_no_store(attacker: Attacker, chaos: Launch, restarts: int) -> None:
+    process = chaos("once" if restarts else "fine", f"--max-restarts={restarts}")
+    attempts = attack_until_the_end(attacker, process)
+    out, err = process.communicate(60)
+    assert process.returncode == 0, err
+    assert "all fine" in out
+    assert len(attempts) >= NUM_ATTEMPTS
+    assert all(attempt == {"taken": [], "dialled": 0} for attempt in attempts)
+
+
+def test_a_lie_in_torchruns_own_store_is_not_believed(attacker: Attacker, start: Start, torchrun: list[str]) -> None:
+    process = start([*torchrun, "--scenario=fine"])
+    attempts = attack_until_the_end(attacker, process)
+    out, err = process.communicate(60)
+    assert process.returncode == 0, err
+    assert "all fine" in out
+    assert any(attempt["taken"] for attempt in attempts), "torchrun keeps its store open to all"
+    assert not any(attempt["dialled"] for attempt in attempts)
