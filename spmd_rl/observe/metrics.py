@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from spmd_rl.errors import DataError
+from spmd_rl.observe.jsonl import lines, parse_finite
 
 
 @dataclass(frozen=True)
@@ -126,21 +127,22 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` as dicts; a last line that was cut short is left out.
+    """The lines of a `metrics.jsonl` as dicts.
 
-    Raises: DataError naming a line that is none.
+    A damaged line is skipped with a warning: the other steps are whole. A last line that was cut short is left out.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [_row(f"{path}:{number}", line) for number, line in enumerate(lines[:-1], start=1)]
+    rows = []
+    for number, line in lines(path) if path.exists() else ():
+        if line.endswith(b"\n"):
+            try:
+                rows.append(_row(f"{path}:{number}", line))
+            except DataError as error:
+                warnings.warn(f"{error}; this line is skipped", stacklevel=2)
+    return rows
 
 
-def _row(where: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(where, f"not valid JSON: {error}") from error
+def _row(where: str, line: bytes) -> dict[str, Any]:
+    row = parse_finite(where, line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise DataError(where, "not the metrics of a step")
     return row

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.errors import ConfigError
 from spmd_rl.observe.metrics import METRICS, read_metrics
 from spmd_rl.observe.report.metrics import FIGURES, MAX_POINTS, curves, figures, num_latest, wall_s, winner
 from spmd_rl.observe.report.page import render
@@ -78,7 +78,7 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
 def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
     if not (run / "config.toml").is_file() and not (run / "metrics.jsonl").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has neither config.toml nor metrics.jsonl")
-    rows, config, room = _rows(run / "metrics.jsonl"), read_config(run), Room()
+    rows, config, room = read_metrics(run / "metrics.jsonl"), read_config(run), Room()
     room = replace(room, num_steps=room.num_steps // num_runs, num_tokens=room.num_tokens // num_runs)
     return {
         "name": name,
@@ -91,13 +91,6 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
         "samples": {"steps": [], "num_steps": 0} if small else read_samples(run, config, room),
         "timeline": None if small else read_timeline(run, max_spans=MAX_SPANS // num_runs),
     }
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_metrics(path)
-    except ValueError as error:
-        raise DataError(str(path), f"not JSON lines: {error}") from None
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

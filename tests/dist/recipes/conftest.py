@@ -40,7 +40,7 @@ class Ended:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        return [json.loads(row) for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().splitlines()]
+        return [json.loads(row) for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().split("\n")[:-1]]
 
 
 Run = Callable[..., Ended]
