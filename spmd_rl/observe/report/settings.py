@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import DataError
+from spmd_rl.observe.jsonl import parse_finite
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -18,15 +19,14 @@ def read_config(run: Path) -> dict[str, Any]:
         return dict(_leaves(tomllib.loads(path.read_text(encoding="utf-8")))) if path.exists() else {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DataError(str(path), f"not TOML: {error}") from None
+    except RecursionError:
+        raise DataError(str(path), "not TOML: it is nested too deeply") from None
 
 
 def read_plan(run: Path) -> Any:
     """`plan.json` as it is. Raises: DataError when it does not parse."""
     path = run / "plan.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=str) if path.exists() else {}
-    except ValueError as error:
-        raise DataError(str(path), f"not JSON: {error}") from None
+    return parse_finite(str(path), path.read_bytes(), beyond=str) if path.exists() else {}
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:

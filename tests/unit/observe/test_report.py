@@ -282,10 +282,60 @@ def test_what_is_no_run_or_does_not_parse_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         write_report([tmp_path])
     run = make_run(tmp_path / "run", num_steps=3, num_ranks=1)
-    (run / "metrics.jsonl").write_text('{"step": 1\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:1: not valid JSON"):
+    (run / "plan.json").write_text('{"step": 1\n')
+    with pytest.raises(DataError, match=r"plan\.json: not valid JSON: cut off at column 10"):
         write_report([run])
     assert not (run / "report.html").exists()
+
+
+def sample_line(**changed: Any) -> str:
+    row = {"prompt_uid": 1, "index": 0, "prompt": "p", "text": "ab", "tokens": [1, 2], "logprobs": [-0.5, -1.0]}
+    return json.dumps(row | changed) + "\n"
+
+
+CRAFTED = {
+    "a string log-prob": ("samples/step_00001.jsonl", sample_line(logprobs=["x"]), "1: not the record of a sample"),
+    "nested versions": ("samples/step_00001.jsonl", sample_line(versions=[[1]]), "1: not the record of a sample"),
+    "tokens that are none": ("samples/step_00001.jsonl", sample_line(tokens=5), "1: not the record of a sample"),
+    "nested parts": ("samples/step_00001.jsonl", sample_line(parts={"a": {}}), "1: not the record of a sample"),
+    "a deep sample": ("samples/step_00001.jsonl", "[" * 100_000, "1: not valid JSON: it is nested too deeply"),
+    "a deep plan": ("plan.json", "[" * 100_000, "not valid JSON: it is nested too deeply"),
+    "a deep config": ("config.toml", "a = " + "[" * 100_000, "not TOML: it is nested too deeply"),
+    "a span without times": ("traces/x.jsonl", '["a", "b", "c", "d", {}]\n', "neither the header nor a span"),
+    "a span without arguments": ("traces/x.jsonl", '["step", 1, 1, "main", 5]\n', "neither the header nor a span"),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_crafted_file_ends_with_a_sentence(tmp_path: Path, case: str) -> None:
+    file, content, said = CRAFTED[case]
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    (run / file).write_text(content)
+    with pytest.raises(DataError, match=said):
+        write_report([run])
+
+
+def test_a_crafted_trace_json_ends_with_a_sentence(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    for path in (run / "traces").iterdir():
+        path.unlink()
+    for content in ("[]", "{}", '{"otherData": {"began_unix_s": 1e999}, "traceEvents": []}', "[" * 100_000):
+        (run / "trace.json").write_text(content)
+        with pytest.raises(DataError, match=r"trace\.json: not "):
+            write_report([run])
+
+
+def test_numbers_without_end_are_none_in_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1e999, "reward/mean": 0.5}\n')
+    (run / "plan.json").write_text('{"bytes": 1e999}')
+    line = sample_line(reward=7.5, parts={"a": 7.5}).replace("7.5", "1e999").replace("-0.5", "-1e999")
+    (run / "samples/step_00001.jsonl").write_text(line)
+    shown = json.loads(page_of(run).data)["runs"][0]
+    assert list(shown["curves"]["columns"]) == ["reward/mean"]
+    assert shown["plan"] == {"bytes": "1e999"}
+    sample = shown["samples"]["steps"][0]["groups"][0]["samples"][0]
+    assert (sample["reward"], sample["parts"], sample["logprobs"]) == (None, {"a": None}, [None, -1.0])
 
 
 def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:
