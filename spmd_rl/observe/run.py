@@ -15,7 +15,7 @@ import os
 import tomllib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,19 @@ class RunFolder:
             return
         held = self.path / "config.toml"
         if not held.is_file():
-            raise ConfigError(f"{self.path} exists and is not the folder of a run: choose another name")
+            raise ConfigError(f"{self.path} exists and is not the folder of a run: add {self._free_name()}")
         if self._holds_work() and not resume:
             changed = list(_changes(tomllib.loads(held.read_text(encoding="utf-8")), tomllib.loads(config)))
             if changed:
                 raise ConfigError(
-                    f"{self.path} holds a run with another configuration ({changed[0]}): choose another name, "
-                    "remove the folder, or say --run.resume=true"
+                    f"{self.path} holds a run with another configuration ({changed[0]}): "
+                    f"add {self._free_name()} for a new run, or --run.resume=true to go on in this one"
                 )
+
+    def _free_name(self) -> str:
+        """The flag that starts a run of the same name with a number that no folder here has."""
+        names = (f"{self.path.name}-{number}" for number in count(2))
+        return f"--run.name={next(name for name in names if not self.path.with_name(name).exists())}"
 
     def _holds_work(self) -> bool:
         """Whether there is more than what every start makes at once: a step, a checkpoint, a model, a user's file."""
