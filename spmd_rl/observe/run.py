@@ -3,7 +3,7 @@
     config.toml    as given             metrics.jsonl   a line a step
     plan.json      as resolved          samples/        step_00001.jsonl ...
     contract.json  of roles and links   logs/ stacks/   of the workers
-    curves.png
+    run.json       command, machine     curves.png
 
 Checkpoints and the exported model stand beside them, in checkpoints/ and hf/.
 """
@@ -31,7 +31,7 @@ from spmd_rl.types import Group
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 OF_EVERY_START = {
-    *("config.toml", "plan.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
+    *("config.toml", "plan.json", "run.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
     *("curves.png", "report.html"),
 }
 NOT_OF_THE_RUN = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,11 +31,26 @@ def read_plan(run: Path) -> Any:
     return parse_finite(str(path), path.read_bytes(), beyond=str) if path.exists() else {}
 
 
-def differences(configs: Sequence[dict[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """The keys whose values are not the same in all `configs`, each with its values as text; None where unset."""
+def differences(
+    configs: Sequence[dict[str, Any]], folders: Sequence[Path] | None = None
+) -> list[tuple[str, list[str | None]]]:
+    """The keys whose values are not the same in all `configs`, each with its values as text; None where unset.
+
+    Paths of one file are the same value; relative ones begin in `folders`, in which the runs were started.
+    """
+    folders = folders or [Path()] * len(configs)
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = [(key, [as_text(config[key]) if key in config else None for config in configs]) for key in keys]
-    return [(key, values) for key, values in rows if len(set(values)) > 1]
+    return [
+        (key, values) for key, values in rows if len(set(values)) > 1 and len(set(map(_same_file, values, folders))) > 1
+    ]
+
+
+def _same_file(value: str | None, folder: Path) -> str | None:
+    """A path that exists in its one spelling; a slice of its records or a function in it stays as written."""
+    path = re.sub(r"(@\[[^\]]*\]|:\w+)\Z", "", value or "")
+    place = os.path.join(folder, path)
+    return os.path.realpath(place) + (value or "")[len(path) :] if path and os.path.exists(place) else value
 
 
 def as_text(value: Any) -> str:
