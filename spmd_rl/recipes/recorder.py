@@ -42,7 +42,8 @@ class Recorder:
         write_whole(run.path / FILE, json.dumps(facts, indent=1) + "\n")
         self._sinks = Sinks(run.sinks, run.path, tomllib.loads(config))
         self._observer: Observer | None = None
-        self._before_s: dict[str, float] = {}
+        self._before_s: dict[str, float] = {}  # seconds of the phases that ended before there was an observer
+        self._phase: str | None = None  # which was under way then
         self._steps_left = 0
         self._num_flat: int | None = 0  # None: not counted any more
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
@@ -50,6 +51,8 @@ class Recorder:
     def on_warmup(self, num_steps: int) -> None:
         self._observer = self._observe(0)
         self._observer.begin_warmup(num_steps)
+        if self._phase is not None:
+            self._observer.on_phase(self._phase)
 
     def on_steps(self, start: int, num_steps: int) -> None:
         self._folder.drop_samples(after=start)
@@ -68,8 +71,9 @@ class Recorder:
         if self._observer is not None:
             self._observer.on_phase(name, seconds)
         elif seconds is not None:
-            self._before_s[name] = self._before_s.get(name, 0.0) + seconds
+            self._before_s[name], self._phase = self._before_s.get(name, 0.0) + seconds, None
         elif name not in ("sleep", "wake"):  # before the first step nothing else is shown
+            self._phase = name
             print(f"{name} ...", flush=True)
 
     def on_log(self, step: Step, what: tuple[Any, ...]) -> None:
