@@ -14,6 +14,7 @@ from spmd_rl import cli
 from spmd_rl.config import dump_toml
 from spmd_rl.controller.recipe import Invocation, load_recipe, run_config
 from spmd_rl.observe.claim import claim
+from spmd_rl.observe.provenance import BEGAN_ENV
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
@@ -29,6 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     monkeypatch.setattr(cli, "launch", launch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv(BEGAN_ENV, "")  # which a launcher sets, and the tests after this one must not see
     monkeypatch.chdir(tmp_path)
     return started
 
