@@ -208,6 +208,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def holds_steps(path: Path) -> bool:
+    """Whether there is a step from 1, or a line that cannot be read. A run begins a warm-up alone again."""
+    try:
+        return path.exists() and any(_row(str(path), line)["step"] > 0 for _, line in lines(path))
+    except DataError:
+        return True
+
+
 def _row(where: str, line: bytes) -> dict[str, Any]:
     row = parse_finite(where, line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):

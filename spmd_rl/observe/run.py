@@ -25,7 +25,7 @@ import numpy as np
 from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.claim import CLAIM_FILE, claim
-from spmd_rl.observe.metrics import naming
+from spmd_rl.observe.metrics import holds_steps, naming
 from spmd_rl.types import Group
 
 _encode_lines = msgspec.json.Encoder().encode_lines
@@ -113,10 +113,15 @@ class RunFolder:
 
     def _holds_work(self) -> bool:
         """Whether there is more than what every start makes at once: a step, a checkpoint, a model, a user's file."""
-        made = (self.metrics, self.samples, self.checkpoints, self.hf)
-        return any(map(has_content, made)) or any(
-            path.name not in OF_EVERY_START and path not in made and not _before_a_run(path)
-            for path in self.path.iterdir()
+        made = (self.samples, self.checkpoints, self.hf)
+        known = (*made, self.metrics)
+        return (
+            holds_steps(self.metrics)
+            or any(map(has_content, made))
+            or any(
+                path.name not in OF_EVERY_START and path not in known and not _before_a_run(path)
+                for path in self.path.iterdir()
+            )
         )
 
 

@@ -44,7 +44,7 @@ class Recorder:
         self._observer: Observer | None = None
         self._before_s: dict[str, float] = {}  # seconds of the phases that ended before there was an observer
         self._phase: str | None = None  # which was under way then
-        self._steps_left = 0
+        self._steps_left = 1  # or more: `on_steps` says how many
         self._num_flat: int | None = 0  # None: not counted any more
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
 

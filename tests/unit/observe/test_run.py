@@ -87,6 +87,17 @@ def test_numbers_that_no_float_can_hold_are_no_metrics(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": None, "d": 0.5}]
 
 
+def test_a_warm_up_alone_keeps_no_other_configuration_out(tmp_path: Path) -> None:
+    metrics = RunFolder.open(tmp_path / "r", CONFIG, {}).metrics
+    other = CONFIG.replace("0.1", "0.2")
+    metrics.write_text('{"step": -1, "warmup/loss": 1.0}\n{"step": 0, "warmup/loss": 0.5}\n')
+    RunFolder(tmp_path / "r").refuse_other(other, resume=False)
+    for more in ('{"step": 1}\n', "damaged\n"):
+        metrics.write_text('{"step": 0}\n' + more)
+        with pytest.raises(ConfigError, match="another configuration"):
+            RunFolder(tmp_path / "r").refuse_other(other, resume=False)
+
+
 def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:
     os.close(claim(tmp_path))
     RunFolder.open(tmp_path, CONFIG, {})

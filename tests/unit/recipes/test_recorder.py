@@ -81,6 +81,17 @@ def test_parts_are_in_the_line_of_their_step(new_recorder: Any, tmp_path: Path) 
     assert (row["reward/form"], row["reward/mean"]) == (0.25, 0.5)
 
 
+def test_a_run_that_ended_in_its_warm_up_does_not_say_what_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunConfig(folder=str(tmp_path), name="r")
+    recorder = Recorder(run, Config(run), 1)
+    recorder.on_warmup(2)
+    recorder.on_step(Step(-2, recorder))
+    recorder.close()
+    assert "holds" not in capsys.readouterr().out
+
+
 def test_phases_before_step_1_are_in_its_line(tmp_path: Path) -> None:
     run = RunConfig(folder=str(tmp_path), name="r")
     recorder = Recorder(run, Config(run), 1, ["grpo", "--steps=1"])
