@@ -52,7 +52,8 @@ def measure(mode: str, config: str, folder: Path) -> Iterator[Row]:
         [*command, f"--config={config}", f"--run.folder={folder}", f"--run.name={mode}", *MODES[mode]], check=True
     )
     ended = time.time()
-    steps = [json.loads(line) for line in (folder / mode / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / mode / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["step"] > 0]
 
     def column(name: str) -> list[Any]:
         return [step[name] for step in steps]

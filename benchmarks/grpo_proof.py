@@ -108,7 +108,7 @@ def broken_promises(run: Path) -> list[str]:
 def one_of_each_prompt(run: Path) -> list[str]:
     """Names of samples of the last step."""
     last = max((run / "samples").glob("step_*.jsonl"))
-    rows = map(json.loads, last.read_text().splitlines())
+    rows = map(json.loads, last.read_text().split("\n")[:-1])
     return list({row["prompt_uid"]: f"{row['prompt_uid']}:{row['index']}" for row in rows if row["tokens"]}.values())
 
 

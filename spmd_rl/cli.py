@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +27,7 @@ from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview
 from spmd_rl.launcher import ENDINGS, endings, heed_no_more, launch
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.claim import refuse_live
+from spmd_rl.observe.provenance import note_beginning
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.streams import let_streams_last
 
@@ -126,6 +128,7 @@ def _answer(words: list[str]) -> int:
 
 def _run(words: list[str]) -> int:
     """Check the config here, where a mistake costs nothing, then launch."""
+    note_beginning()
     for number in endings():
         signal.signal(number, _end_before_launch)
     _open_many_files()
@@ -193,7 +196,8 @@ def _rank_main(words: list[str]) -> int:
             from spmd_rl.recipes.recorder import Recorder
 
             lifeline = Lifeline(int(descriptor), Path(folder))
-            exit_code = run_controller(lifeline, address, Invocation.parse(rest), Recorder, counted)
+            watch = partial(Recorder, words=rest)
+            exit_code = run_controller(lifeline, address, Invocation.parse(rest), watch, counted)
             return last_words.leave("the controller", exit_code)
         case ["check", *rest]:
             from spmd_rl.check import check

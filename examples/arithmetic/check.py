@@ -81,7 +81,7 @@ def main() -> int:
     parser.add_argument("--questions", type=Path, default=HERE / "eval.jsonl")
     args = parser.parse_args()
 
-    rows = read_metrics(args.run / "metrics.jsonl")
+    rows = [row for row in read_metrics(args.run / "metrics.jsonl") if row["step"] > 0]
     if not rows:
         print(f"{args.run} holds no metrics", file=sys.stderr)
         return 1

@@ -40,8 +40,10 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     start = ctl.resume(trainer=trainer, prompts=prompts)
     with ctl.phase("warm-up", awake=[trainer]):
-        for _ in range(cfg.warmup_steps if start == 0 else 0):
-            trainer.train_step.call(rl.pack_sft(pairs.next(cfg.warmup_pairs)), rl.sft_loss, lr=cfg.warmup_lr)
+        for step in ctl.warmup(cfg.warmup_steps, start):
+            batch = rl.pack_sft(pairs.next(cfg.warmup_pairs))
+            stats = trainer.train_step.call(batch, rl.sft_loss, lr=cfg.warmup_lr)
+            step.log({"warmup/loss": stats["train/loss"], "train/tokens": stats["train/tokens"]})
 
     for step in ctl.steps(cfg.steps, start):
         with ctl.phase("sync", awake=[trainer, rollout]):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmd_rl.config_rules import at_least
+from spmd_rl.config_rules import at_least, require
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.sinks import check_sinks
 
@@ -19,7 +19,7 @@ LEAST = {"seed": 0, "save_every": 0, "keep_checkpoints": 1, "keep_best": 0}
 class RunConfig:
     """Name, seed and patience of a run."""
 
-    name: str = "run"  # of the run, and of its folder
+    name: str = ""  # of the run, and of its folder; "" stands for the recipe's name
     folder: str = "runs"  # where the folders of runs are
     seed: int = 0  # of the tokens that are drawn; the order of data has prompts.seed, random weights trainer.seed
     exact: bool = True  # refuse a role's ranks, or a trainer and an engine, whose numeric contracts differ
@@ -41,6 +41,8 @@ class RunConfig:
             raise ConfigError(f"seed = {self.seed}: expected less than 2^63")
         if math.isinf(self.grace_s):
             raise ConfigError("grace_s = inf: expected a number of seconds that ends")
+        is_plain = not {"/", "\\", "\0"} & set(self.name) and self.name not in (".", "..")
+        require(is_plain, "name", self.name, "the name of a folder in run.folder, without a separator")
         check_sinks(self.sinks)
 
     @property
@@ -50,5 +52,5 @@ class RunConfig:
 
     @property
     def path(self) -> Path:
-        """The run's folder."""
-        return Path(self.folder) / self.name
+        """The run's folder; that of a recipe whose config has no `run` is called "run"."""
+        return Path(self.folder) / (self.name or "run")

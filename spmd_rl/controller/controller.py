@@ -137,6 +137,22 @@ class Controller:
         print(f"resuming at step {record.next_step + 1} from {path}{self._caveat(record)}", flush=True)
         return record.next_step
 
+    def warmup(self, num_steps: int, start: int) -> Iterator[Step]:
+        """Steps before step 1, such as supervised ones; none in a run that goes on from step `start`.
+
+        Each is timed, and what it logs is kept. Nothing is saved: a run that ends here begins again.
+        """
+        if start:
+            return
+        if self.observer is not None:
+            self.observer.on_warmup(num_steps)
+            self._board.calls.meanwhile = self.observer.catch_up
+        for index in range(-num_steps, 0):
+            step = Step(index, self.observer)
+            yield step
+            if self.observer is not None:
+                self.observer.on_step(step)
+
     def steps(self, num_steps: int, start: int = 0) -> Iterator[Step]:
         """Steps `start` to `num_steps - 1`, each timed; checkpoints are begun between them.
 

@@ -39,6 +39,11 @@ class Invocation:
     verbose: bool
     overrides: list[str]
 
+    @property
+    def name(self) -> str:
+        """The recipe's own: `grpo`, `my.module`'s last word, or that of a file without its `.py`."""
+        return Path(self.recipe).stem if self.recipe.endswith(".py") else self.recipe.rpartition(".")[2]
+
     @classmethod
     def parse(cls, words: list[str]) -> Invocation:
         """Read the words after `run`. Raises: ConfigError."""
@@ -64,8 +69,12 @@ class Recipe:
     check: Callable[[Any], None] | None
 
     def configure(self, invocation: Invocation) -> Any:
-        """The config as the invocation gives it. Raises: ConfigError."""
-        return load(self.config, invocation.config, invocation.overrides)
+        """The config as the invocation gives it; a run without a name has the recipe's. Raises: ConfigError."""
+        cfg = load(self.config, invocation.config, invocation.overrides)
+        run = run_config(cfg)
+        if run is not getattr(cfg, "run", None) or run.name:
+            return cfg
+        return dataclasses.replace(cfg, run=dataclasses.replace(run, name=invocation.name))
 
     def accept(self, invocation: Invocation) -> Any:
         """The config, which the recipe has checked. Raises: ConfigError, or what the recipe raises."""

@@ -16,6 +16,9 @@ class Observer(Protocol):
     def on_steps(self, start: int, num_steps: int) -> None:
         """The loop begins at step `start` and will end after step `num_steps - 1`."""
 
+    def on_warmup(self, num_steps: int) -> None:
+        """Steps before step 1 begin, as many as these."""
+
     def on_phase(self, name: str, seconds: float | None) -> None:
         """A phase began (`seconds` is None) or ended."""
 
@@ -37,7 +40,10 @@ class Observer(Protocol):
 
 @dataclass
 class Step:
-    """One turn of the loop. `phase_s` are its phases' seconds by name, `waited_s` what it spent on workers."""
+    """One turn of the loop. `phase_s` are its phases' seconds by name, `waited_s` what it spent on workers.
+
+    A step of a warm-up, before the loop, has an index below 0.
+    """
 
     index: int
     observer: Observer | None = None

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.observe.jsonl import lines, parse
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON may spell, and UTF-8 cannot
@@ -71,25 +71,14 @@ def _split_slice(path: str) -> tuple[Path, slice]:
 
 
 def _read_jsonl(file: Path) -> list[Record]:
-    records = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{file}:{number}"
-                records.append(Record(where, _parse_line(where, line)))
-    return records
+    return [_record(f"{file}:{number}", line) for number, line in lines(file)]
 
 
-def _parse_line(where: str, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))  # from bytes it would guess at UTF-16
-    except UnicodeDecodeError as error:
-        raise DataError(where, f"not UTF-8 at byte {error.start + 1}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is a ValueError
-        raise DataError(where, f"not valid JSON: {error}") from error
+def _record(where: str, line: bytes) -> Record:
+    row = parse(where, line)
     if not isinstance(row, dict):
         raise DataError(where, f"expected a JSON object, got {_short(row)}")
-    return row
+    return Record(where, row)
 
 
 def _read_parquet(file: Path) -> list[Record]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
+from spmd_rl.observe.jsonl import lines, parse
 from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.rollout.engine import SamplingConfig
 
@@ -49,11 +49,9 @@ def run_settings(run: Path) -> dict[str, Any]:
 
 
 def mismatched_tokens(run: Path) -> dict[int, int]:
-    """What the run counted, by step. Raises: DataError for a broken metrics.jsonl."""
-    counts = {
-        row["step"]: int(row.get("onpolicy/mismatched_tokens") or 0) for row in read_metrics(run / "metrics.jsonl")
-    }
-    return {step: count for step, count in counts.items() if count}
+    """What the run counted, by step."""
+    counts = {row["step"]: row.get("onpolicy/mismatched_tokens") for row in read_metrics(run / "metrics.jsonl")}
+    return {step: int(count) for step, count in counts.items() if isinstance(count, (int, float)) and count}
 
 
 def by_step(counts: dict[int, int]) -> str:
@@ -167,9 +165,10 @@ def _first_of_each(samples: Sequence[Sample]) -> list[Sample]:
 def _rows(file: Path) -> dict[str, Sample]:
     """The samples of one step that have tokens, by name."""
     rows = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in lines(file):
+        row = parse(f"{file}:{number}", line)
         try:
-            one = _sample(json.loads(line))
+            one = _sample(row)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{file}:{number}", f"not the record of a sample: {problem}") from None

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.observe.colours import GREEN, PARTS, PHASES, colour_of
 from spmd_rl.observe.files import whole_file
 from spmd_rl.observe.metrics import KNOWN, read_metrics
 
@@ -30,11 +31,7 @@ Rows = Sequence[dict[str, Any]]
 
 LAST_IN_LINE = 19  # niceness
 
-PHASES = ("rollout", "train", "sync", "sleep", "wake")
 _INK, _GRID = "#22303c", "#e3e8ec"
-_BLUE, _RED, _GREEN, _AMBER, _VIOLET, _GREY = "#2667c9", "#d1495b", "#2a9d6f", "#e08e2b", "#7a5cc2", "#a7b1ba"
-_PHASE_COLOURS = (_BLUE, _AMBER, _GREEN, _VIOLET, _RED)
-_PART_COLOURS = (_BLUE, _AMBER, _GREEN, _VIOLET)
 _PART_CHARACTERS = 10  # of a name, so that four have room
 _HEADROOM = 1.1  # of a scale over the highest value on it
 _TITLE_PAD = 20  # points between a title and the frame: room for a legend
@@ -76,7 +73,8 @@ def draw(rows: Rows, path: Path, title: str) -> None:
 
 
 def picture(rows: Rows, title: str) -> Any:
-    """The matplotlib figure, with at most three panels side by side; None when there is no number to draw."""
+    """The matplotlib figure of the steps from 1, with at most three panels side by side; None without a number."""
+    rows = [row for row in rows if row["step"] > 0]
     panels = [panel for panel, names in _PANELS if any(np.isfinite(_column(rows, name)).any() for name in names)]
     panels += [_parts] if _part_names(rows) else []
     if not panels:
@@ -100,9 +98,9 @@ def picture(rows: Rows, title: str) -> Any:
 def _reward(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     mean = _column(rows, "reward/mean")
     _title(axes, "reward")
-    _raw_and_smooth(axes, steps, mean, _BLUE, "mean")
-    _line(axes, steps, _column(rows, "reward/solve_all"), _GREEN, "all samples ≥ 1", linestyle="--")
-    _line(axes, steps, _column(rows, "reward/solve_none"), _GREY, "none > 0", linestyle="--")
+    _raw_and_smooth(axes, steps, mean, _code("reward/mean"), "mean")
+    for name, label in (("reward/solve_all", "all samples ≥ 1"), ("reward/solve_none", "none > 0")):
+        _line(axes, steps, _column(rows, name), _code(name), label, linestyle="--")
     finite = mean[np.isfinite(mean)]
     if finite.size and finite.min() >= 0 and finite.max() <= 1:
         axes.set_ylim(-0.03, 1.03)
@@ -111,10 +109,11 @@ def _reward(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 
 def _length(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     _title(axes, "response length")
-    axes.set_ylabel("tokens", color=_BLUE, fontsize=8)
-    _raw_and_smooth(axes, steps, _column(rows, "rollout/response_tokens_mean"), _BLUE, "mean")
+    mean = "rollout/response_tokens_mean"
+    axes.set_ylabel("tokens", color=_code(mean), fontsize=8)
+    _raw_and_smooth(axes, steps, _column(rows, mean), _code(mean), "mean")
     _from_zero(axes)
-    right = _second_axis(axes, steps, _column(rows, "rollout/truncated"), _AMBER, "share truncated")
+    right = _second_axis(axes, steps, rows, "rollout/truncated", "share truncated")
     right.set_ylim(0, 1)
     _legend(axes, right)
 
@@ -125,13 +124,13 @@ def _mismatch(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     total, of_all = np.nansum(tokens), np.nansum(compared)
     said = f"{total:,.0f} of {of_all:,.0f}" if of_all else f"{total:,.0f}" if total else "no tokens compared"
     _title(axes, f"mismatched tokens: {said}")
-    colour = _RED if total else _GREEN
+    colour = _code("onpolicy/mismatched_tokens") if total else GREEN.code
     _line(axes, steps, tokens, colour, "trainer vs engine")
     if total:
         axes.set_ylabel("tokens a step", color=colour, fontsize=8)
         axes.fill_between(steps, 0, tokens, color=colour, alpha=0.15, linewidth=0)
         _from_zero(axes)
-        _legend(axes, _second_axis(axes, steps, _column(rows, "onpolicy/max_abs_dlogp"), _VIOLET, "max |Δ log-prob|"))
+        _legend(axes, _second_axis(axes, steps, rows, "onpolicy/max_abs_dlogp", "max |Δ log-prob|"))
     else:
         axes.set_ylim(-0.05, 1)
         axes.set_yticks([0, 1] if of_all else [])
@@ -140,19 +139,19 @@ def _mismatch(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 
 def _loss(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     _title(axes, "loss and entropy")
-    axes.set_ylabel("loss", color=_BLUE, fontsize=8)
-    _raw_and_smooth(axes, steps, _column(rows, "train/loss"), _BLUE, "loss")
-    _legend(axes, _second_axis(axes, steps, _column(rows, "train/entropy"), _AMBER, "entropy (nats)"))
+    axes.set_ylabel("loss", color=_code("train/loss"), fontsize=8)
+    _raw_and_smooth(axes, steps, _column(rows, "train/loss"), _code("train/loss"), "loss")
+    _legend(axes, _second_axis(axes, steps, rows, "train/entropy", "entropy (nats)"))
 
 
 def _time(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     _title(axes, "seconds a step")
     phases = {name: np.nan_to_num(_column(rows, f"time/{name}")) for name in PHASES}
     whole = _column(rows, "time/step")
-    rest = np.clip(np.nan_to_num(whole) - sum(phases.values()), 0, None)
-    shown = {name: values for name, values in phases.items() if values.any()}
-    colours = [_PHASE_COLOURS[PHASES.index(name)] for name in shown]
-    axes.stackplot(steps, *shown.values(), rest, labels=[*shown, "other"], colors=[*colours, _GREY], alpha=0.85)
+    phases["other"] = np.clip(np.nan_to_num(whole) - sum(phases.values()), 0, None)
+    shown = {name: values for name, values in phases.items() if values.any() or name == "other"}
+    colours = [PHASES[name].code for name in shown]
+    axes.stackplot(steps, *shown.values(), labels=[*shown], colors=colours, alpha=0.85)
     _from_zero(axes)
     known = whole[np.isfinite(whole)]
     if known.size and 0 < 2 * (usual := np.percentile(known, 95, method="lower")) < known.max():
@@ -164,8 +163,8 @@ def _time(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 
 def _throughput(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     _title(axes, "tokens per second")
-    _line(axes, steps, _column(rows, "rollout/tokens_per_s"), _BLUE, "rollout")
-    _line(axes, steps, _column(rows, "perf/train_tokens_per_s"), _AMBER, "train")
+    for name, label in (("rollout/tokens_per_s", "rollout"), ("perf/train_tokens_per_s", "train")):
+        _line(axes, steps, _column(rows, name), _code(name), label)
     _from_zero(axes)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _legend(axes)
@@ -173,10 +172,10 @@ def _throughput(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 
 def _parts(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     names = _part_names(rows)
-    shown = names[: len(_PART_COLOURS)]
+    shown = names[: len(PARTS)]
     _title(axes, "beside the reward" + (f": {len(shown)} of {len(names)}" if len(shown) < len(names) else ""))
-    for name, colour in zip(shown, _PART_COLOURS, strict=False):
-        _raw_and_smooth(axes, steps, _column(rows, name), colour, name.partition("/")[2][:_PART_CHARACTERS])
+    for name, colour in zip(shown, PARTS, strict=False):
+        _raw_and_smooth(axes, steps, _column(rows, name), colour.code, name.partition("/")[2][:_PART_CHARACTERS])
     _legend(axes)
 
 
@@ -195,6 +194,10 @@ _PANELS: tuple[tuple[Panel, tuple[str, ...]], ...] = (  # each with the metrics 
     (_time, ("time/step",)),
     (_throughput, ("rollout/tokens_per_s", "perf/train_tokens_per_s")),
 )
+
+
+def _code(metric: str) -> str:
+    return colour_of(metric).code
 
 
 def _column(rows: Rows, name: str) -> NDArray[np.float64]:
@@ -223,8 +226,9 @@ def _from_zero(axes: Any) -> None:
     axes.set_ylim(0, _HEADROOM * max(axes.dataLim.y1, 0) or 1)
 
 
-def _second_axis(axes: Any, steps: NDArray[Any], values: NDArray[np.float64], colour: str, label: str) -> Any:
-    """`values` on a scale of their own, at the right; no scale where there are none."""
+def _second_axis(axes: Any, steps: NDArray[Any], rows: Rows, metric: str, label: str) -> Any:
+    """A metric on a scale of its own, at the right; no scale where it has no value."""
+    values, colour = _column(rows, metric), _code(metric)
     right = axes.twinx()
     for spine in right.spines.values():
         spine.set_visible(False)

@@ -25,6 +25,7 @@ _POLICY = (
     ("rollout/response_tokens_mean", "length {:.1f}"),
     ("train/entropy", "entropy {:.3f}"),
     ("train/loss", "loss {:+.4f}"),
+    ("warmup/loss", "loss {:+.4f}"),
     ("train/grad_norm", "grad norm {:.2f}"),
     ("train/clip_frac", "clipped {:.1%}"),
     ("version/lag_max", "lag {:.0f}"),
@@ -77,18 +78,19 @@ def _bar(progress: Progress) -> Table:
     row = Table.grid(padding=(0, 2), expand=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
+    what, done, total = progress.count
     text = Text.assemble(
-        "step ", (f"{progress.index}/{progress.num_steps}", "bold"),
+        f"{what} ", (f"{done}/{total}", "bold"),
         f"  {duration(progress.elapsed_s)} gone  ", (f"{duration(progress.left_s)} left", "bold"),
     )  # fmt: skip
-    row.add_row(ProgressBar(total=max(1, progress.num_steps), completed=progress.index), text)
+    row.add_row(ProgressBar(total=max(1, total), completed=done), text)
     return row
 
 
 def _phase(progress: Progress) -> Text:
     if not progress.phase:
-        done = progress.index >= progress.num_steps
-        return Text("done" if done else "between phases" if progress.index else "starting", style="dim")
+        _, done, total = progress.count
+        return Text("done" if done >= total else "between phases" if progress.index else "starting", style="dim")
     seconds = progress.clock() - progress.phase_since
     return Text.assemble((progress.phase, f"bold {_PHASES.get(progress.phase, _OTHER)}"), f"  {seconds:.1f} s")
 

@@ -13,60 +13,128 @@ from typing import Any
 
 from spmd_rl.errors import DataError
 from spmd_rl.observe.files import naming, open_to_append, write_whole
+from spmd_rl.observe.jsonl import lines, parse_finite
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A name with its unit ("" for a plain ratio or count) and one line on what it says."""
+    """A name with its unit ("" for a plain ratio or count), a chart's title and one line on what it says."""
 
     name: str
     unit: str
+    label: str
     meaning: str
 
 
-METRICS = (  # beside these, reward/NAME is the mean of what a reward function's dict calls NAME
-    Metric("reward/mean", "", "mean reward of the step's samples"),
-    Metric("reward/std", "", "standard deviation of the step's rewards"),
-    Metric("reward/solve_none", "", "share of prompts no sample of which was rewarded above 0"),
-    Metric("reward/solve_all", "", "share of prompts all samples of which were rewarded with 1 or more"),
-    Metric("reward/skipped_samples", "samples", "samples that could not be graded, and were left out"),
-    Metric("reward/skipped_groups", "prompts", "prompts left without two samples to compare, and left out"),
+# beside these, reward/NAME is the mean of what a reward function's dict calls NAME; the line of step 1 has the seconds
+# before it: before/all since the run began, before/NAME in a phase of that name
+METRICS = (
+    Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
+    Metric("reward/std", "", "Spread of rewards", "standard deviation of the step's rewards"),
+    Metric(
+        "reward/solve_none",
+        "",
+        "Prompts without a reward above 0",
+        "share of prompts no sample of which was rewarded above 0",
+    ),
+    Metric(
+        "reward/solve_all",
+        "",
+        "Prompts with rewards of 1 only",
+        "share of prompts all samples of which were rewarded with 1 or more",
+    ),
+    Metric(
+        "reward/skipped_samples", "samples", "Samples left out", "samples that could not be graded, and were left out"
+    ),
+    Metric(
+        "reward/skipped_groups",
+        "prompts",
+        "Prompts left out",
+        "prompts left without two samples to compare, and left out",
+    ),
     Metric(
         "rollout/tokens_per_s",
         "tokens/s",
+        "Speed of the rollout",
         "generated tokens per second of rollout; of the whole step, where it goes on during training",
     ),
-    Metric("rollout/response_tokens_mean", "tokens", "mean response length"),
-    Metric("rollout/truncated", "", "share of responses cut at max_tokens"),
-    Metric("onpolicy/mismatched_tokens", "tokens", "tokens whose trainer and engine log-probs differ in any bit"),
-    Metric("onpolicy/compared_tokens", "tokens", "tokens whose log-probs were compared"),
-    Metric("onpolicy/max_abs_dlogp", "nats", "largest |trainer - engine| log-prob of a token"),
-    Metric("onpolicy/mean_abs_dlogp", "nats", "mean |trainer - engine| log-prob of a token"),
+    Metric("rollout/response_tokens_mean", "tokens", "Response length", "mean response length"),
+    Metric("rollout/truncated", "", "Truncated responses", "share of responses cut at max_tokens"),
     Metric(
-        "onpolicy/k1", "nats", "k1 estimate of KL(engine || trainer) a token, whose exp is the ratio of perplexities"
+        "onpolicy/mismatched_tokens",
+        "tokens",
+        "Mismatched tokens",
+        "tokens whose trainer and engine log-probs differ in any bit",
     ),
-    Metric("onpolicy/k3", "nats", "k3 estimate of the same"),
-    Metric("onpolicy/chi2", "", "mean square of the ratio trainer / engine of a token, less 1"),
-    Metric("onpolicy/ess", "", "effective sample size under these ratios, as a share of the tokens"),
-    Metric("train/loss", "", "loss of the step, over its global denominator"),
-    Metric("train/grad_norm", "", "norm of the whole gradient before clipping"),
-    Metric("train/entropy", "nats", "mean entropy of the policy per response token"),
-    Metric("train/clip_frac", "", "share of tokens whose ratio was clipped"),
-    Metric("train/lr", "", "learning rate of the step"),
-    Metric("time/step", "s", "whole step"),
-    Metric("time/rollout", "s", "generating and grading; only the wait for it, where it goes on during training"),
-    Metric("time/reward", "s", "of rollout, the reward function; of the rank of the engine where that took longest"),
-    Metric("time/train", "s", "forward, backward, optimiser"),
-    Metric("time/sync", "s", "weights from trainer to engine"),
-    Metric("time/sleep", "s", "giving memory back"),
-    Metric("time/wake", "s", "taking memory again"),
-    Metric("time/save", "s", "copying a checkpoint; writing it goes on behind the steps"),
-    Metric("perf/train_tokens_per_s", "tokens/s", "trained tokens per second of training"),
-    Metric("perf/mfu", "", "model FLOPs over the device's dense peak"),
-    Metric("perf/controller_share", "", "share of the step in which no worker had work"),
-    Metric("memory/gpu_peak_gib", "GiB", "device memory in use after training, by whomever; the highest of all ranks"),
-    Metric("version/lag_mean", "versions", "mean age of the step's tokens in weight versions"),
-    Metric("version/lag_max", "versions", "age of the step's oldest token in weight versions"),
+    Metric("onpolicy/compared_tokens", "tokens", "Compared tokens", "tokens whose log-probs were compared"),
+    Metric(
+        "onpolicy/max_abs_dlogp",
+        "nats",
+        "Largest log-prob difference",
+        "largest |trainer - engine| log-prob of a token",
+    ),
+    Metric(
+        "onpolicy/mean_abs_dlogp", "nats", "Mean log-prob difference", "mean |trainer - engine| log-prob of a token"
+    ),
+    Metric(
+        "onpolicy/k1",
+        "nats",
+        "KL divergence, k1 estimate",
+        "k1 estimate of KL(engine || trainer) a token, whose exp is the ratio of perplexities",
+    ),
+    Metric("onpolicy/k3", "nats", "KL divergence, k3 estimate", "k3 estimate of the same"),
+    Metric(
+        "onpolicy/chi2", "", "Chi-square divergence", "mean square of the ratio trainer / engine of a token, less 1"
+    ),
+    Metric(
+        "onpolicy/ess",
+        "",
+        "Effective sample size",
+        "effective sample size under these ratios, as a share of the tokens",
+    ),
+    Metric("train/loss", "", "Loss", "loss of the step, over its global denominator"),
+    Metric("train/grad_norm", "", "Gradient norm", "norm of the whole gradient before clipping"),
+    Metric("train/entropy", "nats", "Entropy", "mean entropy of the policy per response token"),
+    Metric("train/clip_frac", "", "Clip fraction", "share of tokens whose ratio was clipped"),
+    Metric("train/lr", "", "Learning rate", "learning rate of the step"),
+    Metric("train/tokens", "tokens", "Trained tokens", "tokens of the step's batch, prompts included"),
+    Metric("warmup/loss", "", "Loss of the warm-up", "loss of a step before step 1"),
+    Metric("time/warmup", "s", "Time per warm-up step", "whole step before step 1"),
+    Metric("time/step", "s", "Time per step", "whole step"),
+    Metric(
+        "time/rollout",
+        "s",
+        "Time of the rollout",
+        "generating and grading; only the wait for it, where it goes on during training",
+    ),
+    Metric(
+        "time/reward",
+        "s",
+        "Time of the reward function",
+        "of rollout, the reward function; of the rank of the engine where that took longest",
+    ),
+    Metric("time/train", "s", "Time of training", "forward, backward, optimiser"),
+    Metric("time/sync", "s", "Time of the weight sync", "weights from trainer to engine"),
+    Metric("time/sleep", "s", "Time to give memory back", "giving memory back"),
+    Metric("time/wake", "s", "Time to take memory again", "taking memory again"),
+    Metric("time/save", "s", "Time to copy a checkpoint", "copying a checkpoint; writing it goes on behind the steps"),
+    Metric("perf/train_tokens_per_s", "tokens/s", "Speed of training", "trained tokens per second of training"),
+    Metric("perf/mfu", "", "Model FLOPs utilisation", "model FLOPs over the device's dense peak"),
+    Metric(
+        "perf/controller_share", "", "Controller's share of the step", "share of the step in which no worker had work"
+    ),
+    Metric(
+        "memory/gpu_peak_gib",
+        "GiB",
+        "Peak device memory",
+        "device memory in use after training, by whomever; the highest of all ranks",
+    ),
+    Metric(
+        "version/lag_mean", "versions", "Mean age of the tokens", "mean age of the step's tokens in weight versions"
+    ),
+    Metric(
+        "version/lag_max", "versions", "Age of the oldest token", "age of the step's oldest token in weight versions"
+    ),
 )
 
 KNOWN = {metric.name: metric for metric in METRICS}
@@ -116,29 +184,39 @@ def _no_numbers(metrics: Mapping[str, object]) -> Iterator[str]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` as dicts; a last line that was cut short is left out.
+    """The lines of a `metrics.jsonl` as dicts.
 
-    Raises: DataError naming a line that is none.
+    A damaged line is skipped with a warning: the other steps are whole. A last line that was cut short is left out.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [_row(f"{path}:{number}", line) for number, line in enumerate(lines[:-1], start=1)]
+    rows = []
+    for number, line in lines(path) if path.exists() else ():
+        if line.endswith(b"\n"):
+            try:
+                rows.append(_row(f"{path}:{number}", line))
+            except DataError as error:
+                warnings.warn(f"{error}; this line is skipped", stacklevel=2)
+    return rows
 
 
-def _row(where: str, line: str) -> dict[str, Any]:
+def holds_steps(path: Path) -> bool:
+    """Whether there is a step from 1, or a line that cannot be read. A run begins a warm-up alone again."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(where, f"not valid JSON: {error}") from error
+        return path.exists() and any(_row(str(path), line)["step"] > 0 for _, line in lines(path))
+    except DataError:
+        return True
+
+
+def _row(where: str, line: bytes) -> dict[str, Any]:
+    row = parse_finite(where, line)
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise DataError(where, "not the metrics of a step")
     return row
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines after `step`, which a resumed run will write again."""
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step))
+    """Drop the lines after `step`, which a resumed run will write again; of a run that begins anew, all."""
+    kept = [json.dumps(row) + "\n" for row in read_metrics(path) if 0 < step >= row["step"]]
+    write_whole(path, "".join(kept))
 
 
 def _number(value: float) -> float | int:

@@ -35,7 +35,9 @@ class _Step(NamedTuple):
 
 
 class Observer:
-    """Steps count from 1 to `num_steps`. `resume_at` is the last step already done: later lines are dropped.
+    """Steps count from 1, those of a warm-up up to 0. Lines after `resume_at`, the last step done, are dropped.
+
+    The run began at `began_unix_s`; `before_s` are the seconds of phases that ended already.
 
     `tty` chooses the live view or plain lines; None asks the terminal. A plot is drawn every
     `plot_every_steps` and at the end, off the path of a step.
@@ -44,11 +46,12 @@ class Observer:
     def __init__(
         self,
         run: RunFolder,
-        num_steps: int,
         tty: bool | None = None,
         *,
         sinks: Sinks | None = None,
         resume_at: int = 0,
+        began_unix_s: float | None = None,
+        before_s: Mapping[str, float] | None = None,
         plot_every_steps: int = 20,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -56,15 +59,31 @@ class Observer:
         self._sinks = sinks or Sinks((), run.path, {})
         self._clock = clock
         self._plot_every_steps = plot_every_steps
-        self._phases_s: dict[str, float] = {}
+        self._phases_s: dict[str, float] = dict(before_s or {})
         self._unwritten: _Step | None = None
         keep_until(run.metrics, resume_at)
         self._rows = read_metrics(run.metrics)
         self._log = MetricsLog(run.metrics)
         self._painter = CurvePainter(run.metrics, run.curves, title=str(run.path))
-        self._progress = Progress(num_steps, clock, index=resume_at)
+        gone_s = 0.0 if began_unix_s is None else time.time() - began_unix_s
+        self._progress = Progress(0, clock, index=resume_at, gone_s=gone_s)
+        self._before: dict[str, float] = {}
         self._view = _view(self._progress, str(run.path), sys.stdout.isatty() if tty is None else tty)
         self._step_began = clock()
+
+    def begin_warmup(self, num_steps: int) -> None:
+        """The steps before step 1 begin."""
+        self._progress.begin_warmup(num_steps)
+        self._step_began = self._clock()
+
+    def begin_steps(self, num_steps: int) -> None:
+        """The loop begins, with step 1 or where a resumed run goes on. What came before is in the line of step 1."""
+        self.catch_up()
+        self._progress.begin_steps(num_steps)
+        if self._progress.index == 0:
+            phases = {f"before/{name}": seconds for name, seconds in self._phases_s.items()}
+            self._before = phases | {"before/all": self._progress.elapsed_s}
+        self._step_began, self._phases_s = self._clock(), {}
 
     def on_phase(self, name: str, seconds: float | None = None) -> None:
         """A phase begins, or, with `seconds`, has ended after that long."""
@@ -83,7 +102,7 @@ class Observer:
     ) -> None:
         """A step has ended, and the next one's clock starts; `catch_up` writes it, and asks for `more` metrics."""
         self.catch_up()
-        self._unwritten = _Step(index, self._timed() | dict(metrics), groups, more)
+        self._unwritten = _Step(index, self._timed(index) | dict(metrics), groups, more)
 
     def catch_up(self) -> None:
         """Write the last step's line and samples and show it, if that is not done yet."""
@@ -98,7 +117,7 @@ class Observer:
             self._run.write_samples(index, groups)
         self._progress.take(index, full)
         self._view.show(groups)
-        if index % self._plot_every_steps == 0:
+        if index > 0 and index % self._plot_every_steps == 0:
             self._painter.request()
 
     def leave_screen(self) -> None:
@@ -116,12 +135,14 @@ class Observer:
         self._painter.finish(self._rows)
         write_report([self._run.path])
 
-    def _timed(self) -> dict[str, float]:
-        """What the clock here knows of the step: its phases, and the whole."""
+    def _timed(self, index: int) -> dict[str, float]:
+        """What the clock here knows of the step: its phases, and the whole; what is before step 1 is in its line."""
         now = self._clock()
-        times = {f"time/{name}": seconds for name, seconds in self._phases_s.items()}
-        times["time/step"] = now - self._step_began
-        self._step_began, self._phases_s = now, {}
+        whole_s, self._step_began = now - self._step_began, now
+        if index <= 0:
+            return {"time/warmup": whole_s}
+        times = {f"time/{name}": seconds for name, seconds in self._phases_s.items()} | {"time/step": whole_s}
+        times, self._before, self._phases_s = times | self._before, {}, {}
         return times
 
 

@@ -14,8 +14,10 @@ _COLUMNS = (
     (("reward/mean",), "reward {:.3f}"),
     (("onpolicy/mismatched_tokens", _COMPARED), "mismatched {:,.0f} of {:,.0f}"),
     (("train/loss",), "loss {:+.4f}"),
+    (("warmup/loss",), "loss {:+.4f}"),
     (("rollout/tokens_per_s",), "{:,.0f} tok/s"),
     (("time/step",), "{:.2f} s/step"),
+    (("time/warmup",), "{:.2f} s/step"),
 )
 
 
@@ -35,8 +37,8 @@ class PlainView:
 
 def step_line(progress: Progress) -> str:
     """`step  12/150  reward 0.523  mismatched 0 of 5,120  loss +0.0021  8,123 tok/s  0.37 s/step  ETA 0:51`."""
-    width = len(str(progress.num_steps))
-    head = f"step {progress.index:>{width}}/{progress.num_steps}"
+    what, done, total = progress.count
+    head = f"{what} {done:>{len(str(total))}}/{total}"
     return "  ".join([head, *_columns(progress.metrics), f"ETA {duration(progress.left_s)}"])
 
 

@@ -16,11 +16,16 @@ _RECENT = 20  # steps that the time left is reckoned from
 
 @dataclass
 class Progress:
-    """What has happened so far. `num_steps` counts from step 1; `clock` is in seconds."""
+    """What has happened so far. `index` is the last step done, below 1 in a warm-up of `num_warmup` steps.
+
+    Units: `clock` is in seconds; `gone_s` of them had passed when this began.
+    """
 
     num_steps: int
     clock: Callable[[], float] = time.monotonic
     index: int = 0
+    num_warmup: int = 0
+    gone_s: float = 0.0
     metrics: Metrics = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
@@ -30,7 +35,13 @@ class Progress:
     phase_since: float = 0.0
 
     def __post_init__(self) -> None:
-        self.started = self.clock()
+        self.started = self.clock() - self.gone_s
+
+    def begin_warmup(self, num_steps: int) -> None:
+        self.num_warmup, self.index = num_steps, -num_steps
+
+    def begin_steps(self, num_steps: int) -> None:
+        self.num_steps, self.index, self.step_times_s = num_steps, max(self.index, 0), []
 
     def begin_phase(self, name: str) -> None:
         self.phase, self.phase_since = name, self.clock()
@@ -39,12 +50,11 @@ class Progress:
         self.phase = ""
 
     def take(self, index: int, metrics: Metrics) -> None:
-        """Account for a finished step."""
+        """Account for a finished step, or for one of the warm-up, which counts from `1 - num_warmup` to 0."""
         self.index, self.metrics = index, metrics
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
-        if "time/step" in metrics:
-            self.step_times_s.append(metrics["time/step"])
+        self.step_times_s += [metrics[name] for name in ("time/step", "time/warmup") if name in metrics]
         self.mismatched_tokens += metrics.get("onpolicy/mismatched_tokens", 0)
         self.compared_tokens += metrics.get("onpolicy/compared_tokens", 0)
 
@@ -54,9 +64,16 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end at the pace of the latest steps; None before the first."""
-        recent = self.step_times_s[-_RECENT:]
-        return (self.num_steps - self.index) * sum(recent) / len(recent) if recent else None
+        """Seconds to the end, or to that of the warm-up, at the pace of the latest steps; None before the first."""
+        recent, (_, done, total) = self.step_times_s[-_RECENT:], self.count
+        return (total - done) * sum(recent) / len(recent) if recent else None
+
+    @property
+    def count(self) -> tuple[str, int, int]:
+        """What is counted, how much of it is done, and how much there is."""
+        if self.num_warmup and not self.num_steps:
+            return "warm-up", self.num_warmup + self.index, self.num_warmup
+        return "step", self.index, self.num_steps
 
 
 def duration(seconds: float | None) -> str:

@@ -3,7 +3,7 @@
     config.toml    as given             metrics.jsonl   a line a step
     plan.json      as resolved          samples/        step_00001.jsonl ...
     contract.json  of roles and links   logs/ stacks/   of the workers
-    curves.png
+    run.json       command, machine     curves.png
 
 Checkpoints and the exported model stand beside them, in checkpoints/ and hf/.
 """
@@ -15,7 +15,7 @@ import os
 import tomllib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.claim import CLAIM_FILE, claim
 from spmd_rl.observe.files import write_whole
+from spmd_rl.observe.metrics import holds_steps
 from spmd_rl.types import Group
 
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 OF_EVERY_START = {
-    *("config.toml", "plan.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
+    *("config.toml", "plan.json", "run.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
     *("curves.png", "report.html"),
 }
 WRITTEN = OF_EVERY_START | {
@@ -104,21 +105,31 @@ class RunFolder:
             return
         held = self.path / "config.toml"
         if not held.is_file():
-            raise ConfigError(f"{self.path} exists and is not the folder of a run: choose another name")
+            raise ConfigError(f"{self.path} exists and is not the folder of a run: add {self._free_name()}")
         if self._holds_work() and not resume:
             changed = list(_changes(tomllib.loads(held.read_text(encoding="utf-8")), tomllib.loads(config)))
             if changed:
                 raise ConfigError(
-                    f"{self.path} holds a run with another configuration ({changed[0]}): choose another name, "
-                    "remove the folder, or say --run.resume=true"
+                    f"{self.path} holds a run with another configuration ({changed[0]}): "
+                    f"add {self._free_name()} for a new run, or --run.resume=true to go on in this one"
                 )
+
+    def _free_name(self) -> str:
+        """The flag that starts a run of the same name with a number that no folder here has."""
+        names = (f"{self.path.name}-{number}" for number in count(2))
+        return f"--run.name={next(name for name in names if not self.path.with_name(name).exists())}"
 
     def _holds_work(self) -> bool:
         """Whether there is more than what every start makes at once: a step, a checkpoint, a model, a user's file."""
-        made = (self.metrics, self.samples, self.checkpoints, self.hf)
-        return any(map(has_content, made)) or any(
-            path.name not in OF_EVERY_START and path not in made and not _before_a_run(path)
-            for path in self.path.iterdir()
+        made = (self.samples, self.checkpoints, self.hf)
+        known = (*made, self.metrics)
+        return (
+            holds_steps(self.metrics)
+            or any(map(has_content, made))
+            or any(
+                path.name not in OF_EVERY_START and path not in known and not _before_a_run(path)
+                for path in self.path.iterdir()
+            )
         )
 
 

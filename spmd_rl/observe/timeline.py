@@ -18,6 +18,16 @@ from spmd_rl.observe.files import whole_file
 FOLDER = "traces"
 USAGE = "usage: spmd-rl trace RUN [RUN ...]"
 
+_SPAN = tuple[str, int, int, str, dict[str, Any]]
+
+
+class _Header(msgspec.Struct):
+    process: str
+    rank: int | None
+    host: str
+    pid: int
+    began_unix_ns: int
+
 
 @dataclass(frozen=True)
 class Process:
@@ -69,16 +79,16 @@ def read_spans(path: Path) -> Iterator[tuple[Process, Span | None]]:
         for number, line in enumerate(file, 1):
             try:
                 record = msgspec.json.decode(line)
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, RecursionError):
                 continue
             try:
                 if isinstance(record, dict):
-                    process = Process(*(record[key] for key in ("process", "rank", "host", "pid", "began_unix_ns")))
+                    process = Process(*msgspec.structs.astuple(msgspec.convert(record, _Header)))
                     yield process, None
                 else:
-                    name, start_ns, length_ns, lane, args = record
+                    name, start_ns, length_ns, lane, args = msgspec.convert(record, _SPAN)
                     yield process, Span(name, process.began_ns + start_ns, length_ns, lane, args)
-            except (LookupError, TypeError, ValueError):
+            except msgspec.ValidationError:
                 raise DataError(f"{path}:{number}", "neither the header nor a span of a trace") from None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,7 +16,10 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.steps import Step
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.split import plan_split
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.observe.files import write_whole
 from spmd_rl.observe.observer import Observer
+from spmd_rl.observe.provenance import FILE, began_unix_s, provenance
 from spmd_rl.observe.run import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.recipes.reward_watch import RewardWatch
@@ -26,28 +31,51 @@ LEAVES = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints"
 class Recorder:
     """The controller's observer. Recipes log `groups` (a list of Group) and metrics (dicts), in any order."""
 
-    def __init__(self, run: RunConfig, cfg: Any, world_size: int) -> None:
-        """Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit."""
+    def __init__(self, run: RunConfig, cfg: Any, world_size: int, words: Sequence[str] = ()) -> None:
+        """`words` are those after `spmd-rl run`.
+
+        Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit.
+        """
         config = dump_toml(cfg)
         self._folder = RunFolder.open(run.path, config, _resolved(cfg, world_size), resume=run.resume)
         settings = tomllib.loads(config)
+        self._began_s = began_unix_s()
+        facts = provenance(words, self._began_s) | _parameters(cfg)
+        write_whole(run.path / FILE, json.dumps(facts, indent=1) + "\n")
         self._sinks = Sinks(run.sinks, run.path, settings)
         self._reward_watch = RewardWatch(settings, self._folder.path / "samples")
         self._observer: Observer | None = None
-        self._steps_left = 0
+        self._before_s: dict[str, float] = {}  # seconds of the phases that ended before there was an observer
+        self._phase: str | None = None  # which was under way then
+        self._steps_left = 1  # or more: `on_steps` says how many
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
+
+    def on_warmup(self, num_steps: int) -> None:
+        self._observer = self._observe(0)
+        self._observer.begin_warmup(num_steps)
+        if self._phase is not None:
+            self._observer.on_phase(self._phase)
 
     def on_steps(self, start: int, num_steps: int) -> None:
         self._folder.drop_samples(after=start)
         self._steps_left = num_steps - start
         if self._steps_left <= 0 < num_steps:
             print(f"all {num_steps} steps are done: more of them, with --run.resume=true, go on from here", flush=True)
-        self._observer = Observer(self._folder, num_steps, sinks=self._sinks, resume_at=start)
+        self._observer = self._observer or self._observe(start)
+        self._observer.begin_steps(num_steps)
+
+    def _observe(self, start: int) -> Observer:
+        return Observer(
+            self._folder, sinks=self._sinks, resume_at=start, began_unix_s=self._began_s, before_s=self._before_s
+        )
 
     def on_phase(self, name: str, seconds: float | None) -> None:
         if self._observer is not None:
             self._observer.on_phase(name, seconds)
-        elif seconds is None and name not in ("sleep", "wake"):  # before the first step nothing else is shown
+        elif seconds is not None:
+            self._before_s[name], self._phase = self._before_s.get(name, 0.0) + seconds, None
+        elif name not in ("sleep", "wake"):  # before the first step nothing else is shown
+            self._phase = name
             print(f"{name} ...", flush=True)
 
     def on_log(self, step: Step, what: tuple[Any, ...]) -> None:
@@ -63,10 +91,11 @@ class Recorder:
 
     def on_step(self, step: Step) -> None:
         groups, metrics = self._logged.pop(step.index, ([], {}))
-        self._steps_left -= 1
+        if step.index >= 0:
+            self._steps_left -= 1
+            metrics["perf/controller_share"] = step.controller_share
         if self._observer is not None:
-            full = metrics | {"perf/controller_share": step.controller_share}
-            self._observer.on_step(step.index + 1, full, groups, partial(self._account, groups, step.index))
+            self._observer.on_step(step.index + 1, metrics, groups, partial(self._account, groups, step.index))
 
     def _account(self, groups: list[Group], version: int) -> dict[str, float]:
         """What the groups of the step that learned from them say of it; on stderr what it goes on without."""
@@ -95,6 +124,17 @@ class Recorder:
                 print(f"{self._folder.path} holds {', '.join(there)}", flush=True)
         else:
             self._sinks.close()
+
+
+def _parameters(cfg: Any) -> dict[str, int]:
+    """How many the model has, where the config names one that can be read here."""
+    model = getattr(cfg, "model", None)
+    if not isinstance(model, str):
+        return {}
+    try:
+        return {"parameters": ModelSpec.from_folder(model).num_parameters}
+    except SpmdError:
+        return {}
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:

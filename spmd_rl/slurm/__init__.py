@@ -62,7 +62,7 @@ def plan_job(asked: argparse.Namespace, run_words: list[str]) -> Job:
         python=sys.executable,
         nproc=nproc,
         max_restarts=asked.max_restarts,
-        options={"job-name": run.name, **_options(asked)},
+        options={"job-name": run.path.name, **_options(asked)},
     )
 
 

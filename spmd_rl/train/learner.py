@@ -30,6 +30,7 @@ from spmd_rl.train.progress import Progress
 from spmd_rl.train.tally import Tally
 
 COMPARED, MISMATCHED, MAX_DLOGP = "onpolicy/compared_tokens", "onpolicy/mismatched_tokens", "onpolicy/max_abs_dlogp"
+TOKENS = "train/tokens"
 MEAN_DLOGP, K1, K3 = "onpolicy/mean_abs_dlogp", "onpolicy/k1", "onpolicy/k3"
 
 
@@ -71,7 +72,7 @@ class Learner:
         seconds = time.perf_counter() - start
         flops = self.backend.flops(batch.lengths, int(batch.mask.sum()))
         total_s, num_tokens, flops = self.place.all_reduce_sum(np.array([seconds, batch.num_tokens, flops]))
-        speed = {"perf/train_tokens_per_s": float(num_tokens / (total_s / self.place.size))}
+        speed = {TOKENS: float(num_tokens), "perf/train_tokens_per_s": float(num_tokens / (total_s / self.place.size))}
         if self.backend.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.backend.device)  # torch keeps what the step took at its peak
             speed["memory/gpu_peak_gib"] = self.place.all_reduce_max(total - free) / 2**30
@@ -174,20 +175,28 @@ def _ratios(mean: float, mean_square: float) -> dict[str, float]:
     return {"onpolicy/chi2": mean_square, "onpolicy/ess": (1 + mean) ** 2 / (1 + mean_square)}
 
 
+def _on_policy(total: dict[str, float], largest: float) -> dict[str, float]:
+    """What an engine's tokens say, from their sums, which leave `total`; nothing where no engine made a token."""
+    num_made = total.pop("made_tokens")
+    sums = {name: total.pop(name) for name in (MEAN_DLOGP, K1, K3, "ratio", "square_ratio", MISMATCHED, COMPARED)}
+    if not num_made:
+        return {}
+    return {
+        **{name: sums[name] / num_made for name in (MEAN_DLOGP, K1, K3)},
+        **_ratios(sums["ratio"] / num_made, sums["square_ratio"] / num_made),
+        **{name: sums[name] for name in (MISMATCHED, COMPARED)},
+        MAX_DLOGP: largest,
+    }
+
+
 def _metrics(steps: list[dict[str, float]], denominator: float) -> dict[str, float]:
     """The step's metrics from the sums of its optimizer steps."""
-    total = {name: sum(step[name] for step in steps) for name in steps[0]}
-    num_tokens, num_made = max(total.pop("tokens"), 1.0), max(total.pop("made_tokens"), 1.0)
-    del total["square_norm"]
+    total = {name: sum(step[name] for step in steps) for name in steps[0] if name not in (MAX_DLOGP, "square_norm")}
+    num_tokens = max(total.pop("tokens"), 1.0)
     metrics = {
         "train/loss": total.pop("loss") / denominator,
         "train/grad_norm": total.pop("train/grad_norm") / len(steps),
         "train/lr": total.pop("train/lr") / len(steps),
-        **{name: total.pop(name) / num_made for name in (MEAN_DLOGP, K1, K3)},
-        **_ratios(total.pop("ratio") / num_made, total.pop("square_ratio") / num_made),
-        MISMATCHED: total.pop(MISMATCHED),
-        COMPARED: total.pop(COMPARED),
-        MAX_DLOGP: max(step[MAX_DLOGP] for step in steps),
+        **_on_policy(total, max(step[MAX_DLOGP] for step in steps)),
     }
-    del total[MAX_DLOGP]
     return metrics | {name: value / num_tokens for name, value in total.items()}

@@ -48,7 +48,7 @@ MODES = {
 }
 LOOK_S = 0.002  # between two looks at the run's folder
 # what a clock or another process has a part in
-TIMES = ("time/", "perf/", "rollout/tokens_per_s", "memory/", "unix_s")
+TIMES = ("time/", "before/", "perf/", "rollout/tokens_per_s", "memory/", "unix_s")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -50,14 +51,16 @@ def check_quiet(browser: Browser, page: Path) -> None:
 def curve(browser: Browser, metric: str) -> list[list[float]]:
     """The points of each line of the chart of `metric`, in pixels."""
     paths = browser.each(f"[data-metrics~='{metric}'] path.curve", "e.getAttribute('d')")
-    return [[float(word) for word in path.replace("M", " ").replace("L", " ").split()] for path in paths]
+    return [[float(word) for word in re.findall(r"[ML ]([-\d.]+)", path)] for path in paths]
 
 
 def test_curves_are_drawn(browser: Browser, demo: Path) -> None:
     page = opened(browser, demo)
     titles = browser.each(".chart .title")
-    assert {"Reward", "Response length", "Entropy", "Clip fraction", "Mismatched tokens"} <= set(titles)
+    assert {"Reward", "Response length", "Entropy", "Clip fraction", "Tokens per step"} <= set(titles)
     assert {"Time per step", "Speed", "Device memory", "eval/gsm8k"} <= set(titles)
+    assert not {"Mismatched tokens", "Trainer vs engine"} & set(titles)
+    assert browser.each(".zeros") == ["These were 0 throughout: mismatched tokens, trainer vs engine."]
     mean, solve_all, solve_none = curve(browser, "reward/mean")
     assert len(mean) == 2 * 120
     assert mean[0::2] == sorted(mean[0::2])  # to the right
@@ -83,6 +86,83 @@ def test_every_chart_reads_out_the_step_under_the_pointer(browser: Browser, demo
     values = data["runs"][0]["curves"]["columns"]["train/entropy"]["mean"]
     assert float(shown) == pytest.approx(values[step - 1], rel=1e-3)
     check_quiet(browser, page)
+
+
+ACROSS = """
+const choice = document.querySelector("select[aria-label='x axis']");
+choice.value = arguments[0];
+choice.dispatchEvent(new Event("change"));
+"""
+
+
+def warmed(folder: Path) -> Path:
+    """A run with a warm-up of ten steps of a minute each, and ten tokens in every step."""
+    run = make_run(folder, num_steps=20)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    early = [
+        {"step": step, "unix_s": 60.0 * (step + 10), "warmup/loss": -step, "time/warmup": 60.0} for step in range(-9, 1)
+    ]
+    late = [row | {"unix_s": 600.0 + 60 * row["step"], "time/step": 60.0} for row in rows]
+    late[0] |= {"before/all": 600.0, "before/warm-up": 590.0}
+    lines = [json.dumps(row | {"train/tokens": 10}) + "\n" for row in early + late]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    return run
+
+
+def ticks(browser: Browser, metric: str) -> list[float]:
+    return [float(text) for text in browser.each(f"[data-metrics~='{metric}'] text[text-anchor=middle]")]
+
+
+def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_path: Path) -> None:
+    page = opened(browser, warmed(tmp_path / "run"))
+    assert browser.each("select[aria-label='x axis'] option") == ["steps", "wall-clock minutes", "tokens trained on"]
+    assert (
+        "20 steps · in 30 min 0 s (10 min 0 s before step 1, 9 min 50 s of them in the phase warm-up)"
+        in (browser.each(".sub")[0])
+    )
+    assert (min(ticks(browser, "reward/mean")), max(ticks(browser, "reward/mean"))) == (5, 20)
+    assert max(ticks(browser, "warmup/loss")) <= 0
+    left = curve(browser, "reward/mean")[0][0]
+    browser.run(ACROSS, "minutes")
+    for metric in ("reward/mean", "warmup/loss"):  # from the run's beginning to its end
+        assert (ticks(browser, metric)[0], ticks(browser, metric)[-1]) == (0, 30)
+    assert curve(browser, "reward/mean")[0][0] > left + 50, "what came before step 1 has its place"
+    browser.drag("[data-metrics~='reward/mean'] svg", (100, 0), (101, 0), press=False)
+    browser.run("return new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    [at] = browser.each("[data-metrics~='reward/mean'] .at")
+    step, _, minutes = at.removeprefix("step ").removesuffix(" min").partition(" · ")
+    assert float(minutes) == 10 + int(step)
+    browser.drag("[data-metrics~='reward/mean'] svg", (100, 0), (100, 0))  # a click goes to that step
+    assert int(browser.run(CHOSEN % "step")) == min((1, 10, 20), key=lambda kept: abs(kept - int(step)))
+    browser.drag("[data-metrics~='reward/mean'] svg", (-20, 0), (100, 0))
+    assert ticks(browser, "reward/mean")[0] > 5
+    browser.run(ACROSS, "tokens")
+    assert (ticks(browser, "reward/mean")[0], ticks(browser, "reward/mean")[-1]) == (0, 300)
+    check_quiet(browser, page)
+
+
+def test_an_axis_that_a_run_has_no_values_for_is_not_offered(browser: Browser, demo: Path, tmp_path: Path) -> None:
+    opened(browser, demo, warmed(tmp_path / "run"))
+    assert browser.each("select[aria-label='x axis'] option") == ["steps", "wall-clock minutes"]
+
+
+def test_the_head_says_what_the_run_was_made_of(browser: Browser, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=2)
+    (run / "run.json").write_text(json.dumps({"command": HOSTILE, "commit": "12ab", "parameters": 154656}))
+    page = opened(browser, run)
+    assert browser.each(".facts dt") == ["model", "parameters", "ranks", "commit", "command"]
+    assert browser.each(".facts dd") == ["models/tiny", "154,656", "4", "12ab", HOSTILE]
+    check_quiet(browser, page)
+
+
+def test_links_lead_to_what_is_there(browser: Browser, demo: Path, tmp_path: Path) -> None:
+    opened(browser, demo)
+    assert browser.each("nav a", "e.hash") == ["#curves", "#timeline", "#samples", "#settings"]
+    bare = make_run(tmp_path / "bare", num_steps=2, sample_steps=[])
+    for path in (bare / "traces").iterdir():
+        path.unlink()
+    opened(browser, bare)
+    assert browser.each("nav a", "e.hash") == ["#curves", "#settings"]
 
 
 def last_tick(browser: Browser) -> int:

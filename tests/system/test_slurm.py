@@ -31,7 +31,7 @@ class Desk:
         self.cluster = cluster
         self.telephone = telephone
         self.folder = folder
-        self.logs = folder / "runs/run/logs"
+        self.logs = folder / "runs/witness/logs"
         self.jobs: list[int] = []
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:

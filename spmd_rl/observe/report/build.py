@@ -13,10 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.errors import ConfigError, DataError
+from spmd_rl.errors import ConfigError
+from spmd_rl.observe.colours import PARTS, PHASES, colour_of
 from spmd_rl.observe.files import write_whole
 from spmd_rl.observe.metrics import METRICS, read_metrics
-from spmd_rl.observe.report.metrics import FIGURES, MAX_POINTS, curves, figures, num_latest, wall_s, winner
+from spmd_rl.observe.report.about import about, read_provenance, without_command
+from spmd_rl.observe.report.clock import before, loop, wall_s
+from spmd_rl.observe.report.metrics import FIGURES, MAX_POINTS, curves, figures, num_latest, winner
 from spmd_rl.observe.report.page import render
 from spmd_rl.observe.report.samples import Room, read_samples
 from spmd_rl.observe.report.settings import as_text, differences, read_config, read_plan
@@ -68,9 +71,13 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
     return {
         "title": " · ".join(run["name"] for run in shown),
         "made_unix_s": int(time.time()),
-        "metrics": {metric.name: {"unit": metric.unit, "meaning": metric.meaning} for metric in METRICS},
+        "metrics": {one.name: vars(one) | {"colour": colour_of(one.name).variable} for one in METRICS},
+        "phase_colours": {name: colour.variable for name, colour in PHASES.items()},
+        "part_colours": [colour.variable for colour in PARTS],
         "figures": [vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values],
-        "differences": differences([run["settings"] for run in shown]),
+        "differences": differences(
+            [run["settings"] | without_command(run["about"]) for run in shown], [Path(run["folder"]) for run in shown]
+        ),
         "runs": shown,
     }
 
@@ -78,26 +85,23 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
 def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
     if not (run / "config.toml").is_file() and not (run / "metrics.jsonl").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has neither config.toml nor metrics.jsonl")
-    rows, config, room = _rows(run / "metrics.jsonl"), read_config(run), Room()
+    rows, config = read_metrics(run / "metrics.jsonl"), read_config(run)
+    plan, facts, room = read_plan(run), read_provenance(run), Room()
     room = replace(room, num_steps=room.num_steps // num_runs, num_tokens=room.num_tokens // num_runs)
     return {
         "name": name,
+        "folder": str(facts.get("folder", "")),
+        "about": about(run, config, plan, facts),
+        "before": before(rows),
         "wall_s": wall_s(rows),
-        "num_latest": num_latest(len(rows)),
+        "num_latest": num_latest(len(loop(rows))),
         "figures": figures(rows),
         "curves": curves(rows, MAX_POINTS // min(num_runs, 3)),
         "settings": {key: as_text(value) for key, value in config.items()},
-        "plan": read_plan(run),
+        "plan": plan,
         "samples": {"steps": [], "num_steps": 0} if small else read_samples(run, config, room),
         "timeline": None if small else read_timeline(run, max_spans=MAX_SPANS // num_runs),
     }
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    try:
-        return read_metrics(path)
-    except ValueError as error:
-        raise DataError(str(path), f"not JSON lines: {error}") from None
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

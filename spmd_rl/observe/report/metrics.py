@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from spmd_rl.observe.metrics import KNOWN
+from spmd_rl.observe.report.clock import BEFORE, ends, is_number, loop
 
 Row = dict[str, Any]
 
@@ -50,22 +51,24 @@ def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Every metric at no more than `max_points` points.
 
     A point covers the steps `first` to `last` and has their mean; where it covers several it has their lowest and
-    highest value too, so that a lone spike is never averaged away.
+    highest value too, so that a lone spike is never averaged away. `ends` says where it ends on the other axes.
     """
     num_points = min(len(rows), max_points)
     edges = [i * len(rows) // num_points for i in range(num_points)] + [len(rows)] if num_points else []
     parts = [rows[a:b] for a, b in pairwise(edges)]
     return {
-        "num_steps": len(rows),
+        "num_steps": len(loop(rows)),
         "first": [part[0]["step"] for part in parts],
         "last": [part[-1]["step"] for part in parts],
+        "ends": ends(parts),
         "columns": {name: _column(parts, name) for name in names(rows)},
     }
 
 
 def names(rows: Iterable[Row]) -> list[str]:
     """The metrics that have a value somewhere: the project's in their order, then the user's own."""
-    found = {name for row in rows for name in row if _is_known(row, name)} - {"step", "unix_s"}
+    found = {name for row in rows for name in row if _is_known(row, name) and not name.startswith(BEFORE)}
+    found -= {"step", "unix_s"}
     return [name for name in KNOWN if name in found] + sorted(found - KNOWN.keys())
 
 
@@ -81,12 +84,6 @@ def winner(figure: Figure, values: Sequence[float | None]) -> int | None:
         return None
     (best, index), (second, _) = known[:2]
     return index if best - second >= CLEARLY * max(abs(best), abs(second)) > 0 else None
-
-
-def wall_s(rows: Sequence[Row]) -> float | None:
-    """Seconds from the start of the first step to the end of the last, pauses between restarts included."""
-    times = [row["unix_s"] for row in rows if _is_number(row.get("unix_s"))]
-    return times[-1] - times[0] + (rows[0].get("time/step") or 0.0) if times else None
 
 
 def num_latest(num_steps: int) -> int:
@@ -107,7 +104,7 @@ _HOW: dict[str, Callable[[list[float]], float]] = {
 
 
 def _figure(rows: Sequence[Row], figure: Figure) -> float | None:
-    values = [row[figure.metric] for row in rows if _is_known(row, figure.metric)]
+    values = [row[figure.metric] for row in loop(rows) if _is_known(row, figure.metric)]
     return _short(_HOW[figure.how](values)) if values else None
 
 
@@ -121,11 +118,7 @@ def _column(parts: list[Sequence[Row]], name: str) -> dict[str, list[float | Non
 
 
 def _is_known(row: Row, name: str) -> bool:
-    return _is_number(row.get(name)) and row.get(AMONG.get(name, "")) != 0
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number(row.get(name)) and row.get(AMONG.get(name, "")) != 0
 
 
 def _short(value: float | None) -> float | None:

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from spmd_rl.errors import DataError
+from spmd_rl.observe.jsonl import lines, parse_finite
 from spmd_rl.observe.report.tokens import find_tokenizer, pieces
 
 Sample = dict[str, Any]
 
 TOKENS_BESIDES = 30  # as much as the rest of a sample takes of a page
+
+
+class _Row(msgspec.Struct):
+    """A line of the samples, as far as the page shows it; None stands for a number that is not finite."""
+
+    prompt_uid: int | str | None = None
+    index: int | None = None
+    prompt: str = ""
+    answer: str = ""
+    text: str = ""
+    reward: float | None = None
+    finish: str = ""
+    tokens: list[int] = []
+    logprobs: list[float | None] = []
+    versions: list[int] = []
+    parts: dict[str, float | None] = {}
 
 
 @dataclass(frozen=True)
@@ -64,36 +81,35 @@ def _read_step(path: Path, tokenizer: Any, room: Room, num_tokens: int) -> dict[
     groups: dict[Any, dict[str, Any]] = {}
     num_samples = taken = 0
     full = False
-    for number, line in _whole_lines(path):
+    for number, line in lines(path):
         num_samples += 1
         if full:
             continue
-        row = _row(path, number, line)
-        uid = row.get("prompt_uid")
+        row = _row(f"{path}:{number}", line)
+        uid = row.prompt_uid
         if uid not in groups:
             if full := taken >= num_tokens and bool(groups):
                 continue
-            groups[uid] = {"uid": uid, "prompt": _text(row, "prompt"), "answer": _text(row, "answer"), "samples": []}
+            groups[uid] = {"uid": uid, "prompt": row.prompt, "answer": row.answer, "samples": []}
         sample = _sample(row, tokenizer, room.tokens_per_sample)
         groups[uid]["samples"].append(sample)
         taken += len(sample["pieces"]) + TOKENS_BESIDES
     return {"groups": list(groups.values()), "num_samples": num_samples, "num_tokens": taken}
 
 
-def _sample(row: dict[str, Any], tokenizer: Any, most: int) -> Sample:
-    tokens = row.get("tokens") or []
-    parts, known = pieces(tokenizer, tokens, _text(row, "text"))
-    logprobs = [None if value is None else round(value, 4) for value in row.get("logprobs") or []]
-    versions = row.get("versions") or []
+def _sample(row: _Row, tokenizer: Any, most: int) -> Sample:
+    tokens, versions = row.tokens, row.versions
+    parts, known = pieces(tokenizer, tokens, row.text)
+    logprobs = [None if value is None else round(value, 4) for value in row.logprobs]
     sample: Sample = {
-        "index": row.get("index"),
-        "reward": row.get("reward"),
-        "finish": _text(row, "finish"),
-        "parts": row.get("parts") or {},
+        "index": row.index,
+        "reward": row.reward,
+        "finish": row.finish,
+        "parts": row.parts,
         "num_tokens": len(tokens),
         "known": known,
     }
-    per_token = {"pieces": parts, "tokens": tokens, "logprobs": logprobs, "versions": versions}
+    per_token: dict[str, list[Any]] = {"pieces": parts, "tokens": tokens, "logprobs": logprobs, "versions": versions}
     if len(parts) > most:  # the beginning and the end
         sample["left_out_at"] = half = most // 2
         per_token = {name: values[:half] + values[-half:] for name, values in per_token.items()}
@@ -102,23 +118,11 @@ def _sample(row: dict[str, Any], tokenizer: Any, most: int) -> Sample:
     return sample | per_token
 
 
-def _text(row: dict[str, Any], key: str) -> str:
-    return str(row.get(key, ""))
-
-
-def _whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8") as file:
-        yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
-
-
-def _row(path: Path, number: int, line: str) -> dict[str, Any]:
+def _row(where: str, line: bytes) -> _Row:
     try:
-        row = json.loads(line, parse_constant=lambda _: None)  # NaN and infinities: JSON in a page has none
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{number}", f"not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{path}:{number}", "not the record of a sample")
-    return row
+        return msgspec.convert(parse_finite(where, line), _Row)
+    except msgspec.ValidationError as error:
+        raise DataError(where, f"not the record of a sample: {error}") from None
 
 
 def _step(path: Path) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.errors import DataError
+from spmd_rl.observe.jsonl import parse_finite
 from spmd_rl.observe.report.samples import coarse_to_fine, spread
 from spmd_rl.observe.timeline import Process, Span, read_spans, trace_files, tracks
 
@@ -39,12 +40,16 @@ def read_timeline(run: Path, max_steps: int = MAX_STEPS, max_spans: int = MAX_SP
 
 
 def _recorded(run: Path) -> Iterator[Recorded]:
-    """The run's spans, from the processes' files or, where only that was kept, from trace.json."""
+    """The run's spans, from the processes' files or, where only that was kept, from trace.json. Raises: DataError."""
     files = trace_files(run)
     for path in files:
         yield from ((process, span) for process, span in read_spans(path) if span is not None)
-    if not files and (run / "trace.json").is_file():
-        yield from _from_chrome(json.loads((run / "trace.json").read_text(encoding="utf-8")))
+    chrome = run / "trace.json"
+    if not files and chrome.is_file():
+        try:
+            yield from list(_from_chrome(parse_finite(str(chrome), chrome.read_bytes())))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise DataError(str(chrome), "not a trace that spmd-rl trace wrote: remove it") from None
 
 
 def _from_chrome(trace: dict[str, Any]) -> Iterator[Recorded]:
@@ -54,12 +59,12 @@ def _from_chrome(trace: dict[str, Any]) -> Iterator[Recorded]:
     for event in trace["traceEvents"]:
         where = event["pid"], event["tid"]
         if event["name"] in ("process_name", "thread_name"):
-            titles[where] = event["args"]["name"]
+            titles[where] = str(event["args"]["name"])
         elif event["ph"] == "X":
             start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
             name, _, host = titles[event["pid"], 0].partition(" on ")
             process = Process(name, event["pid"], host)
-            yield process, Span(event["name"], began_ns + start_ns, length_ns, titles[where], event["args"])
+            yield process, Span(str(event["name"]), began_ns + start_ns, length_ns, titles[where], dict(event["args"]))
 
 
 def _windows(run: Path) -> list[Span]:
@@ -71,8 +76,8 @@ def _windows(run: Path) -> list[Span]:
     first_ns, last_ns = 2**63, 0
     for _, span in _recorded(run):
         first_ns, last_ns = min(first_ns, span.start_ns), max(last_ns, span.end_ns)
-        if span.name == "step" and "step" in span.args:
-            number = span.args["step"]
+        number = span.args.get("step")
+        if span.name == "step" and isinstance(number, int):
             steps[number] = max(span, steps.get(number, span), key=lambda step: step.start_ns)
     if not steps and last_ns:
         return [Span("all", first_ns, last_ns - first_ns, "", {})]

@@ -116,12 +116,12 @@ def test_deadline_saves_all_stacks(chaos: Launch, tmp_path: Path) -> None:
     assert "chaos.py:" in last
     waited = re.search(r" in hang, in actor\.hang after (\d+\.\d) s", last)
     assert waited is not None and float(waited[1]) >= 0.5, last
-    records = [json.loads((tmp_path / f"runs/run/stacks/rank_{i}.collectives.json").read_text()) for i in range(2)]
+    records = [json.loads((tmp_path / f"runs/chaos/stacks/rank_{i}.collectives.json").read_text()) for i in range(2)]
     entered = [len(record["gloo"].get("entries", [])) for record in records]
     assert entered[0] == entered[1] + 1, "rank 0 is in a collective that rank 1 never entered"
     (last,) = records[0]["gloo"]["entries"][-1:]
     assert last["timeout_ms"] == COLLECTIVE_TIMEOUT.total_seconds() * 1000, "the call has a deadline, not its parts"
-    stacks = [(tmp_path / f"runs/run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
+    stacks = [(tmp_path / f"runs/chaos/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
     assert "barrier" in stacks[0]
     assert "threading.Event().wait()" in stacks[1]
 
@@ -134,7 +134,7 @@ def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Launch, tmp_path:
     assert code == 1
     assert "rank 1 (host " in last
     assert "in actor.hang (phase rollout) after " in last
-    stacks = tmp_path / "runs/run/stacks"
+    stacks = tmp_path / "runs/chaos/stacks"
     assert "barrier" in (stacks / "rank_0.txt").read_text()
     assert json.loads((stacks / "rank_0.collectives.json").read_text())["gloo"]["entries"]
     assert "no answer" in (stacks / "rank_1.txt").read_text()
@@ -186,7 +186,7 @@ def test_a_stopped_worker_is_lost_and_ended(chaos: Launch, tmp_path: Path, victi
     assert code == 1
     assert f"lost rank {victim} (host " in last
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
-    stacks = [(tmp_path / f"runs/run/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
+    stacks = [(tmp_path / f"runs/chaos/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
     assert "no answer" in stacks[victim]
     assert "in hang" in stacks[1 - victim]
 
@@ -253,16 +253,16 @@ def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:
 def test_stacks_of_a_live_run(launch: Launch, chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)
-    code, out, last = outcome(launch("stacks", "runs/run"))
+    code, out, last = outcome(launch("stacks", "runs/chaos"))
     assert code == 0, last
     assert all(f"pid {pid}" in out for pid in pids["ranks"])
     assert "threading.Event().wait()" in out
     assert "actor.hang.call()" in out, "the controller's own stack"
     os.kill(pids["controller"], signal.SIGKILL)
     outcome(process)
-    code, _, last = outcome(launch("stacks", "runs/run"))
+    code, _, last = outcome(launch("stacks", "runs/chaos"))
     assert code == 2
-    assert last.startswith("no run is going on in runs/run")
+    assert last.startswith("no run is going on in runs/chaos")
 
 
 def test_ending_the_run_from_outside(chaos: Launch) -> None:

@@ -37,10 +37,12 @@ class Ended:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        """Of the steps from 1."""
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [row for row in rows if row["step"] > 0]
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        return [json.loads(row) for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().splitlines()]
+        return [json.loads(row) for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().split("\n")[:-1]]
 
 
 Run = Callable[..., Ended]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.observe.report.spans import read_timeline
 from spmd_rl.observe.timeline import read_spans, trace_files, write_chrome
 
@@ -48,7 +49,14 @@ def test_colocated_on_two_ranks(run: Any) -> None:
     """Warm-up, then GRPO; the exported folder loads in transformers and holds what was trained."""
     ended = run(ARITHMETIC, "--steps=2", "--warmup_steps=5", nproc=2)
     check_proof(ended, 2)
+    warmup = [row for row in read_metrics(ended.folder / "metrics.jsonl") if row["step"] < 1]
+    assert [row["step"] for row in warmup] == [-4, -3, -2, -1, 0]
+    assert warmup[0]["warmup/loss"] > warmup[-1]["warmup/loss"] > 0
+    assert 0 < sum(row["time/warmup"] for row in warmup) < ended.metrics[0]["before/all"]
+    facts = json.loads((ended.folder / "run.json").read_text())
+    assert facts["command"].startswith(f"spmd-rl run {ARITHMETIC} ")
     model = AutoModelForCausalLM.from_pretrained(ended.folder / "hf")
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) > 100_000
     assert {path.name for path in ended.folder.iterdir()} >= {"config.toml", "plan.json", "curves.png", "checkpoints"}
     contracts = json.loads((ended.folder / "contract.json").read_text())

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from spmd_rl import cli
+from spmd_rl.config import dump_toml
+from spmd_rl.controller.recipe import Invocation, load_recipe, run_config
 from spmd_rl.observe.claim import claim
+from spmd_rl.observe.provenance import BEGAN_ENV
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
@@ -27,6 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     monkeypatch.setattr(cli, "launch", launch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv(BEGAN_ENV, "")  # which a launcher sets, and the tests after this one must not see
     monkeypatch.chdir(tmp_path)
     return started
 
@@ -43,14 +47,32 @@ def test_the_folder_of_another_run(launched: list[int], capfd: pytest.CaptureFix
     assert run() == 0
     (folder / "notes.txt").write_text("mine")
     assert run() == 2
-    assert "is not the folder of a run" in capfd.readouterr().err
+    assert "runs/r exists and is not the folder of a run: add --run.name=r-2" in capfd.readouterr().err
     (folder / "config.toml").write_text("steps = 3\n")
+    Path("runs/r-2").mkdir()
     assert run() == 2
-    assert "holds a run with another configuration (steps was 3" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "runs/r holds a run with another configuration (steps was 3" in said
+    assert "add --run.name=r-3 for a new run, or --run.resume=true to go on in this one" in said
     assert run("--run.resume=true") == 0
     (folder / "notes.txt").unlink()
     assert run() == 0, "a start that made no step"
     assert launched == [1, 1, 1]
+
+
+def test_a_run_without_a_name_has_its_recipes(tmp_path: Path) -> None:
+    example = str(EXAMPLE / "recipe.py")
+    for words, name in (
+        (["grpo"], "grpo"),
+        (["spmd_rl.recipes.sft"], "sft"),
+        ([example], "recipe"),
+        ([example, "--config", str(EXAMPLE / "demo.toml")], "demo"),
+        (["grpo", "--run.name=mine"], "mine"),
+    ):
+        invocation = Invocation.parse([*words, "--model=m", "--data=d"])
+        cfg = load_recipe(invocation.recipe).configure(invocation)
+        assert run_config(cfg).path == Path("runs", name)
+        assert f'name = "{name}"' in dump_toml(cfg)
 
 
 def test_input_that_does_not_serve(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:

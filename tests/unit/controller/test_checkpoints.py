@@ -285,6 +285,12 @@ def test_settings_that_cannot_work_are_refused(setting: dict[str, float]) -> Non
         RunConfig(**setting)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "a\\b", "..", ".", "a\0b"])
+def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="name = .*: expected the name of a folder in run.folder"):
+        RunConfig(name=name)
+
+
 @pytest.mark.parametrize("setting", [{"seed": 1 << 63}, {"grace_s": float("inf")}])
 def test_settings_beyond_all_bounds_are_refused(setting: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(setting))} = .*: expected "):

@@ -95,8 +95,9 @@ def test_the_check_of_an_empty_folder_fails(tmp_path: Path) -> None:
 def test_times_alone_end_the_check_with_a_code_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, first_s: float, code: int
 ) -> None:
-    rows = [row | {"step": i, "unix_s": 100 + first_s} for i, row in enumerate(lines([0.4, *[reward] * 6]))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [row | {"step": i, "unix_s": 100 + first_s} for i, row in enumerate(lines([0.4, *[reward] * 6]), 1)]
+    warmed_up = [{"step": 0, "unix_s": 101, "warmup/loss": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in warmed_up + rows))
     for others in ("files", "exported"):
         monkeypatch.setattr(check, others, lambda *given: ())
     monkeypatch.setattr("sys.argv", ["check", str(tmp_path), "--started", "100"])

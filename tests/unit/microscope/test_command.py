@@ -21,7 +21,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.microscope import command
 from spmd_rl.microscope.engine_path import EnginePath
 from spmd_rl.microscope.faults import plant
-from spmd_rl.microscope.inputs import samples_of, samples_of_run
+from spmd_rl.microscope.inputs import mismatched_tokens, samples_of, samples_of_run
 from spmd_rl.microscope.origins import Origins
 from spmd_rl.microscope.paths import TrainerPath, load_model
 from spmd_rl.microscope.taps import Hashes
@@ -210,12 +210,20 @@ def test_a_broken_sample_file_is_named(run: Path, mismatch, capsys, line: str) -
     assert BROKEN[line] in said
 
 
-def test_a_broken_metrics_file_is_named_before_any_work(run: Path, mismatch, capsys) -> None:
-    (run / "metrics.jsonl").write_text("no\n")
-    assert mismatch(run) == 2
-    captured = capsys.readouterr()
-    assert "metrics.jsonl:1" in captured.err
-    assert not captured.out
+def test_a_damaged_line_of_metrics_is_skipped_with_a_warning(run: Path) -> None:
+    lines = ("no", '{"step": 1, "onpolicy/mismatched_tokens": 3}', '{"step": 2, "onpolicy/mismatched_tokens": "x"}')
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:1: not valid JSON.*; this line is skipped"):
+        assert mismatched_tokens(run) == {1: 3}
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\u0085", "\x1c"])
+def test_a_sample_may_hold_any_separator_of_lines(run: Path, separator: str) -> None:
+    """What `RunFolder.write_samples` writes holds some of them as they are."""
+    path = sorted((run / "samples").iterdir())[-1]
+    row = json.loads(path.read_bytes().split(b"\n")[0]) | {"prompt": f"1{separator}1="}
+    path.write_text(json.dumps(row, ensure_ascii=separator < " ") + "\n", encoding="utf-8")
+    assert samples_of(run)[0].prompt == f"1{separator}1="
 
 
 def test_the_newest_step_that_has_samples_is_replayed(run: Path, mismatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.observe import curves
+from spmd_rl.observe import colours, curves
 from tests.unit.observe.synthetic import metrics
 
 Row = dict[str, Any]
@@ -92,7 +92,7 @@ def test_no_line_says_agreement_where_no_token_was_compared() -> None:
 def test_mismatched_tokens_are_counted_in_red() -> None:
     (axes,) = [axes for title, axes in panels(rows_of(onpolicy__mismatched_tokens=3)).items() if "mismatched" in title]
     assert axes.get_title("left") == "mismatched tokens: 120 of 204,800"
-    assert axes.lines[0].get_color() == curves._RED
+    assert axes.lines[0].get_color() == colours.RED.code
     assert axes.get_ylim() == (0, pytest.approx(3.3))
 
 

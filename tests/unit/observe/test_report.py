@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.report import main, write_report
+from spmd_rl.observe import colours
+from spmd_rl.observe.metrics import KNOWN, METRICS
+from spmd_rl.observe.report import clock, main, write_report
 from spmd_rl.observe.report import metrics as figures
 from spmd_rl.observe.report.build import gather
 from spmd_rl.observe.report.page import as_json
@@ -250,9 +252,106 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert [key for key, _ in data["differences"]] == ["steps", "lr", "run.seed", "run.name"]
 
 
+def test_paths_of_one_file_are_no_difference(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for file in ("model", "reward.py", "other"):
+        (tmp_path / "a" / file).write_text("")
+    away = tmp_path / "a"
+    one = {"model": "model", "data": "../a/model@[0:9]", "reward": "reward.py:f", "lr": "16"}
+    same = {"model": f"{away}/model", "data": f"{away}/model@[0:9]", "reward": f"{away}/./reward.py:f", "lr": "16"}
+    assert differences([one, same], [away, tmp_path / "b"]) == []
+    other = {"model": f"{away}/other", "data": f"{away}/model@[0:8]", "reward": f"{away}/reward.py:g", "lr": "17"}
+    assert [key for key, _ in differences([one, other], [away, away])] == ["model", "data", "reward", "lr"]
+
+
 def test_a_setting_only_one_run_has_differs_and_words_differ_from_numbers() -> None:
     assert differences([{"a": 1, "b": 2}, {"b": 2}]) == [("a", ["1", None])]
     assert differences([{"a": [1, 2]}, {"a": [1, 2]}, {"a": [1, 3]}]) == [("a", ["[1, 2]", "[1, 2]", "[1, 3]"])]
+
+
+FACTS = {
+    "command": "spmd-rl run grpo --model=m",
+    "commit": "1234567890ab-dirty",
+    "spmd_rl": "0.1.0",
+    "spmd_rl_commit": "ba0987654321",
+    "host": "node1",
+    "machine": "AMD EPYC, 2 cores, 24 GiB",
+    "torch": "2.12",
+    "parameters": 154656,
+}
+
+
+def test_the_head_says_what_a_run_was_made_of(tmp_path: Path) -> None:
+    settings = 'data = "train.jsonl"\nreward = "r.py:f"'
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1, settings=settings)
+    assert gather([run])["runs"][0]["about"] == {
+        "model": "models/tiny", "data": "train.jsonl", "reward": "r.py:f", "ranks": "4",
+    }  # fmt: skip
+    (run / "run.json").write_text(json.dumps(FACTS))
+    followed = [{"digest": "x", "by": ["train on rank 0"], "facts": {"device": "cuda", "gpu": "H200", "torch": "2.13"}}]
+    (run / "contract.json").write_text(json.dumps({"train": followed}))
+    assert gather([run])["runs"][0]["about"] == {
+        "model": "models/tiny", "parameters": "154,656", "data": "train.jsonl", "reward": "r.py:f", "ranks": "4",
+        "device": "H200", "host": "node1", "machine": "AMD EPYC, 2 cores, 24 GiB", "torch": "2.13",
+        "spmd-rl": "0.1.0 (ba0987654321)", "commit": "1234567890ab-dirty", "command": "spmd-rl run grpo --model=m",
+    }  # fmt: skip
+    for content in ("[]", '{"train": 1}', '{"train": [1]}', '{"train": [{"facts": 1}]}'):
+        (run / "contract.json").write_text(content)
+        assert gather([run])["runs"][0]["about"]["torch"] == "2.12"
+
+
+def test_runs_on_two_commits_differ_in_that(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, num_steps=1, num_ranks=1) for name in "ab"]
+    for run, commit in zip(runs, ("1", "2"), strict=True):
+        (run / "run.json").write_text(json.dumps(FACTS | {"commit": commit, "command": f"x{commit}"}))
+    assert [key for key, _ in gather(runs)["differences"]] == ["run.name", "commit"]
+
+
+WARMED: list[dict[str, Any]] = [
+    {"step": 0, "unix_s": 1025.0, "time/warmup": 5.0, "warmup/loss": 2.0, "train/tokens": 100},
+    {"step": 1, "unix_s": 1060.0, "time/step": 20.0, "before/all": 40.0, "before/warm-up": 5.0, "train/tokens": 10},
+    {"step": 2, "unix_s": 1120.0, "time/step": 60.0},
+    {"step": 3, "unix_s": 1119.0, "time/step": 60.0, "train/tokens": 30},  # a clock was set back
+]
+
+
+def test_minutes_and_tokens_count_from_the_runs_beginning() -> None:
+    drawn = figures.curves(WARMED)
+    assert drawn["ends"]["minutes"] == pytest.approx([25 / 60, 1, 2, 2], abs=1e-4)
+    assert drawn["ends"]["tokens"] == [100, 110, 110, 140]
+    assert (drawn["num_steps"], drawn["first"]) == (3, [0, 1, 2, 3])
+    assert sorted(drawn["columns"]) == ["time/step", "time/warmup", "train/tokens", "warmup/loss"]
+    assert clock.wall_s(WARMED) == 119.0
+    assert clock.before(WARMED) == {"all": 40.0, "warm-up": 5.0}
+    assert figure_of(WARMED, "time/step") == 60.0
+    assert figures.curves(WARMED, 2)["ends"]["tokens"] == [110, 140]
+
+
+def test_axes_that_a_run_knows_nothing_of_are_left_out() -> None:
+    assert figures.curves([{"step": 1, "a": 1.0}])["ends"] == {}
+    assert list(figures.curves([{"step": 1, "unix_s": 1.0}])["ends"]) == ["minutes"]
+    assert clock.wall_s([{"step": 1, "unix_s": 5.0, "time/step": 2.0}, {"step": 2, "unix_s": 9.0}]) == 6.0
+    assert clock.wall_s([]) is None
+
+
+def test_page_and_picture_have_the_same_colours(tmp_path: Path) -> None:
+    style = (PAGE / "style.css").read_text(encoding="utf-8")
+    every = [*colours.PHASES.values(), *colours.PARTS, *map(colours.colour_of, KNOWN)]
+    for colour in every:
+        assert f"{colour.variable}: light-dark({colour.code}," in style
+    data = gather([make_run(tmp_path / "run", num_steps=1, num_ranks=1)])
+    assert data["metrics"]["reward/solve_all"]["colour"] == colours.GREEN.variable
+    assert data["phase_colours"]["rollout"] == data["metrics"]["time/rollout"]["colour"] == colours.BLUE.variable
+    script = "".join(path.read_text(encoding="utf-8") for path in PAGE.glob("panels.js"))
+    assert not re.findall(r"--c[1-9]", script), "a colour of its own"
+
+
+def test_every_metric_of_ours_has_a_chart_in_words(tmp_path: Path) -> None:
+    script = (PAGE / "panels.js").read_text(encoding="utf-8")
+    drawn = set(re.findall(r'\["([\w/]+)", "', script)) | {f"time/{name}" for name in colours.PHASES} | {"time/step"}
+    assert set(KNOWN) - drawn == set()
+    assert all(metric.label and "/" not in metric.label and "_" not in metric.label for metric in METRICS)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -282,10 +381,60 @@ def test_what_is_no_run_or_does_not_parse_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         write_report([tmp_path])
     run = make_run(tmp_path / "run", num_steps=3, num_ranks=1)
-    (run / "metrics.jsonl").write_text('{"step": 1\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl:1: not valid JSON"):
+    (run / "plan.json").write_text('{"step": 1\n')
+    with pytest.raises(DataError, match=r"plan\.json: not valid JSON: cut off at column 10"):
         write_report([run])
     assert not (run / "report.html").exists()
+
+
+def sample_line(**changed: Any) -> str:
+    row = {"prompt_uid": 1, "index": 0, "prompt": "p", "text": "ab", "tokens": [1, 2], "logprobs": [-0.5, -1.0]}
+    return json.dumps(row | changed) + "\n"
+
+
+CRAFTED = {
+    "a string log-prob": ("samples/step_00001.jsonl", sample_line(logprobs=["x"]), "1: not the record of a sample"),
+    "nested versions": ("samples/step_00001.jsonl", sample_line(versions=[[1]]), "1: not the record of a sample"),
+    "tokens that are none": ("samples/step_00001.jsonl", sample_line(tokens=5), "1: not the record of a sample"),
+    "nested parts": ("samples/step_00001.jsonl", sample_line(parts={"a": {}}), "1: not the record of a sample"),
+    "a deep sample": ("samples/step_00001.jsonl", "[" * 100_000, "1: not valid JSON: it is nested too deeply"),
+    "a deep plan": ("plan.json", "[" * 100_000, "not valid JSON: it is nested too deeply"),
+    "a deep config": ("config.toml", "a = " + "[" * 100_000, "not TOML: it is nested too deeply"),
+    "a span without times": ("traces/x.jsonl", '["a", "b", "c", "d", {}]\n', "neither the header nor a span"),
+    "a span without arguments": ("traces/x.jsonl", '["step", 1, 1, "main", 5]\n', "neither the header nor a span"),
+}
+
+
+@pytest.mark.parametrize("case", CRAFTED)
+def test_a_crafted_file_ends_with_a_sentence(tmp_path: Path, case: str) -> None:
+    file, content, said = CRAFTED[case]
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    (run / file).write_text(content)
+    with pytest.raises(DataError, match=said):
+        write_report([run])
+
+
+def test_a_crafted_trace_json_ends_with_a_sentence(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    for path in (run / "traces").iterdir():
+        path.unlink()
+    for content in ("[]", "{}", '{"otherData": {"began_unix_s": 1e999}, "traceEvents": []}', "[" * 100_000):
+        (run / "trace.json").write_text(content)
+        with pytest.raises(DataError, match=r"trace\.json: not "):
+            write_report([run])
+
+
+def test_numbers_without_end_are_none_in_the_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
+    (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1e999, "reward/mean": 0.5}\n')
+    (run / "plan.json").write_text('{"bytes": 1e999}')
+    line = sample_line(reward=7.5, parts={"a": 7.5}).replace("7.5", "1e999").replace("-0.5", "-1e999")
+    (run / "samples/step_00001.jsonl").write_text(line)
+    shown = json.loads(page_of(run).data)["runs"][0]
+    assert list(shown["curves"]["columns"]) == ["reward/mean"]
+    assert shown["plan"] == {"bytes": "1e999"}
+    sample = shown["samples"]["steps"][0]["groups"][0]["samples"][0]
+    assert (sample["reward"], sample["parts"], sample["logprobs"]) == (None, {"a": None}, [None, -1.0])
 
 
 def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:

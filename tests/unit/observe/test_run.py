@@ -77,11 +77,31 @@ def test_a_live_run_of_this_host_is_refused_at_once(tmp_path: Path) -> None:
     refuse_live(tmp_path)
 
 
-def test_a_line_that_is_no_metrics_is_named(tmp_path: Path) -> None:
-    for line in ("{", "[]", '{"step": null}', "\0"):
-        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
-        with pytest.raises(DataError, match=r"metrics\.jsonl:2: not "):
-            read_metrics(tmp_path / "metrics.jsonl")
+@pytest.mark.parametrize("line", [b"{", b"[]", b'{"step": null}', b"\0", b'{"step": 1e999}', b"\xff", b"[" * 100_000])
+def test_a_damaged_line_of_metrics_is_skipped_and_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:2: not .*; this line is skipped"):
+        assert [row["step"] for row in read_metrics(path)] == [1, 3]
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl:2: not "):
+        keep_until(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'  # where a run goes on, the damage is gone
+
+
+def test_numbers_that_no_float_can_hold_are_no_metrics(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1e999, "b": NaN, "c": 1%s, "d": 0.5}\n' % ("0" * 400))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": None, "d": 0.5}]
+
+
+def test_a_warm_up_alone_keeps_no_other_configuration_out(tmp_path: Path) -> None:
+    metrics = RunFolder.open(tmp_path / "r", CONFIG, {}).metrics
+    other = CONFIG.replace("0.1", "0.2")
+    metrics.write_text('{"step": -1, "warmup/loss": 1.0}\n{"step": 0, "warmup/loss": 0.5}\n')
+    RunFolder(tmp_path / "r").refuse_other(other, resume=False)
+    for more in ('{"step": 1}\n', "damaged\n"):
+        metrics.write_text('{"step": 0}\n' + more)
+        with pytest.raises(ConfigError, match="another configuration"):
+            RunFolder(tmp_path / "r").refuse_other(other, resume=False)
 
 
 def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:

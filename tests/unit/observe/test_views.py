@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from spmd_rl.observe import curves, observer
 from spmd_rl.observe.curves import CurvePainter
 from spmd_rl.observe.live import LiveView
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.metrics import keep_until, read_metrics
 from spmd_rl.observe.observer import Observer
 from spmd_rl.observe.plain import step_line
 from spmd_rl.observe.progress import Progress, duration, sparkline
@@ -171,13 +172,31 @@ def test_the_live_view_claims_nothing_where_nothing_was_compared() -> None:
     assert "nan of 5,120 tokens in all" in rendered(progress(**{"onpolicy/mismatched_tokens": float("nan")}))
 
 
+def test_the_live_view_of_a_warm_up() -> None:
+    state = Progress(0, Clock())
+    state.begin_warmup(150)
+    assert "warm-up 0/150" in rendered(state)
+    state.begin_phase("warm-up")
+    state.take(-149, {"warmup/loss": 4.5, "time/warmup": 2.0})
+    text = rendered(state)
+    for expected in ("warm-up 1/150", "4:58 left", "loss +4.5000"):
+        assert expected in text
+    state.take(0, {"warmup/loss": 0.5, "time/warmup": 2.0})
+    assert "warm-up 150/150" in rendered(state)
+    state.begin_steps(10)
+    assert "step 0/10" in rendered(state)
+    assert state.left_s is None, "the pace of the warm-up says nothing of the steps"
+
+
 def test_the_live_view_before_the_first_step() -> None:
     assert "starting" in rendered(Progress(10, Clock()))
 
 
 def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> Observer:
     run = RunFolder.open(tmp_path / "r", "steps = 2\n", {})
-    return Observer(run, 2, tty=False, clock=clock, **kwargs)
+    watch = Observer(run, tty=False, clock=clock, **kwargs)
+    watch.begin_steps(2)
+    return watch
 
 
 def test_the_observer_times_records_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +216,51 @@ def test_the_observer_times_records_and_prints(tmp_path: Path, capsys: pytest.Ca
     assert second["time/step"] == 1
     assert capsys.readouterr().out.splitlines()[0].startswith("step 1/2  reward 0.500")
     assert [path.name for path in (tmp_path / "r" / "samples").iterdir()] == ["step_00001.jsonl"]
+
+
+def test_a_warm_up_is_logged_and_its_time_is_in_the_line_of_step_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    watch = Observer(RunFolder.open(tmp_path / "r", "", {}), tty=False, clock=clock, before_s={"eval": 3.0})
+    clock.now += 5.0
+    watch.begin_warmup(2)
+    for number in (-1, 0):
+        clock.now += 2.0
+        watch.on_step(number, {"warmup/loss": 0.5})
+    watch.on_phase("warm-up", 4.0)
+    clock.now += 1.0
+    watch.begin_steps(2)
+    clock.now += 0.5
+    watch.on_step(1, {"reward/mean": 0.5})
+    watch.on_step(2, {"reward/mean": 0.5})
+    watch.close()
+    first, last, one, two = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert [row["step"] for row in (first, last, one, two)] == [-1, 0, 1, 2]
+    assert (first["warmup/loss"], first["time/warmup"], "time/step" in first) == (0.5, 2, False)
+    assert {name: value for name, value in one.items() if name.startswith(("before/", "time/"))} == {
+        "before/eval": 3, "before/warm-up": 4, "before/all": 10, "time/step": 0.5,
+    }  # fmt: skip
+    assert not [name for name in two if name.startswith("before/")]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "warm-up 1/2  loss +0.5000  2.00 s/step  ETA 0:02"
+    assert said[2].startswith("step 1/2  reward 0.500")
+
+
+def test_a_run_that_begins_again_drops_its_warm_up_and_a_resumed_one_keeps_it(tmp_path: Path) -> None:
+    for resume_at, left in ((0, []), (1, [-1, 0, 1])):
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(f'{{"step": {step}}}\n' for step in (-1, 0, 1, 2)))
+        keep_until(path, resume_at)
+        assert [row["step"] for row in read_metrics(path)] == left
+
+
+def test_the_time_gone_counts_from_where_the_run_began(tmp_path: Path) -> None:
+    watch = opened(tmp_path, Clock(), began_unix_s=time.time() - 60.0)
+    watch.on_step(1, {})
+    watch.close()
+    (row,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
+    assert row["before/all"] >= 60.0
 
 
 def test_time_spent_on_grading_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
@@ -285,6 +349,13 @@ def test_curves_are_drawn_whatever_is_missing(tmp_path: Path) -> None:
     curves.draw([], tmp_path / "none.png", "")
     curves.draw([{"step": 1, "reward/mean": None}], tmp_path / "none.png", "")
     assert not (tmp_path / "none.png").exists()
+
+
+def test_a_warm_up_is_no_step_of_the_picture() -> None:
+    rows = [{"step": step, "train/loss": 0.5, "reward/mean": 0.5} for step in (-1, 0, 1, 2, 3)]
+    figure = curves.picture(rows, "")
+    assert [axes.get_xlim() for axes in figure.axes] == [(1, 3)] * len(figure.axes)
+    assert curves.picture(rows[:2], "") is None
 
 
 def test_running_mean_leaves_missing_values_out() -> None:

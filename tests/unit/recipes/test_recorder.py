@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,42 @@ def test_parts_are_in_the_line_of_their_step(new_recorder: Any, tmp_path: Path) 
     recorder.close()
     (row,) = read_metrics(tmp_path / "r/metrics.jsonl")
     assert (row["reward/form"], row["reward/mean"]) == (0.25, 0.5)
+
+
+def test_a_run_that_ended_in_its_warm_up_does_not_say_what_it_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunConfig(folder=str(tmp_path), name="r")
+    recorder = Recorder(run, Config(run), 1)
+    recorder.on_warmup(2)
+    recorder.on_step(Step(-2, recorder))
+    recorder.close()
+    assert "holds" not in capsys.readouterr().out
+
+
+def test_phases_before_step_1_are_in_its_line(tmp_path: Path) -> None:
+    run = RunConfig(folder=str(tmp_path), name="r")
+    recorder = Recorder(run, Config(run), 1, ["grpo", "--steps=1"])
+    recorder.on_phase("eval", None)
+    recorder.on_phase("eval", 3.0)
+    recorder.on_phase("warm-up", None)
+    recorder.on_warmup(2)
+    assert recorder._observer is not None
+    assert recorder._observer._progress.phase == "warm-up"
+    for index in (-2, -1):
+        step = Step(index, recorder)
+        step.log({"warmup/loss": 0.5})
+        recorder.on_step(step)
+    recorder.on_phase("warm-up", 4.0)
+    recorder.on_steps(0, 1)
+    recorder.on_step(Step(0, recorder))
+    recorder.close()
+    *warmup, row = read_metrics(tmp_path / "r/metrics.jsonl")
+    assert [one["step"] for one in warmup] == [-1, 0]
+    assert not [name for one in warmup for name in one if name.startswith(("perf/", "reward/"))]
+    assert (row["before/eval"], row["before/warm-up"]) == (3, 4)
+    facts = json.loads((tmp_path / "r/run.json").read_text())
+    assert facts["command"] == "spmd-rl run grpo --steps=1"
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,17 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(elsewhere: Path, capsys:
     words = ["--text=a b", "--nodes=4", "--time=1:00:00", "--gpus-per-node=8", "--slurm=--exclusive", "--slurm=--mem=0"]
     assert submit([RECIPE, *words, "--no-requeue", "--dry-run"]) == 0
     script = capsys.readouterr().out.splitlines()
-    for option in ("nodes=4", "time=1:00:00", "gpus-per-node=8", "exclusive", "mem=0", "no-requeue", "job-name=run"):
+    for option in (
+        "nodes=4",
+        "time=1:00:00",
+        "gpus-per-node=8",
+        "exclusive",
+        "mem=0",
+        "no-requeue",
+        "job-name=word_count",
+    ):
         assert f"#SBATCH --{option}" in script
-    assert f"folder={elsewhere}/runs/run" in script
+    assert f"folder={elsewhere}/runs/word_count" in script
     assert "nproc=8" in script
     assert f"set -- {RECIPE} '--text=a b'" in script
     assert list(elsewhere.iterdir()) == []
@@ -55,9 +63,9 @@ def test_what_slurm_gets_is_the_dry_run(elsewhere: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert submit([RECIPE]) == 0
     assert (elsewhere / "given").read_text() == shown
-    assert f"job 12: {elsewhere}/runs/run/logs/slurm_12.log" in capsys.readouterr().out
-    assert (elsewhere / "runs/run/logs").is_dir()
-    assert (elsewhere / "runs/run").stat().st_mode & 0o777 == 0o700
+    assert f"job 12: {elsewhere}/runs/word_count/logs/slurm_12.log" in capsys.readouterr().out
+    assert (elsewhere / "runs/word_count/logs").is_dir()
+    assert (elsewhere / "runs/word_count").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from spmd_rl.algo.batch import pack_sft
 from spmd_rl.algo.losses import grpo_loss, sft_loss
 from spmd_rl.batch import Batch
 from spmd_rl.kernels import PackedAttention
@@ -106,6 +107,14 @@ def test_only_tokens_of_the_current_version_are_compared(new_trainer) -> None:
     assert again["onpolicy/compared_tokens"] == 0
     stale = trainer.train_step(replace(batch, versions=np.where(batch.mask, 2, -1).astype(np.int32)), grpo_loss)
     assert stale["onpolicy/mismatched_tokens"] > 0.9 * batch.mask.sum()
+
+
+def test_nothing_is_said_of_an_engine_where_none_made_a_token(new_trainer) -> None:
+    pairs = [(np.array([5, 6, 7], np.int32), np.array([False, True, True]))] * 2
+    batch = pack_sft(pairs)
+    stats = new_trainer().train_step(batch, sft_loss)
+    assert not [name for name in stats if name.startswith("onpolicy/")]
+    assert stats["train/tokens"] == batch.num_tokens == 6
 
 
 def test_the_number_of_the_last_push_is_the_one_compared(new_trainer) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 _SCRIPTS = (
     "dom.js",
     "series.js",
+    "axis.js",
     "view.js",
     "chart.js",
     "panels.js",

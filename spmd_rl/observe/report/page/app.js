@@ -9,10 +9,10 @@ const timeline = timelineSection(data),
 function topBar() {
   const links = [
     ["curves", "Curves"],
-    ["timeline", "Timeline"],
-    ["samples", "Samples"],
+    timeline.start ? ["timeline", "Timeline"] : null,
+    samples.start ? ["samples", "Samples"] : null,
     ["settings", "Config"],
-  ];
+  ].filter(Boolean);
   const themes = { light: "☀ light", dark: "☾ dark", "": "◐ auto" },
     names = Object.keys(themes);
   const button = el(
@@ -44,11 +44,32 @@ function summary(run) {
   const made = new Date(data.made_unix_s * 1000).toISOString().slice(0, 16).replace("T", " ");
   return [
     `${number(steps)} ${steps === 1 ? "step" : "steps"}`,
-    run.wall_s === null ? null : `in ${duration(run.wall_s)}`,
+    run.wall_s === null ? null : `in ${duration(run.wall_s)}${earlier(run)}`,
     `page made ${made} UTC`,
   ]
     .filter(Boolean)
     .join(" · ");
+}
+
+// What of the time passed before step 1, and in which phases.
+function earlier(run) {
+  const { all, ...phases } = run.before;
+  if (all === undefined) return "";
+  const named = Object.entries(phases)
+    .filter(([, seconds]) => seconds >= 0.01 * all)
+    .map(([name, seconds]) => `, ${duration(seconds)} of them in the phase ${name}`);
+  return ` (${duration(all)} before step 1${named.join("")})`;
+}
+
+// What the run was made of.
+function facts(run) {
+  const known = Object.entries(run.about);
+  if (!known.length) return null;
+  return el(
+    "dl",
+    { class: "facts" },
+    known.map(([label, text]) => el("div", {}, el("dt", {}, label), el("dd", {}, text))),
+  );
 }
 
 function head() {
@@ -56,6 +77,7 @@ function head() {
     return [
       el("h1", {}, data.runs[0].name),
       el("p", { class: "sub" }, summary(data.runs[0])),
+      facts(data.runs[0]),
       figureCards(data, data.runs[0]),
     ];
   return [
@@ -70,7 +92,7 @@ document.body.append(
   el(
     "main",
     {},
-    head(),
+    ...head().filter(Boolean),
     curvesSection(data, view),
     timeline.node,
     samples.node,

@@ -1,7 +1,7 @@
-// One chart of one panel. All charts share `view`: the steps in sight, the step under the pointer, the smoothing.
+// One chart of one panel. All charts share `view`: the axis, the part of it in sight, the place under the pointer.
 //
 // A panel has a title, a unit and series; a series has a label, a colour, the steps `first` to `last` that each point
-// covers, their `mean`, and where a point covers several steps their `low` and `high`.
+// covers, where it ends on the other axes, their `mean`, and where a point covers several steps their `low` and `high`.
 
 const HEIGHT = 170,
   LEFT = 46,
@@ -49,7 +49,9 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.lines = this.series.map((s) => ({
       ...s,
-      x: s.first.map((a, i) => (a + s.last[i]) / 2),
+      x: placesOn(this.view.axis, s),
+      ends: endsOn(this.view.axis, s),
+      extent: extentOn(this.view.axis, s),
       smooth: smoothed(s.mean, this.panel.stacked ? 0 : this.view.smoothing),
     }));
     if (this.panel.stacked) stack(this.lines);
@@ -76,7 +78,7 @@ class Chart {
 
   scale() {
     const [a, b] =
-      this.view.range || (this.lines.length ? span(this.lines.flatMap((l) => [l.first[0], l.last.at(-1)])) : [0, 1]);
+      this.view.range || (this.lines.length ? span(this.lines.flatMap((line) => line.extent)) : [0, 1]);
     [this.a, this.b] = a === b ? [a - 1, b + 1] : [a, b];
     const values = this.lines.flatMap((line) =>
       this.panel.stacked
@@ -92,12 +94,12 @@ class Chart {
     else if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
     else [low, high] = [low === this.panel.floor ? low : low - (high - low) * 0.06, high + (high - low) * 0.06];
     [this.low, this.high] = [low, high];
-    this.x = (step) => LEFT + ((step - this.a) / (this.b - this.a)) * (this.width - LEFT - RIGHT);
+    this.x = (at) => LEFT + ((at - this.a) / (this.b - this.a)) * (this.width - LEFT - RIGHT);
     this.y = (value) => TOP + (1 - (value - this.low) / (this.high - this.low)) * (HEIGHT - TOP - BOTTOM);
   }
 
-  sees(step) {
-    return this.a <= step && step <= this.b;
+  sees(at) {
+    return this.a <= at && at <= this.b;
   }
 
   axes() {
@@ -106,7 +108,7 @@ class Chart {
       svg("text", { x: LEFT - 6, y: this.y(v) + 3.5, "text-anchor": "end" }, short(v)),
     ]);
     const down = ticks(this.a, this.b, this.width / 80)
-      .filter(Number.isInteger)
+      .filter((v) => this.view.axis !== "steps" || Number.isInteger(v))
       .map((v) =>
         svg(
           "text",
@@ -118,11 +120,13 @@ class Chart {
   }
 
   marks(line) {
+    const alone = line.mean.every((v, i) => v === null || (line.mean[i + 1] ?? null) === null);
     const paint = {
       stroke: `var(${line.colour})`,
       fill: "none",
-      strokeWidth: "1.7",
+      strokeWidth: alone ? "5" : "1.7",
       strokeLinejoin: "round",
+      strokeLinecap: "round",
       strokeDasharray: line.dashed ? "4 3" : "",
     };
     if (line.top) {
@@ -146,19 +150,12 @@ class Chart {
         svg("path", { d: this.path(line.x, line.mean), paint: { ...paint, strokeWidth: "1", opacity: ".3" } }),
       );
     found.push(svg("path", { class: "curve", d: this.path(line.x, line.smooth), paint }));
-    if (line.x.length === 1)
-      found.push(
-        svg("circle", {
-          cx: this.x(line.x[0]),
-          cy: this.y(line.mean[0] ?? 0),
-          r: 3,
-          paint: { fill: `var(${line.colour})` },
-        }),
-      );
     return found;
   }
 
+  // A value between two that are missing is a dot.
   path(xs, ys) {
+    const known = (i) => i >= 0 && i < ys.length && ys[i] !== null;
     let d = "",
       pen = "M";
     for (let i = 0; i < xs.length; i++) {
@@ -167,6 +164,7 @@ class Chart {
         continue;
       }
       d += `${pen}${this.x(xs[i]).toFixed(1)} ${this.y(ys[i]).toFixed(1)}`;
+      if (pen === "M" && !known(i + 1)) d += "h0";
       pen = "L";
     }
     return d;
@@ -182,17 +180,14 @@ class Chart {
       .join("L")}Z`;
   }
 
-  // Show the values at the step under the pointer, wherever that is, or else the last ones.
+  // Show the values at the place under the pointer, wherever that is, or else the last ones.
   point() {
-    const step = this.view.step,
+    const at = this.view.at,
       keys = [];
     let covered = null;
     this.dots.replaceChildren();
     for (const line of this.lines) {
-      const i =
-        step === null
-          ? lastKnown(line.mean)
-          : line.first.findIndex((first, j) => first <= step && step <= line.last[j]);
+      const i = at === null ? lastKnown(line.mean) : at < line.extent[0] ? -1 : line.ends.findIndex((end) => at <= end);
       const value = i < 0 ? null : line.mean[i];
       const extent =
         i >= 0 && line.low && line.low[i] !== line.high[i] && this.lines.length < 3
@@ -207,8 +202,8 @@ class Chart {
           el("i", {}, extent),
         ),
       );
-      if (step !== null && i >= 0 && value !== null) {
-        covered = covered || [line.first[i], line.last[i], this.x(line.x[i])];
+      if (at !== null && i >= 0 && value !== null) {
+        covered = covered || [line.first[i], line.last[i], this.x(line.x[i]), line.ends[i]];
         if (!line.top)
           this.dots.append(
             svg("circle", { cx: this.x(line.x[i]), cy: this.y(value), r: 3, paint: { fill: `var(${line.colour})` } }),
@@ -218,9 +213,12 @@ class Chart {
     this.legend.className = keys.length > 2 ? "legend" : "legend few";
     this.legend.replaceChildren(...keys);
     this.at.textContent = covered
-      ? covered[0] === covered[1]
-        ? `step ${covered[0]}`
-        : `steps ${covered[0]}–${covered[1]}`
+      ? [
+          covered[0] === covered[1] ? `step ${covered[0]}` : `steps ${covered[0]}–${covered[1]}`,
+          AXES[this.view.axis].text(covered[3]),
+        ]
+          .filter(Boolean)
+          .join(" · ")
       : this.beyond === null
         ? ""
         : `▲ up to ${number(this.beyond)}`;
@@ -231,28 +229,38 @@ class Chart {
     }
   }
 
-  stepAt(event) {
+  placeOf(event) {
     const x = event.clientX - this.svg.getBoundingClientRect().left;
     const share = Math.min(1, Math.max(0, (x - LEFT) / (this.width - LEFT - RIGHT)));
-    return Math.round(this.a + share * (this.b - this.a));
+    const at = this.a + share * (this.b - this.a);
+    return this.view.axis === "steps" ? Math.round(at) : at;
   }
+
+  // The step that ends next on the axis.
+  stepAt(at) {
+    if (this.view.axis === "steps" || !this.lines.length) return at;
+    const { ends, last } = this.lines[0],
+      i = ends.findIndex((end) => at <= end);
+    return i < 0 ? last.at(-1) : last[i];
+  }
+
   move(event) {
-    const step = this.stepAt(event);
-    this.view.point(step);
+    const at = this.placeOf(event);
+    this.view.point(at);
     if (this.pressed === undefined) return;
-    const [left, right] = span([this.x(this.pressed), this.x(step)]);
+    const [left, right] = span([this.x(this.pressed), this.x(at)]);
     this.drag.setAttribute("x", left);
     this.drag.setAttribute("width", right - left);
   }
   press(event) {
-    this.pressed = this.stepAt(event);
+    this.pressed = this.placeOf(event);
     this.svg.setPointerCapture(event.pointerId);
   }
   release(event) {
-    const [a, b] = span([this.pressed, this.stepAt(event)]);
+    const [a, b] = span([this.pressed, this.placeOf(event)]);
     this.pressed = undefined;
     this.drag.setAttribute("width", 0);
     if ((b - a) / (this.b - this.a) > 0.02 && b > a) this.view.zoom([a, b]);
-    else this.view.onPick(b);
+    else this.view.onPick(this.stepAt(b));
   }
 }

@@ -1,7 +1,7 @@
-// Which metrics go on which chart.
+// Which metrics go on which chart. Their titles and colours come with the data, so that curves.png has the same ones.
 
 const PHASES = ["rollout", "train", "sync", "sleep", "wake"];
-const PHASE_COLOURS = { rollout: "--c0", train: "--c1", sync: "--c2", sleep: "--c3", wake: "--c4", other: "--rest" };
+const PART = "reward/"; // before the name of what a reward function returns beside the reward
 
 // A line is [metric, label]; a third entry "dashed" draws it so.
 const PANELS = [
@@ -20,6 +20,14 @@ const PANELS = [
   { title: "Entropy", unit: "nats", floor: 0, lines: [["train/entropy", "per token"]] },
   { title: "Clip fraction", floor: 0, lines: [["train/clip_frac", "of tokens"]] },
   {
+    title: "Samples and prompts left out",
+    floor: 0,
+    lines: [
+      ["reward/skipped_samples", "samples"],
+      ["reward/skipped_groups", "prompts"],
+    ],
+  },
+  {
     title: "Mismatched tokens",
     unit: "trainer vs engine",
     floor: 0,
@@ -33,9 +41,21 @@ const PANELS = [
     whole: true,
     lines: [
       ["onpolicy/max_abs_dlogp", "max |Δ log-prob|"],
-      ["onpolicy/k3", "k3"],
+      ["onpolicy/mean_abs_dlogp", "mean |Δ log-prob|"],
+      ["onpolicy/k1", "KL, k1"],
+      ["onpolicy/k3", "KL, k3"],
     ],
   },
+  {
+    title: "Ratios of trainer to engine",
+    share: true,
+    floor: 0,
+    lines: [
+      ["onpolicy/ess", "effective sample size"],
+      ["onpolicy/chi2", "chi-square"],
+    ],
+  },
+  { title: "Loss of the warm-up", lines: [["warmup/loss", "loss"]] },
   { title: "Loss", lines: [["train/loss", "loss"]] },
   { title: "Gradient norm", floor: 0, lines: [["train/grad_norm", "before clipping"]] },
   { title: "Learning rate", floor: 0, lines: [["train/lr", "rate"]] },
@@ -65,6 +85,18 @@ const PANELS = [
     ],
   },
   {
+    title: "Tokens per step",
+    unit: "tokens",
+    floor: 0,
+    lines: [
+      ["train/tokens", "trained on"],
+      ["onpolicy/compared_tokens", "compared"],
+    ],
+  },
+  { title: "Time per warm-up step", unit: "s", floor: 0, lines: [["time/warmup", "whole step"]] },
+  { title: "Time of the reward function", unit: "s", floor: 0, lines: [["time/reward", "slowest rank"]] },
+  { title: "Time to copy a checkpoint", unit: "s", floor: 0, lines: [["time/save", "on the step's path"]] },
+  {
     title: "Utilisation",
     floor: 0,
     lines: [
@@ -86,20 +118,24 @@ function panelsOfOne(data, run) {
     ...panel,
     series: panel.lines
       .filter(([metric]) => columns[metric])
-      .map(([metric, label, style], i) => ({
+      .map(([metric, label, style]) => ({
         ...columns[metric],
+        ...placed(run),
         metric,
         label,
         run: 0,
-        first: run.curves.first,
-        last: run.curves.last,
         dashed: style === "dashed",
-        colour: panel.stacked ? PHASE_COLOURS[label] : `--c${i}`,
+        colour: panel.stacked ? data.phase_colours[label] : data.metrics[metric].colour,
       })),
   })).filter((panel) => panel.series.length);
   const shown = new Set([...PANELS.flatMap((panel) => panel.lines.map(([metric]) => metric)), "time/step"]);
   const own = Object.keys(columns).filter((metric) => columns[metric] && !shown.has(metric));
   return panels.concat(own.map((metric) => lonely(data, metric)));
+}
+
+// Where the points of a run's curves lie.
+function placed({ curves }) {
+  return { first: curves.first, last: curves.last, ends: curves.ends };
 }
 
 // A chart a metric, a line a run.
@@ -113,22 +149,44 @@ function lonely(data, metric) {
     like = PANELS.find((panel) => panel.lines.some(([name]) => name === metric)) || {};
   const series = data.runs.map((run, i) => ({
     ...run.curves.columns[metric],
+    ...placed(run),
     metric,
     label: data.runs.length > 1 ? run.name : "value",
     run: i,
-    first: run.curves.first,
-    last: run.curves.last,
-    colour: `--c${i}`,
+    colour: data.runs.length > 1 ? `--c${i}` : partColour(data, metric),
   }));
   return {
-    title: metric,
+    title: titleOf(data, metric),
     unit: known.unit,
-    meaning: known.meaning,
+    meaning: known.meaning ? `${known.meaning} (${metric})` : metric,
     floor: metric.startsWith("time/") ? 0 : like.floor,
     share: like.share,
     whole: like.whole,
     series: series.filter((s) => s.mean),
   };
+}
+
+// Words for a metric of ours; one that a recipe logs has the name that its author chose.
+function titleOf(data, metric) {
+  if (data.metrics[metric]) return data.metrics[metric].label;
+  return metric.startsWith(PART) ? `Beside the reward: ${metric.slice(PART.length)}` : metric;
+}
+
+function partColour(data, metric) {
+  const parts = Object.keys(data.runs[0].curves.columns).filter((name) => name.startsWith(PART) && !data.metrics[name]);
+  return data.part_colours[parts.indexOf(metric) % data.part_colours.length] || "--c0";
+}
+
+// Charts without a value other than 0 take one line together.
+function isZero(panel) {
+  return panel.series.every((s) => [s.mean, s.low || [], s.high || []].flat().every((v) => v === null || v === 0));
+}
+
+function zeroLine(panels) {
+  if (!panels.length) return null;
+  const titles = panels.map(({ title }) => (/^[A-Z][a-z]/.test(title) ? title[0].toLowerCase() + title.slice(1) : title));
+  const start = panels.length === 1 ? "This was" : "These were";
+  return el("p", { class: "sub zeros" }, `${start} 0 throughout: ${titles.join(", ")}.`);
 }
 
 // What of a step's time no phase accounts for.
@@ -162,11 +220,11 @@ function curvesSection(data, view) {
       view.redraw();
     },
   });
-  const reset = el("button", { click: () => view.zoom(null) }, "all steps");
+  const reset = el("button", { click: () => view.zoom(null) }, "whole run");
   const grid = el(
     "div",
     { class: "charts" },
-    panels.map((panel) => new Chart(panel, view).node),
+    panels.filter((panel) => !isZero(panel)).map((panel) => new Chart(panel, view).node),
   );
   const most = Math.max(...data.runs.map((run) => run.curves.num_steps)),
     points = Math.max(...data.runs.map((run) => run.curves.first.length));
@@ -177,8 +235,14 @@ function curvesSection(data, view) {
     "curves",
     "Curves",
     hint,
-    [data.runs.length > 1 ? runButtons(data, view) : null, el("label", {}, "smoothing", slider), reset],
+    [
+      data.runs.length > 1 ? runButtons(data, view) : null,
+      axisChoice(data, view),
+      el("label", {}, "smoothing", slider),
+      reset,
+    ],
     grid,
+    zeroLine(panels.filter(isZero)),
   );
 }
 

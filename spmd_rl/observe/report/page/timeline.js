@@ -153,8 +153,8 @@ class Timeline {
 }
 
 function spanColour(name, args) {
-  const phase = [name, args.phase].find((word) => PHASE_COLOURS[word]);
-  if (phase) return PHASE_COLOURS[phase];
+  const phase = [name, args.phase].find((word) => data.phase_colours[word]);
+  if (phase) return data.phase_colours[phase];
   if (name === "step") return "--rest";
   let hash = 7;
   for (const letter of name) hash = (hash * 31 + letter.codePointAt(0)) % 65521;

@@ -1,9 +1,10 @@
-// What all charts share: the steps in sight, the step under the pointer, the smoothing, the runs left out.
+// What all charts share: the axis, the part of it in sight, the place under the pointer, the smoothing, the runs left out.
 
 class View {
   constructor(numSteps) {
+    this.axis = "steps";
     this.range = null;
-    this.step = null;
+    this.at = null;
     this.smoothing = numSteps > 60 ? 0.6 : 0;
     this.hidden = new Set();
     this.charts = [];
@@ -12,13 +13,18 @@ class View {
   redraw() {
     this.charts.forEach((chart) => chart.draw());
   }
-  point(step) {
-    this.step = step;
+  point(at) {
+    this.at = at;
     if (this.queued) return;
     this.queued = requestAnimationFrame(() => {
       this.queued = null;
       this.charts.forEach((chart) => chart.point());
     });
+  }
+  across(axis) {
+    this.axis = axis;
+    this.at = null;
+    this.zoom(null);
   }
   zoom(range) {
     this.range = range;

@@ -1,0 +1,45 @@
+"""The colours of what is measured: `curves.png` and the report draw the same thing in the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Colour:
+    """As matplotlib wants it on white, and as the report's style sheet calls it, which has a dark one too."""
+
+    code: str
+    variable: str
+
+
+BLUE, AMBER = Colour("#2667c9", "--c0"), Colour("#d9822b", "--c1")
+GREEN, VIOLET = Colour("#2a9d6f", "--c2"), Colour("#7a5cc2", "--c3")
+RED, GREY = Colour("#d1495b", "--c4"), Colour("#a7b1ba", "--rest")
+
+PHASES = {"rollout": BLUE, "train": AMBER, "sync": GREEN, "sleep": VIOLET, "wake": RED, "other": GREY}
+PARTS = (BLUE, AMBER, GREEN, VIOLET)  # of what a reward function returns beside the reward, by name
+
+_OTHERS = {
+    "reward/solve_all": GREEN,
+    "reward/solve_none": GREY,
+    "reward/skipped_groups": AMBER,
+    "rollout/truncated": AMBER,
+    "onpolicy/mismatched_tokens": RED,
+    "onpolicy/compared_tokens": GREEN,
+    "onpolicy/max_abs_dlogp": VIOLET,
+    "onpolicy/mean_abs_dlogp": BLUE,
+    "onpolicy/k1": AMBER,
+    "onpolicy/k3": GREEN,
+    "onpolicy/chi2": AMBER,
+    "train/entropy": AMBER,
+    "perf/train_tokens_per_s": AMBER,
+    "perf/controller_share": AMBER,
+    "version/lag_max": AMBER,
+}
+
+
+def colour_of(metric: str) -> Colour:
+    """Blue, unless another line of the same chart has that."""
+    area, _, name = metric.partition("/")
+    return PHASES[name] if area == "time" and name in PHASES else _OTHERS.get(metric, BLUE)

@@ -1,0 +1,99 @@
+"""What a run was made of, as far as its config does not say: command, commit, host, machine and versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FILE = "run.json"  # in the run's folder, of its newest start
+BEGAN_ENV = "SPMD_RL_BEGAN"  # unix time at which the launcher began
+GIT_S = 5.0
+
+_CPUS, _MEMORY = Path("/proc/cpuinfo"), Path("/proc/meminfo")
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def note_beginning() -> None:
+    """Tell the processes that this one starts when the run began."""
+    os.environ[BEGAN_ENV] = str(time.time())
+
+
+def began_unix_s() -> float:
+    """When the launcher of this process began; now, where it did not say."""
+    return float(os.environ.get(BEGAN_ENV) or time.time())
+
+
+def provenance(words: Sequence[str], began_s: float) -> dict[str, Any]:
+    """The facts of this start as plain data; `words` are those after `spmd-rl run`. What is not known is left out."""
+    source = Path(__file__).parents[2]
+    known = {
+        "command": shlex.join(["spmd-rl", "run", *words]) if words else "",
+        "folder": os.getcwd(),
+        "commit": commit_of(Path.cwd()),
+        "spmd_rl": _version("spmd-rl"),
+        "spmd_rl_commit": commit_of(source) if (source / ".git").exists() else "",
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+        "machine": machine(),
+        "began_unix_s": round(began_s, 3),
+    }
+    return {name: value for name, value in known.items() if value}
+
+
+def commit_of(folder: Path) -> str:
+    """The commit of the git repository around `folder`, with `-dirty` where a tracked file was changed; "" if none.
+
+    Blocks: until git answers, at most `GIT_S`.
+    """
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # what is only read is not locked
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=GIT_S,
+            check=True,
+            env=environment,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def machine() -> str:
+    """`AMD EPYC 9R14, 16 cores, 124 GiB, 2 x NVIDIA H200`."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu = _field(_CPUS, "model name") or platform.processor() or platform.machine()
+    memory = _field(_MEMORY, "MemTotal").partition(" ")[0]
+    gpus = [_field(path, "Model") for path in sorted(_GPUS.glob("*/information"))]
+    parts = [cpu, f"{cores} cores" if cores != 1 else "1 core"]
+    parts += [f"{int(memory) / 2**20:.0f} GiB"] if memory.isdecimal() else []
+    return ", ".join(parts + [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)])
+
+
+def _field(path: Path, name: str) -> str:
+    """The first value called `name` in one of the kernel's files; "" where there is none."""
+    try:
+        found = re.search(rf"^{name}\s*:\s*(.*?)\s*$", path.read_text(errors="replace"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,65 @@
+"""What a run was made of, for the head of its page: model, data, ranks, machine, versions, command and commit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.observe.jsonl import parse_finite
+from spmd_rl.observe.provenance import FILE
+
+Texts = dict[str, str]
+
+
+def read_provenance(run: Path) -> dict[str, Any]:
+    """`run.json` as it is; empty where there is none. Raises: DataError when it does not parse."""
+    return _object(run / FILE)
+
+
+def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, Any]) -> Texts:
+    """What is known, by label. Raises: DataError when contract.json does not parse."""
+    contract = _contract(run)
+    ranks = plan.get("world_size") if isinstance(plan, dict) else None
+    device = contract.get("gpu") or contract.get("device")
+    parameters = facts.get("parameters")
+    known = {
+        "model": config.get("model"),
+        "parameters": f"{parameters:,}" if isinstance(parameters, int) else None,
+        "data": config.get("data"),
+        "reward": config.get("reward"),
+        "ranks": ranks,
+        "device": device,
+        "host": facts.get("host"),
+        "machine": facts.get("machine"),
+        "torch": contract.get("torch") or facts.get("torch"),
+        "spmd-rl": _with_commit(facts),
+        "commit": facts.get("commit"),
+        "command": facts.get("command"),
+    }
+    return {label: str(value) for label, value in known.items() if value}
+
+
+def without_command(known: Texts) -> Texts:
+    """What may differ between runs beside their settings, which the command repeats."""
+    return {label: text for label, text in known.items() if label != "command"}
+
+
+def _with_commit(facts: Mapping[str, Any]) -> str:
+    """The version, and the commit of its source where that is another than the user's."""
+    version, commit = facts.get("spmd_rl", ""), facts.get("spmd_rl_commit")
+    return f"{version} ({commit})" if commit and commit != facts.get("commit") else str(version)
+
+
+def _contract(run: Path) -> dict[str, Any]:
+    """The facts that the first role follows, which name its device and torch."""
+    for followed in _object(run / "contract.json").values():
+        for one in followed if isinstance(followed, list) else ():
+            if isinstance(one, dict) and isinstance(one.get("facts"), dict):
+                return dict(one["facts"])
+    return {}
+
+
+def _object(path: Path) -> dict[str, Any]:
+    found = parse_finite(str(path), path.read_bytes()) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}

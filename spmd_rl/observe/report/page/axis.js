@@ -1,0 +1,39 @@
+// What the charts have across: steps, minutes since the run began, or tokens trained on.
+
+const AXES = {
+  steps: { title: "steps", text: () => "" },
+  minutes: { title: "wall-clock minutes", text: (value) => `${number(value, 3)} min` },
+  tokens: { title: "tokens trained on", text: (value) => `${short(value)} tokens` },
+};
+
+// The axes that every run has values for.
+function axesOf(data) {
+  return Object.keys(AXES).filter((axis) => axis === "steps" || data.runs.every((run) => run.curves.ends[axis]));
+}
+
+// Where each point of a series ends, and where it is drawn.
+function endsOn(axis, series) {
+  return axis === "steps" ? series.last : series.ends[axis];
+}
+
+function placesOn(axis, series) {
+  return axis === "steps" ? series.last.map((last, i) => (series.first[i] + last) / 2) : series.ends[axis];
+}
+
+// From where to where a series reaches. Steps before step 1 are in sight only where it has values there.
+function extentOn(axis, series) {
+  if (axis !== "steps") return [0, series.ends[axis].at(-1)];
+  const early = (i) => series.last[i] < 1,
+    known = series.mean.map((_, i) => i).filter((i) => series.mean[i] !== null);
+  const from = known.length && early(known[0]) ? known[0] : series.last.findIndex((last) => last > 0);
+  const to = known.length && known.every(early) ? known.at(-1) : series.last.length - 1;
+  return [series.first[Math.max(0, from)], series.last[to]];
+}
+
+function axisChoice(data, view) {
+  const axes = axesOf(data);
+  if (axes.length < 2) return null;
+  const choice = el("select", { "aria-label": "x axis", change: () => view.across(choice.value) });
+  axes.forEach((axis) => choice.append(el("option", { value: axis }, AXES[axis].title)));
+  return el("label", {}, "x axis ", choice);
+}
