@@ -39,10 +39,14 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     import torch
     import torch._dynamo
     import torch.distributed.fsdp
+    from torch.distributed.elastic import multiprocessing
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from spmd_rl.controller.forked_ranks import ForkedRanks
+
+    multiprocessing.MultiprocessContext = ForkedRanks  # type: ignore[misc]  # the agent looks it up there
     logging.disable(logging.CRITICAL)  # torchrun's account of a failure; ours is one sentence
     with tempfile.TemporaryDirectory(prefix="spmd_rl-") as folder:
         config = LaunchConfig(
@@ -92,13 +96,13 @@ def _end_in_launch(number: int, frame: FrameType | None) -> None:
 
 
 def _forked(rank: Rank, words: list[str]) -> None:
+    from spmd_rl.controller.forked_ranks import end_executors_at_exit
+
     logging.disable(logging.NOTSET)
     signal.signal(HANG_UP, signal.SIG_IGN)  # the launcher's affair, who is told as well
     _keep_from_children(_pipes())
-    exit_code = rank(words)
-    if executors := sys.modules.get("concurrent.futures.process"):
-        executors._python_exit()  # multiprocessing, to which a rank is a child, waits for them before it ends them
-    sys.exit(exit_code)
+    end_executors_at_exit()
+    sys.exit(rank(words))
 
 
 def _pipes() -> list[int]:

@@ -143,5 +143,7 @@ class Lifeline:
 
 
 def ending(code: int) -> str:
-    """How a process with this exit code ended, in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    """How a process ended that ended too early, with this exit code."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}{'' if code else ' before the run was over'}"
