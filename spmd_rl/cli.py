@@ -22,7 +22,7 @@ from spmd_rl.controller.stacks import ask
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview
-from spmd_rl.launcher import ENDINGS, endings, heed_no_more, launch
+from spmd_rl.launcher import ENDINGS, endings, launch
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.claim import refuse_live
 from spmd_rl.observe.run import RunFolder
@@ -132,9 +132,7 @@ def _run(words: list[str]) -> int:
     run = run_config(cfg)
     RunFolder(run.path).refuse_other(dump_toml(cfg), run.resume)
     refuse_live(run.path)
-    exit_code = launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
-    heed_no_more()
-    return exit_code
+    return launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from spmd_rl.controller import last_words
+from spmd_rl.controller.orphans import Orphans
 from spmd_rl.controller.supervisor import ending
 
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
@@ -64,13 +65,17 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
         )
         for number in endings():
             signal.signal(number, _end_in_launch)  # until torchrun's own are there, with the ranks
+        orphans = Orphans()
         try:
             elastic_launch(config, _forked)(rank, words)
+            _end(orphans)
         except ChildFailedError as error:
+            _end(orphans)
             first, failure = error.get_first_failure()
             _say(Path(folder), f"rank {first} {ending(failure.exitcode)}", WORDS_S, f"lost rank {first} (")
             return max(failure.exitcode, 1)
         except SignalException as error:
+            _end(orphans)
             _say(Path(folder), f"the run was ended by {error.sigval.name}")
             return 128 + error.sigval.value
     return 0
@@ -79,12 +84,6 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
 def endings() -> list[signal.Signals]:
     """The signals that end a run."""
     return [*ENDINGS, *([HANG_UP] if signal.getsignal(HANG_UP) != signal.SIG_IGN else [])]
-
-
-def heed_no_more() -> None:
-    """Whatever would end the run comes too late."""
-    for number in endings():
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_in_launch(number: int, frame: FrameType | None) -> None:
@@ -121,12 +120,18 @@ def _keep_from_children(pipes: list[int]) -> None:
     os.register_at_fork(after_in_child=close)
 
 
+def _end(orphans: Orphans) -> None:
+    """All ranks have ended: whatever would end the run comes too late, and what they left running ends."""
+    for number in endings():
+        signal.signal(number, signal.SIG_IGN)
+    orphans.end()
+
+
 def _say(folder: Path, otherwise: str, wait_s: float = 0.0, lost: str = "") -> None:
     """What the first to end left, or `otherwise`, which words that begin with `lost` leave out.
 
     Words that came later would go with `folder`, or be a second line.
     """
-    heed_no_more()
     end = time.monotonic() + wait_s
     while not (words := last_words.of_the_last_start(folder)) and time.monotonic() < end:
         time.sleep(POLL_S)

@@ -87,6 +87,8 @@ class Worker:
                 if os.getpid() != self._pid:  # in a process that it forked
                     raise
                 header = encode(failure_of(error))
+            if os.getpid() != self._pid:  # such a process came back: the commands are not for it
+                os._exit(0)
             reply = header, result, number
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed:

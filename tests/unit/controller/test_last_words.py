@@ -122,7 +122,6 @@ def test_without_a_file_or_room_it_goes_to_the_terminal(
 def test_the_launcher_knows_what_killed_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], left: str, said: str
 ) -> None:
-    monkeypatch.setattr(launcher, "heed_no_more", lambda: None)
     folder = tmp_path / "attempt_0/0"
     folder.mkdir(parents=True)
     monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(folder / "error.json"))
