@@ -24,7 +24,7 @@ from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview
 from spmd_rl.launcher import ENDINGS, endings, launch
 from spmd_rl.mesh.split import plan_split
-from spmd_rl.observe.claim import refuse_live
+from spmd_rl.observe.claim import launching, refuse_live
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.streams import let_streams_last
 
@@ -130,9 +130,12 @@ def _run(words: list[str]) -> int:
     if num_ranks and hasattr(cfg, "split"):
         plan_split(cfg.split, num_ranks)
     run = run_config(cfg)
-    RunFolder(run.path).refuse_other(dump_toml(cfg), run.resume)
+    folder = RunFolder(run.path)
+    folder.refuse_other(dump_toml(cfg), run.resume)
     refuse_live(run.path)
-    return launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
+    folder.make()
+    with launching(run.path):
+        return launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl import cli
-from spmd_rl.observe.claim import claim
+from spmd_rl.observe.claim import claim, launching
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
@@ -78,6 +78,16 @@ def test_the_folder_of_a_run_that_goes_on(launched: list[int], capfd: pytest.Cap
     assert run() == 2
     assert "another run is going on in runs/r (host " in capfd.readouterr().err
     os.close(held)
+    assert run() == 0
+    assert launched == [1]
+
+
+def test_the_folder_of_a_run_that_begins(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    """Its controller is not there yet."""
+    Path("runs/r").mkdir(parents=True)
+    with launching(Path("runs/r")):
+        assert run() == 2
+    assert "another run is going on in runs/r (host " in capfd.readouterr().err
     assert run() == 0
     assert launched == [1]
 
