@@ -18,7 +18,7 @@ from spmd_rl import __version__
 from spmd_rl.config import dump_toml
 from spmd_rl.controller import last_words
 from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
-from spmd_rl.controller.stacks import ask
+from spmd_rl.controller.stacks import ask, show
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview
@@ -134,6 +134,7 @@ def _run(words: list[str]) -> int:
     folder.refuse_other(dump_toml(cfg), run.resume)
     refuse_live(run.path)
     folder.make()
+    signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
     with launching(run.path):
         return launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
 

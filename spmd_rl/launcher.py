@@ -98,7 +98,8 @@ def _forked(rank: Rank, words: list[str]) -> None:
     from spmd_rl.controller.forked_ranks import end_executors_at_exit
 
     logging.disable(logging.NOTSET)
-    signal.signal(HANG_UP, signal.SIG_IGN)  # the launcher's affair, who is told as well
+    for number in (HANG_UP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # the launcher's affair, who is told as well
     _keep_from_children(_pipes())
     end_executors_at_exit()
     sys.exit(rank(words))

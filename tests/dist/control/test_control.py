@@ -234,6 +234,21 @@ def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
+def test_sigquit_shows_the_stacks_and_the_run_goes_on(chaos: Launch) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    for pid in (process.pid, *pids["ranks"]):  # as a terminal sends it to all of them
+        os.kill(pid, signal.SIGQUIT)
+    shown = ""
+    while "==== controller ====" not in shown:
+        shown += process.stderr.readline()
+    assert all(f"pid {pid}" in shown for pid in pids["ranks"])
+    assert "threading.Event().wait()" in shown
+    assert not any(map(gone, [pids["controller"], *pids["ranks"]]))
+    process.send_signal(signal.SIGTERM)
+    assert outcome(process)[0] == 128 + signal.SIGTERM
+
+
 def test_stacks_of_a_live_run(launch: Launch, chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)
