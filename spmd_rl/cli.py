@@ -201,9 +201,9 @@ def _rank(words: list[str]) -> int:
 
     world = World.from_env()
     make_importable(Invocation.parse(words).recipe)
+    controller = ControllerProcess(world, words) if world.rank == 0 else None
     if world.restart and world.rank == 0:
         print(f"start {world.restart + 1} of the ranks: {last_words.of_the_start_before()}", file=sys.stderr)
-    controller = ControllerProcess(world, words) if world.rank == 0 else None
     from spmd_rl.controller.worker import run_worker
 
     return last_words.leave(f"rank {world.rank}", run_worker(world, controller))

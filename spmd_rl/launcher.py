@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,6 @@ from spmd_rl.controller.supervisor import ending
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
 HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
 END_S = 5  # for the ranks to end after the run's grace
-WORDS_S, POLL_S = 3.0, 0.02  # for the controller to notice that the last rank was killed, and say so
 NO_HEARTBEAT_S = 10 * 365 * 86400  # one machine needs none, and torch's may complain after the run's last words
 
 Rank = Callable[[list[str]], int]
@@ -35,6 +33,7 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     times at most. After a SIGTERM they have `grace_s` and a little more.
     Blocks: until all ranks have ended.
     """
+    os.environ[last_words.LAUNCHER_ENV] = str(os.getpid())
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs must not initialise CUDA before the fork
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + END_S))
     import torch
@@ -72,7 +71,8 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
         except ChildFailedError as error:
             _end(orphans)
             first, failure = error.get_first_failure()
-            _say(Path(folder), f"rank {first} {ending(failure.exitcode)}", WORDS_S, f"lost rank {first} (")
+            ended = f"rank {first} {ending(failure.exitcode)}"
+            _say(Path(folder), ended, last_words.WORDS_S, f"lost rank {first} (")
             return max(failure.exitcode, 1)
         except SignalException as error:
             _end(orphans)
@@ -133,9 +133,7 @@ def _say(folder: Path, otherwise: str, wait_s: float = 0.0, lost: str = "") -> N
 
     Words that came later would go with `folder`, or be a second line.
     """
-    end = time.monotonic() + wait_s
-    while not (words := last_words.of_the_last_start(folder)) and time.monotonic() < end:
-        time.sleep(POLL_S)
+    words = last_words.awaited(lambda: last_words.of_the_last_start(folder), wait_s)
     sentence = next(iter(words), otherwise)
     why = f"; {otherwise}" if lost and sentence.startswith(lost) else ""
     print(f"{sentence}{why}", file=sys.stderr)

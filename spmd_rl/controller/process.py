@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from spmd_rl.controller import secret
+from spmd_rl.controller import last_words, secret
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.recipe import Invocation, Recipe, load_recipe, run_config
@@ -56,7 +56,10 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
         lifeline.last_words(error)  # for a rank 0 that had not come yet
         _close(observer, lifeline, error.exit_code)
     lifeline.close()
-    return error.exit_code if error is not None else 0
+    if error is not None:
+        return error.exit_code
+    last_words.mark_done()
+    return 0
 
 
 def _open(lifeline: Lifeline, address: str, cfg: Any) -> Switchboard:

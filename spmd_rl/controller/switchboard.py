@@ -257,7 +257,7 @@ class Switchboard:
         """Leave the last words as rank 0, which started this process, if no rank is left to do it."""
         if self._unsaid:
             self._unsaid = False
-            last_words.write(stop.sentence)
+            last_words.write_alone(stop.sentence)
 
     def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
         """Who is lost, and in which call."""

@@ -234,6 +234,20 @@ def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
+@pytest.mark.parametrize("scenario", ["fine", "leave"])
+def test_a_batch_script_knows_a_run_that_is_over_from_ranks_that_left(
+    start: Start, torchrun: list[str], environment: dict[str, str], tmp_path: Path, scenario: str
+) -> None:
+    """torchrun ends with exit code 0 in either case, so the controller says on stderr why the run is over."""
+    environment["SPMD_RL_DONE_FILE"] = str(tmp_path / "done")
+    one_rank = [word.replace("--nproc-per-node=2", "--nproc-per-node=1") for word in torchrun]
+    code, _, last = outcome(start([*(one_rank if scenario == "leave" else torchrun), f"--scenario={scenario}"]))
+    assert code == 0
+    assert (tmp_path / "done").exists() == (scenario == "fine")
+    if scenario == "leave":
+        assert re.match(r"lost rank 0 \(host \S+, pid \d+\), last heard .* in actor.leave", last), last
+
+
 def test_sigquit_shows_the_stacks_and_the_run_goes_on(chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)

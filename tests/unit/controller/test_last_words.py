@@ -32,6 +32,20 @@ def test_words_that_come_when_torchrun_is_gone_are_no_second_line(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
+def test_where_no_rank_is_left_only_a_plain_torchrun_needs_the_words_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    (tmp_path / "attempt_0").mkdir()
+    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "attempt_0/error.json"))
+    monkeypatch.delenv(last_words.LAUNCHER_ENV, raising=False)
+    if launcher == "spmd-rl":
+        monkeypatch.setenv(last_words.LAUNCHER_ENV, "1")
+    last_words.write_alone("the cause")
+    assert last_words.of_the_last_start(tmp_path) == ["the cause"]
+    assert capfd.readouterr().err == ("" if launcher == "spmd-rl" else "the cause\n")
+
+
 def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for start in (0, 9, 10):
         folder = tmp_path / f"attempt_{start}/1"
@@ -40,6 +54,7 @@ def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest
         last_words.write(f"the cause of {start}")
     assert last_words.of_the_last_start(tmp_path) == ["the cause of 10"]
     assert last_words.of_the_start_before() == "the cause of 9"
+    monkeypatch.setattr(last_words, "WORDS_S", 0.1)
     monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "attempt_9/1/error.json"))
     assert "without a word" in last_words.of_the_start_before()
 
