@@ -180,10 +180,8 @@ class Switchboard:
             self.on_unreachable(rank)
         if lost := self.roster.lost(now):
             self._fail(self._lost_error(lost, now), lost)
-        elif name := self.roster.ended_by:
-            missing = self.roster.missing
-            who = f"ranks {missing} ended before they reported" if missing else f"every rank got {name}"
-            self.notice.take(name, who, now)
+        elif ended := self.roster.ended_by(now):
+            self.notice.take(*ended, now)
         owed = any(map(self.calls.oldest, range(self.roster.world_size)))
         if late := self.recipe_clock.overdue(owed, self.calls.waited_s, now):
             self._fail(DeadlineError(f"{late}: the controller is at {place_of_main_thread()}"))

@@ -248,6 +248,18 @@ def test_a_batch_script_knows_a_run_that_is_over_from_ranks_that_left(
         assert re.match(r"lost rank 0 \(host \S+, pid \d+\), last heard .* in actor.leave", last), last
 
 
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGTERM), (0, signal.SIGINT)])
+def test_a_signal_to_one_rank_names_that_rank_and_the_signal(chaos: Launch, rank: int, number: signal.Signals) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    os.kill(pids["ranks"][rank], number)
+    code, _, last = outcome(process)
+    assert code == 128 + number, last
+    said = rf"the run was ended from outside: rank {rank} \(host \S+, pid {pids['ranks'][rank]}\) got {number.name}"
+    assert re.fullmatch(said, last)
+    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
+
+
 def test_sigquit_shows_the_stacks_and_the_run_goes_on(chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)
