@@ -20,7 +20,7 @@ import msgspec
 from spmd_rl.controller.checksums import check, checksums
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
-from spmd_rl.errors import ConfigError, DataError, SpmdError
+from spmd_rl.errors import ConfigError, DataError, DiskError, SpmdError
 
 STATE_FILE = "state.json"
 
@@ -85,7 +85,7 @@ class Checkpoints:
         """Begin the checkpoint that `record` describes: all parts as they are now, once the one before is whole.
 
         Blocks: while roles copy what they hold. Those that have an endpoint `saved` write it later; `settle` waits for
-        them. Raises: what a role raised, or SpmdError when the disk does not take it.
+        them. Raises: what a role raised, or DiskError when the disk does not take it.
         """
         self.settle()
         target = self.folder / f"step_{record.next_step:06d}"
@@ -95,7 +95,7 @@ class Checkpoints:
             self._write(target, record, parts)
         except OSError as error:
             shutil.rmtree(target, ignore_errors=True)
-            raise SpmdError(f"cannot save {target}: {error}") from error
+            raise DiskError(f"cannot save {target}: {error}") from error
 
     def settle(self) -> None:
         """Wait until the last checkpoint is whole, and drop those that need not stay.

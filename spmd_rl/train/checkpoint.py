@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from spmd_rl.controller.checksums import check, checksums
 from spmd_rl.controller.contracts import disagreement
-from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.errors import ConfigError, DiskError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.spec import ModelSpec
@@ -62,7 +62,7 @@ class Saver:
         self._place = place
         self._group: ProcessGroup | None = None
         self._thread: threading.Thread | None = None
-        self._error: SpmdError | None = None
+        self._error: DiskError | None = None
 
     def start(self, folder: str, progress: Progress) -> None:
         """Copy weights, optimizer state and progress, and begin to write them to `folder`, which appears when whole.
@@ -85,14 +85,14 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Blocks: until the last checkpoint is written. Raises: SpmdError when it could not be."""
+        """Blocks: until the last checkpoint is written. Raises: DiskError when it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raises: SpmdError when the last checkpoint could not be written, as far as that is known yet."""
+        """Raises: DiskError when the last checkpoint could not be written, as far as that is known yet."""
         if self._error is not None:
             raise self._error
 
@@ -100,7 +100,7 @@ class Saver:
         try:
             self._write(target, state, progress)
         except (Exception, CheckpointException) as error:  # noqa: BLE001  whatever it is, the main thread raises it
-            self._error = SpmdError(f"cannot save {target}: {_cause(error)}; {_space(target)}")
+            self._error = DiskError(f"cannot save {target}: {_cause(error)}; {_space(target)}")
             if self._place.rank == 0:
                 shutil.rmtree(_part(target), ignore_errors=True)
 

@@ -12,6 +12,7 @@ import pytest
 from spmd_rl import launcher
 from spmd_rl.controller import last_words
 from spmd_rl.controller.process import explain
+from spmd_rl.errors import DiskError, SpmdError
 
 
 def test_the_first_sentence_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,20 +148,24 @@ def test_the_launcher_knows_what_killed_a_rank(
 
 
 @pytest.mark.parametrize(
-    ("raised", "sentence", "traced"),
+    ("raised", "sentence", "traced", "kind"),
     [
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/r/config.toml"),
             "runs/r/config.toml: No space left on device",
             False,
+            DiskError,
         ),
-        (KeyError("x"), "test_last_words.py:", True),
+        (OSError(errno.EACCES, "Permission denied", "runs/r"), "runs/r: Permission denied", False, SpmdError),
+        (KeyError("x"), "test_last_words.py:", True, SpmdError),
     ],
 )
 def test_what_the_system_says_needs_no_traceback(
-    raised: Exception, sentence: str, traced: bool, capfd: pytest.CaptureFixture[str]
+    raised: Exception, sentence: str, traced: bool, kind: type[SpmdError], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(type(raised)) as caught:
         raise raised
-    assert str(explain(caught.value, verbose=False)).startswith(sentence)
+    explained = explain(caught.value, verbose=False)
+    assert type(explained) is kind
+    assert str(explained).startswith(sentence)
     assert ("Traceback" in capfd.readouterr().err) == traced
