@@ -22,8 +22,9 @@ from typing import NoReturn
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address, bind_address
+from spmd_rl.controller.farewell import Farewell
 from spmd_rl.controller.last_words import end_process
-from spmd_rl.errors import DeadlineError, SpmdError
+from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 from spmd_rl.mesh.world import World
 
 ADDRESS_S = 300.0  # for the controller to import its recipe and bind its socket
@@ -39,6 +40,7 @@ class ControllerProcess:
         self._secret_file = "" if secret.given() else str(secret.create(self._folder))
         self._addresses: queue.SimpleQueue[Address] = queue.SimpleQueue()
         self._given_up = False
+        self.farewell = Farewell()
         self._lifeline, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -94,7 +96,8 @@ class ControllerProcess:
         code = self._process.wait()
         if code and not self._given_up:
             shutil.rmtree(self._folder, ignore_errors=True)
-            end_process(f"the controller (pid {self._process.pid}) {ending(code)}", 1)
+            lost = LostRankError(f"the controller (pid {self._process.pid}) {ending(code)}")
+            end_process(self.farewell.take(lost), 1)
 
 
 def private_folder() -> Path:

@@ -94,9 +94,13 @@ class Bye(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sent every second, from the first Hello on; a controller silent for `lost_after_s` is lost."""
+    """Sent every second, from the first Hello on; a controller silent for `lost_after_s` is lost.
+
+    `checkpoints` is the folder that the same command would go on from, "" where it would begin anew.
+    """
 
     lost_after_s: float
+    checkpoints: str = ""
 
 
 class StackRequest(Message, frozen=True):

@@ -16,6 +16,7 @@ import msgspec
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address
+from spmd_rl.controller.checkpoints import Checkpoints
 from spmd_rl.controller.codec import NOTHING, Codec, Packed, pack, resolve
 from spmd_rl.controller.dealer import Dealer, Reply
 from spmd_rl.controller.endpoint import Signature, endpoints
@@ -154,6 +155,10 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     dealer = _dial(world, store, controller)
+    farewell = dealer.farewell
+    farewell.newest = lambda: Checkpoints(Path(farewell.checkpoints), 1, 0).newest() if farewell.checkpoints else None
+    if controller is not None:
+        controller.farewell = farewell
     join(world, store)
     Worker(Seats(world)).serve(dealer)
     dist.destroy_process_group()
