@@ -130,7 +130,6 @@ class Controller:
         """
         self._parts = parts
         self._board.farewell.newest = self._checkpoints.newest
-        self._board.farewell.checkpoints = str(self._checkpoints.folder.absolute())
         found = self._checkpoints.restore(parts)
         if found is None:
             return 0

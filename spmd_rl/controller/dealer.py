@@ -65,6 +65,7 @@ class Dealer:
     ) -> None:
         self.on_tick: Callable[[], None] = lambda: None
         self.farewell = Farewell()
+        self.checkpoints = ""  # the folder of the run's, once the controller has told it
         self._inbox: deque[Order] = deque()  # what the stand-in took
         self._outbox: deque[Reply] = deque()
         self._hello = hello
@@ -205,7 +206,7 @@ class Dealer:
     def _act(self, message: ToWorker) -> None:
         match message:
             case Ping(lost_after_s, checkpoints):
-                self.farewell.checkpoints = checkpoints
+                self.checkpoints = checkpoints
                 self._vigil.pinged(lost_after_s, time.monotonic())
                 self.post(Pong())
             case StackRequest():

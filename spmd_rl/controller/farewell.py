@@ -14,13 +14,9 @@ FROM_OUTSIDE = (DeadlineError, DiskError, LostRankError)  # what a run that goes
 
 
 class Farewell:
-    """`newest` is the step after which the same command would go on, if any; `leave_screen` ends a live view.
-
-    `checkpoints` is the folder in which `newest` looks, as other processes may read it.
-    """
+    """`newest` is the step after which the same command would go on, if any; `leave_screen` ends a live view."""
 
     def __init__(self) -> None:
-        self.checkpoints = ""
         self.newest: Callable[[], int | None] = lambda: None
         self.leave_screen: Callable[[], object] = lambda: None
 

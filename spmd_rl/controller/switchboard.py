@@ -75,6 +75,7 @@ class Switchboard:
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
         self._next_ping = 0.0
+        self._ping = Ping(run.lost_after_s, str(run.path.absolute() / "checkpoints"))
         self.notice, self.farewell = Notice(), Farewell()
         self.recipe_clock = RecipeClock(run.between_calls_s)
         self._stop: Stop | None = None  # once the world is ending: what every rank is told
@@ -201,10 +202,6 @@ class Switchboard:
     def on_signal(self, number: Signals) -> None:
         """Somebody ends the controller itself."""
         self.notice.take(number.name, f"the controller got {number.name}", time.monotonic())
-
-    @property
-    def _ping(self) -> Ping:
-        return Ping(self._run.lost_after_s, self.farewell.checkpoints)
 
     def _seat(self, hello: Hello, now: float) -> bool:
         if seated := self.roster.hello(hello, now):

