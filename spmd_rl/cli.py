@@ -20,13 +20,13 @@ from spmd_rl.config import dump_toml
 from spmd_rl.controller import last_words
 from spmd_rl.controller.recipe import Invocation, load_recipe, make_importable, run_config
 from spmd_rl.controller.secret import refuse_none
-from spmd_rl.controller.stacks import ask
+from spmd_rl.controller.stacks import ask, show
 from spmd_rl.controller.supervisor import ControllerProcess, Lifeline
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.help import USAGE, no_command, of_recipe, of_run, overview
-from spmd_rl.launcher import ENDINGS, endings, heed_no_more, launch
+from spmd_rl.launcher import ENDINGS, endings, launch
 from spmd_rl.mesh.split import plan_split
-from spmd_rl.observe.claim import refuse_live
+from spmd_rl.observe.claim import launching, refuse_live
 from spmd_rl.observe.provenance import note_beginning
 from spmd_rl.observe.run import RunFolder
 from spmd_rl.observe.streams import let_streams_last
@@ -138,12 +138,14 @@ def _run(words: list[str]) -> int:
     if num_ranks and hasattr(cfg, "split"):
         plan_split(cfg.split, num_ranks)
     run = run_config(cfg)
-    RunFolder(run.path).refuse_other(dump_toml(cfg), run.resume)
+    folder = RunFolder(run.path)
+    folder.refuse_other(dump_toml(cfg), run.resume)
     refuse_live(run.path)
+    folder.make()
+    signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
     _say_start(num_ranks)
-    exit_code = launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
-    heed_no_more()
-    return exit_code
+    with launching(run.path):
+        return launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
 
 
 def _say_start(num_ranks: int) -> None:
@@ -216,9 +218,9 @@ def _rank(words: list[str]) -> int:
     world = World.from_env()
     refuse_none(world)
     make_importable(Invocation.parse(words).recipe)
+    controller = ControllerProcess(world, words) if world.rank == 0 else None
     if world.restart and world.rank == 0:
         print(f"start {world.restart + 1} of the ranks: {last_words.of_the_start_before()}", file=sys.stderr)
-    controller = ControllerProcess(world, words) if world.rank == 0 else None
     from spmd_rl.controller.worker import run_worker
 
     return last_words.leave(f"rank {world.rank}", run_worker(world, controller))

@@ -8,6 +8,7 @@
       RemoteError          code on a worker raised: rank, role, call, its traceback
       DeadlineError        a wait outlasted its deadline: who, what, how long
       LostRankError        a process of the world is gone
+      DiskError            a file could not be written: no room, or the system refuses
       WeightMismatchError  two ends of a weight push hold different bytes
       ResidencyError       memory used, slept or woken in the wrong state
 
@@ -70,6 +71,10 @@ class DeadlineError(SpmdError):
 
 
 class LostRankError(SpmdError):
+    pass
+
+
+class DiskError(SpmdError):
     pass
 
 

@@ -7,20 +7,19 @@ import math
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from spmd_rl.controller import last_words
+from spmd_rl.controller.orphans import Orphans
 from spmd_rl.controller.supervisor import ending
 from spmd_rl.mesh.private import PrivateFolder
 
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
 HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
 END_S = 5  # for the ranks to end after the run's grace
-WORDS_S, POLL_S = 3.0, 0.02  # for the controller to notice that the last rank was killed, and say so
 NO_HEARTBEAT_S = 10 * 365 * 86400  # one machine needs none, and torch's may complain after the run's last words
 
 Rank = Callable[[list[str]], int]
@@ -34,16 +33,21 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     times at most. After a SIGTERM they have `grace_s` and a little more.
     Blocks: until all ranks have ended.
     """
+    os.environ[last_words.LAUNCHER_ENV] = str(os.getpid())
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs must not initialise CUDA before the fork
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else torchrun opens a port for the ranks
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + END_S))
     import torch
     import torch._dynamo
     import torch.distributed.fsdp
+    from torch.distributed.elastic import multiprocessing
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from spmd_rl.controller.forked_ranks import ForkedRanks
+
+    multiprocessing.MultiprocessContext = ForkedRanks  # type: ignore[misc]  # the agent looks it up there
     logging.disable(logging.CRITICAL)  # torchrun's account of a failure; ours is one sentence
     with PrivateFolder() as folder:
         config = LaunchConfig(
@@ -61,13 +65,18 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
         )
         for number in endings():
             signal.signal(number, _end_in_launch)  # until torchrun's own are there, with the ranks
+        orphans = Orphans()
         try:
             elastic_launch(config, _forked)(rank, words)
+            _end(orphans)
         except ChildFailedError as error:
+            _end(orphans)
             first, failure = error.get_first_failure()
-            _say(folder, f"rank {first} {ending(failure.exitcode)}", WORDS_S, f"lost rank {first} (")
+            ended = f"rank {first} {ending(failure.exitcode)}"
+            _say(folder, ended, last_words.WORDS_S, f"lost rank {first} (")
             return max(failure.exitcode, 1)
         except SignalException as error:
+            _end(orphans)
             _say(folder, f"the run was ended by {error.sigval.name}")
             return 128 + error.sigval.value
     return 0
@@ -76,12 +85,6 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
 def endings() -> list[signal.Signals]:
     """The signals that end a run."""
     return [*ENDINGS, *([HANG_UP] if signal.getsignal(HANG_UP) != signal.SIG_IGN else [])]
-
-
-def heed_no_more() -> None:
-    """Whatever would end the run comes too late."""
-    for number in endings():
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_in_launch(number: int, frame: FrameType | None) -> None:
@@ -93,13 +96,14 @@ def _end_in_launch(number: int, frame: FrameType | None) -> None:
 
 
 def _forked(rank: Rank, words: list[str]) -> None:
+    from spmd_rl.controller.forked_ranks import end_executors_at_exit
+
     logging.disable(logging.NOTSET)
-    signal.signal(HANG_UP, signal.SIG_IGN)  # the launcher's affair, who is told as well
+    for number in (HANG_UP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # the launcher's affair, who is told as well
     _keep_from_children(_pipes())
-    exit_code = rank(words)
-    if executors := sys.modules.get("concurrent.futures.process"):
-        executors._python_exit()  # multiprocessing, to which a rank is a child, waits for them before it ends them
-    sys.exit(exit_code)
+    end_executors_at_exit()
+    sys.exit(rank(words))
 
 
 def _pipes() -> list[int]:
@@ -118,15 +122,19 @@ def _keep_from_children(pipes: list[int]) -> None:
     os.register_at_fork(after_in_child=close)
 
 
+def _end(orphans: Orphans) -> None:
+    """All ranks have ended: whatever would end the run comes too late, and what they left running ends."""
+    for number in endings():
+        signal.signal(number, signal.SIG_IGN)
+    orphans.end()
+
+
 def _say(folder: Path, otherwise: str, wait_s: float = 0.0, lost: str = "") -> None:
     """What the first to end left, or `otherwise`, which words that begin with `lost` leave out.
 
     Words that came later would go with `folder`, or be a second line.
     """
-    heed_no_more()
-    end = time.monotonic() + wait_s
-    while not (words := last_words.of_the_last_start(folder)) and time.monotonic() < end:
-        time.sleep(POLL_S)
+    words = last_words.awaited(lambda: last_words.of_the_last_start(folder), wait_s)
     sentence = next(iter(words), otherwise)
     why = f"; {otherwise}" if lost and sentence.startswith(lost) else ""
     print(f"{sentence}{why}", file=sys.stderr)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from spmd_rl import errors
 from spmd_rl.controller.calls import CallRecord
+from spmd_rl.controller.roster import Seat
 from spmd_rl.controller.wire import Failure
-from spmd_rl.errors import RemoteError, SpmdError
+from spmd_rl.errors import LostRankError, RemoteError, SpmdError
 
 
 def in_call(record: CallRecord | None) -> str:
@@ -22,6 +23,16 @@ def refusals(counts: Mapping[str, int]) -> str:
     """How many frames were refused and why, as a clause; empty when none were."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
     return f"; frames refused: {reasons}" if reasons else ""
+
+
+def lost_error(
+    ranks: Sequence[int], seats: Mapping[int, Seat], now: float, record: CallRecord | None, refused: Mapping[str, int]
+) -> LostRankError:
+    """Who of `ranks` is lost, since when, and in which call."""
+    known = [seats[rank] for rank in ranks if rank in seats]
+    who = ", ".join(str(seat) for seat in known) or f"rank {ranks[0]}"
+    silence_s = max((now - seat.heard for seat in known), default=0.0)
+    return LostRankError(f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(record)}{refusals(refused)}")
 
 
 def remote_error(what: str, rank: int, failure: Failure) -> SpmdError:

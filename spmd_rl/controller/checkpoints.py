@@ -20,7 +20,7 @@ import msgspec
 from spmd_rl.controller.checksums import check, checksums
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
-from spmd_rl.errors import ConfigError, DataError, SpmdError
+from spmd_rl.errors import ConfigError, DataError, DiskError, SpmdError
 from spmd_rl.observe import folders
 
 STATE_FILE = "state.json"
@@ -89,7 +89,7 @@ class Checkpoints:
         """Begin the checkpoint that `record` describes: all parts as they are now, once the one before is whole.
 
         Blocks: while roles copy what they hold. Those that have an endpoint `saved` write it later; `settle` waits for
-        them. Raises: what a role raised, or SpmdError when the disk does not take it.
+        them. Raises: what a role raised, or DiskError when the disk does not take it.
         """
         self.settle()
         target = self.folder / f"step_{record.next_step:06d}"
@@ -101,7 +101,7 @@ class Checkpoints:
             folders.remove(target)  # it serves nobody, and takes room on a disk that may be full
             if isinstance(error, SpmdError):
                 raise
-            raise SpmdError(f"cannot save {target}: {error}") from error
+            raise DiskError(f"cannot save {target}: {error}") from error
 
     def settle(self) -> None:
         """Wait until the last checkpoint is whole, and drop those that need not stay.

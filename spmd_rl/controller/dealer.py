@@ -18,6 +18,7 @@ from spmd_rl.controller.address import is_ipv6
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
 from spmd_rl.controller.family import end_siblings
+from spmd_rl.controller.farewell import Farewell
 from spmd_rl.controller.frames import LAST, send
 from spmd_rl.controller.last_words import end_process
 from spmd_rl.controller.secret import FILE_ENV, SECRET_ENV, Keys
@@ -42,6 +43,7 @@ from spmd_rl.controller.wire import (
     decode_at_worker,
     encode,
 )
+from spmd_rl.errors import LostRankError
 
 TICK_S = 0.25
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -63,6 +65,8 @@ class Dealer:
         self, endpoint: str, keys: Keys, generation: int, hello: Hello, abandon: Callable[[], None] = lambda: None
     ) -> None:
         self.on_tick: Callable[[], None] = lambda: None
+        self.farewell = Farewell()
+        self.checkpoints = ""  # the folder of the run's, once the controller has told it
         self._inbox: deque[Order] = deque()  # what the stand-in took
         self._outbox: deque[Reply] = deque()
         self._hello = hello
@@ -208,7 +212,8 @@ class Dealer:
 
     def _act(self, message: ToWorker) -> None:
         match message:
-            case Ping(lost_after_s):
+            case Ping(lost_after_s, checkpoints):
+                self.checkpoints = checkpoints
                 self._vigil.pinged(lost_after_s, time.monotonic())
                 self.post(Pong())
             case StackRequest():
@@ -225,12 +230,14 @@ class Dealer:
     def _die(self, why: str) -> None:
         counts = "".join(f"; {count} frames refused: {reason}" for reason, count in self.refused.items())
         self.post(Dying(why + counts))
-        self._end(f"rank {self._hello.rank} (host {self._hello.host}, pid {self._hello.pid}) {why}{counts}", 1)
+        who = f"rank {self._hello.rank} (host {self._hello.host}, pid {self._hello.pid})"
+        self._end(self.farewell.take(LostRankError(f"{who} {why}{counts}")), 1)
 
     def _end(self, sentence: str, exit_code: int) -> None:
         """End the process from here: the main thread may be inside a collective that nobody will finish."""
         if why := self._vigil.launcher_lost(os.getppid()):
-            print(f"rank {self._hello.rank} {why}", file=sys.stderr)  # nobody is left to read torchrun's error file
+            said = self.farewell.take(LostRankError(f"rank {self._hello.rank} {why}"))
+            print(said, file=sys.stderr)  # nobody is left to read torchrun's error file
         self._send()
         self._context.destroy(linger=200)
         end_process(sentence, exit_code)

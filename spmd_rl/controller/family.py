@@ -75,7 +75,9 @@ def await_end(leaving: Iterable[Hello]) -> None:
         if hello.host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(hello.pid)
-                select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+                waiting = select.poll()  # select itself takes no descriptor above 1023
+                waiting.register(descriptor, select.POLLIN)
+                waiting.poll(max(0.0, until - time.monotonic()) * 1000)
                 os.close(descriptor)
     threading.Event().wait(LOOK_S)
 

@@ -6,10 +6,11 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
+from spmd_rl.errors import DeadlineError, DiskError, LostRankError, SpmdError
 
 PATIENCE_S = 0.5  # with a disk and a terminal: nobody waits longer for either
 GOES_ON = "the same command goes on"
+FROM_OUTSIDE = (DeadlineError, DiskError, LostRankError)  # what a run that goes on need not meet again
 
 
 class Farewell:
@@ -28,7 +29,7 @@ class Farewell:
         thread = threading.Thread(target=self._look, args=[found], name="farewell", daemon=True)
         thread.start()
         thread.join(PATIENCE_S)
-        from_outside = isinstance(error, (LostRankError, DeadlineError)) and GOES_ON not in str(error)
+        from_outside = isinstance(error, FROM_OUTSIDE) and GOES_ON not in str(error)
         if from_outside and found and found[0] is not None:
             error.args = (f"{error}; {GOES_ON} after step {found[0]}",)
         return str(error)

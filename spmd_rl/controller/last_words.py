@@ -8,10 +8,14 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+LAUNCHER_ENV = "SPMD_RL_LAUNCHER"  # set where `spmd-rl run` started the ranks: it reads what they leave
+DONE_FILE_ENV = "SPMD_RL_DONE_FILE"
+WORDS_S, POLL_S = 3.0, 0.02  # for the controller to notice that the last rank is gone, and say so
 ATTEMPT = "attempt_"  # torchrun's log folder has one of these for each start of the ranks
 LEAVE_S = 5.0  # for what was started here to end, once the run has
 
@@ -25,6 +29,19 @@ def write(sentence: str) -> None:
     path = os.environ.get(ERROR_FILE_ENV)
     if not (path and _left(Path(path), sentence)):
         print(sentence, file=sys.stderr)
+
+
+def write_alone(sentence: str) -> None:
+    """Leave `sentence` where no rank is left to do so: a plain torchrun tells nothing if all ended with exit code 0."""
+    write(sentence)
+    if ERROR_FILE_ENV in os.environ and LAUNCHER_ENV not in os.environ:
+        print(sentence, file=sys.stderr)
+
+
+def mark_done() -> None:
+    """Leave the mark of a run that is over in order, for a batch script that asks for it."""
+    if path := os.environ.get(DONE_FILE_ENV):
+        Path(path).touch()
 
 
 def are_not_of_children() -> None:
@@ -54,10 +71,21 @@ def of_the_last_start(folder: Path) -> list[str]:
 
 
 def of_the_start_before() -> str:
-    """Why torchrun has started the ranks of this node again: what the first that failed said."""
+    """Why torchrun has started the ranks of this node again: what the first that failed said.
+
+    Blocks: until that is known, `WORDS_S` at most.
+    """
     here = next((path for path in Path(os.environ.get(ERROR_FILE_ENV, "")).parents if ATTEMPT in path.name), None)
-    said = _read(here.with_name(f"{ATTEMPT}{_number(here) - 1}")) if here else []
+    said = awaited(lambda: _read(here.with_name(f"{ATTEMPT}{_number(here) - 1}")), WORDS_S) if here else []
     return said[0] if said else "those before ended without a word here"
+
+
+def awaited(read: Callable[[], list[str]], wait_s: float) -> list[str]:
+    """What `read` gives. Blocks: until that is something, `wait_s` at most."""
+    end = time.monotonic() + wait_s
+    while not (words := read()) and time.monotonic() < end:
+        time.sleep(POLL_S)
+    return words
 
 
 def _number(start: Path) -> int:

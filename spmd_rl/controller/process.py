@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import signal
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from spmd_rl.controller import secret
+from spmd_rl.controller import last_words, secret
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.recipe import Invocation, Recipe, load_recipe, run_config
@@ -21,13 +22,14 @@ from spmd_rl.controller.stacks import StackServer
 from spmd_rl.controller.steps import Observer
 from spmd_rl.controller.supervisor import Lifeline
 from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.errors import ConfigError, RemoteError, SpmdError
+from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError
 from spmd_rl.mesh.world import World
 
 Watch = Callable[[RunConfig, Any, int], Observer]
 Complete = Callable[[Any, int], Any]
 
 CLOSE_S = 5.0
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, complete: Complete) -> int:
@@ -56,7 +58,10 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
         lifeline.last_words(error)  # for a rank 0 that had not come yet
         _close(observer, lifeline, error.exit_code)
     lifeline.close()
-    return error.exit_code if error is not None else 0
+    if error is not None:
+        return error.exit_code
+    last_words.mark_done()
+    return 0
 
 
 def _open(lifeline: Lifeline, address: str, cfg: Any) -> Switchboard:
@@ -103,7 +108,8 @@ def explain(raised: BaseException, verbose: bool) -> SpmdError:
     if isinstance(raised, SpmdError):
         return raised
     if _names_a_file(raised):
-        return SpmdError(f"{raised.filename}: {raised.strerror}")
+        kind = DiskError if raised.errno in NO_ROOM else SpmdError
+        return kind(f"{raised.filename}: {raised.strerror}")
     frame = traceback.extract_tb(raised.__traceback__)[-1]
     return SpmdError(f"{Path(frame.filename).name}:{frame.lineno}: {type(raised).__name__}: {raised}")
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from spmd_rl.controller.wire import Hello
 
 FAREWELL_S = 2.0  # how long the launcher may take to signal all ranks once it has signalled one
+LATE_S = 0.5  # how much later than it was sent the last message of a rank that is gone may be read
+SHOW_S = 4.0  # for a rank without a signal to show that it lives; it is pinged every second
+MOST_SHOWN = 4  # ranks in a sentence
 
 
 @dataclass
@@ -66,15 +69,31 @@ class Roster:
         return [rank for rank, seat in self.seats.items() if not seat.gone]
 
     def lost(self, now: float) -> list[int]:
-        """The ranks given up: silent for too long, or not signalled when the launcher ended the others."""
-        if self._ending_since is not None and now - self._ending_since > FAREWELL_S:
-            return [rank for rank in self.staying if not self.seats[rank].signal]
-        return [rank for rank in self.staying if now - self.seats[rank].heard > self.lost_after_s]
+        """The ranks given up: silent for too long, or neither signalled nor heard since others were signalled."""
+        silent = [rank for rank in self.staying if now - self.seats[rank].heard > self.lost_after_s]
+        if self._ending_since is None:
+            return silent
+        mute = self._mute if now - self._ending_since > SHOW_S else []
+        return [rank for rank in self.staying if rank in mute or (rank in silent and not self.seats[rank].signal)]
+
+    def ended_by(self, now: float) -> tuple[str, str] | None:
+        """The signal that ends the run and who got it: every rank that stays, or some while the others live on."""
+        signalled = [seat for seat in self.seats.values() if seat.signal]
+        if self._ending_since is None or not signalled:
+            return None
+        every = all(self.seats[rank].signal for rank in self.staying)
+        if not every and (self._mute or now - self._ending_since <= FAREWELL_S):
+            return None
+        name = signalled[0].signal
+        if every and not self.missing:
+            return name, f"every rank got {name}"
+        who = ", ".join(map(str, signalled[:MOST_SHOWN]))
+        more = f" and {len(signalled) - MOST_SHOWN} more" if len(signalled) > MOST_SHOWN else ""
+        early = f" before ranks {self.missing} had reported" if self.missing else ""
+        return name, f"{who}{more} got {name}{early}"
 
     @property
-    def ended_by(self) -> str | None:
-        """The signal that every rank that stays was given, once all were."""
-        staying = [self.seats[rank] for rank in self.staying]
-        if self._ending_since is None or not all(seat.signal for seat in staying):
-            return None
-        return next((seat.signal for seat in self.seats.values() if seat.signal), None)
+    def _mute(self) -> list[int]:
+        """The ranks that were not signalled, and were not heard since others were."""
+        since = (self._ending_since or 0.0) + LATE_S
+        return [rank for rank in self.staying if not self.seats[rank].signal and self.seats[rank].heard < since]

@@ -163,6 +163,19 @@ def _answer(line: socket.socket) -> bytes:
     return bytes(answer)
 
 
+def show(run: Path) -> None:
+    """Print what `ask` gives on stderr, from a thread of its own: the caller, a signal's handler, has other work."""
+
+    def look() -> None:
+        try:
+            text = ask(run)
+        except ConfigError as error:  # it has not begun, or is ending
+            text = f"no stacks: {error}"
+        print(text, file=sys.stderr, flush=True)
+
+    threading.Thread(target=look, name="show stacks", daemon=True).start()
+
+
 @contextlib.contextmanager
 def _reachable(folder: Path) -> Iterator[str]:
     """A short path to `folder`: the address of a UNIX socket holds no more than 107 bytes."""

@@ -21,8 +21,9 @@ from typing import NoReturn
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address, bind_address
+from spmd_rl.controller.farewell import Farewell
 from spmd_rl.controller.last_words import end_process
-from spmd_rl.errors import DeadlineError, SpmdError
+from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 from spmd_rl.mesh.private import PrivateFolder, sweep
 from spmd_rl.mesh.world import World
 
@@ -40,6 +41,7 @@ class ControllerProcess:
         self._secret_file = None if secret.given() else secret.create(secret.made_file())
         self._addresses: queue.SimpleQueue[Address] = queue.SimpleQueue()
         self._given_up = False
+        self.farewell = Farewell()
         self._lifeline, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -95,7 +97,8 @@ class ControllerProcess:
         code = self._process.wait()
         if code and not self._given_up:
             shutil.rmtree(self._folder, ignore_errors=True)
-            end_process(f"the controller (pid {self._process.pid}) {ending(code)}", 1)
+            lost = LostRankError(f"the controller (pid {self._process.pid}) {ending(code)}")
+            end_process(self.farewell.take(lost), 1)
 
 
 class Lifeline:
@@ -137,5 +140,7 @@ class Lifeline:
 
 
 def ending(code: int) -> str:
-    """How a process with this exit code ended, in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    """How a process ended that ended too early, with this exit code."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}{'' if code else ' before the run was over'}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from signal import Signals
 
 from spmd_rl.controller import last_words
-from spmd_rl.controller.account import in_call, refusals, remote_error
+from spmd_rl.controller.account import in_call, lost_error, remote_error
 from spmd_rl.controller.calls import CallRecord, Calls
 from spmd_rl.controller.codec import Packed
 from spmd_rl.controller.config import RunConfig
@@ -75,6 +75,7 @@ class Switchboard:
         self._gathering = threading.Lock()
         self._lost: set[int] = set()  # those whom nobody waits for: they are killed last
         self._next_ping = 0.0
+        self._ping = Ping(run.lost_after_s, str(run.path.absolute() / "checkpoints"))
         self.notice, self.farewell = Notice(), Farewell()
         self.recipe_clock = RecipeClock(run.between_calls_s)
         self._stop: Stop | None = None  # once the world is ending: what every rank is told
@@ -175,15 +176,13 @@ class Switchboard:
         """Ping everybody, and see who is lost."""
         if now >= self._next_ping:
             self._next_ping = now + PING_S
-            self._router.post(self.roster.staying, Ping(self._run.lost_after_s))
+            self._router.post(self.roster.staying, self._ping)
         for rank in self._lives.ended():
             self.on_unreachable(rank)
         if lost := self.roster.lost(now):
             self._fail(self._lost_error(lost, now), lost)
-        elif name := self.roster.ended_by:
-            missing = self.roster.missing
-            who = f"ranks {missing} ended before they reported" if missing else f"every rank got {name}"
-            self.notice.take(name, who, now)
+        elif ended := self.roster.ended_by(now):
+            self.notice.take(*ended, now)
         owed = any(map(self.calls.oldest, range(self.roster.world_size)))
         if late := self.recipe_clock.overdue(owed, self.calls.waited_s, now):
             self._fail(DeadlineError(f"{late}: the controller is at {place_of_main_thread()}"))
@@ -207,7 +206,7 @@ class Switchboard:
     def _seat(self, hello: Hello, now: float) -> bool:
         if seated := self.roster.hello(hello, now):
             self._lives.watch(hello)
-            self._router.post([hello.rank], self._stop or Ping(self._run.lost_after_s))
+            self._router.post([hello.rank], self._stop or self._ping)
         return seated
 
     def _fail(self, cause: SpmdError, lost: Sequence[int] = ()) -> None:
@@ -257,16 +256,11 @@ class Switchboard:
         """Leave the last words as rank 0, which started this process, if no rank is left to do it."""
         if self._unsaid:
             self._unsaid = False
-            last_words.write(stop.sentence)
+            last_words.write_alone(stop.sentence)
 
     def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
-        """Who is lost, and in which call."""
-        known = [self.roster.seats[rank] for rank in ranks if rank in self.roster.seats]
-        who = ", ".join(str(seat) for seat in known) or f"rank {ranks[0]}"
-        silence_s = max((now - seat.heard for seat in known), default=0.0)
         owed = next(filter(None, map(self.calls.oldest, ranks)), None)
-        refused = refusals(self._router.refused_of(ranks[0]))
-        return LostRankError(f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(owed)}{refused}")
+        return lost_error(ranks, self.roster.seats, now, owed, self._router.refused_of(ranks[0]))
 
     def _failed(self, what: str, rank: int, failure: Failure) -> SpmdError:
         """What a rank raised, or the death of another that it was only the echo of, in a collective."""

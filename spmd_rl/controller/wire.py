@@ -94,9 +94,13 @@ class Bye(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sent every second, from the first Hello on; a controller silent for `lost_after_s` is lost."""
+    """Sent every second, from the first Hello on; a controller silent for `lost_after_s` is lost.
+
+    `checkpoints` is the folder of the run's checkpoints, from which a rank without a controller sees where it goes on.
+    """
 
     lost_after_s: float
+    checkpoints: str
 
 
 class StackRequest(Message, frozen=True):

@@ -16,6 +16,7 @@ import msgspec
 
 from spmd_rl.controller import secret
 from spmd_rl.controller.address import Address
+from spmd_rl.controller.checkpoints import Checkpoints
 from spmd_rl.controller.codec import NOTHING, Codec, Packed, pack, resolve
 from spmd_rl.controller.dealer import Dealer, Reply
 from spmd_rl.controller.endpoint import Signature, endpoints
@@ -88,6 +89,8 @@ class Worker:
                 if os.getpid() != self._pid:  # in a process that it forked
                     raise
                 header = encode(failure_of(error))
+            if os.getpid() != self._pid:  # such a process came back: the commands are not for it
+                os._exit(0)
             reply = header, result, number
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed:
@@ -153,6 +156,9 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
     dealer = _dial(world, store, controller)
+    dealer.farewell.newest = lambda: _newest(dealer.checkpoints)
+    if controller is not None:
+        controller.farewell = dealer.farewell
     join(world, store)
     prove(world)
     Worker(Seats(world)).serve(dealer)
@@ -163,6 +169,11 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     if late is not None:
         signal.raise_signal(late)  # a launcher that sent it waits for the end of this process
     return exit_code
+
+
+def _newest(checkpoints: str) -> int | None:
+    """The step that a run with this folder goes on after; it is "" until the controller has told it."""
+    return Checkpoints(Path(checkpoints), 1, 0).newest() if checkpoints else None
 
 
 def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:

@@ -31,10 +31,11 @@ def prove(world: World, group: ProcessGroup | None = None) -> None:
     import torch.distributed as dist
 
     group = group or dist.distributed_c10d._get_default_group()
-    if world.num_nodes > 1 or torch.device("cpu") not in group._device_types:  # the latter has no gloo
+    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != world.rank]
+    has_gloo = torch.device("cpu") in group._device_types
+    if world.num_nodes > 1 or not peers or not has_gloo:
         return
     key = open_store(world).compare_set(KEY, "", secrets.token_hex(32))
-    peers = [rank for rank in dist.get_process_group_ranks(group) if rank != world.rank]
     theirs = {rank: torch.zeros(hashlib.sha256().digest_size, dtype=torch.uint8) for rank in peers}
     ours = {rank: torch.tensor([*_proof(key, group, world.rank, rank)], dtype=torch.uint8) for rank in peers}
     under_way = [dist.irecv(proof, rank, group) for rank, proof in theirs.items()]

@@ -1,4 +1,7 @@
-"""One run at a time in a folder: the controller holds a lock there, which the system takes back when it ends."""
+"""One run at a time in a folder: the controller holds a lock there, which the system takes back when it ends.
+
+Before that, and as long as it lives, `spmd-rl run` holds another: a second start need not wait for the controller.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from spmd_rl.errors import ConfigError
 
 CLAIM_FILE = "controller.lock"
+LAUNCH_FILE = "launcher.lock"
 WAIT_S = 15.0  # for a controller that is ending, before a restart of its ranks
 LOOK_S = 0.1
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # a file system without locks cannot tell
@@ -22,13 +27,13 @@ UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # a file system wi
 _HOLDER = re.compile(r"host (?P<host>.*), pid (?P<pid>\d+)\nstarted by pid (?P<parent>\d+)\n")
 
 
-def claim(folder: Path, wait_s: float = WAIT_S) -> int:
-    """Lock `folder` until the descriptor that comes back is closed, or the process ends.
+def claim(folder: Path, wait_s: float = WAIT_S, name: str = CLAIM_FILE) -> int:
+    """Lock the file `name` of `folder` until the descriptor that comes back is closed, or the process ends.
 
     Blocks: for `wait_s` at most, and not for a run of this host that nobody has ended.
     Raises: ConfigError naming who holds it.
     """
-    file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     until = time.monotonic() + wait_s
     while not _locked(file):
         holder = os.pread(file, 1000, 0).decode(errors="replace")
@@ -41,6 +46,25 @@ def claim(folder: Path, wait_s: float = WAIT_S) -> int:
         me = f"host {socket.gethostname()}, pid {os.getpid()}\nstarted by pid {os.getppid()}\n"
         os.pwrite(file, me.encode(), 0)
     return file
+
+
+@contextlib.contextmanager
+def launching(folder: Path) -> Iterator[None]:
+    """Hold a launcher's lock of `folder`; what is forked meanwhile lets go of it, and may outlive the launcher.
+
+    Raises: ConfigError naming the launcher that holds it.
+    """
+    held = [claim(folder, 0.0, LAUNCH_FILE)]
+
+    def let_go() -> None:
+        while held:
+            os.close(held.pop())
+
+    os.register_at_fork(after_in_child=let_go)
+    try:
+        yield
+    finally:
+        let_go()
 
 
 def refuse_live(folder: Path) -> None:

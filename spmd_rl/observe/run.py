@@ -24,7 +24,7 @@ import numpy as np
 
 from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.claim import CLAIM_FILE, claim
+from spmd_rl.observe.claim import CLAIM_FILE, LAUNCH_FILE, claim
 from spmd_rl.observe.files import write_whole
 from spmd_rl.observe.metrics import holds_steps
 from spmd_rl.types import Group
@@ -36,7 +36,8 @@ OF_EVERY_START = {
     *("curves.png", "report.html"),
 }
 WRITTEN = OF_EVERY_START | {
-    *("metrics.jsonl", "samples", "checkpoints", "hf", "mismatch", "trace.json", "controller.json", CLAIM_FILE)
+    *("metrics.jsonl", "samples", "checkpoints", "hf", "mismatch", "trace.json"),
+    *("controller.json", CLAIM_FILE, LAUNCH_FILE),
 }
 NOT_OF_THE_RUN = {
     *("run.resume", "run.name", "run.folder", "run.save_every", "run.keep_checkpoints", "run.keep_best"),
@@ -71,10 +72,7 @@ class RunFolder:
         """
         run = cls(Path(path))
         run.refuse_other(config, resume)
-        try:
-            run.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{run.path} cannot be made: {error.strerror}") from None
+        run.make()
         weakref.finalize(run, os.close, claim(run.path))
         run.refuse_other(config, resume)  # again: another may have begun meanwhile
         if not run._holds_work():
@@ -84,6 +82,13 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         write_whole(run.path / "plan.json", json.dumps(plan, indent=2) + "\n")
         return run
+
+    def make(self) -> None:
+        """Make the folder itself. Raises: ConfigError."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.path} cannot be made: {error.strerror}") from None
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
         """One line a sample: what was asked, answered and rewarded, with tokens, log-probs and versions."""
@@ -138,8 +143,8 @@ def has_content(path: Path) -> bool:
 
 
 def _before_a_run(path: Path) -> bool:
-    """What may lie in the folder before its run: half-written files, its lock, the logs that a batch system opens."""
-    return path.suffix == ".part" or path.name in ("logs", CLAIM_FILE)
+    """What may lie in the folder before its run: half-written files, its locks, the logs that a batch system opens."""
+    return path.suffix == ".part" or path.name in ("logs", CLAIM_FILE, LAUNCH_FILE)
 
 
 def refuse_links(run: Path) -> None:

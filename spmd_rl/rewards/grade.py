@@ -81,7 +81,10 @@ class Grader(AbstractContextManager["Grader"]):
                 signal.setitimer(signal.ITIMER_REAL, self._deadline_s, self._deadline_s)
         switches, began = _torch_switches(), time.monotonic()
         try:
-            return self._reward(prompt, sample)
+            result = self._reward(prompt, sample)
+            if os.getpid() != self._pid:  # a process that it forked came back: the ranks' work is not for that one
+                os._exit(0)
+            return result
         finally:
             self._due = math.inf
             self.spent_s += time.monotonic() - began

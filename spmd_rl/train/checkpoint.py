@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from spmd_rl.controller.checksums import check
 from spmd_rl.controller.contracts import disagreement
-from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.errors import ConfigError, DiskError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.observe import folders
 from spmd_rl.train.backend import Backend, State
@@ -46,7 +46,7 @@ class Saver:
         self._group: ProcessGroup | None = None
         self._layouts: list[Pieces] = []  # of all ranks; they never change
         self._thread: threading.Thread | None = None
-        self._error: SpmdError | None = None
+        self._error: DiskError | None = None
 
     def start(self, folder: str, progress: Progress) -> None:
         """Copy weights, optimizer state and progress, and begin to write them to `folder`, which appears when whole.
@@ -70,14 +70,14 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Blocks: until the last checkpoint is written. Raises: SpmdError when it could not be."""
+        """Blocks: until the last checkpoint is written. Raises: DiskError when it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raises: SpmdError when the last checkpoint could not be written, as far as that is known yet."""
+        """Raises: DiskError when the last checkpoint could not be written, as far as that is known yet."""
         if self._error is not None:
             raise self._error
 
@@ -102,7 +102,7 @@ class Saver:
         try:
             self._write(target, copies, progress)
         except Exception as error:  # noqa: BLE001  whatever it is, the main thread raises it
-            self._error = SpmdError(f"cannot save {target}: {error}; {_space(target)}")
+            self._error = DiskError(f"cannot save {target}: {error}; {_space(target)}")
             if self._place.rank == 0:
                 folders.remove(folders.part_of(target))
 

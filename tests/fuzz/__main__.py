@@ -170,7 +170,7 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         def look() -> None:
             nonlocal calls
             calls += 1
-            say(Ping(60.0))
+            say(Ping(60.0, ""))
             say(Call(NAME, "echo"), pack((calls,)), calls)
             _, answer, call = hear(Result)
             assert (call, answer) == (calls, pack(calls))

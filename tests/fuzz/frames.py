@@ -26,7 +26,7 @@ TO_CONTROLLER: list[Message] = [
     wire.Bye(),
 ]
 TO_WORKER: list[Message] = [
-    wire.Ping(20.0),
+    wire.Ping(20.0, "runs/run/checkpoints"),
     wire.StackRequest(),
     wire.Split([PLACEMENT]),
     wire.Spawn("actor", "m:Actor", PLACEMENT, "m:Config"),

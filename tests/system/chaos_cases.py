@@ -16,6 +16,7 @@ DEADLINE_S = 3.0
 LOST_AFTER_S = 3.0
 
 LOST = r"lost rank {rank} \(host \S+, pid \d+\)|rank {rank} was killed by SIGKILL"
+LEFT = r"lost rank {rank} \(host \S+, pid \d+\), last heard .* in toiler.work.*"
 SILENT = r"lost rank \d|lost the controller: silent|no answer from rank \d"
 DISK = r"No space left on device|File too large|no room"
 OUTSIDE = r"the run was ended from outside: (every rank|the controller) got SIG"
@@ -53,6 +54,16 @@ def draw(kind: str, rng: random.Random) -> Case:
             return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL, at_start=True)
         case "stop rank":
             return Case(kind, rank, delay_s, LOST.format(rank=rank) + f"|{SILENT}", signal=signal.SIGSTOP)
+        case "a rank exits with 0":
+            expected = LEFT.format(rank=rank) + "; the same command goes on after step 30"
+            return Case(kind, rank, 0.0, expected, settings=(f"--leaves={rank}",))
+        case "a rank exits with 0, restarts":
+            settings = (f"--leaves={rank}", "--max-restarts=1")
+            return Case(kind, rank, 0.0, "", may_complete=True, settings=settings)
+        case "end one rank":
+            number, code = rng.choice([(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+            expected = rf"outside: rank {rank} \(host \S+, pid \d+\) got {number.name}"
+            return Case(kind, rank, delay_s, expected, codes=(code,), signal=number)
         case "kill controller":
             return Case(kind, "controller", delay_s, r"the controller .*was killed by SIGKILL", signal=signal.SIGKILL)
         case "stop controller":
@@ -114,6 +125,8 @@ def _of_data(kind: str, rng: random.Random) -> Case:
 KINDS = (
     "kill rank",
     "kill one, restarts",
+    "a rank exits with 0",
+    "end one rank",
     "stop rank",
     "drop frame",
     "kill controller",
@@ -123,6 +136,7 @@ KINDS = (
     "stop controller",
     "corrupt frame",
     "kill rank at start",
+    "a rank exits with 0, restarts",
     "delay frame",
     "end launcher",
     "corrupt bytes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +16,16 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.place import Place
 from spmd_rl.mesh.split import RoleSplit
-from tests.system.faults import install_in_controller
+from tests.system.faults import install_in_controller, struck_file
 
 install_in_controller()
+LEAVE_AFTER = 30  # steps
 
 
 @dataclass(frozen=True)
 class Config:
     steps: int = 120  # of about 30 ms
+    leaves: int = -1  # the rank that leaves with exit code 0, once, in step 31
     run: RunConfig = field(default_factory=lambda: RunConfig(save_every=5))
 
 
@@ -32,10 +35,14 @@ class Toiler(Role):
     def __init__(self, cfg: Config, place: Place) -> None:
         super().__init__(cfg, place)
         self.total = 0.0
+        self.leaves = cfg.leaves
 
     @collective
     def work(self, values: Sharded[NDArray[np.float64]]) -> float:
         time.sleep(0.02)
+        if self.place.rank == self.leaves and self.total >= 64.0 * LEAVE_AFTER and not struck_file().exists():
+            struck_file().touch()
+            os._exit(0)
         self.total += float(self.place.all_reduce_sum(np.array([values.sum()]))[0])
         return self.total
 

@@ -56,6 +56,10 @@ class Actor(Role):
         raise DataError("train.jsonl:7", "not JSON")
 
     @collective
+    def leave(self) -> None:
+        os._exit(0)
+
+    @collective
     def hang(self) -> None:
         """The last rank never enters the barrier that the others are in."""
         if self.place.rank == self.place.size - 1:
@@ -95,6 +99,8 @@ def main(ctl: Controller, cfg: Config) -> None:
         case "hang":
             with ctl.phase("rollout"):
                 actor.hang.call()
+        case "leave":
+            actor.leave.call()
         case "deadline":
             actor.hang.start().wait(deadline_s=0.5)
         case "ever":

@@ -250,6 +250,47 @@ def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
+@pytest.mark.parametrize("scenario", ["fine", "leave"])
+def test_a_batch_script_knows_a_run_that_is_over_from_ranks_that_left(
+    start: Start, torchrun: list[str], environment: dict[str, str], tmp_path: Path, scenario: str
+) -> None:
+    """torchrun ends with exit code 0 in either case, so the controller says on stderr why the run is over."""
+    environment["SPMD_RL_DONE_FILE"] = str(tmp_path / "done")
+    one_rank = [word.replace("--nproc-per-node=2", "--nproc-per-node=1") for word in torchrun]
+    code, _, last = outcome(start([*(one_rank if scenario == "leave" else torchrun), f"--scenario={scenario}"]))
+    assert code == 0
+    assert (tmp_path / "done").exists() == (scenario == "fine")
+    if scenario == "leave":
+        assert re.match(r"lost rank 0 \(host \S+, pid \d+\), last heard .* in actor.leave", last), last
+
+
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGTERM), (0, signal.SIGINT)])
+def test_a_signal_to_one_rank_names_that_rank_and_the_signal(chaos: Launch, rank: int, number: signal.Signals) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    os.kill(pids["ranks"][rank], number)
+    code, _, last = outcome(process)
+    assert code == 128 + number, last
+    said = rf"the run was ended from outside: rank {rank} \(host \S+, pid {pids['ranks'][rank]}\) got {number.name}"
+    assert re.fullmatch(said, last)
+    assert all(map(gone, [pids["controller"], *pids["ranks"]]))
+
+
+def test_sigquit_shows_the_stacks_and_the_run_goes_on(chaos: Launch) -> None:
+    process = chaos("hang")
+    pids = report(process)
+    for pid in (process.pid, *pids["ranks"]):  # as a terminal sends it to all of them
+        os.kill(pid, signal.SIGQUIT)
+    shown = ""
+    while "==== controller ====" not in shown:
+        shown += process.stderr.readline()
+    assert all(f"pid {pid}" in shown for pid in pids["ranks"])
+    assert "threading.Event().wait()" in shown
+    assert not any(map(gone, [pids["controller"], *pids["ranks"]]))
+    process.send_signal(signal.SIGTERM)
+    assert outcome(process)[0] == 128 + signal.SIGTERM
+
+
 def test_stacks_of_a_live_run(launch: Launch, chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)

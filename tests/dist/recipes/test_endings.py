@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.system import chaos_processes as processes
-from tests.system.kill_resume import COMMAND, MODES, REPO, SMALL, Moment, Outcome, Run, differences
+from tests.system.kill_resume import COMMAND, MODES, REPO, SMALL, Fault, Moment, Outcome, Run, differences
 from tests.terminal import screen
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
@@ -63,6 +63,19 @@ def kill_rank_1(launcher: int, mark: str) -> None:
     os.kill(processes.ranks(mark, launcher)[1], signal.SIGKILL)
 
 
+def end_rank_1(launcher: int, mark: str) -> None:
+    os.kill(processes.ranks(mark, launcher)[1], signal.SIGTERM)
+
+
+def kill_controller(launcher: int, mark: str) -> None:
+    os.kill(processes.controller(mark) or 0, signal.SIGKILL)
+
+
+def kill_launcher(launcher: int, mark: str) -> None:
+    os.kill(launcher, signal.SIGKILL)
+    processes.await_end(mark, 60)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """What a run leaves that nobody disturbed."""
@@ -87,6 +100,26 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path, whole: Outco
     assert last < 8
     assert differences(whole, run.finish()) == []
     assert f"resuming at step {last + 1} from " in run.output
+
+
+def test_sigterm_to_one_rank_saves_too(tmp_path: Path) -> None:
+    run = disturbed(tmp_path, "spmd-rl", "--steps=500", "--trainer.total_steps=500")  # it is known after seconds
+    assert run.meet(AT_STEP_2, end_rank_1) == 143, run.output
+    last = len((run.folder / "metrics.jsonl").read_text().splitlines())
+    assert re.search(rf"outside: rank 1 \(.*\) got SIGTERM; saved after step {last}, the same command goes on", run.output)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "sentence"),
+    [
+        (kill_controller, r"the controller \(pid \d+\) was killed by SIGKILL"),
+        (kill_launcher, r"rank \d lost its launcher \(pid \d+\)"),
+    ],
+)
+def test_a_kill_of_who_is_no_rank_says_where_it_goes_on(tmp_path: Path, disturb: Fault, sentence: str) -> None:
+    run = disturbed(tmp_path, "spmd-rl")
+    assert run.meet(Moment(1, 0, within="step_000006"), disturb) != 0
+    assert re.search(sentence + r"; the same command goes on after step [36]$", run.output, re.MULTILINE), run.output
 
 
 def test_sigterm_in_a_step_that_is_too_long(tmp_path: Path) -> None:

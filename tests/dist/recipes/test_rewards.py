@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.system import chaos_processes as processes
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -43,8 +46,25 @@ def another_directory(prompt, sample):
     os.chdir(tempfile.mkdtemp())
     return float(sample.index)
 
+def a_child_that_comes_back(prompt, sample):
+    if prompt.uid == 3:
+        os.fork()
+    return float(sample.index)
+
+def a_child_that_stays(prompt, sample):
+    if prompt.uid == 3 and sample.index == 0 and not os.fork():
+        with open("stays", "w") as file:
+            print(os.getpid(), file=file)
+        time.sleep(1000)
+    return float(sample.index)
+
 def leaves(prompt, sample):
     sys.exit(0)
+
+def leaves_at_once(prompt, sample):
+    if prompt.uid >= 17 and os.environ["RANK"] in os.environ["LEAVING"]:
+        os._exit(0)
+    return float(sample.index)
 
 def no_text(prompt, sample):
     raise ValueError("half of a pair: \\ud800")
@@ -61,6 +81,19 @@ def test_the_run_goes_on(run: Any, tmp_path: Path, function: str) -> None:
     assert (ended.folder / "checkpoints/step_000001/trainer").is_dir()
 
 
+def test_a_child_that_comes_back_ends(run: Any, tmp_path: Path) -> None:
+    ended = run("grpo", f"--reward={_file(tmp_path)}:a_child_that_comes_back", "--steps=2", nproc=2)
+    assert (ended.code, ended.sentence) == (0, ""), "no child is there to be named"
+
+
+def test_a_child_that_stays_is_named_and_ended(run: Any, tmp_path: Path) -> None:
+    ended = run("grpo", f"--reward={_file(tmp_path)}:a_child_that_stays", "--steps=1")
+    pid = int((tmp_path / "stays").read_text())
+    assert ended.code == 0, ended.sentence
+    assert f"what the ranks forked still ran after the run, and was ended: pid {pid} (" in ended.sentence
+    assert not Path(f"/proc/{pid}").exists() or processes.state(pid) == "Z"
+
+
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
@@ -73,6 +106,21 @@ def test_the_run_ends_with_what_the_function_did(run: Any, tmp_path: Path, funct
     ended = run("grpo", f"--reward={_file(tmp_path)}:{function}", "--steps=2", nproc=2)
     assert ended.code == 2
     assert sentence in ended.sentence
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "leaving", "words"),
+    [(1, "0", []), (1, "0", ["--max-restarts=1"]), (2, "0", []), (2, "1", []), (2, "01", ["--max-restarts=1"])],
+)
+def test_a_rank_that_leaves_with_exit_code_0_is_lost(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, leaving: str, words: list[str]
+) -> None:
+    monkeypatch.setenv("LEAVING", leaving)
+    words = [f"--reward={_file(tmp_path)}:leaves_at_once", "--steps=9", "--run.save_every=1", *words]
+    ended = run("grpo", *words, nproc=num_ranks)
+    assert ended.code == 1
+    assert re.match(rf"lost rank [{leaving}] \(host \S+, pid \d+\), .* in infer.generate", ended.sentence)
+    assert "; the same command goes on after step 1" in ended.sentence or "after step 2" in ended.sentence
 
 
 def _file(folder: Path) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from spmd_rl import cli
 from spmd_rl.config import dump_toml
 from spmd_rl.controller.recipe import Invocation, load_recipe, run_config
-from spmd_rl.observe.claim import claim
+from spmd_rl.observe.claim import claim, launching
 from spmd_rl.observe.provenance import BEGAN_ENV
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
@@ -86,7 +86,7 @@ def test_input_that_does_not_serve(launched: list[int], capfd: pytest.CaptureFix
             ["--prompts.answer_key=solution"],
             f"{sums}:1: solution: no such key in this record (it has 'prompt', 'answer'",
         ),
-        (["--trainer.init=folder"], "model holds no weights (no .safetensors file; a run with --trainer.init=random"),
+        (["--trainer.init=folder"], "model holds no weights (neither model.safetensors nor "),
     ):
         assert run(*words) == 2
         assert said in capfd.readouterr().err
@@ -100,6 +100,16 @@ def test_the_folder_of_a_run_that_goes_on(launched: list[int], capfd: pytest.Cap
     assert run() == 2
     assert "another run is going on in runs/r (host " in capfd.readouterr().err
     os.close(held)
+    assert run() == 0
+    assert launched == [1]
+
+
+def test_the_folder_of_a_run_that_begins(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    """Its controller is not there yet."""
+    Path("runs/r").mkdir(parents=True)
+    with launching(Path("runs/r")):
+        assert run() == 2
+    assert "another run is going on in runs/r (host " in capfd.readouterr().err
     assert run() == 0
     assert launched == [1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -65,3 +66,18 @@ def test_an_end_is_waited_for(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     await_end([Hello(1, HERE, child.pid)])
     assert child.poll() is not None
+
+
+def test_an_end_is_waited_for_with_a_descriptor_that_select_does_not_take(child: subprocess.Popen[bytes]) -> None:
+    """A controller of many ranks has a socket for each."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, before[1]), before[1]))
+    many = [os.dup(0) for _ in range(1100)]
+    try:
+        child.kill()
+        await_end([Hello(1, HERE, child.pid)])
+        assert child.poll() is not None
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

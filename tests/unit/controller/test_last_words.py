@@ -12,6 +12,7 @@ import pytest
 from spmd_rl import launcher
 from spmd_rl.controller import last_words
 from spmd_rl.controller.process import explain
+from spmd_rl.errors import DiskError, SpmdError
 
 
 def test_the_first_sentence_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +33,20 @@ def test_words_that_come_when_torchrun_is_gone_are_no_second_line(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
+def test_where_no_rank_is_left_only_a_plain_torchrun_needs_the_words_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    (tmp_path / "attempt_0").mkdir()
+    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "attempt_0/error.json"))
+    monkeypatch.delenv(last_words.LAUNCHER_ENV, raising=False)
+    if launcher == "spmd-rl":
+        monkeypatch.setenv(last_words.LAUNCHER_ENV, "1")
+    last_words.write_alone("the cause")
+    assert last_words.of_the_last_start(tmp_path) == ["the cause"]
+    assert capfd.readouterr().err == ("" if launcher == "spmd-rl" else "the cause\n")
+
+
 def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for start in (0, 9, 10):
         folder = tmp_path / f"attempt_{start}/1"
@@ -40,6 +55,7 @@ def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest
         last_words.write(f"the cause of {start}")
     assert last_words.of_the_last_start(tmp_path) == ["the cause of 10"]
     assert last_words.of_the_start_before() == "the cause of 9"
+    monkeypatch.setattr(last_words, "WORDS_S", 0.1)
     monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "attempt_9/1/error.json"))
     assert "without a word" in last_words.of_the_start_before()
 
@@ -122,7 +138,6 @@ def test_without_a_file_or_room_it_goes_to_the_terminal(
 def test_the_launcher_knows_what_killed_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], left: str, said: str
 ) -> None:
-    monkeypatch.setattr(launcher, "heed_no_more", lambda: None)
     folder = tmp_path / "attempt_0/0"
     folder.mkdir(parents=True)
     monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(folder / "error.json"))
@@ -133,20 +148,24 @@ def test_the_launcher_knows_what_killed_a_rank(
 
 
 @pytest.mark.parametrize(
-    ("raised", "sentence", "traced"),
+    ("raised", "sentence", "traced", "kind"),
     [
         (
             OSError(errno.ENOSPC, "No space left on device", "runs/r/config.toml"),
             "runs/r/config.toml: No space left on device",
             False,
+            DiskError,
         ),
-        (KeyError("x"), "test_last_words.py:", True),
+        (OSError(errno.EACCES, "Permission denied", "runs/r"), "runs/r: Permission denied", False, SpmdError),
+        (KeyError("x"), "test_last_words.py:", True, SpmdError),
     ],
 )
 def test_what_the_system_says_needs_no_traceback(
-    raised: Exception, sentence: str, traced: bool, capfd: pytest.CaptureFixture[str]
+    raised: Exception, sentence: str, traced: bool, kind: type[SpmdError], capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(type(raised)) as caught:
         raise raised
-    assert str(explain(caught.value, verbose=False)).startswith(sentence)
+    explained = explain(caught.value, verbose=False)
+    assert type(explained) is kind
+    assert str(explained).startswith(sentence)
     assert ("Traceback" in capfd.readouterr().err) == traced

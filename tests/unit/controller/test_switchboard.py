@@ -21,7 +21,7 @@ from spmd_rl.controller.router import Router
 from spmd_rl.controller.secret import derive
 from spmd_rl.controller.switchboard import STACKS_S, Switchboard
 from spmd_rl.controller.wire import Bye, Hello, Ping, Stacks, Stop
-from spmd_rl.errors import ConfigError, DeadlineError, LostRankError, SpmdError
+from spmd_rl.errors import ConfigError, DeadlineError, DiskError, LostRankError, SpmdError
 
 
 def board(folder: Path, lifeline: socket.socket, start_s: float = 30.0) -> Switchboard:
@@ -170,6 +170,7 @@ def hang() -> None:
         (LostRankError("lost rank 1"), lambda: None, "lost rank 1"),
         (LostRankError("lost rank 1"), hang, "lost rank 1"),
         (DeadlineError("no answer"), lambda: 3, "no answer; the same command goes on after step 3"),
+        (DiskError("no room"), lambda: 3, "no room; the same command goes on after step 3"),
         (ConfigError("no data"), lambda: 3, "no data"),
         (
             LostRankError("saved after step 4, the same command goes on"),

@@ -33,6 +33,15 @@ def test_a_closed_connection_shortens_the_wait_and_never_lengthens_it() -> None:
     assert watch.given_up(1.0 + CLOSED_S + 0.1) == "lost the controller: its connection closed"
 
 
+def test_a_later_disconnection_does_not_prolong_the_wait() -> None:
+    watch = vigil()
+    watch.pinged(20.0, 0.0)
+    watch.disconnected(1.0)
+    watch.disconnected(1.0 + CLOSED_S - 0.1)
+    assert watch.given_up(1.0 + CLOSED_S) is None
+    assert watch.given_up(1.0 + CLOSED_S + 0.1) == "lost the controller: its connection closed"
+
+
 def test_a_reconnection_is_forgiven() -> None:
     watch = vigil()
     watch.disconnected(1.0)

@@ -14,7 +14,7 @@ import pytest
 
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.claim import CLAIM_FILE, WAIT_S, claim, refuse_live
+from spmd_rl.observe.claim import CLAIM_FILE, LAUNCH_FILE, WAIT_S, claim, launching, refuse_live
 from spmd_rl.observe.metrics import KNOWN, METRICS, MetricsLog, keep_until, read_metrics
 from spmd_rl.observe.run import NOT_OF_THE_RUN, RunFolder
 from spmd_rl.types import Group, Prompt, Sample
@@ -102,6 +102,25 @@ def test_a_warm_up_alone_keeps_no_other_configuration_out(tmp_path: Path) -> Non
         metrics.write_text('{"step": 0}\n' + more)
         with pytest.raises(ConfigError, match="another configuration"):
             RunFolder(tmp_path / "r").refuse_other(other, resume=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(tmp_path: Path) -> None:
+    began = time.monotonic()
+    reading, writing = os.pipe()
+    with launching(tmp_path):
+        if not (rank := os.fork()):
+            os.close(writing)
+            os.read(reading, 1)
+            os._exit(0)
+        with pytest.raises(ConfigError, match=rf"another run is going on in .*pid {os.getpid()}\)"):
+            launching(tmp_path).__enter__()
+    assert time.monotonic() - began < WAIT_S / 3
+    os.close(claim(tmp_path, 0.0, LAUNCH_FILE))  # although the rank lives on
+    os.close(writing)
+    os.close(reading)
+    os.waitpid(rank, 0)
+    RunFolder.open(tmp_path, CONFIG, {})
 
 
 def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ cp "$SPMD_RL_SECRET_FILE" "$RECORD/secret"
 while [[ $1 != bash ]]; do shift; done
 for node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=n$((node + 1)) "$@"; done
 [[ -n ${NOTICE:-} ]] && kill -"$NOTICE" "$PPID" && sleep 0.3
+[[ -n ${UNDONE:-} ]] || touch "$SPMD_RL_DONE_FILE"
 exit "$CODE"
 """
 SCANCEL = """#!/bin/bash
@@ -87,6 +88,7 @@ def test_every_node_starts_its_torchrun(tmp_path: Path) -> None:
     assert ended.code == 0, ended.output
     assert "10.0.0.1:" in ended.output
     assert ended.logs.parent.stat().st_mode & 0o777 == 0o700
+    assert not list(ended.logs.glob(".done*"))
     words = (ended.record / "torchrun_1").read_text()
     for word in ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=7-0", "--rdzv-conf=is_host=0"):
         assert word in words.splitlines()
@@ -125,6 +127,13 @@ def test_a_failure_is_passed_on_with_the_ranks_last_words(tmp_path: Path) -> Non
     ended = run(tmp_path, "recipe.py", code=3)
     assert ended.code == 3
     assert ended.output.splitlines()[-3:] == ["life 7-0 ended with exit code 3", 'rank 1 \\"fell\\"', "lost rank 1"]
+    assert not ended.requeued
+
+
+def test_ranks_that_leave_with_exit_code_0_before_the_run_is_over_fail_the_job(tmp_path: Path) -> None:
+    ended = run(tmp_path, "recipe.py", UNDONE="1")
+    assert ended.code == 1
+    assert "life 7-0: the ranks left with exit code 0 before the run was over\nlife 7-0 ended with exit" in ended.output
     assert not ended.requeued
 
 
