@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.algo.losses import grpo_loss, sft_loss
+from spmd_rl.algo.losses import LossInput, grpo_loss, sft_loss
 from spmd_rl.batch import Batch
 from spmd_rl.errors import ContractError, DataError, SpmdError
 from spmd_rl.kernels import PackedAttention
@@ -234,6 +234,40 @@ def test_a_loss_that_sums_by_itself_is_refused_before_the_weights_change(new_tra
         trainer.train_step(batch, lambda out: (-out.lp.sum(), {}))
     for name, one in _weights(trainer).items():
         assert torch.equal(one, before[name])
+
+
+def _entropy_bonus(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, measured = grpo_loss(out)
+    return loss - 0.01 * out.entropy, measured
+
+
+@pytest.mark.parametrize("options", [{}, {"minibatches": 3}, {"max_tokens": 50, "wrap": "layer"}])
+def test_a_loss_that_depends_on_entropy_is_refused_before_the_weights_change(new_trainer, options: Any) -> None:
+    """The entropy carries no gradient, so such a bonus would change nothing but the printed loss."""
+    trainer, batch = new_trainer(**options), make_batch()
+    before = _weights(trainer)
+    with pytest.raises(ContractError, match="the loss uses out.entropy, which carries no gradient yet"):
+        trainer.train_step(batch, _entropy_bonus)
+    assert all(torch.equal(one, before[name]) for name, one in _weights(trainer).items())
+    plain = new_trainer(**options)
+    for one in (trainer, plain):
+        one.train_step(batch, grpo_loss)
+    for name, one in _weights(trainer).items():
+        assert torch.equal(one, _weights(plain)[name])
+
+
+def test_entropy_may_be_measured_and_used_as_a_constant(new_trainer) -> None:
+    def loss(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        per_token, _ = grpo_loss(out)
+        unsure = (out.entropy > out.entropy.mean()).float()
+        return per_token * (1 + 0 * out.entropy.detach()), {"train/unsure": unsure, "train/mine": out.entropy}
+
+    trainer, plain, batch = new_trainer(), new_trainer(), make_batch()
+    stats, expected = trainer.train_step(batch, loss), plain.train_step(batch, grpo_loss)
+    assert stats["train/mine"] == stats["train/entropy"] == expected["train/entropy"]
+    assert 0 < stats["train/unsure"] < 1
+    for name, one in _weights(trainer).items():
+        assert torch.equal(one, _weights(plain)[name])
 
 
 @pytest.mark.parametrize("peak", [None, 1e12])
