@@ -20,7 +20,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import config, fsdp2, learner
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
-from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.train.microbatch import MicroBatch, split
 from spmd_rl.train.role import Trainer
 from tests.dist.train_case import make_batch
 
@@ -112,6 +112,16 @@ def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_
     assert new_trainer().train_step(make_batch(), grpo_loss)["train/clip_frac"] == 0
 
 
+def test_each_minibatch_divides_by_its_share_of_the_denominator(new_trainer) -> None:
+    """At a rate of 0 the weights stay, so that the float64 oracle knows the gradient of each optimizer step."""
+    trainer, batch = new_trainer(minibatches=3, lr=0.0), make_batch()
+    oracle = Oracle(new_trainer(lr=0.0).cfg)
+    parts = [batch.take(part) for part in split(batch.lengths.tolist(), 3)]
+    norms = [oracle.step(replace(part, denominator=batch.denominator / 3))[1] for part in parts]
+    stats = trainer.train_step(batch, grpo_loss)
+    assert stats["train/grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
+
+
 def test_what_is_compared_is_differentiated_wherever_the_weights_are_still_the_first(
     new_trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +172,16 @@ def test_learning_lowers_the_loss(new_trainer) -> None:
     trainer, batch = new_trainer(), make_batch()
     losses = [trainer.train_step(batch, sft_loss)["train/loss"] for _ in range(8)]
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("wrap", ["model", "layer"])
+def test_scores_are_of_new_weights_also_where_no_step_brought_them(new_trainer, wrap: str) -> None:
+    """A checkpoint that is loaded, for one: what the last forward pass gathered must not be used again."""
+    trainer, fresh, batch = new_trainer(wrap=wrap), new_trainer(wrap=wrap, seed=3), make_batch()
+    before, expected = (one.learner.score(batch) for one in (trainer, fresh))
+    trainer.backend.fill(random_weights(ModelSpec.from_folder(trainer.cfg.model), seed=3))
+    assert np.array_equal(trainer.learner.score(batch), expected)
+    assert not np.array_equal(before, expected)
 
 
 def test_bfloat16_trains_a_float32_master(new_trainer) -> None:
