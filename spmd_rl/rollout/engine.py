@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
 MIN_TEMPERATURE = 1e-6  # logits are divided by it in float32
+UNDECODED = "\ufffd"  # what a decoder shows for bytes that are no text
 GPU_STEP_TOKENS = 8192  # decoding and chunks of prompts together
 
 
@@ -52,6 +53,8 @@ class SamplingConfig:
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
         require(all(self.stop), "stop", self.stop, "strings that are not empty")
+        is_text = not any(UNDECODED in one for one in self.stop)
+        require(is_text, "stop", self.stop, "strings without U+FFFD, which stands for bytes that are no text")
 
     @property
     def scored_temperature(self) -> float:

@@ -222,6 +222,7 @@ def test_one_name_is_in_the_engine_once(model, new_engine, finish):
         (lambda: SamplingConfig(max_tokens=0), "max_tokens"),
         (lambda: SamplingConfig(num_samples=0), "num_samples"),
         (lambda: SamplingConfig(stop=("",)), "stop"),
+        (lambda: SamplingConfig(stop=("end", "\ufffd")), "stop"),
         (lambda: SamplingConfig(seed=-1), "seed"),
         (lambda: EngineConfig(page_size=12), "page_size"),
         (lambda: EngineConfig(max_batch=64, max_step_tokens=32), "max_step_tokens"),
