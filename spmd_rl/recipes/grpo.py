@@ -44,7 +44,14 @@ class Config:
 
 def check(cfg: Config) -> None:
     """What can be refused before anything starts."""
-    rl.check_inputs(model=cfg.model, data=cfg.data, reward=cfg.reward, prompts=cfg.prompts, trainer=cfg.trainer)
+    rl.check_inputs(
+        model=cfg.model,
+        data=cfg.data,
+        reward=cfg.reward,
+        prompts=cfg.prompts,
+        trainer=cfg.trainer,
+        sampling=cfg.sampling,
+    )
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

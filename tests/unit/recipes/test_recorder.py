@@ -12,12 +12,13 @@ import pytest
 from spmd_rl.config import load
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.steps import Step
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.recipes import grpo, sft
 from spmd_rl.recipes.recorder import Recorder
 from spmd_rl.types import Group, Prompt, Sample
 
+EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 SAME = (
     "3 steps in which all samples of every prompt had the same reward: group advantages are 0, and nothing is learned"
 )
@@ -95,3 +96,11 @@ def test_supervised_learning_has_a_rate_of_its_own() -> None:
     words = ["model=m", "data=d", "trainer.seed=1"]
     assert (load(sft.Config, None, words).trainer.lr, load(grpo.Config, None, words).trainer.lr) == (1e-5, 1e-6)
     assert load(sft.Config, None, [*words, "trainer.lr=1e-6"]).trainer.lr == 1e-6
+
+
+def test_an_end_that_is_no_token_of_the_model_is_refused_before_anything_starts() -> None:
+    model, data = EXAMPLE / "model", EXAMPLE / "train.jsonl"
+    words = [f"model={model}", f"data={data}", "trainer.init=random"]
+    grpo.check(load(grpo.Config, None, [*words, "sampling.stop_ids=[3]"]))
+    with pytest.raises(ConfigError, match="sampling.stop_ids holds 4000: the ids of this model end at "):
+        grpo.check(load(grpo.Config, None, [*words, "sampling.stop_ids=[3, 4000]"]))
