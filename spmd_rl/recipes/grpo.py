@@ -39,6 +39,7 @@ class Config:
     def __post_init__(self) -> None:
         least = {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2, "clip_low": 0, "clip_high": 0}
         rl.at_least(self, least)
+        rl.refuse_greedy(self.sampling)
         rl.refuse_given(self)
 
 

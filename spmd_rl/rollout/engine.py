@@ -66,6 +66,12 @@ class SamplingConfig:
         return self.temperature or 1.0
 
 
+def refuse_greedy(sampling: SamplingConfig) -> None:
+    """For recipes that learn from the samples. Raises: ConfigError at temperature 0, which makes them all equal."""
+    expected = "more than 0, because else all samples of a prompt are the same and nothing is learned"
+    require(sampling.temperature > 0, "sampling.temperature", sampling.temperature, expected)
+
+
 def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
     """Raises: ConfigError when one of the ids is no token of the model, so that it could never end a sample."""
     if unknown := [one for one in sampling.stop_ids if one >= vocab_size]:

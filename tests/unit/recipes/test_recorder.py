@@ -14,8 +14,9 @@ from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.steps import Step
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.observe.metrics import read_metrics
-from spmd_rl.recipes import grpo, sft
+from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.recipes.recorder import Recorder
+from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types import Group, Prompt, Sample
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
@@ -96,6 +97,14 @@ def test_supervised_learning_has_a_rate_of_its_own() -> None:
     words = ["model=m", "data=d", "trainer.seed=1"]
     assert (load(sft.Config, None, words).trainer.lr, load(grpo.Config, None, words).trainer.lr) == (1e-5, 1e-6)
     assert load(sft.Config, None, [*words, "trainer.lr=1e-6"]).trainer.lr == 1e-6
+
+
+def test_greedy_sampling_is_refused_where_it_would_be_learned_from() -> None:
+    words = ["model=m", "data=d", "sampling.temperature=0"]
+    for recipe in (grpo, grpo_async):
+        with pytest.raises(ConfigError, match="sampling.temperature = 0.0: expected more than 0"):
+            load(recipe.Config, None, words)
+    assert SamplingConfig(temperature=0).temperature == 0
 
 
 def test_an_end_that_is_no_token_of_the_model_is_refused_before_anything_starts() -> None:
