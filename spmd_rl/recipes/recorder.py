@@ -17,6 +17,7 @@ from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.observer import Observer
 from spmd_rl.observe.run import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
+from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types import Group
 
 FLAT_STEPS = 3  # the first ones, without a difference in reward, are told
@@ -29,7 +30,10 @@ class Recorder:
     def __init__(self, run: RunConfig, cfg: Any, world_size: int) -> None:
         """Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit."""
         config = dump_toml(cfg)
-        self._folder = RunFolder.open(run.path, config, _resolved(cfg, world_size), resume=run.resume)
+        resolved = _resolved(cfg, world_size)
+        self._folder = RunFolder.open(run.path, config, resolved, resume=run.resume)
+        for note in resolved["notes"]:
+            print(note, flush=True)
         self._sinks = Sinks(run.sinks, run.path, tomllib.loads(config))
         self._observer: Observer | None = None
         self._steps_left = 0
@@ -99,10 +103,22 @@ class Recorder:
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:
-    """The plan of the run as plain data: which ranks serve which role, on which axes."""
+    """The plan of the run as plain data: which ranks serve which role, on which axes, and what is to be known of it."""
     split = getattr(cfg, "split", None)
     roles = {} if split is None else plan_split(split, world_size)
     return {
         "world_size": world_size,
         "roles": {name: {"ranks": list(place.ranks), "axes": place.axes} for name, place in roles.items()},
+        "notes": _notes(cfg),
     }
+
+
+def _notes(cfg: Any) -> list[str]:
+    """What is not as it seems in a run of this config, a sentence each."""
+    sampling = getattr(cfg, "sampling", None)
+    truncation = sampling.truncation if isinstance(sampling, SamplingConfig) else {}
+    return [
+        f"sampling.{name} = {value} keeps tokens from being drawn: training takes each sample as drawn from all "
+        "tokens, and the count of mismatched tokens does not show the difference"
+        for name, value in truncation.items()
+    ]

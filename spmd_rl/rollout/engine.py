@@ -65,6 +65,11 @@ class SamplingConfig:
         """The temperature at which log-probs are recorded."""
         return self.temperature or 1.0
 
+    @property
+    def truncation(self) -> dict[str, float]:
+        """The settings, if any, that leave tokens out of what is drawn from."""
+        return {name: value for name, all_tokens in ALL_TOKENS.items() if (value := getattr(self, name)) != all_tokens}
+
 
 def refuse_greedy(sampling: SamplingConfig) -> None:
     """For recipes that learn from the samples. Raises: ConfigError at temperature 0, which makes them all equal."""

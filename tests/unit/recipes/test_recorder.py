@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,27 @@ def test_supervised_learning_has_a_rate_of_its_own() -> None:
     words = ["model=m", "data=d", "trainer.seed=1"]
     assert (load(sft.Config, None, words).trainer.lr, load(grpo.Config, None, words).trainer.lr) == (1e-5, 1e-6)
     assert load(sft.Config, None, [*words, "trainer.lr=1e-6"]).trainer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        (SamplingConfig(), []),
+        (SamplingConfig(temperature=0.7, stop=("end",)), []),
+        (SamplingConfig(top_p=0.9), ["sampling.top_p = 0.9"]),
+        (SamplingConfig(top_k=5, min_p=0.1), ["sampling.top_k = 5", "sampling.min_p = 0.1"]),
+    ],
+)
+def test_a_run_that_truncates_what_is_drawn_says_so_once_and_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampling: SamplingConfig, named: list[str]
+) -> None:
+    cfg = grpo.Config(
+        "m", "d", run=RunConfig(folder=str(tmp_path), name="r"), sampling=replace(sampling, num_samples=2)
+    )
+    take(Recorder(cfg.run, cfg, 1), [])
+    notes = json.loads((tmp_path / "r/plan.json").read_text())["notes"]
+    assert [note.partition(" keeps tokens from being drawn")[0] for note in notes] == named
+    assert [line for line in capsys.readouterr().out.splitlines() if "keeps tokens" in line] == notes
 
 
 def test_greedy_sampling_is_refused_where_it_would_be_learned_from() -> None:
