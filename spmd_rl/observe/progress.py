@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 Metrics = Mapping[str, float]
 
 _BARS = "▁▂▃▄▅▆▇█"
+LARGE = 1e6
 _RECENT = 20  # steps that the time left is reckoned from
 
 
@@ -57,6 +58,11 @@ class Progress:
         """Seconds to the end at the pace of the latest steps; None before the first."""
         recent = self.step_times_s[-_RECENT:]
         return (self.num_steps - self.index) * sum(recent) / len(recent) if recent else None
+
+
+def number(value: float, spec: str) -> str:
+    """`value` by `spec`, or in four digits where it is large; a count, which has commas, is always written out."""
+    return f"{value:.4g}" if abs(value) > LARGE and "," not in spec else format(value, spec)
 
 
 def duration(seconds: float | None) -> str:
