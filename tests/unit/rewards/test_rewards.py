@@ -92,7 +92,8 @@ def test_a_wrong_name_is_told_with_the_fix(name: str, sentence: str) -> None:
         ("async def f(prompt, sample):\n    return 1", "it is async"),
         ("1 / 0", "importing it raised ZeroDivisionError"),
         ("import no_such_package", "importing it raised ModuleNotFoundError: No module named 'no_such_package'"),
-        ("def f(", "importing it raised SyntaxError"),
+        ("x = 1\ndef  f(:\n", r"importing it raised SyntaxError: .* .mine.py, line 2.: def  f\(:$"),
+        ("if True:\nx = 1\n", r"importing it raised IndentationError: .* .mine.py, line 2.: x = 1$"),
         ("raise SystemExit(0)", "importing it raised SystemExit: 0"),
     ],
 )
