@@ -79,7 +79,7 @@ class Prompts:
                 uid=-1,  # of no draw yet
                 tokens=tokens,
                 text=text,
-                answer=record.text(cfg.answer_key) if cfg.answer_key else "",
+                answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
                 source=source,
                 meta=_meta(record, hidden),
             )
@@ -90,6 +90,7 @@ class Prompts:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
         self.num_dropped = len(records) - len(kept)
         tell_dropped(cfg, self.num_dropped, len(records))
+        tell_numbers(cfg, records)
         if sampling is not None:
             lengths = [len(prompt.tokens) for prompt in kept]
             for line in odd_samples(tokenizer, sampling, tokenizer.context, lengths, cfg.path):
@@ -149,10 +150,7 @@ def encode_prompts(
     """Text and tokens of every record's prompt, as the model is to see it."""
     if cfg.chat_template and not tokenizer.chat_template:
         raise ConfigError("chat_template is on, but this model's tokenizer has no chat template")
-    if cfg.chat_template:
-        texts = [_render(record, cfg, tokenizer) for record in records]
-    else:
-        texts = [_plain_text(record, cfg) for record in records]
+    texts = [_render(prompt_of(record, cfg), cfg, tokenizer) for record in records]
     # a template writes its own special tokens: the tokenizer must not add a second BOS
     encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
     for record, tokens in zip(records, encoded, strict=True):
@@ -175,18 +173,34 @@ def tell_dropped(cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
         print(f"{cfg.path}: {num_dropped} of {num_records} prompts have more than {limit} tokens: dropped", flush=True)
 
 
-def _plain_text(record: Record, cfg: PromptConfig) -> str:
-    if isinstance(record.value(cfg.prompt_key), list):
-        raise DataError(f"{record.where}: {cfg.prompt_key}", "a list of messages needs chat_template = true")
-    return record.text(cfg.prompt_key)
+def tell_numbers(cfg: PromptConfig, records: Sequence[Record]) -> None:
+    numbers = [record for record in records if record.has_number(cfg.answer_key)]
+    if numbers:
+        shown = f"such as {numbers[0].text_or_number(cfg.answer_key)!r}"
+        of_all = f"{len(numbers)} of {len(records)} answers"
+        print(f"{cfg.path}: {of_all} are numbers, and their text is used, {shown}", flush=True)
 
 
-def _render(record: Record, cfg: PromptConfig, tokenizer: Tokenizer) -> str:
-    value = record.value(cfg.prompt_key)
-    messages = value if isinstance(value, list) else [{"role": "user", "content": record.text(cfg.prompt_key)}]
+def prompt_of(record: Record, cfg: PromptConfig) -> str | list[dict[str, Any]]:
+    """The text or the chat messages of a record's prompt. Raises: DataError when it is neither."""
+    messages = record.value(cfg.prompt_key)
+    if not isinstance(messages, list):
+        return record.text(cfg.prompt_key)
+    where = f"{record.where}: {cfg.prompt_key}"
+    if not cfg.chat_template:
+        raise DataError(where, "a list of messages needs chat_template = true")
     if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
-        raise DataError(f"{record.where}: {cfg.prompt_key}", "expected messages, each with 'role' and 'content'")
-    text: str = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
-    )
+        raise DataError(where, "expected messages, each with 'role' and 'content'")
+    for content in (message["content"] for message in messages):
+        if isinstance(content, (int, float)):
+            raise DataError(where, f"expected a string as the content of a message, got {content!r}")
+    return messages
+
+
+def _render(prompt: str | list[dict[str, Any]], cfg: PromptConfig, tokenizer: Tokenizer) -> str:
+    if isinstance(prompt, str):
+        if not cfg.chat_template:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    text: str = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs)
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spmd_rl.data.files import read_records
-from spmd_rl.data.prompts import PromptConfig
+from spmd_rl.data.prompts import PromptConfig, prompt_of
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import ModelSpec, weight_files
 from spmd_rl.model.tokenizer import check_has_tokenizer
@@ -38,8 +38,8 @@ def check_inputs(
         weight_files(model)
     for record in read_records(data):
         if prompts:
-            record.value(prompts.prompt_key)
+            prompt_of(record, prompts)
         if prompts and prompts.answer_key:
-            record.text(prompts.answer_key)
+            record.text_or_number(prompts.answer_key)
     if reward:
         resolve_reward(reward)

@@ -13,7 +13,7 @@ import pytest
 from spmd_rl.config import load
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.steps import Step
-from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.errors import ConfigError, DataError, SpmdError
 from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.recipes.recorder import Recorder
@@ -127,6 +127,15 @@ def test_greedy_sampling_is_refused_where_it_would_be_learned_from() -> None:
         with pytest.raises(ConfigError, match="sampling.temperature = 0.0: expected more than 0"):
             load(recipe.Config, None, words)
     assert SamplingConfig(temperature=0).temperature == 0
+
+
+def test_a_prompt_that_is_a_number_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    data = tmp_path / "numbers.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": 12, "answer": 2}\n')
+    words = [f"model={EXAMPLE / 'model'}", f"data={data}", "trainer.init=random"]
+    for recipe in (grpo, sft):
+        with pytest.raises(DataError, match="numbers.jsonl:2: prompt: expected a string, got 12"):
+            recipe.check(load(recipe.Config, None, words))
 
 
 def test_an_end_that_is_no_token_of_the_model_is_refused_before_anything_starts() -> None:
