@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from spmd_rl.recipes.inputs import check_inputs as check_inputs
     from spmd_rl.rollout.engine import EngineConfig as EngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
+    from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.role import Rollout as Rollout
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.role import Trainer as Trainer
@@ -66,7 +67,7 @@ _HOMES = {
     "mesh.split": ("RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "recipes.inputs": ("check_inputs",),
-    "rollout.engine": ("EngineConfig", "SamplingConfig"),
+    "rollout.engine": ("EngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.role": ("Rollout",),
     "train.config": ("TrainerConfig",),
     "train.role": ("Trainer",),

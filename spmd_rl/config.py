@@ -4,7 +4,8 @@
 
 The dataclasses stand beside the classes that read them; this file only knows how to fill any of them. A table
 that names some keys of a nested dataclass changes those and keeps the parent's default for the rest. An
-override's text is read by its field's type: `true`, `3`, `1e-3`, `[1, 2]`, `none`, or the bare word for a string.
+override's text is read by its field's type: `true`, `3`, `1e-3`, `[1, 2]`, `{"a": 1}`, `none`, or the bare word for a
+string.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
+from spmd_rl.config_values import parse, toml_lines, toml_value
 from spmd_rl.errors import ConfigError
 
 C = TypeVar("C")
 
 NO_KEY = {"key": False}  # metadata of a field that nobody sets: a run fills it in, and no file or `--help` shows it
 
+MAX_BITS = 63  # of a whole number, beside its sign
 NEAR = 0.75  # how like two keys' last words must be, of 1, for one to be meant by the other
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
@@ -64,13 +67,13 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
 def dump_toml(cfg: Any) -> str:
     """TOML that `load` reads back to an equal dataclass. A key that is None is left out."""
-    return "\n".join(_toml_lines(_plain(cfg), "")).strip() + "\n"
+    return "\n".join(toml_lines(_plain(cfg), "")).strip() + "\n"
 
 
 def describe(cls: type) -> list[Key]:
@@ -106,7 +109,7 @@ def _convert(value: Any, hint: Any, key: str, base: Any, root: type) -> Any:
     if origin in (Union, types.UnionType):
         return _union(value, args, key, base, root)
     if isinstance(value, _Text):
-        value = _parse(value, hint)
+        value = parse(value, hint)
     if origin is Literal and value in args:
         return value
     if origin is dict and isinstance(value, dict):
@@ -119,6 +122,8 @@ def _convert(value: Any, hint: Any, key: str, base: Any, root: type) -> Any:
         if len(hints) == len(value):
             items = enumerate(zip(value, hints, strict=True))
             return tuple(_convert(v, h, f"{key}[{i}]", MISSING, root) for i, (v, h) in items)
+    if hint in (int, float) and type(value) is int and value.bit_length() > MAX_BITS:
+        raise ConfigError(f"{key}: expected {_words(hint)} that 64 bits hold, got one of {value.bit_length()} bits")
     if hint is float and type(value) is int:
         return float(value)
     if hint is Any or (hint in _SCALARS and type(value) is hint):
@@ -166,23 +171,6 @@ def _union(value: Any, members: tuple[Any, ...], key: str, base: Any, root: type
     raise ConfigError(f"{key}: expected {expected}, got {str(value)!r}")
 
 
-def _parse(text: str, hint: Any) -> Any:
-    """The value that `text` spells; the text itself where it spells none, so that the type check can refuse it."""
-    if hint is str or (typing.get_origin(hint) is Literal and text in typing.get_args(hint)):
-        return str(text)
-    if hint is bool:
-        return {"true": True, "false": False}.get(text.lower(), str(text))
-    if hint is float:
-        try:
-            return float(text)
-        except ValueError:
-            return str(text)
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return str(text)
-
-
 def _keys(cls: Any) -> list[Field[Any]]:
     return [field for field in fields(cls) if field.init and field.metadata.get("key", True)]
 
@@ -210,11 +198,14 @@ def _nearest(name: str, root: type) -> str:
 
 
 def _example(value: Any, hint: Any, base: Any) -> str:
-    """How a shell is told a list, where something else was given."""
+    """How a shell is told a list or a table, where something else was given."""
+    if typing.get_origin(hint) is dict and isinstance(value, str):
+        item = {str: "text", int: 1, float: 0.5}.get(typing.get_args(hint)[1], True)
+        return f" such as '{json.dumps({'name': item})}'"
     listed = typing.get_origin(hint) in (list, tuple) and not isinstance(value, list)
     if listed and isinstance(value, str) and typing.get_args(hint)[0] is str:
         return f" such as '{json.dumps([value.strip('[]')])}'"
-    return f" such as {_toml_value(_plain(base))}" if listed and base and base is not MISSING else ""
+    return f" such as {toml_value(_plain(base))}" if listed and base and base is not MISSING else ""
 
 
 def _words(hint: Any) -> str:
@@ -271,30 +262,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _toml_lines(table: dict[str, Any], path: str) -> Iterator[str]:
-    for name, value in table.items():
-        if not isinstance(value, dict) and value is not None:
-            yield f"{_toml_key(name)} = {_toml_value(value)}"
-    for name, value in table.items():
-        if isinstance(value, dict):
-            inner = f"{path}.{_toml_key(name)}" if path else _toml_key(name)
-            yield from ("", f"[{inner}]")
-            yield from _toml_lines(value, inner)
-
-
-def _toml_key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else _toml_value(name)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items() if v is not None) + "}"
-    return str(value) if isinstance(value, int) else repr(float(value))

@@ -18,6 +18,11 @@
 from __future__ import annotations
 
 
+def source_line(error: BaseException) -> str:
+    """The line that a SyntaxError is about, as the end of a sentence; nothing for other errors."""
+    return f": {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else ""
+
+
 class SpmdError(Exception):
     """Root of the tree; `str(error)` is one sentence fit for a person."""
 

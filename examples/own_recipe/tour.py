@@ -37,7 +37,14 @@ class Config(grpo.Config):
 def check(cfg: Config) -> None:
     """What can be refused before anything starts."""
     for data in (cfg.data, cfg.hard, cfg.held_out):
-        rl.check_inputs(model=cfg.model, data=data, reward=cfg.reward, prompts=cfg.prompts, trainer=cfg.trainer)
+        rl.check_inputs(
+            model=cfg.model,
+            data=data,
+            reward=cfg.reward,
+            prompts=cfg.prompts,
+            trainer=cfg.trainer,
+            sampling=cfg.sampling,
+        )
 
 
 def reward(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, float]:

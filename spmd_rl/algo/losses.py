@@ -24,7 +24,7 @@ TAKEN |= {f"train/{name}" for name in ("loss", "entropy", "grad_norm", "lr")}
 
 @dataclass(frozen=True)
 class LossInput:
-    """All a loss may look at. Only `lp` carries gradient.
+    """All a loss may look at. Only `lp` carries gradient; a loss that asks for one of `entropy` is refused.
 
     lp: log-probability under the weights being trained;  old: under the weights at the start of the train step;
     roll: the engine's, at decode time;  sequence: which sequence of the micro-batch a token belongs to.

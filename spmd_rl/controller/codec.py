@@ -132,7 +132,7 @@ class _Packer:
 
     def _reference(self, item: Any) -> Any:
         """What stands in the body for `item`; the bytes of an array go to the payload."""
-        if not isinstance(item, _array):
+        if type(item) is not _array:  # a subclass, such as a masked array, is more than its bytes
             return _scalar_or_function(item)
         raw, offset = item.tobytes(), self.size
         size = len(raw)
@@ -216,6 +216,8 @@ def _array_in(code: int, data: memoryview) -> NDArray[Any]:
 def _scalar_or_function(item: Any) -> Any:
     if isinstance(item, np.generic):
         return item.item()
+    if isinstance(item, _array):
+        raise ContractError(f"a {type(item).__qualname__} cannot cross between processes: pass a plain numpy.ndarray")
     if callable(item):
         return _function_out(item)
     raise ContractError(f"a {type(item).__qualname__} cannot cross between processes: pass plain data or arrays")

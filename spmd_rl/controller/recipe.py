@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from spmd_rl.config import load
 from spmd_rl.controller.config import RunConfig
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, source_line
 
 SHIPPED = "spmd_rl.recipes"
 
@@ -119,7 +119,8 @@ def load_recipe(recipe: str) -> Recipe:
     try:
         module = importlib.import_module(make_importable(recipe))
     except SyntaxError as error:
-        raise ConfigError(f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
+        where, kind = f"{error.filename}:{error.lineno}", type(error).__name__
+        raise ConfigError(f"{where}: {kind}: {error.msg}{source_line(error)}") from error
     except SystemExit as error:  # it would end this process as if all were done
         raise ConfigError(f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})") from error
     _check_file(module, recipe)

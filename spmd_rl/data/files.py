@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,23 @@ class Record:
     where: str
     row: dict[str, Any]
 
-    def text(self, key: str) -> str:
-        """The string under `key`; a number counts as its text. Raises: DataError when absent or of another type."""
+    def text(self, key: str, expected: str = "a string") -> str:
+        """The string under `key`. Raises: DataError when absent or of another type."""
         value = self.value(key)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise DataError(f"{self.where}: {key}", f"expected a string, got {_short(value)}")
-        if not (text := str(value)).isascii() and _SURROGATE.search(text):
+        if not isinstance(value, str):
+            raise DataError(f"{self.where}: {key}", f"expected {expected}, got {_short(value)}")
+        if not value.isascii() and _SURROGATE.search(value):
             raise DataError(f"{self.where}: {key}", "half of a surrogate pair is no text")
-        return text
+        return value
+
+    def text_or_number(self, key: str) -> str:
+        """The string under `key`, or a finite number as its text. Raises: DataError, as `text`."""
+        return str(self.row[key]) if self.has_number(key) else self.text(key, "a string or a finite number")
+
+    def has_number(self, key: str) -> bool:
+        """Whether a finite number is under `key`."""
+        value = self.row.get(key)
+        return math.isfinite(value) if isinstance(value, float) else type(value) is int
 
     def value(self, key: str) -> Any:
         """Whatever stands under `key`. Raises: DataError that lists the keys there are."""

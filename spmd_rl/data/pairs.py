@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from spmd_rl.data.ends import differ, end_ids
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.order import Order
-from spmd_rl.data.prompts import OTHERS, PromptConfig, Tokenizer, encode_prompts, is_dropped, tell_dropped
+from spmd_rl.data.prompts import (
+    OTHERS,
+    PromptConfig,
+    Tokenizer,
+    encode_prompts,
+    is_dropped,
+    tell_dropped,
+    tell_numbers,
+)
 from spmd_rl.errors import ConfigError, DataError
 
 
@@ -78,7 +86,8 @@ def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokeniz
         raise ConfigError("this model's tokenizer has no end-of-text token, so an answer could not end")
     if sentence := differ(tokenizer):
         print(f"{sentence}: answers are learned with {ends[0]} at their end", flush=True)
-    texts = [record.text(cfg.answer_key) for record in records]
+    tell_numbers(cfg, records)
+    texts = [record.text_or_number(cfg.answer_key) for record in records]
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [[*tokens, ends[0]] for tokens in encoded]
 

@@ -93,7 +93,7 @@ class Prompts:
                 uid=-1,  # of no draw yet
                 tokens=tokens,
                 text=text,
-                answer=record.text(cfg.answer_key) if cfg.answer_key else "",
+                answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
                 source=source,
                 meta=_meta(record, hidden),
             )
@@ -104,6 +104,7 @@ class Prompts:
             raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
         self.num_dropped = len(records) - len(kept)
         tell_dropped(cfg, self.num_dropped, len(records))
+        tell_numbers(cfg, records)
         if sampling is not None:
             lengths = [len(prompt.tokens) for prompt in kept]
             for line in odd_samples(tokenizer, sampling, tokenizer.context, lengths, cfg.path):
@@ -163,9 +164,7 @@ def encode_prompts(
     """Text and tokens of every record's prompt, as the model is to see it."""
     if cfg.chat_template:
         _require_template(tokenizer)
-        texts = [_render(record, cfg, tokenizer) for record in records]
-    else:
-        texts = [_plain_text(record, cfg) for record in records]
+    texts = [_render(prompt_of(record, cfg), cfg, tokenizer) for record in records]
     # a template writes its own special tokens: the tokenizer must not add a second BOS
     encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
     for record, tokens in zip(records, encoded, strict=True):
@@ -179,19 +178,15 @@ def check_prompts(records: Sequence[Record], cfg: PromptConfig, tokenizer: Light
     The form of every prompt is looked at. Tokens are counted of the first ones, where they need no chat template and
     the tokenizer is at hand. Raises: DataError, ConfigError.
     """
-    if cfg.chat_template:
-        if tokenizer is not None:
-            _require_template(tokenizer)
-        for record in records:
-            _messages(record, cfg)
-        return
-    texts = [_plain_text(record, cfg) for record in records]
+    if cfg.chat_template and tokenizer is not None:
+        _require_template(tokenizer)
+    prompts = [prompt_of(record, cfg) for record in records]
     num_characters = 0
-    for record, text in zip(records[:CHECKED_PROMPTS], texts, strict=False):
-        num_characters += len(text)
-        if tokenizer is None or num_characters > CHECKED_CHARACTERS:
+    for record, prompt in zip(records[:CHECKED_PROMPTS], prompts, strict=False):
+        num_characters += len(prompt)
+        if tokenizer is None or cfg.chat_template or num_characters > CHECKED_CHARACTERS:
             return
-        _check_length(record, cfg, tokenizer.num_tokens(text), tokenizer.context)
+        _check_length(record, cfg, tokenizer.num_tokens(str(prompt)), tokenizer.context)
 
 
 def is_dropped(cfg: PromptConfig, num_tokens: int) -> bool:
@@ -204,10 +199,12 @@ def tell_dropped(cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
         print(f"{cfg.path}: {num_dropped} of {num_records} prompts have more than {limit} tokens: dropped", flush=True)
 
 
-def _plain_text(record: Record, cfg: PromptConfig) -> str:
-    if isinstance(record.value(cfg.prompt_key), list):
-        raise DataError(f"{record.where}: {cfg.prompt_key}", "a list of messages needs chat_template = true")
-    return record.text(cfg.prompt_key)
+def tell_numbers(cfg: PromptConfig, records: Sequence[Record]) -> None:
+    numbers = [record for record in records if record.has_number(cfg.answer_key)]
+    if numbers:
+        shown = f"such as {numbers[0].text_or_number(cfg.answer_key)!r}"
+        of_all = f"{len(numbers)} of {len(records)} answers"
+        print(f"{cfg.path}: {of_all} are numbers, and their text is used, {shown}", flush=True)
 
 
 def _require_template(tokenizer: Tokenizer | LightTokenizer) -> None:
@@ -224,17 +221,26 @@ def _check_length(record: Record, cfg: PromptConfig, num_tokens: int, context: i
         raise DataError(where, f"has {num_tokens} tokens, and {room}: prompts.max_prompt_tokens drops longer ones")
 
 
-def _messages(record: Record, cfg: PromptConfig) -> list[dict[str, Any]]:
-    value = record.value(cfg.prompt_key)
-    messages = value if isinstance(value, list) else [{"role": "user", "content": record.text(cfg.prompt_key)}]
+def prompt_of(record: Record, cfg: PromptConfig) -> str | list[dict[str, Any]]:
+    """The text or the chat messages of a record's prompt. Raises: DataError when it is neither."""
+    messages = record.value(cfg.prompt_key)
+    if not isinstance(messages, list):
+        return record.text(cfg.prompt_key)
+    where = f"{record.where}: {cfg.prompt_key}"
+    if not cfg.chat_template:
+        raise DataError(where, "a list of messages needs chat_template = true")
     if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
-        raise DataError(f"{record.where}: {cfg.prompt_key}", "expected messages, each with 'role' and 'content'")
+        raise DataError(where, "expected messages, each with 'role' and 'content'")
+    for content in (message["content"] for message in messages):
+        if isinstance(content, (int, float)):
+            raise DataError(where, f"expected a string as the content of a message, got {content!r}")
     return messages
 
 
-def _render(record: Record, cfg: PromptConfig, tokenizer: Tokenizer) -> str:
-    messages = _messages(record, cfg)
-    text: str = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
-    )
+def _render(prompt: str | list[dict[str, Any]], cfg: PromptConfig, tokenizer: Tokenizer) -> str:
+    if isinstance(prompt, str):
+        if not cfg.chat_template:
+            return prompt
+        prompt = [{"role": "user", "content": prompt}]
+    text: str = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs)
     return text

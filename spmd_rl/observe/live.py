@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmd_rl import types
-from spmd_rl.observe.progress import Metrics, Progress, duration, sparkline
+from spmd_rl.observe.progress import Metrics, Progress, duration, number, sparkline
 
 _LABELS = 9  # columns
 _BESIDE = _LABELS + 6  # of a row: its label, the frame and the space between
@@ -22,14 +22,14 @@ _PHASES = {"rollout": "blue", "train": "yellow", "sync": "green", "sleep": "mage
 _OTHER = "bright_black"
 _MUCH_GRADING = 0.1  # of the rollout's time
 _POLICY = (
-    ("rollout/response_tokens_mean", "length {:.1f}"),
-    ("train/entropy", "entropy {:.3f}"),
-    ("train/loss", "loss {:+.4f}"),
-    ("warmup/loss", "loss {:+.4f}"),
-    ("train/grad_norm", "grad norm {:.2f}"),
-    ("train/clip_frac", "clipped {:.1%}"),
-    ("version/lag_max", "lag {:.0f}"),
-    ("memory/gpu_peak_gib", "GPU peak {:.1f} GiB"),
+    ("rollout/response_tokens_mean", "length {}", ".1f"),
+    ("train/entropy", "entropy {}", ".3f"),
+    ("train/loss", "loss {}", "+.4f"),
+    ("warmup/loss", "loss {}", "+.4f"),
+    ("train/grad_norm", "grad norm {}", ".2f"),
+    ("train/clip_frac", "clipped {}", ".1%"),
+    ("version/lag_max", "lag {}", ".0f"),
+    ("memory/gpu_peak_gib", "GPU peak {} GiB", ".1f"),
 )
 
 
@@ -122,8 +122,8 @@ def _reward(progress: Progress, room: int) -> Text | None:
     first, last = progress.rewards[0], progress.rewards[-1]
     course = sparkline(progress.rewards, max(8, min(48, room - 24)))
     return Text.assemble(
-        (f"{last:.3f}", "bold green" if last >= first else "bold red"),
-        "  ", (course, "green"), (f"  from {first:.3f}", "bright_black"),
+        (number(last, ".3f"), "bold green" if last >= first else "bold red"),
+        "  ", (course, "green"), (f"  from {number(first, '.3f')}", "bright_black"),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def _speed(metrics: Metrics) -> Text | None:
 
 
 def _known(metrics: Metrics) -> Text | None:
-    parts = [form.format(metrics[name]) for name, form in _POLICY if name in metrics]
+    parts = [form.format(number(metrics[name], spec)) for name, form, spec in _POLICY if name in metrics]
     return Text(" · ".join(parts)) if parts else None
 
 

@@ -6,18 +6,18 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from spmd_rl.observe.progress import Metrics, Progress, duration
+from spmd_rl.observe.progress import Metrics, Progress, duration, number
 from spmd_rl.types import Group
 
 _COMPARED = "onpolicy/compared_tokens"
 _COLUMNS = (
-    (("reward/mean",), "reward {:.3f}"),
-    (("onpolicy/mismatched_tokens", _COMPARED), "mismatched {:,.0f} of {:,.0f}"),
-    (("train/loss",), "loss {:+.4f}"),
-    (("warmup/loss",), "loss {:+.4f}"),
-    (("rollout/tokens_per_s",), "{:,.0f} tok/s"),
-    (("time/step",), "{:.2f} s/step"),
-    (("time/warmup",), "{:.2f} s/step"),
+    (("reward/mean",), "reward {}", ".3f"),
+    (("onpolicy/mismatched_tokens", _COMPARED), "mismatched {} of {}", ",.0f"),
+    (("train/loss",), "loss {}", "+.4f"),
+    (("warmup/loss",), "loss {}", "+.4f"),
+    (("rollout/tokens_per_s",), "{} tok/s", ",.0f"),
+    (("time/step",), "{} s/step", ".2f"),
+    (("time/warmup",), "{} s/step", ".2f"),
 )
 
 
@@ -44,4 +44,8 @@ def step_line(progress: Progress) -> str:
 
 def _columns(metrics: Metrics) -> list[str]:
     known = {name for name, value in metrics.items() if value or name != _COMPARED}  # 0 of 0 is no agreement
-    return [form.format(*(metrics[name] for name in names)) for names, form in _COLUMNS if known.issuperset(names)]
+    return [
+        form.format(*(number(metrics[name], spec) for name in names))
+        for names, form, spec in _COLUMNS
+        if known.issuperset(names)
+    ]

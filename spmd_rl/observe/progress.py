@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 Metrics = Mapping[str, float]
 
 _BARS = "▁▂▃▄▅▆▇█"
+LARGE = 1e6
 _RECENT = 20  # steps that the time left is reckoned from
 
 
@@ -74,6 +75,11 @@ class Progress:
         if self.num_warmup and not self.num_steps:
             return "warm-up", self.num_warmup + self.index, self.num_warmup
         return "step", self.index, self.num_steps
+
+
+def number(value: float, spec: str) -> str:
+    """`value` by `spec`, or in four digits where it is large; a count, which has commas, is always written out."""
+    return f"{value:.4g}" if abs(value) > LARGE and "," not in spec else format(value, spec)
 
 
 def duration(seconds: float | None) -> str:

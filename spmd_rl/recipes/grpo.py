@@ -39,12 +39,20 @@ class Config:
     def __post_init__(self) -> None:
         least = {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2, "clip_low": 0, "clip_high": 0}
         rl.at_least(self, least)
+        rl.refuse_greedy(self.sampling)
         rl.refuse_given(self)
 
 
 def check(cfg: Config) -> None:
     """What can be refused before anything starts."""
-    rl.check_inputs(model=cfg.model, data=cfg.data, reward=cfg.reward, prompts=cfg.prompts, trainer=cfg.trainer)
+    rl.check_inputs(
+        model=cfg.model,
+        data=cfg.data,
+        reward=cfg.reward,
+        prompts=cfg.prompts,
+        trainer=cfg.trainer,
+        sampling=cfg.sampling,
+    )
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

@@ -11,6 +11,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import check_has_tokenizer, light_tokenizer
 from spmd_rl.model.weight_files import stored_weights
 from spmd_rl.rewards.load import resolve_reward
+from spmd_rl.rollout.engine import SamplingConfig, check_stop_ids
 from spmd_rl.train.config import TrainerConfig
 
 
@@ -21,27 +22,29 @@ def check_inputs(
     reward: str = "",
     prompts: PromptConfig | None = None,
     trainer: TrainerConfig | None = None,
+    sampling: SamplingConfig | None = None,
 ) -> None:
     """Read the model's config, its tokenizer, every record of the data, and the reward function's signature.
 
     With `prompts`, each record must have the keys that they are made of, and prompts of the form that they ask for; the
     first ones are tokenised. With `trainer`, the folder must have the weights that it begins with, by their headers.
+    With `sampling`, the model must have the ids that end a sample.
     Raises: ConfigError or DataError with the one thing to mend.
     """
     for flag, value in (("--model", model), ("--data", data)):
         if not value:
             raise ConfigError(f"{flag} is missing: name a {'Hugging Face folder' if flag == '--model' else 'file'}")
     spec = ModelSpec.from_folder(model)
+    if sampling:
+        check_stop_ids(sampling, spec.vocab_size)
     check_has_tokenizer(model)
     tokenizer = light_tokenizer(Path(model))
     if trainer and trainer.init == "folder":
         stored_weights(model, spec.parameter_shapes())
     records = read_records(data)
     if prompts:
-        for record in records:
-            record.value(prompts.prompt_key)
-            if prompts.answer_key:
-                record.text(prompts.answer_key)
+        for record in records if prompts.answer_key else ():
+            record.text_or_number(prompts.answer_key)
         check_prompts(records, prompts, tokenizer)
     if reward:
         resolve_reward(reward)

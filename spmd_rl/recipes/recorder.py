@@ -23,6 +23,7 @@ from spmd_rl.observe.provenance import FILE, began_unix_s, provenance
 from spmd_rl.observe.run import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.recipes.reward_watch import RewardWatch
+from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types import Group
 
 LEAVES = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints", "hf")
@@ -37,7 +38,10 @@ class Recorder:
         Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit.
         """
         config = dump_toml(cfg)
-        self._folder = RunFolder.open(run.path, config, _resolved(cfg, world_size), resume=run.resume)
+        resolved = _resolved(cfg, world_size)
+        self._folder = RunFolder.open(run.path, config, resolved, resume=run.resume)
+        for note in resolved["notes"]:
+            print(note, flush=True)
         settings = tomllib.loads(config)
         self._began_s = began_unix_s()
         facts = provenance(words, self._began_s) | _parameters(cfg)
@@ -138,10 +142,22 @@ def _parameters(cfg: Any) -> dict[str, int]:
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:
-    """The plan of the run as plain data: which ranks serve which role, on which axes."""
+    """The plan of the run as plain data: which ranks serve which role, on which axes, and what is to be known of it."""
     split = getattr(cfg, "split", None)
     roles = {} if split is None else plan_split(split, world_size)
     return {
         "world_size": world_size,
         "roles": {name: {"ranks": list(place.ranks), "axes": place.axes} for name, place in roles.items()},
+        "notes": _notes(cfg),
     }
+
+
+def _notes(cfg: Any) -> list[str]:
+    """What is not as it seems in a run of this config, a sentence each."""
+    sampling = getattr(cfg, "sampling", None)
+    truncation = sampling.truncation if isinstance(sampling, SamplingConfig) else {}
+    return [
+        f"sampling.{name} = {value} keeps tokens from being drawn: training takes each sample as drawn from all "
+        "tokens, and the count of mismatched tokens does not show the difference"
+        for name, value in truncation.items()
+    ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from spmd_rl.errors import ConfigError
+from spmd_rl.errors import ConfigError, source_line
 from spmd_rl.types import Prompt, Sample
 
 Reward = Callable[[Prompt, Sample], float | Mapping[str, float]]
@@ -68,7 +68,7 @@ def _import_file(name: str, path: Path) -> ModuleType:
 
 
 def _broken(name: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"reward {name!r}: importing it raised {type(error).__name__}: {error}")
+    return ConfigError(f"reward {name!r}: importing it raised {type(error).__name__}: {error}{source_line(error)}")
 
 
 def _check_signature(name: str, function: Any) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.config import NO_KEY
 from spmd_rl.config_rules import require
+from spmd_rl.errors import ConfigError
 from spmd_rl.types import FinishReason, Sample
 
 if TYPE_CHECKING:
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
-MIN_TEMPERATURE = 1e-6  # logits are divided by it in float32
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e30  # float32, in which logits are divided, holds both and their inverses
+ALL_TOKENS = {"top_k": 0, "top_p": 1, "min_p": 0}  # with these values, each of the vocabulary may be drawn
+UNDECODED = "\ufffd"  # what a decoder shows for bytes that are no text
 GPU_STEP_TOKENS = 8192  # decoding and chunks of prompts together
 
 
@@ -44,19 +47,40 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         require(self.num_samples >= 1, "num_samples", self.num_samples, "at least 1")
-        fits = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
-        require(fits, "temperature", self.temperature, f"0 (greedy), or at least {MIN_TEMPERATURE:g} and finite")
+        fits = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+        expected = f"0 (greedy), or at least {MIN_TEMPERATURE:g} and at most {MAX_TEMPERATURE:g}"
+        require(fits, "temperature", self.temperature, expected)
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require(self.top_k >= 0, "top_k", self.top_k, "0 (all) or more")
+        require(0 <= self.top_k < 1 << 63, "top_k", self.top_k, "0 (all) or more, and less than 2^63")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
+        require(all(0 <= one < 1 << 31 for one in self.stop_ids), "stop_ids", self.stop_ids, "token ids, in [0, 2^31)")
         require(all(self.stop), "stop", self.stop, "strings that are not empty")
+        is_text = not any(UNDECODED in one for one in self.stop)
+        require(is_text, "stop", self.stop, "strings without U+FFFD, which stands for bytes that are no text")
 
     @property
     def scored_temperature(self) -> float:
         """The temperature at which log-probs are recorded."""
         return self.temperature or 1.0
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """The settings, if any, that leave tokens out of what is drawn from."""
+        return {name: value for name, all_tokens in ALL_TOKENS.items() if (value := getattr(self, name)) != all_tokens}
+
+
+def refuse_greedy(sampling: SamplingConfig) -> None:
+    """For recipes that learn from the samples. Raises: ConfigError at temperature 0, which makes them all equal."""
+    expected = "more than 0, because else all samples of a prompt are the same and nothing is learned"
+    require(sampling.temperature > 0, "sampling.temperature", sampling.temperature, expected)
+
+
+def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
+    """Raises: ConfigError when one of the ids is no token of the model, so that it could never end a sample."""
+    if unknown := [one for one in sampling.stop_ids if one >= vocab_size]:
+        raise ConfigError(f"sampling.stop_ids holds {unknown[0]}: the ids of this model end at {vocab_size - 1}")
 
 
 @dataclass(frozen=True)

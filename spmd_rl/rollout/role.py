@@ -14,6 +14,7 @@ from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.data.ends import end_ids
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.mesh.place import Place
+from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.observe.trace import now_ns
 from spmd_rl.rewards.grade import Grader
@@ -37,8 +38,8 @@ class Rollout(Role):
         from spmd_rl.rollout.native.build import build
 
         self.engine: Engine = build(cfg, place.device, self._decode)
-        ends = end_ids(self.tokenizer)
-        self._more_ends = tuple(one for one in ends if one not in self.tokenizer.model_ends)  # than the engine knows
+        known, vocab_size = self.tokenizer.model_ends, ModelSpec.from_folder(cfg.model).vocab_size
+        self._more_ends = tuple(one for one in end_ids(self.tokenizer) if one not in known and one < vocab_size)
 
     @collective
     def generate(self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig) -> Sharded[list[Group]]:

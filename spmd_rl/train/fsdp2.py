@@ -112,7 +112,7 @@ class Fsdp2:
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         scores = self.scorer(micro)
         if not torch.is_grad_enabled():
-            # No backward pass will drop the gathered weights, which the next step makes stale.
+            # No backward pass drops the gathered weights: they would take memory, and be stale after a load.
             for unit in self.units:
                 unit.reshard()
         return scores

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from math import sqrt
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from spmd_rl.algo.losses import Loss, LossInput, checked
 from spmd_rl.batch import Batch
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import ContractError, SpmdError
 from spmd_rl.mesh.place import Place
 from spmd_rl.train.backend import Backend
 from spmd_rl.train.config import TrainerConfig, learning_rate
@@ -119,7 +120,7 @@ class Learner:
         for micro, old in zip(micros, olds, strict=True):
             lp, entropy = self.backend.forward(micro)
             old = lp.detach() if old is None else old
-            out = LossInput(lp, old, micro.roll, micro.advantages, entropy, micro.sequence)
+            out = LossInput(lp, old, micro.roll, micro.advantages, _only_measured(entropy), micro.sequence)
             per_token, measured = checked(loss(out), out, loss)
             weighted = per_token * micro.weight
             self.backend.backward(weighted.sum() * scale, last=micro is micros[-1])
@@ -146,6 +147,23 @@ class Learner:
                     "that optimizer step was not taken"
                 )
         return sqrt(gathered["square_norm"].sum())
+
+
+def _only_measured(entropy: Tensor) -> Tensor:
+    """The same values, whose gradient raises an error: without one, a loss that uses them would learn nothing from it.
+
+    No work is added for a loss that does not use them.
+    """
+    measured = entropy.detach().requires_grad_()
+    measured.register_hook(_refuse_gradient)
+    return measured
+
+
+def _refuse_gradient(gradient: Tensor) -> NoReturn:
+    raise ContractError(
+        "the loss uses out.entropy, which carries no gradient yet, so nothing would be learned from it: return it as a "
+        "measurement only, or use out.entropy.detach() as a constant"
+    )
 
 
 def _compare(lp: Tensor, micro: MicroBatch, version: int, tally: Tally) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.network import CausalLM
@@ -21,11 +22,15 @@ FOLDER_VERSION = 0
 def build(cfg: EngineConfig, device: torch.device, decode: Callable[[tuple[int, ...]], str]) -> NativeEngine:
     """The engine of `cfg.model`, with the folder's weights where it has them and the config asks for them.
 
-    Raises: ConfigError if the model folder does not serve.
+    Raises: ConfigError if the model folder does not serve; ResidencyError where the host has too little memory.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, device))
     model = _model(cfg, device)
-    engine = NativeEngine(model, cfg, device, decode=decode)
+    try:
+        engine = NativeEngine(model, cfg, device, decode=decode)
+    except MemoryError:
+        asked = f"engine.max_batch = {cfg.max_batch} and engine.num_pages = {cfg.num_pages}"
+        raise ResidencyError(f"{asked} ask for more memory than this host has: lower them") from None
     if cfg.load_weights and has_weights(cfg.model):
         load_weights(model, cfg.model)
         engine.new_version(FOLDER_VERSION)

@@ -11,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
+from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.flash import flash_takes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.offload.host import HostMemory
 from spmd_rl.rollout.engine import EngineConfig, Progress, Request
+from spmd_rl.rollout.native.admission import Admission
 from spmd_rl.rollout.native.graphs import Draw
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.rows import Rows
@@ -80,7 +81,7 @@ class NativeEngine:
         self._draw = draw
         self._decode = lru_cache(maxsize=1 << 16)(decode) if decode else None
         self._live: dict[tuple[int, int], StopStrings | None] = {}
-        self._checked: NDArray[np.int32] | None = None  # the newest prompt
+        self._admission = Admission(spec, room=cfg.num_pages * cfg.page_size)
         self._num_steps = 0
         self._num_generated = 0
         self._steps: Steps | None = None
@@ -93,7 +94,9 @@ class NativeEngine:
         return bool(self._live)
 
     def submit(self, request: Request) -> None:
-        self._check(request)
+        self._admission.check(request)
+        if (request.uid, request.index) in self._live:
+            raise SpmdError(f"prompt {request.uid}, sample {request.index} is in the engine already")
         self._live[request.uid, request.index] = self._stop_strings(request)
         self.scheduler.add(request)
 
@@ -204,31 +207,6 @@ class NativeEngine:
         if self.version is None:
             raise SpmdError(NO_WEIGHTS)
         return self._steps, self.version
-
-    def _check(self, request: Request) -> None:
-        if request.prompt is not self._checked:  # the samples of one prompt come one after the other
-            self._check_prompt(request)
-            self._checked = request.prompt
-        length = len(request.prompt)
-        limit = min(length + request.sampling.max_tokens, self.spec.max_positions)
-        room = self.cfg.num_pages * self.cfg.page_size
-        if request.num_tokens >= limit:
-            problem = f"sample {request.index} already has all {limit - length} tokens that it may have"
-            raise DataError(f"prompt {request.uid}", problem)
-        if limit - 1 > room:
-            problem = f"and its answer may need {limit - 1} tokens of KV memory; the pages hold {room}"
-            raise DataError(f"prompt {request.uid}", problem)
-        if (request.uid, request.index) in self._live:
-            raise SpmdError(f"prompt {request.uid}, sample {request.index} is in the engine already")
-
-    def _check_prompt(self, request: Request) -> None:
-        where, length, context = f"prompt {request.uid}", len(request.prompt), self.spec.max_positions
-        if not length:
-            raise DataError(where, "has no tokens")
-        if length >= context:
-            raise DataError(where, f"has {length} tokens, but the model's context is {context} including the answer")
-        if request.prompt.min() < 0 or request.prompt.max() >= self.spec.vocab_size:
-            raise DataError(where, f"has token ids outside the model's vocabulary of {self.spec.vocab_size}")
 
     def _stop_strings(self, request: Request) -> StopStrings | None:
         if not request.sampling.stop:

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 
 from spmd_rl.kernels import stream_bases
 from spmd_rl.kernels.splits import ranges
-from spmd_rl.rollout.engine import Request
+from spmd_rl.rollout.engine import ALL_TOKENS, Request
 
 NO_STOP_ID = -1
 SHARED_PAGE = -1
-OFF = {"top_k": 0, "top_p": 1, "min_p": 0}
 _STATE = np.dtype(
     [
         *((name, np.int64) for name in ("uid", "index", "ticket", "seed", "top_k", "num_pages", "published")),
@@ -171,7 +170,7 @@ class Rows:
 
     def filters(self, rows: NDArray[np.int64]) -> tuple[str, ...]:
         """Those that any of `rows` asks for."""
-        return tuple(name for name, off in OFF.items() if (self._state[name][rows] != off).any())
+        return tuple(name for name, off in ALL_TOKENS.items() if (self._state[name][rows] != off).any())
 
     def append_page(self, row: int, page: int) -> None:
         self.pages[row, self.num_pages[row]] = page

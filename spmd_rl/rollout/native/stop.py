@@ -2,15 +2,17 @@
 
 Text is decoded a short window at a time. A token may end in the middle of a character (the decoder then shows U+FFFD
 at the end), and what a token reads as may depend on the one before it, so the window begins at tokens whose text is
-settled.
+settled. Where the text has not ended with a whole character for many tokens, all but the newest of them are settled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-UNFINISHED = "\ufffd"
+from spmd_rl.rollout.engine import UNDECODED
+
 MAX_FRESH_TOKENS = 16
+MAX_UNFINISHED_TOKENS = 3  # of a character, which has at most four bytes
 
 
 class StopStrings:
@@ -27,12 +29,19 @@ class StopStrings:
     def push(self, token: int) -> bool:
         """True where the text up to `token` ends with, or just after, a stop string."""
         self._fresh += (token,)
-        settled = self._decode(self._settled)
-        text = self._decode(self._settled + self._fresh)
-        whole = text.rstrip(UNFINISHED)
-        seen = self._tail + whole[len(settled) :]
+        seen = self._tail + self._text_of(self._fresh)
         hit = any(stop in seen for stop in self._stops)
-        if whole == text or len(self._fresh) == MAX_FRESH_TOKENS:
-            self._tail = seen[-self._keep :] if self._keep else ""
-            self._settled, self._fresh = self._fresh, ()
+        is_whole = not self._decode(self._settled + self._fresh).endswith(UNDECODED)
+        if is_whole or len(self._fresh) == MAX_FRESH_TOKENS:
+            self._settle(len(self._fresh) if is_whole else MAX_FRESH_TOKENS - MAX_UNFINISHED_TOKENS)
         return hit
+
+    def _text_of(self, fresh: tuple[int, ...]) -> str:
+        """What `fresh` adds to the settled text, but for bytes at its end that may become a character."""
+        known = self._decode(self._settled).rstrip(UNDECODED)
+        return self._decode(self._settled + fresh).rstrip(UNDECODED)[len(known) :]
+
+    def _settle(self, count: int) -> None:
+        seen = self._tail + self._text_of(self._fresh[:count])
+        self._tail = seen[-self._keep :] if self._keep else ""
+        self._settled, self._fresh = self._fresh[:count], self._fresh[count:]

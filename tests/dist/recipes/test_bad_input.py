@@ -28,6 +28,8 @@ EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
         (["--data=."], ".: this is a folder, not a file"),
         (["--reward=spmd_rl.rewards.match:excat"], "has no 'excat'"),
         (["--sampling.temperature=-1"], "temperature = -1.0: expected 0 (greedy), or at least"),
+        (["--sampling.temperature=0"], "sampling.temperature = 0.0: expected more than 0"),
+        (["--sampling.stop_ids=[4000]"], "sampling.stop_ids holds 4000"),
         (["--config=missing.toml"], "cannot read config file missing.toml"),
     ],
 )

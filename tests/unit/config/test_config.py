@@ -81,6 +81,13 @@ def test_a_partial_table_keeps_the_parents_default() -> None:
         ("sizes=[1, 2, 3]", "sizes", (1, 2, 3)),
         ("name=a=b", "name", "a=b"),
         ("anything=[1]", "anything", [1]),
+        ("extra={a = 1.5}", "extra", {"a": 1.5}),
+        ('extra={"a": 1.5, "b": 2}', "extra", {"a": 1.5, "b": 2.0}),
+        ('anything={"tools": [{"a": 1}, {"a": true}]}', "anything", {"tools": [{"a": 1}, {"a": True}]}),
+        ('anything=[{"a": "x\\u00e9"}]', "anything", [{"a": "xé"}]),
+        ('anything={"a": null}', "anything", '{"a": null}'),
+        ("steps=9223372036854775807", "steps", (1 << 63) - 1),
+        (f"optimizer.lr={1 << 70}", "optimizer", Optimizer(lr=float(1 << 70))),
     ],
 )
 def test_an_overrides_text_is_read_by_type(override: str, key: str, value: object) -> None:
@@ -115,6 +122,12 @@ def test_an_overrides_text_is_read_by_type(override: str, key: str, value: objec
         ("stop=[1]", r"stop\[0\]: expected a string, got 1"),
         ("limit=x", "limit: expected a whole number or none, got 'x'"),
         ("extra.a=x", "extra.a: expected a number, got 'x'"),
+        ("extra=x", r"""extra: expected a table .each value a number. such as '\{"name": 0.5\}', got 'x'"""),
+        ('extra={"a": null}', r"""such as '\{"name": 0.5\}', got '\{"a": null\}'"""),
+        ('extra={"a": "b"}', "extra.a: expected a number, got 'b'"),
+        (f"steps={1 << 63}", "steps: expected a whole number that 64 bits hold, got one of 64 bits"),
+        (f"sizes=[1, {1 << 70}]", r"sizes\[1\]: expected a whole number that 64 bits hold, got one of 71 bits"),
+        ("steps=" + "9" * 5000, "steps: expected a whole number, got '999"),
         ("steps", "override 'steps' is not of the form key=value"),
         ("=3", "override '=3' is not of the form key=value"),
     ],
@@ -142,6 +155,13 @@ def test_a_missing_or_broken_file(tmp_path: Path) -> None:
         load(Run, tmp_path / "none.toml")
     with pytest.raises(ConfigError, match="not valid TOML.*line 2"):
         load(Run, written(tmp_path, "steps = 1\nname = ?\n"))
+
+
+def test_a_number_in_a_file_that_64_bits_do_not_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"optimizer.lr: expected a number that 64 bits hold, got one of 1329 bits"):
+        load(Run, written(tmp_path, f"[optimizer]\nlr = {10**400}"))
+    with pytest.raises(ConfigError, match="run.toml is not valid TOML: "):
+        load(Run, written(tmp_path, "steps = " + "9" * 5000))
 
 
 def test_a_file_is_strict_about_types(tmp_path: Path) -> None:

@@ -49,6 +49,24 @@ def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str
     assert pack(back) == pack(value)
 
 
+@pytest.mark.parametrize(
+    "array", [np.ma.masked_equal(np.array([1.0, 2.0, 3.0]), 2.0), np.ma.masked, np.arange(3).view(np.recarray)]
+)
+def test_an_array_that_is_more_than_its_bytes_is_refused(array: Any) -> None:
+    """The receiver would take what is masked for a number."""
+    sentence = f"^a {type(array).__name__} cannot cross between processes: pass a plain numpy.ndarray"
+    for value in (array, {"a": [array]}):
+        with pytest.raises(ContractError, match=sentence):
+            pack(value)
+
+
+def test_a_sample_with_a_masked_array_is_refused() -> None:
+    masked = np.ma.masked_equal(np.zeros(2, np.float32), 0)
+    samples = [Sample(0, 0, np.zeros(2, np.int32), masked, np.zeros(2, np.int32), "stop")]
+    with pytest.raises(ContractError, match="a MaskedArray cannot cross between processes"):
+        Codec(list[Sample]).pack(samples)
+
+
 @given(
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0), st.lists(st.floats(allow_nan=False) | st.none(), max_size=3)
 )

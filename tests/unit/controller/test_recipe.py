@@ -82,7 +82,7 @@ def test_a_slip_in_a_recipe_is_told_by_file_and_line(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "slipped_recipe_of_this_test.py"
     path.write_text(f"{RECIPE}\ndef broken(:\n")
-    with pytest.raises(ConfigError, match=rf"^{path}:{RECIPE.count(chr(10)) + 2}: SyntaxError: "):
+    with pytest.raises(ConfigError, match=rf"^{path}:{RECIPE.count(chr(10)) + 2}: SyntaxError: .*: def broken\(:$"):
         load_recipe(str(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,13 +76,19 @@ def test_missing_empty_or_unknown_files(jsonl: Jsonl, tmp_path: Path) -> None:
 
 
 def test_fields_are_checked() -> None:
-    record = Record("f.jsonl:3", {"a": "x", "n": 4, "b": True, "l": []})
-    assert (record.text("a"), record.text("n")) == ("x", "4")
-    with pytest.raises(DataError, match="f.jsonl:3: z: no such key in this record \\(it has 'a', 'n', 'b', 'l'\\)"):
+    record = Record("f.jsonl:3", {"a": "x", "n": 4, "b": True, "l": [], "f": 2.5, "i": math.inf})
+    assert [record.text_or_number(key) for key in ("a", "n", "f")] == ["x", "4", "2.5"]
+    assert record.text("a") == "x"
+    with pytest.raises(
+        DataError, match="f.jsonl:3: z: no such key in this record \\(it has 'a', 'n', 'b', 'l', 'f', 'i'\\)"
+    ):
         record.text("z")
-    for key in ("b", "l"):
-        with pytest.raises(DataError, match=f"f.jsonl:3: {key}: expected a string"):
+    for key in ("b", "l", "n", "f"):
+        with pytest.raises(DataError, match=f"f.jsonl:3: {key}: expected a string, got "):
             record.text(key)
+    for key in ("b", "l", "i"):
+        with pytest.raises(DataError, match=f"f.jsonl:3: {key}: expected a string or a finite number, got "):
+            record.text_or_number(key)
 
 
 def test_parquet(tmp_path: Path) -> None:

@@ -131,6 +131,35 @@ def test_a_field_of_the_wrong_kind_is_named(jsonl: Jsonl, tokenizer: Any) -> Non
     assert Prompts(PromptConfig(jsonl('{"prompt": "x"}'), answer_key=""), tokenizer).next(1)[0].answer == ""
 
 
+def test_a_prompt_that_is_a_number_is_refused(jsonl: Jsonl, tokenizer: Any) -> None:
+    path = jsonl(*lines(1), '{"prompt": 12, "answer": "a"}')
+    for stream in (Prompts, Pairs):
+        with pytest.raises(DataError, match=r"train.jsonl:2: prompt: expected a string, got 12$"):
+            stream(PromptConfig(path), tokenizer)
+    path = jsonl('{"prompt": [{"role": "user", "content": 12}], "answer": "a"}')
+    with pytest.raises(
+        DataError, match=r"train.jsonl:1: prompt: expected a string as the content of a message, got 12"
+    ):
+        Prompts(PromptConfig(path, chat_template=True), tokenizer)
+
+
+def test_an_answer_that_is_a_number_is_its_text_and_this_is_said(
+    jsonl: Jsonl, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = jsonl(*lines(2), '{"prompt": "x", "answer": 42}', '{"prompt": "y", "answer": 0.5}')
+    said = f"{path}: 2 of 4 answers are numbers, and their text is used, such as '42'\n"
+    prompts = Prompts(PromptConfig(path, shuffle=False), tokenizer)
+    assert capsys.readouterr().out == said
+    assert [prompt.answer for prompt in prompts.next(4)] == ["0", "1", "42", "0.5"]
+    pairs = Pairs(PromptConfig(path, shuffle=False), tokenizer)
+    assert capsys.readouterr().out == said
+    assert pairs.next(4)[2].tokens.tolist() == [1, ord("x"), ord("4"), ord("2"), 2]
+    Prompts(PromptConfig(f"{path}@[:2]"), tokenizer)
+    assert capsys.readouterr().out == ""
+    with pytest.raises(DataError, match=r"train.jsonl:1: answer: expected a string or a finite number, got True"):
+        Prompts(PromptConfig(jsonl('{"prompt": "x", "answer": true}')), tokenizer)
+
+
 def test_an_empty_prompt_is_refused(jsonl: Jsonl, tokenizer: Any) -> None:
     tokenizer.chat_template = "x"
     tokenizer.apply_chat_template = lambda *_, **__: ""

@@ -85,6 +85,18 @@ def test_a_plain_line_says_nothing_of_mismatches_where_nothing_was_compared() ->
     assert line == "step  4/10  reward 0.500  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
 
 
+def test_large_numbers_are_short_in_both_views_and_counts_are_written_out() -> None:
+    large = {"reward/mean": 1e300, "train/loss": -1.23456e7, "onpolicy/compared_tokens": 5120000.0}
+    state = progress(**large, **{"train/grad_norm": 2.5e9})
+    line = step_line(state)
+    assert "  reward 1e+300  mismatched 0 of 5,120,000  loss -1.235e+07  8,123 tok/s" in line
+    view = rendered(state, group())
+    assert "1e+300" in view
+    assert "loss -1.235e+07 · grad norm 2.5e+09" in view
+    assert "000000" not in line + view
+    assert "reward 999999.000 " in step_line(progress(**{"reward/mean": 999999.0}))
+
+
 def rendered(state: Progress, *groups: Group, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     view = LiveView(state, "runs/demo", console)

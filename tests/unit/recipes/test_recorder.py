@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import pytest
 from spmd_rl.config import load
 from spmd_rl.controller.config import RunConfig
 from spmd_rl.controller.steps import Step
-from spmd_rl.errors import SpmdError
+from spmd_rl.errors import ConfigError, DataError, SpmdError
 from spmd_rl.observe.metrics import read_metrics
-from spmd_rl.recipes import grpo, sft
+from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.recipes.recorder import Recorder
+from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types import Group, Prompt, Sample
 
+EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 SAME = (
     "3 steps in which all samples of every prompt had the same reward: group advantages are 0, and nothing is learned"
 )
@@ -132,3 +134,49 @@ def test_supervised_learning_has_a_rate_of_its_own() -> None:
     words = ["model=m", "data=d", "trainer.seed=1"]
     assert (load(sft.Config, None, words).trainer.lr, load(grpo.Config, None, words).trainer.lr) == (1e-5, 1e-6)
     assert load(sft.Config, None, [*words, "trainer.lr=1e-6"]).trainer.lr == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        (SamplingConfig(), []),
+        (SamplingConfig(temperature=0.7, stop=("end",)), []),
+        (SamplingConfig(top_p=0.9), ["sampling.top_p = 0.9"]),
+        (SamplingConfig(top_k=5, min_p=0.1), ["sampling.top_k = 5", "sampling.min_p = 0.1"]),
+    ],
+)
+def test_a_run_that_truncates_what_is_drawn_says_so_once_and_keeps_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sampling: SamplingConfig, named: list[str]
+) -> None:
+    cfg = grpo.Config(
+        "m", "d", run=RunConfig(folder=str(tmp_path), name="r"), sampling=replace(sampling, num_samples=2)
+    )
+    take(Recorder(cfg.run, cfg, 1), [])
+    notes = json.loads((tmp_path / "r/plan.json").read_text())["notes"]
+    assert [note.partition(" keeps tokens from being drawn")[0] for note in notes] == named
+    assert [line for line in capsys.readouterr().out.splitlines() if "keeps tokens" in line] == notes
+
+
+def test_greedy_sampling_is_refused_where_it_would_be_learned_from() -> None:
+    words = ["model=m", "data=d", "sampling.temperature=0"]
+    for recipe in (grpo, grpo_async):
+        with pytest.raises(ConfigError, match="sampling.temperature = 0.0: expected more than 0"):
+            load(recipe.Config, None, words)
+    assert SamplingConfig(temperature=0).temperature == 0
+
+
+def test_a_prompt_that_is_a_number_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    data = tmp_path / "numbers.jsonl"
+    data.write_text('{"prompt": "1+1=", "answer": 2}\n{"prompt": 12, "answer": 2}\n')
+    words = [f"model={EXAMPLE / 'model'}", f"data={data}", "trainer.init=random"]
+    for recipe in (grpo, sft):
+        with pytest.raises(DataError, match="numbers.jsonl:2: prompt: expected a string, got 12"):
+            recipe.check(load(recipe.Config, None, words))
+
+
+def test_an_end_that_is_no_token_of_the_model_is_refused_before_anything_starts() -> None:
+    model, data = EXAMPLE / "model", EXAMPLE / "train.jsonl"
+    words = [f"model={model}", f"data={data}", "trainer.init=random"]
+    grpo.check(load(grpo.Config, None, [*words, "sampling.stop_ids=[3]"]))
+    with pytest.raises(ConfigError, match="sampling.stop_ids holds 4000: the ids of this model end at "):
+        grpo.check(load(grpo.Config, None, [*words, "sampling.stop_ids=[3, 4000]"]))

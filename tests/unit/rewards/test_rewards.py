@@ -56,9 +56,37 @@ def test_an_answer_that_was_cut_is_not_exact() -> None:
     assert match.exact(PROMPT, sample("85", "length")) == 0
 
 
-@pytest.mark.parametrize(("said", "wanted"), [("1,000", "1000"), ("2.50", "2.5"), ("= -3", "-3")])
-def test_last_number_compares_numbers(said: str, wanted: str) -> None:
-    assert match.last_number(replace(PROMPT, answer=wanted), sample(said)) == 1
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("1,000", 1000),
+        ("1,234,567.5 in all", 1234567.5),
+        ("2.50", 2.5),
+        ("= -3", -3),
+        ("-3", -3),
+        ("(-3)", -3),
+        ("options 1,2", 2),
+        ("1, 2", 2),
+        ("1,0000", 0),
+        ("\u22125", -5),
+        ("x = \u22121,250", -1250),
+        ("1e5", 1e5),
+        ("1.5E+3", 1500),
+        ("2e-3", 0.002),
+        ("2e\u22123", 0.002),
+        ("5 eggs", 5),
+        ("5eggs", 5),
+        ("2024-12", 12),
+        ("7\u22122", 2),
+        ("COVID-19", 19),
+        ("5 - 3", 3),
+        ("The answer is 85.", 85),
+    ],
+)
+def test_last_number_compares_numbers(said: str, number: float) -> None:
+    asked = replace(PROMPT, answer=repr(number))
+    assert match.last_number(asked, sample(said)) == 1
+    assert match.last_number(asked, sample(f"{said} or 77")) == 0
 
 
 def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
@@ -92,7 +120,8 @@ def test_a_wrong_name_is_told_with_the_fix(name: str, sentence: str) -> None:
         ("async def f(prompt, sample):\n    return 1", "it is async"),
         ("1 / 0", "importing it raised ZeroDivisionError"),
         ("import no_such_package", "importing it raised ModuleNotFoundError: No module named 'no_such_package'"),
-        ("def f(", "importing it raised SyntaxError"),
+        ("x = 1\ndef  f(:\n", r"importing it raised SyntaxError: .* .mine.py, line 2.: def  f\(:$"),
+        ("if True:\nx = 1\n", r"importing it raised IndentationError: .* .mine.py, line 2.: x = 1$"),
         ("raise SystemExit(0)", "importing it raised SystemExit: 0"),
     ],
 )

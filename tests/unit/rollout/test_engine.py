@@ -150,6 +150,7 @@ def test_sleep_gives_memory_back_and_wake_goes_on_with_the_same_bits(model, new_
     engine.step()
     engine.sleep()
     assert engine.stats()["kv_bytes"] == 0
+    engine._memory.bytes.zero_()  # as the system does where it runs short of memory
     with pytest.raises(ResidencyError, match="asleep"):
         engine.step()
     engine.wake()
@@ -191,6 +192,7 @@ def test_nan_weights_are_named_and_leave_nothing_behind(new_model, new_engine, f
         (request(uid=4, prompt=[2, 37]), "prompt 4: has token ids outside the model's vocabulary of 37"),
         (request(uid=4, prompt=[2] * 60, max_tokens=30), "prompt 4: and its answer may need 89 tokens of KV memory"),
         (request(stop=("x",)), "stop strings need a tokenizer"),
+        (request(stop_ids=(3, 37)), "sampling.stop_ids holds 37: the ids of this model end at 36"),
     ],
 )
 def test_requests_that_cannot_work_are_refused_when_they_come(model, new_engine, bad, sentence):
@@ -199,6 +201,21 @@ def test_requests_that_cannot_work_are_refused_when_they_come(model, new_engine,
         engine.submit(bad)
     assert isinstance(caught.value, DataError | ConfigError)
     assert not engine.has_work
+
+
+def test_a_request_that_just_fits_the_pages_is_taken_and_one_more_token_is_not(model, new_engine, finish):
+    """The last token of an answer needs no keys and values."""
+    engine = new_engine(model, num_pages=5, page_size=4)
+    assert len(finish(engine, [request(prompt=[2] * 10, max_tokens=11)])[0, 0].tokens) == 11
+    with pytest.raises(DataError, match="may need 21 tokens of KV memory; the pages hold 20"):
+        engine.submit(request(prompt=[2] * 10, max_tokens=12))
+
+
+def test_each_sampling_of_a_prompt_is_checked(model, new_engine):
+    engine, good = new_engine(model), request()
+    engine.submit(good)
+    with pytest.raises(ConfigError, match="stop_ids holds 99"):
+        engine.submit(Request(0, 1, good.prompt, SamplingConfig(stop_ids=(99,))))
 
 
 def test_one_name_is_in_the_engine_once(model, new_engine, finish):
@@ -217,11 +234,16 @@ def test_one_name_is_in_the_engine_once(model, new_engine, finish):
         (lambda: SamplingConfig(temperature=float("nan")), "temperature"),
         (lambda: SamplingConfig(temperature=1e-30), "temperature"),
         (lambda: SamplingConfig(top_p=0.0), "top_p"),
+        (lambda: SamplingConfig(temperature=1e39), "temperature"),
         (lambda: SamplingConfig(top_k=-1), "top_k"),
+        (lambda: SamplingConfig(top_k=1 << 63), "top_k"),
+        (lambda: SamplingConfig(stop_ids=(1 << 31,)), "stop_ids"),
+        (lambda: SamplingConfig(stop_ids=(5, -1)), "stop_ids"),
         (lambda: SamplingConfig(min_p=1.5), "min_p"),
         (lambda: SamplingConfig(max_tokens=0), "max_tokens"),
         (lambda: SamplingConfig(num_samples=0), "num_samples"),
         (lambda: SamplingConfig(stop=("",)), "stop"),
+        (lambda: SamplingConfig(stop=("end", "\ufffd")), "stop"),
         (lambda: SamplingConfig(seed=-1), "seed"),
         (lambda: EngineConfig(page_size=12), "page_size"),
         (lambda: EngineConfig(max_batch=64, max_step_tokens=32), "max_step_tokens"),

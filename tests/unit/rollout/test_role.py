@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.observe.trace import Trace
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rollout.engine import EngineConfig, SamplingConfig
@@ -155,6 +155,22 @@ def test_stop_string_through_the_tokenizer(new_role):
     (group,) = role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True, stop=(stop,)))
     assert group.samples[0].text == free.samples[0].text[:cut]
     assert group.samples[0].finish == "stop"
+
+
+def test_an_end_of_the_tokenizer_that_the_model_has_no_token_for_is_left_out(new_role, monkeypatch):
+    monkeypatch.setattr("spmd_rl.rollout.role.end_ids", lambda tokenizer: (1, 20, 500))
+    role = new_role()
+    assert role._more_ends == (20,)
+    role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=3))
+
+
+def test_an_engine_that_is_too_large_for_the_host_names_what_asks_for_less(new_role, monkeypatch):
+    def too_large(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("spmd_rl.rollout.native.build.NativeEngine", too_large)
+    with pytest.raises(ResidencyError, match="engine.max_batch = 8 and engine.num_pages = 9 ask for more memory"):
+        new_role(num_pages=9)
 
 
 def test_the_tokenizers_end_ends_a_sample_like_the_configs(new_role):

@@ -8,6 +8,8 @@ import torch
 
 from spmd_rl.kernels import PackedAttention, sample_tokens, stream_keys
 from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.rows import Rows
+from spmd_rl.train.microbatch import inverse_temperature
 
 NUM_DRAWS = 4000
 PROMPT = np.array([4, 9, 16, 25], dtype=np.int32)
@@ -91,3 +93,15 @@ def test_greedy_takes_the_largest_and_scores_it_at_temperature_one(draw, logits)
     tokens, logprobs = draw(temperature=0.0)
     assert set(tokens.tolist()) == {int(logits.argmax())}
     assert np.allclose(logprobs, torch.log_softmax(logits, 0).max().item(), atol=1e-5)
+
+
+def test_the_inverse_of_a_temperature_has_the_trainers_bits():
+    """Division in float64, rounded after, gives other bits for many of these, such as 0.12, 0.48 and 1.7."""
+    rows, prompt, others = Rows(1, 8, 4), np.ones(2, np.int32), 0
+    for temperature in (np.arange(1, 201) / 100).tolist():
+        row = rows.put(Request(0, 0, prompt, SamplingConfig(temperature=temperature)), [0], computed=0, stop_ids=())
+        (expected,) = inverse_temperature(np.array([temperature], np.float32))
+        assert rows.inv_temperature[row] == expected, temperature
+        others += np.float32(1 / temperature) != expected
+        rows.take([row])
+    assert others > 20

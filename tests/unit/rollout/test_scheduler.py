@@ -147,6 +147,16 @@ class FakeRunner:
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 
 
+def test_requests_that_are_retracted_go_on_in_the_order_they_came():
+    runner = FakeRunner(max_batch=3)
+    for uid in range(5):
+        runner.submit(uid, [uid], max_tokens=6)
+    runner.step()
+    assert [one.uid for one in runner.scheduler.waiting] == [3, 4]
+    runner.scheduler.retract_all()
+    assert [one.uid for one in runner.scheduler.waiting] == [0, 1, 2, 3, 4]
+
+
 def test_any_load_finishes_with_every_page_back():
     seen: Counter[str] = Counter()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spmd_rl.rollout.native.stop import StopStrings
@@ -25,6 +25,38 @@ def test_the_first_token_that_completes_the_string_is_found(text, stop):
     whole = [byte_text(tuple(tokens[: n + 1])) for n in range(len(tokens))]
     expected = next((n for n, so_far in enumerate(whole) if stop in so_far), None)
     assert first_stop([stop], tokens, byte_text) == expected
+
+
+CHARACTERS = st.sampled_from("ab<é中🙂").map(str.encode)
+UNDECODABLE = st.tuples(st.sampled_from([b"\xff", b"\xe4", b"\x80"]), st.integers(1, 40)).map(
+    lambda run: run[0] * run[1]
+)
+
+
+@given(pieces=st.lists(CHARACTERS | UNDECODABLE, max_size=12), stop=st.text("ab<é中🙂", min_size=1, max_size=2))
+@example(pieces=[b"\xff" * 15, "中".encode(), "é".encode()], stop="中é")
+@example(pieces=[b"\xff" * 14, "中".encode(), "é".encode()], stop="中é")
+@example(pieces=[b"\xff" * 17, "中é".encode()], stop="中é")
+def test_a_string_is_found_in_time_also_among_bytes_that_are_no_text(pieces, stop):
+    tokens = list(b"".join(pieces))
+    whole = [byte_text(tuple(tokens[: n + 1])) for n in range(len(tokens))]
+    expected = next((n for n, so_far in enumerate(whole) if stop in so_far), None)
+    assert first_stop([stop], tokens, byte_text) == expected
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop"),
+    [
+        ([*[b"b\xf0\x9f"] * 17, b"b"], "bb"),
+        ([*[b"\xff"] * 12, b"a\xe4\xb8", b"\xad\xe4", b"\xff", b"\xff", b"b"], "中中"),
+    ],
+)
+def test_characters_before_bytes_that_are_no_text_are_seen_once(pieces, stop):
+    def decode(tokens: tuple[int, ...]) -> str:
+        return b"".join(pieces[token] for token in tokens).decode("utf-8", errors="replace")
+
+    tokens = list(range(len(pieces)))
+    assert first_stop([stop], tokens, decode) == (None if stop not in decode(tuple(tokens)) else len(tokens) - 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.algo.losses import grpo_loss, sft_loss
+from spmd_rl.algo.losses import LossInput, grpo_loss, sft_loss
 from spmd_rl.batch import Batch
 from spmd_rl.errors import ContractError, DataError, SpmdError
 from spmd_rl.kernels import PackedAttention
@@ -20,7 +20,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import config, fsdp2, learner
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
-from spmd_rl.train.microbatch import MicroBatch
+from spmd_rl.train.microbatch import MicroBatch, split
 from spmd_rl.train.role import Trainer
 from tests.dist.train_case import make_batch
 
@@ -112,6 +112,16 @@ def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_
     assert new_trainer().train_step(make_batch(), grpo_loss)["train/clip_frac"] == 0
 
 
+def test_each_minibatch_divides_by_its_share_of_the_denominator(new_trainer) -> None:
+    """At a rate of 0 the weights stay, so that the float64 oracle knows the gradient of each optimizer step."""
+    trainer, batch = new_trainer(minibatches=3, lr=0.0), make_batch()
+    oracle = Oracle(new_trainer(lr=0.0).cfg)
+    parts = [batch.take(part) for part in split(batch.lengths.tolist(), 3)]
+    norms = [oracle.step(replace(part, denominator=batch.denominator / 3))[1] for part in parts]
+    stats = trainer.train_step(batch, grpo_loss)
+    assert stats["train/grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
+
+
 def test_what_is_compared_is_differentiated_wherever_the_weights_are_still_the_first(
     new_trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +172,16 @@ def test_learning_lowers_the_loss(new_trainer) -> None:
     trainer, batch = new_trainer(), make_batch()
     losses = [trainer.train_step(batch, sft_loss)["train/loss"] for _ in range(8)]
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("wrap", ["model", "layer"])
+def test_scores_are_of_new_weights_also_where_no_step_brought_them(new_trainer, wrap: str) -> None:
+    """A checkpoint that is loaded, for one: what the last forward pass gathered must not be used again."""
+    trainer, fresh, batch = new_trainer(wrap=wrap), new_trainer(wrap=wrap, seed=3), make_batch()
+    before, expected = (one.learner.score(batch) for one in (trainer, fresh))
+    trainer.backend.fill(random_weights(ModelSpec.from_folder(trainer.cfg.model), seed=3))
+    assert np.array_equal(trainer.learner.score(batch), expected)
+    assert not np.array_equal(before, expected)
 
 
 def test_bfloat16_trains_a_float32_master(new_trainer) -> None:
@@ -234,6 +254,40 @@ def test_a_loss_that_sums_by_itself_is_refused_before_the_weights_change(new_tra
         trainer.train_step(batch, lambda out: (-out.lp.sum(), {}))
     for name, one in _weights(trainer).items():
         assert torch.equal(one, before[name])
+
+
+def _entropy_bonus(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, measured = grpo_loss(out)
+    return loss - 0.01 * out.entropy, measured
+
+
+@pytest.mark.parametrize("options", [{}, {"minibatches": 3}, {"max_tokens": 50, "wrap": "layer"}])
+def test_a_loss_that_depends_on_entropy_is_refused_before_the_weights_change(new_trainer, options: Any) -> None:
+    """The entropy carries no gradient, so such a bonus would change nothing but the printed loss."""
+    trainer, batch = new_trainer(**options), make_batch()
+    before = _weights(trainer)
+    with pytest.raises(ContractError, match="the loss uses out.entropy, which carries no gradient yet"):
+        trainer.train_step(batch, _entropy_bonus)
+    assert all(torch.equal(one, before[name]) for name, one in _weights(trainer).items())
+    plain = new_trainer(**options)
+    for one in (trainer, plain):
+        one.train_step(batch, grpo_loss)
+    for name, one in _weights(trainer).items():
+        assert torch.equal(one, _weights(plain)[name])
+
+
+def test_entropy_may_be_measured_and_used_as_a_constant(new_trainer) -> None:
+    def loss(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        per_token, _ = grpo_loss(out)
+        unsure = (out.entropy > out.entropy.mean()).float()
+        return per_token * (1 + 0 * out.entropy.detach()), {"train/unsure": unsure, "train/mine": out.entropy}
+
+    trainer, plain, batch = new_trainer(), new_trainer(), make_batch()
+    stats, expected = trainer.train_step(batch, loss), plain.train_step(batch, grpo_loss)
+    assert stats["train/mine"] == stats["train/entropy"] == expected["train/entropy"]
+    assert 0 < stats["train/unsure"] < 1
+    for name, one in _weights(trainer).items():
+        assert torch.equal(one, _weights(plain)[name])
 
 
 @pytest.mark.parametrize("peak", [None, 1e12])

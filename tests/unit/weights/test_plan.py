@@ -180,6 +180,9 @@ def test_what_cannot_be_filled_is_named() -> None:
         plan([half], [_whole(1, names=("a",))], None, 1)
     with pytest.raises(PlanError, match="parts of tensor 'a' that overlap and are not the same"):
         plan([half, _whole(2, names=("a",))], [_whole(1, names=("a",))], None, 1)
+    one_row_more = Layout(2, (Piece("a", (8, 4), "float32", Box((3, 0), (5, 4))),))
+    with pytest.raises(PlanError, match="parts of tensor 'a' that overlap and are not the same"):
+        plan([half, one_row_more], [_whole(1, names=("a",))], None, 1)
 
 
 def test_a_world_of_hundreds_is_planned_in_seconds() -> None:
