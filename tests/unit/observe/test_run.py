@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from dataclasses import fields, replace
 from pathlib import Path
@@ -107,18 +108,20 @@ def test_a_warm_up_alone_keeps_no_other_configuration_out(tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(tmp_path: Path) -> None:
     began = time.monotonic()
-    reading, writing = os.pipe()
+    ours, theirs = socket.socketpair()
     with launching(tmp_path):
         if not (rank := os.fork()):
-            os.close(writing)
-            os.read(reading, 1)
+            ours.close()
+            theirs.send(b"!")
+            theirs.recv(1)
             os._exit(0)
+        ours.recv(1)
         with pytest.raises(ConfigError, match=rf"another run is going on in .*pid {os.getpid()}\)"):
             launching(tmp_path).__enter__()
     assert time.monotonic() - began < WAIT_S / 3
     os.close(claim(tmp_path, 0.0, LAUNCH_FILE))  # although the rank lives on
-    os.close(writing)
-    os.close(reading)
+    for end in (ours, theirs):
+        end.close()
     os.waitpid(rank, 0)
     RunFolder.open(tmp_path, CONFIG, {})
 
