@@ -117,7 +117,7 @@ class Checkpoints:
             folders.remove(self._open)
             raise
         _flush(self._open.rglob("*"))
-        (self._open / UNFINISHED).unlink()
+        (self._open / UNFINISHED).unlink(missing_ok=True)
         self._open = None
         saved = self.saved()
         stay = {*list(saved)[-self._keep :], *best_first(saved)[: self._keep_best]}
