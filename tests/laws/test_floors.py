@@ -9,7 +9,7 @@ import pytest
 from tests.laws.source import Module, imports, package_modules, parse
 
 FLOORS = (
-    {"errors", "types", "batch", "columns", "config", "config_rules", "partition", "observe"},
+    {"errors", "types", "batch", "columns", "config", "config_rules", "partition", "processor", "observe"},
     {"mesh", "offload", "kernels", "algo"},
     {"weights", "model", "data", "rewards"},
     {"controller"},
