@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from spmd_rl.processor import pin_sums
+
 if TYPE_CHECKING:
     from spmd_rl.algo.advantages import group_advantage as group_advantage
     from spmd_rl.algo.advantages import rloo_advantage as rloo_advantage
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from spmd_rl.types import Sample as Sample
 
 __version__ = "0.1.0"
+
+pin_sums()
 
 _HOMES = {
     "algo.advantages": ("group_advantage", "rloo_advantage"),

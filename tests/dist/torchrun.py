@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(script: str, num_ranks: int, out: Path, *args: str, timeout_s: float = 100) -> dict[str, Any]:
+def torchrun(script: str, num_ranks: int, out: Path, *args: str, timeout_s: float = 1000) -> dict[str, Any]:
     """Run `tests/dist/<script>` on that many ranks and return the JSON it wrote to `out`.
 
     Blocks: until torchrun ends; after `timeout_s` its process group is killed and the test fails.

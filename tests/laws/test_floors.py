@@ -9,7 +9,8 @@ import pytest
 from tests.laws.source import Module, imports, package_modules, parse
 
 FLOORS = (
-    {"errors", "types", "batch", "columns", "config", "config_rules", "config_values", "partition", "observe"},
+    {"errors", "types", "batch", "columns", "config", "config_rules", "config_values", "partition", "processor"}
+    | {"observe"},
     {"mesh", "offload", "kernels", "algo"},
     {"weights", "model", "data", "rewards"},
     {"controller"},

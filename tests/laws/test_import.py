@@ -1,4 +1,4 @@
-"""`import spmd_rl` costs next to nothing: no torch, no other heavy package, under a second."""
+"""`import spmd_rl` costs next to nothing: no torch, no other heavy package, under a second of processor time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from tests.laws.source import ROOT
 HEAVY = {"torch", "transformers", "matplotlib", "rich", "zmq"}
 PROBE = """
 import json, sys, time
-began = time.perf_counter()
+began = time.process_time()
 {statement}
-print(json.dumps([time.perf_counter() - began, sorted({{name.split(".")[0] for name in sys.modules}})]))
+print(json.dumps([time.process_time() - began, sorted({{name.split(".")[0] for name in sys.modules}})]))
 """
 
 
 def probe(statement: str) -> tuple[float, set[str]]:
-    """Seconds and top-level modules of a fresh process after `statement`."""
+    """Processor seconds and top-level modules of a fresh process after `statement`."""
     command = [sys.executable, "-c", PROBE.format(statement=statement)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     seconds, modules = json.loads(done.stdout)
     return seconds, set(modules)
 
 
 def test_the_package_imports_fast_and_light() -> None:
-    tries = [probe("import spmd_rl") for _ in range(3)]
-    assert all(modules & HEAVY == set() for _, modules in tries)
-    assert min(seconds for seconds, _ in tries) < 1.0, "of three tries on a busy machine the best"
+    seconds, modules = probe("import spmd_rl")
+    assert modules & HEAVY == set()
+    assert seconds < 1.0
 
 
 def test_config_and_errors_need_no_torch() -> None:

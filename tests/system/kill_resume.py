@@ -95,7 +95,7 @@ class Run:
     command: tuple[str, ...] = COMMAND
     output: str = ""
     num_events: int = 0  # changes of files that were seen in the last life
-    limit_s: float = 120.0
+    limit_s: float = 1000.0
 
     @property
     def folder(self) -> Path:

@@ -17,7 +17,7 @@ import pytest
 from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT
 from tests.dist.launched import Launched
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.dist
 
 Process = subprocess.Popen[str] | Launched
 Start = Callable[[list[str]], subprocess.Popen[str]]

@@ -58,7 +58,7 @@ def run(tmp_path: Path) -> Run:
         paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
         process = Launched(command, tmp_path, environment | paths)
         try:
-            _, err = process.communicate(timeout=100)
+            _, err = process.communicate(timeout=1000)
         finally:
             process.end()
         assert process.returncode is not None

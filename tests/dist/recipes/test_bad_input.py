@@ -12,7 +12,7 @@ import pytest
 
 from spmd_rl.controller.rewind import rewind
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 

@@ -12,7 +12,7 @@ from spmd_rl.plan.resolve import resolve
 from spmd_rl.recipes.grpo import Config
 from tests.dist.recipes.conftest import EXAMPLE
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 TOLD = """
 from dataclasses import replace

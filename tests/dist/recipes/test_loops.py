@@ -13,7 +13,7 @@ from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.observe.report.spans import read_timeline
 from spmd_rl.observe.timeline import read_spans, trace_files, write_chrome
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 DISJOINT = ("--split.train.ranks=1", "--split.infer.ranks=1")
 EVEN = f"{Path(__file__).parents[2] / 'system/even.py'}:even"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TOUR = str(EXAMPLES / "own_recipe/tour.py")

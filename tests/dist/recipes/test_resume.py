@@ -16,7 +16,7 @@ import pytest
 
 from tests.system.kill_resume import MODES, SMALL, Moment, Outcome, Run, differences
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.dist
 
 KEEP_ALL = "--run.keep_checkpoints=9"
 CUT = 2  # the step of the checkpoint that runs go on from, when they are stopped at a boundary
@@ -112,6 +112,8 @@ def small_files() -> Iterator[None]:
 @pytest.mark.usefixtures("small_files")
 def test_a_disk_that_takes_no_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path, [*MODES["sync"], *SMALL])
-    with pytest.raises(AssertionError, match=r"cannot save \S*runs/r/checkpoints/step_\d+/trainer: rank 0 .*MiB are free"):
+    with pytest.raises(
+        AssertionError, match=r"cannot save \S*runs/r/checkpoints/step_\d+/trainer: rank 0 .*MiB are free"
+    ):
         run.finish()
     assert not list(run.folder.rglob("*.safetensors")), "a torn checkpoint takes no room"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.system import chaos_processes as processes
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 FUNCTIONS = """
 import multiprocessing, os, sys, tempfile, time

@@ -36,7 +36,7 @@ def test_a_file_system_without_modes_is_seen(tmp_path: Path, monkeypatch: pytest
 
 def test_this_clock_agrees_with_its_own_files(tmp_path: Path) -> None:
     skew = facts.file_skew(tmp_path / "runs")
-    assert skew.seconds < 1.0
+    assert skew.seconds < 10.0
     assert str(tmp_path) in skew.against
 
 
@@ -44,7 +44,7 @@ def test_this_clock_agrees_with_its_own_files(tmp_path: Path) -> None:
 def test_a_clock_that_is_off_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset_s: float) -> None:
     really = time.time
     monkeypatch.setattr(time, "time", lambda: really() + offset_s)
-    assert facts.file_skew(tmp_path).seconds == pytest.approx(100.0, abs=2.0)
+    assert facts.file_skew(tmp_path).seconds == pytest.approx(100.0, abs=20.0)
 
 
 def test_loopback_works_here() -> None:

@@ -125,9 +125,7 @@ def test_a_reader_who_has_gone(words: str) -> None:
     try:
         command = [sys.executable, "-c", MAIN, *words.split()]
         env = os.environ | {"PYTHONUNBUFFERED": ""}
-        done = subprocess.run(
-            command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False, timeout=60, env=env
-        )
+        done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False, env=env)
     finally:
         os.close(writes)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

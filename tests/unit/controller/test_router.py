@@ -22,7 +22,7 @@ from spmd_rl.controller.router import MOMENT_S, Router
 from spmd_rl.controller.secret import Keys, derive
 from spmd_rl.controller.wire import Bye, Hello, Pong, Stop, ToController, decode_at_worker, encode
 
-WAIT_S = 10.0
+WAIT_S = 100.0
 GENERATION = 7
 WORLD = 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def asked(name: str) -> list[tuple[int, int, int]]:
 
 def test_the_shipped_files_are_the_generators(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.arithmetic.generate", "--out", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True)
     for name in NAMES:
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (EXAMPLE / f"{name}.jsonl").read_bytes()
 
@@ -87,21 +88,31 @@ def test_the_check_passes_what_learned_and_fails_what_did_not() -> None:
 
 def test_the_check_of_an_empty_folder_fails(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.arithmetic.check", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, "holds no metrics" in done.stderr) == (1, True)
 
 
-@pytest.mark.parametrize(("reward", "first_s", "code"), [(0.95, 19, 0), (0.95, 21, 3), (0.85, 19, 1), (0.85, 21, 1)])
-def test_times_alone_end_the_check_with_a_code_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, first_s: float, code: int
+@pytest.mark.parametrize(("reward", "cpu_s", "code"), [(0.95, 170, 0), (0.95, 190, 1), (0.85, 170, 1)])
+def test_the_check_runs_the_command_and_counts_its_processor_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, cpu_s: float, code: int
 ) -> None:
-    rows = [row | {"step": i, "unix_s": 100 + first_s} for i, row in enumerate(lines([0.4, *[reward] * 6]), 1)]
-    warmed_up = [{"step": 0, "unix_s": 101, "warmup/loss": 0.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in warmed_up + rows))
+    rows = [row | {"step": i, "unix_s": time.time()} for i, row in enumerate(lines([0.4, *[reward] * 6]), 1)]
+    warmed_up = [{"step": 0, "unix_s": time.time(), "warmup/loss": 0.5}]
+    (tmp_path / "made.jsonl").write_text("".join(json.dumps(row) + "\n" for row in warmed_up + rows))
     for others in ("files", "exported"):
         monkeypatch.setattr(check, others, lambda *given: ())
-    monkeypatch.setattr("sys.argv", ["check", str(tmp_path), "--started", "100"])
+    monkeypatch.setattr(check, "_cpu_s_of_children", lambda: cpu_s)
+    command = ["mv", str(tmp_path / "made.jsonl"), str(tmp_path / "metrics.jsonl")]
+    monkeypatch.setattr("sys.argv", ["check", str(tmp_path), "--", *command])
     assert check.main() == code
+
+
+def test_processor_time_is_that_of_descendants() -> None:
+    before = check._cpu_s_of_children()
+    spins = "import time\nwhile time.process_time() < 0.3: pass"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spins!r}], check=True)"
+    subprocess.run([sys.executable, "-c", child], check=True)
+    assert check._cpu_s_of_children() - before >= 0.3
 
 
 def test_shipped_lines_are_plain_prompt_and_answer() -> None:

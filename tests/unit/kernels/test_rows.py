@@ -28,6 +28,7 @@ from spmd_rl.kernels import (
     token_logprobs,
     write_kv,
 )
+from tests.libraries import other_sums_of_few_rows
 
 ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 127, 129, 257)
 TOTAL = 300
@@ -92,6 +93,14 @@ def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch
     assert set(sizes) == {16, 32}, "all but the comparison's are tiles"
     torch.testing.assert_close(linear(x, *given), plain(x, *given), rtol=1e-4, atol=1e-4)
     linear_cpu.rows_stand_alone.cache_clear()
+
+
+def test_control_a_library_of_other_sums_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = data("normal", TOTAL, 64), weight(64, 64)
+    monkeypatch.setattr(linear_cpu.F, "linear", other_sums_of_few_rows)
+    assert unequal_rows(lambda part: linear(part, w), x) == 0
+    monkeypatch.setattr(linear_cpu, "pad_rows", lambda x: x)
+    assert unequal_rows(lambda part: linear(part, w), x) > 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -267,14 +276,20 @@ def test_operands_of_other_numbers_of_rows_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "op"),
     [
-        ("linear without the row tile", lambda x: F.linear(x, weight(64, 64))),
-        ("torch's own silu", lambda x: F.silu(x[:, :60].contiguous())),
+        ("another exponential at the end of a buffer", lambda x: _exp_in_eights(x[:, :60])),
         ("split sum chosen by the number of rows", lambda x: _split_sum(x)),
         ("norm over the batch", lambda x: x / x.square().mean().sqrt()),
     ],
 )
 def test_negative_controls_fail(name: str, op: RowOp) -> None:
     assert unequal_rows(op, data("normal", TOTAL, 64)) > 0, name
+
+
+def _exp_in_eights(x: Tensor) -> Tensor:
+    """As an instruction set of eight lanes gives it, with another function for what is left of them."""
+    flat = x.reshape(-1)
+    whole = len(flat) // 8 * 8
+    return torch.cat([flat[:whole].exp(), 1 / (-flat[whole:]).exp()]).view_as(x)
 
 
 def _split_sum(x: Tensor) -> Tensor:

@@ -151,10 +151,10 @@ def test_a_planted_fault_exits_one_and_the_page_shows_it(run: Path, mismatch, ca
 
 
 def test_prompts_need_no_run(folder: Path, mismatch, capsys, tmp_path: Path) -> None:
-    prompts = "15+29=" * 4, "17+18=" * 5  # for a few rows, or a few a thread, BLAS takes other kernels
+    prompts = "15+29=" * 4, "17+18=" * 5
     words = ("--model", folder, "--prompts", *prompts, "--right", "transformers", "--out", tmp_path)
     assert mismatch(*words) == 1
-    assert capsys.readouterr().out.startswith("layer 0 attention: ")
+    assert re.match(r"layer 0 (attention|[qkv]_proj): ", capsys.readouterr().out), "BLAS has other sums for other rows"
     data = json.loads((tmp_path / "engine-transformers.json").read_text())
     assert [one["name"] for one in data["sequences"]] == ["prompt 1", "prompt 2"]
     assert {one["op"] for one in data["causes"]} >= {"attention", "act"}

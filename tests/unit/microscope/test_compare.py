@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.linear_cpu import rows_stand_alone
 from spmd_rl.microscope.case import Case, Replayed
 from spmd_rl.microscope.compare import Comparison, compare
 from spmd_rl.microscope.engine_path import EnginePath
@@ -115,8 +116,11 @@ def test_a_planted_fault_is_found_where_it_is_and_only_there(faulty, case, fault
 
 
 def test_a_harmless_change_is_not_called_a_fault(engine, trainer, case) -> None:
-    """The row tile makes the library's product exact on the CPU."""
+    """The row tile makes the library's product exact on the CPU, where it gives each tile its own bits."""
     path = engine()
+    width, depth = path.model.model.layers[MIDDLE].mlp.down_proj.weight.shape
+    if not rows_stand_alone(width, depth, False, torch.float32, torch.get_num_threads()):
+        pytest.skip("this CPU's library does not give each tile of rows its own bits")
     plant("library-linear", path)
     assert compare(path, trainer, case).findings == ()
 
@@ -153,9 +157,10 @@ def test_the_difference_from_transformers_is_explained(engine, trainer, referenc
     path = engine() if left == "engine" else trainer
     comparison = compare(path, reference, case)
     assert comparison.first is not None
-    assert comparison.first.point == Point(0, "attention")
+    # their products of rows that fill no tile have other bits on some CPUs
+    assert comparison.first.point in {Point(0, op) for op in ("q_proj", "k_proj", "v_proj", "attention")}
     found = kinds(comparison)
-    # their attention is another kernel and their SiLU another exponential; norms, RoPE and most products agree
+    # their attention is another kernel and their SiLU another exponential; norms and RoPE agree
     assert found["attention"] == 3
     assert found["act"] == 3
     assert not set(found) & {"embed", "input_norm", "q", "k", "v", "post_norm", "final_norm"}

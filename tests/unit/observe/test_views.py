@@ -385,7 +385,7 @@ def test_a_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:
     assert child is not None
     painter.request()
     assert painter._process is child, "one drawing at a time"
-    assert child.wait(timeout=110) == 0
+    assert child.wait() == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "curves.png"}
 

@@ -77,7 +77,6 @@ def run(folder: Path, *words: str, code: int = 0, **environment: str) -> Ended:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=30,
         check=False,
     )
     return Ended(done.returncode, done.stdout, record, job.folder / "logs")

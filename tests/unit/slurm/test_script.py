@@ -29,7 +29,7 @@ def read_back(job: Job) -> list[str]:
     """The values as bash has them once it has read the block that `render` fills in."""
     filled, _, _ = render(job).partition(END)
     script = filled + 'printf "%s\\0" "$python" "$folder" "$nproc" "$max_restarts" "$@"'
-    done = subprocess.run(["bash", "-u"], input=script.encode(), capture_output=True, check=True, timeout=10)
+    done = subprocess.run(["bash", "-u"], input=script.encode(), capture_output=True, check=True)
     assert done.stderr == b""
     return done.stdout.decode().split("\0")[:-1]
 
@@ -49,7 +49,7 @@ def test_every_word_survives(words: list[str]) -> None:
 
 def test_an_unquoted_word_would_be_seen() -> None:
     script = f"set -- {'two words'}\nprintf '%s\\0' \"$@\""
-    done = subprocess.run(["bash"], input=script.encode(), capture_output=True, check=True, timeout=10)
+    done = subprocess.run(["bash"], input=script.encode(), capture_output=True, check=True)
     assert done.stdout.split(b"\0")[:-1] == [b"two", b"words"]
 
 

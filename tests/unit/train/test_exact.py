@@ -22,6 +22,7 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.role import Trainer
 from tests.dist.train_case import make_batch
+from tests.libraries import other_sums_of_few_rows
 
 ANY = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -132,9 +133,11 @@ def test_the_number_of_the_last_push_is_the_one_compared(new_trainer) -> None:
 def test_without_padding_to_the_row_tile_bits_differ(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: if this passes bit for bit, the tests above prove nothing."""
     trainer, batch = new_trainer(), make_batch()
+    monkeypatch.setattr(torch.nn.functional, "linear", other_sums_of_few_rows)
     expected = _scores(trainer, batch)
-    monkeypatch.setattr(sys.modules["spmd_rl.kernels.linear_cpu"], "pad_rows", lambda x: x)
     trainer.backend.scorer.logit_rows = 1
+    np.testing.assert_array_equal(_scores(trainer, batch), expected)
+    monkeypatch.setattr(sys.modules["spmd_rl.kernels.linear_cpu"], "pad_rows", lambda x: x)
     alone = _scores(trainer, batch)
     assert np.allclose(alone, expected, atol=1e-4)
     assert not np.array_equal(alone.view(np.int32), expected.view(np.int32))

@@ -1,0 +1,15 @@
+"""Products that tests put in the place of torch's. Whether the library of a CPU makes such sums depends on the CPU."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmd_rl.kernels.tile import ROW_TILE
+
+plain = F.linear
+
+
+def other_sums_of_few_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """K is summed in another order for fewer rows than a tile has."""
+    return plain(x.flip(1), weight.flip(1), bias) if len(x) < ROW_TILE else plain(x, weight, bias)

@@ -1,0 +1,81 @@
+"""MKL sums alike for any number of rows on an Intel processor, as the package sets it.
+
+MKL asks one of its functions whether the processor is Intel's. Where it is not, a library in front of MKL says so: then
+its kernels for Intel processors run here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import spmd_rl
+from spmd_rl import processor
+from spmd_rl.processor import MKL_ON_INTEL, pin_sums
+
+SAYS_INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }"
+UNEQUAL = """
+import torch
+from spmd_rl.kernels.tile import ROW_TILE
+
+generator = torch.Generator().manual_seed(0)
+x, y = torch.randn(4, 160, 64, generator=generator), torch.randn(4, 64, 96, generator=generator)
+whole = torch.bmm(x, y)
+print(sum(not torch.equal(torch.bmm(x[:, :rows], y), whole[:, :rows]) for rows in range(8, 160, 8)))
+"""
+
+
+@pytest.fixture(scope="module")
+def intel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What a process needs to see an Intel processor."""
+    compiler = shutil.which("cc")
+    if compiler is None or not torch.backends.mkl.is_available() or "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("needs a C compiler, MKL and AVX2")
+    library = tmp_path_factory.mktemp("intel") / "intel.so"
+    words = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(words, input=SAYS_INTEL.encode(), check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+def unequal(environment: dict[str, str]) -> int:
+    """How many numbers of rows give a row other bits than all rows do. Waits for a process."""
+    inherited = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    done = subprocess.run(
+        [sys.executable, "-c", UNEQUAL], env=inherited | environment, check=True, stdout=subprocess.PIPE
+    )
+    return int(done.stdout)
+
+
+def test_products_do_not_depend_on_the_number_of_rows(intel: dict[str, str]) -> None:
+    assert unequal(intel | {"MKL_CBWR": MKL_ON_INTEL}) == 0
+
+
+@pytest.mark.parametrize(
+    ("vendor", "before", "after"),
+    [
+        ("GenuineIntel", {}, {"MKL_CBWR": MKL_ON_INTEL}),
+        ("GenuineIntel", {"MKL_CBWR": "AUTO"}, {"MKL_CBWR": "AUTO"}),
+        ("AuthenticAMD", {}, {}),
+        (None, {}, {}),
+    ],
+)
+def test_mkl_is_told_on_intel_processors_alone(tmp_path: Path, vendor: str | None, before: dict, after: dict) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    if vendor is not None:
+        cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 6\n")
+    pin_sums(before, cpuinfo)
+    assert before == after
+
+
+def test_importing_the_package_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(processor, "pin_sums", lambda: told.append(True))
+    importlib.reload(spmd_rl)
+    assert told
