@@ -1,4 +1,4 @@
-"""`spmd-rl` with a sooner heartbeat of torch's rendezvous; if there is one, it is the last to let go of the rendezvous."""
+"""`spmd-rl` with a sooner heartbeat of torch's rendezvous, which is then the last to let go of it."""
 
 import sys
 import threading

@@ -42,7 +42,9 @@ class Ended:
         return [row for row in rows if row["step"] > 0]
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        return [json.loads(row) for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().split("\n")[:-1]]
+        return [
+            json.loads(row) for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().split("\n")[:-1]
+        ]
 
 
 Run = Callable[..., Ended]

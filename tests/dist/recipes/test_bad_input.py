@@ -126,7 +126,9 @@ def test_a_checkpoint_whose_bytes_changed(run: Any) -> None:
     shard.write_bytes(data)
     ended = run("grpo", "--steps=3", *words)
     assert ended.code == 1
-    assert re.search(r"safetensors is not as it was written.*`spmd-rl rewind runs/r 1` and the same command", ended.sentence)
+    assert re.search(
+        r"safetensors is not as it was written.*`spmd-rl rewind runs/r 1` and the same command", ended.sentence
+    )
     rewind(ended.folder / "checkpoints", "1")
     assert run("grpo", "--steps=3", *words).code == 0
 
@@ -163,7 +165,10 @@ def test_ranks_of_one_role_that_follow_two_contracts(run: Any, tmp_path: Path) -
     (tmp_path / "odd.py").write_text(ODD)
     refused = run("odd.py", nproc=2, small=False, name="refused")
     assert refused.code == 1
-    said = "odd on rank 0 and odd on rank 1 follow different numeric contracts: threads is 4 in the first and 5 in the second"
+    said = (
+        "odd on rank 0 and odd on rank 1 follow different numeric contracts: "
+        "threads is 4 in the first and 5 in the second"
+    )
     assert said in refused.sentence
     allowed = run("odd.py", "--run.exact=false", nproc=2, small=False, name="allowed")
     assert allowed.code == 0, allowed.sentence

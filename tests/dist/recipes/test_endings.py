@@ -106,7 +106,9 @@ def test_sigterm_to_one_rank_saves_too(tmp_path: Path) -> None:
     run = disturbed(tmp_path, "spmd-rl", "--steps=500", "--trainer.total_steps=500")  # it is known after seconds
     assert run.meet(AT_STEP_2, end_rank_1) == 143, run.output
     last = len((run.folder / "metrics.jsonl").read_text().splitlines())
-    assert re.search(rf"outside: rank 1 \(.*\) got SIGTERM; saved after step {last}, the same command goes on", run.output)
+    assert re.search(
+        rf"outside: rank 1 \(.*\) got SIGTERM; saved after step {last}, the same command goes on", run.output
+    )
 
 
 @pytest.mark.parametrize(

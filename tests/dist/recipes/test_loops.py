@@ -188,7 +188,7 @@ def test_supervised_loss_falls(run: Any, tmp_path: Path) -> None:
 
 
 def test_same_command_goes_on(run: Any) -> None:
-    """Stopped after three steps, then told to do five: the tokens are those of an uninterrupted run whose weights move."""
+    """Stopped after three steps, then told to do five: the tokens are those of a run that nobody stopped."""
     words = (f"--reward={EVEN}", "--trainer.lr=1e-2")
     whole = run("grpo", "--steps=5", *words, name="whole")
     first = run("grpo", "--steps=3", *words, name="parts")
