@@ -76,10 +76,18 @@ def _run(words: list[str], folder: str, environment: dict[str, str], ends: tuple
     for number, end in enumerate(ends, 1):
         os.dup2(end.fileno(), number)
         end.close()
+    _make_torchrun_patient()
     from spmd_rl.cli import main
 
     sys.argv = ["spmd-rl", *words]
     sys.exit(main())
+
+
+def _make_torchrun_patient() -> None:
+    """Torchrun kills a rank that has not ended after 30 s: no test shall pass because of that."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, 100_000)
 
 
 @functools.cache

@@ -8,7 +8,6 @@ import re
 import select
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,12 +21,13 @@ pytestmark = pytest.mark.dist
 Process = subprocess.Popen[str] | Launched
 Start = Callable[[list[str]], subprocess.Popen[str]]
 Launch = Callable[..., Launched]
-END_S = 15.0  # far above what an end takes, far below any time-out
+LAST_RESORT_S = 600.0
+NEVER = "--run.lost_after_s=100000"  # nobody is lost because of silence
 
 
 def outcome(process: Process) -> tuple[int, str, str]:
     """Exit code, stdout, and the last line of stderr, which is the run's sentence."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LAST_RESORT_S)
     lines = err.strip().splitlines()
     assert lines.count(lines[-1]) == 1 if lines else True, "the sentence is said once"
     return process.returncode, out, lines[-1] if lines else ""
@@ -104,7 +104,7 @@ def test_a_recipe_that_computes_for_ever_has_a_deadline(chaos: Launch) -> None:
 
 
 def test_a_worker_error_shows_its_traceback_above_the_sentence(chaos: Launch) -> None:
-    _, err = chaos("raise").communicate(timeout=60)
+    _, err = chaos("raise").communicate(timeout=LAST_RESORT_S)
     assert 'raise KeyError("no such thing")' in err
     assert "ChildFailedError" not in err
 
@@ -149,13 +149,11 @@ def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Launch, tmp_path:
     ],
 )
 def test_any_death_ends_all(chaos: Launch, victim: int | str, sentence: str) -> None:
-    process = chaos("hang")
+    process = chaos("hang", NEVER)
     pids = report(process)
     everyone = [pids["controller"], *pids["ranks"]]
     os.kill(pids["ranks"][victim] if isinstance(victim, int) else pids["controller"], signal.SIGKILL)
-    killed = time.monotonic()
     code, _, last = outcome(process)
-    assert time.monotonic() - killed < END_S
     assert code != 0
     assert sentence in last
     if isinstance(victim, int):
@@ -180,9 +178,7 @@ def test_a_stopped_worker_is_lost_and_ended(chaos: Launch, tmp_path: Path, victi
     process = chaos("hang", "--run.lost_after_s=3")
     pids = report(process)
     os.kill(pids["ranks"][victim], signal.SIGSTOP)
-    stopped = time.monotonic()
     code, _, last = outcome(process)
-    assert time.monotonic() - stopped < END_S, "torchrun alone would wait 30 s for it"
     assert code == 1
     assert f"lost rank {victim} (host " in last
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
@@ -192,12 +188,10 @@ def test_a_stopped_worker_is_lost_and_ended(chaos: Launch, tmp_path: Path, victi
 
 
 def test_a_deadline_ends_a_stopped_worker(chaos: Launch) -> None:
-    process = chaos("hang", "--run.deadline_s=2")
+    process = chaos("hang", "--run.deadline_s=2", NEVER)
     pids = report(process)
     os.kill(pids["ranks"][1], signal.SIGSTOP)
-    stopped = time.monotonic()
     code, _, last = outcome(process)
-    assert time.monotonic() - stopped < END_S
     assert code == 1
     assert "rank 1 (host " in last
     assert "which does not answer" in last
@@ -215,12 +209,12 @@ def test_a_stopped_controller_is_lost_and_ended(chaos: Launch) -> None:
 
 
 def test_the_launchers_death_ends_all(chaos: Launch) -> None:
-    process = chaos("hang")
+    process = chaos("hang", NEVER)
     pids = report(process)
     everyone = [os.pidfd_open(pid) for pid in [pids["controller"], *pids["ranks"]]]
     process.kill()
     for witness in everyone:
-        assert select.select([witness], [], [], END_S)[0]
+        assert select.select([witness], [], [], LAST_RESORT_S)[0]
         os.close(witness)
     assert f"lost its launcher (pid {process.pid})" in outcome(process)[2]
 
@@ -326,10 +320,8 @@ def test_nothing_of_the_launcher_speaks_last(start: Start, spmd_rl_with_heartbea
 
 
 def test_wrong_secret(start: Start, torchrun_with_a_stranger: list[str]) -> None:
-    began = time.monotonic()
     process = start(torchrun_with_a_stranger)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LAST_RESORT_S)
     assert process.returncode != 0
     assert "rank 1 and the controller" in err
     assert "hold different secrets" in err
-    assert time.monotonic() - began < 45

@@ -15,7 +15,7 @@ from tests.dist.launched import Launched
 
 pytestmark = pytest.mark.dist
 
-END_S = 15.0  # far above what an end takes, far below the silence that is allowed
+LAST_RESORT_S = 600.0
 
 RECIPE = """
 import json, os, threading
@@ -49,14 +49,16 @@ def main(ctl, cfg):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_death_of_a_rank_that_forked(launch: Callable[..., Launched], tmp_path: Path, num_ranks: int) -> None:
     (tmp_path / "forking.py").write_text(RECIPE)
-    process = launch("run", "forking.py", f"--nproc={num_ranks}", "--run.lost_after_s=60")
+    process = launch("run", "forking.py", f"--nproc={num_ranks}", "--run.lost_after_s=100000")
     controller, *pids = json.loads(process.stdout.readline())
     alive = os.pidfd_open(controller)
     os.kill(pids[-2], signal.SIGKILL)
-    assert select.select([alive], [], [], END_S)[0], "while what it forked lives"
+    assert select.select([alive], [], [], LAST_RESORT_S)[0], "while what it forked lives"
     os.close(alive)
     for child in pids[1::2]:
         os.kill(child, signal.SIGKILL)
-    (said,) = process.communicate(timeout=600)[1].splitlines()  # not the launcher's guess, and the truth after it
+    (said,) = process.communicate(timeout=LAST_RESORT_S)[
+        1
+    ].splitlines()  # not the launcher's guess, and the truth after it
     assert said.startswith(f"lost rank {num_ranks - 1} (")
     assert process.returncode == 1
