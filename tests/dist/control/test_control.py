@@ -226,7 +226,7 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next(chaos: Launch, tmp_path
     for pid in everyone:
         os.kill(pid, signal.SIGKILL)
     for witness in everyone.values():
-        assert select.select([witness], [], [], END_S)[0]
+        assert select.select([witness], [], [], LAST_RESORT_S)[0]
         os.close(witness)
     assert list(tmp_path.glob("spmd_rl-run-*/secret"))
     code, _, last = outcome(chaos("fine", "--run.name=next"))
