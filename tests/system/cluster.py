@@ -25,7 +25,7 @@ T = TypeVar("T")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "sinfo")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 NODE_MARK = "SPMD_RL_TEST_NODE"
-START_S = 30.0
+START_S = 300.0
 POLL_S = 0.1
 
 CONF = """
@@ -67,7 +67,7 @@ def missing_programs() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
 
 
-def until(condition: Callable[[], T], what: str, within_s: float = 60.0) -> T:
+def until(condition: Callable[[], T], what: str, within_s: float = 600.0) -> T:
     """The first true value of `condition`. Blocks: for `within_s` at most, then fails."""
     give_up_at = time.monotonic() + within_s
     while not (value := condition()):
@@ -134,7 +134,7 @@ class Cluster:
     def command(self, *words: str, **environment: str) -> str:
         """What a Slurm client prints; fails when it does."""
         variables = self.environment | environment
-        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
@@ -181,7 +181,7 @@ class Cluster:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
         return done.stdout.split() == ["idle"] * len(self.nodes)

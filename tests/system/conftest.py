@@ -16,7 +16,7 @@ import pytest
 from tests.system.cluster import Cluster, missing_programs
 
 NODES = ("n1", "n2", "n3")
-CALL_S = 90.0  # for a submitted run to be scheduled, to start on all nodes, and to call
+CALL_S = 900.0  # for a submitted run to be scheduled, to start on all nodes, and to call
 
 
 @dataclass

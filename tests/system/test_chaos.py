@@ -12,7 +12,7 @@ import pytest
 from tests.system.chaos import play, play_and_tell
 from tests.system.chaos_cases import KINDS, Case, cases, draw
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(3000)]
 
 FAULTS = max(20, len(KINDS))
 JOBS = 2

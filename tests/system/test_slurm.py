@@ -15,7 +15,7 @@ import pytest
 from tests.system.cluster import Cluster, until
 from tests.system.conftest import Call, Telephone
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(3000)]
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(Path(__file__).with_name("witness.py"))
@@ -43,7 +43,7 @@ class Desk:
             env=self.cluster.environment | paths,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
 
