@@ -13,7 +13,6 @@ from spmd_rl.mesh.world import World
 
 INTERFACE_ENV = "SPMD_RL_INTERFACE"
 MAX_IPC_PATH = 100
-LOOPBACK = "lo"
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,14 @@ def bind_address(world: World, folder: Path) -> str:
     if interface in ("*", "0.0.0.0", "::", "[::]"):
         raise ConfigError(f"{INTERFACE_ENV} = '{interface}' is every interface: name one, such as eth0 or its address")
     if interface in {name for _, name in socket.if_nameindex()}:
-        found, is_loopback = interface, interface == LOOPBACK
-    else:
-        address = _address_of(interface)
-        found, is_loopback = f"[{address}]" if address.version == 6 else str(address), address.is_loopback
-    if is_loopback:
+        return f"tcp://{interface}:*"
+    address = _address_of(interface)
+    if address.is_loopback:
         raise ConfigError(
             f"the controller would listen on {interface}, which other nodes cannot reach: "
             f"set {INTERFACE_ENV} to the interface or address that they can"
         )
-    return f"tcp://{found}:*"
+    return f"tcp://[{address}]:*" if address.version == 6 else f"tcp://{address}:*"
 
 
 def is_ipv6(endpoint: str) -> bool:

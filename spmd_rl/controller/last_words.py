@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from spmd_rl.mesh.private import leave_meeting_folder
+
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_ENV = "SPMD_RL_LAUNCHER"  # set where `spmd-rl run` started the ranks: it reads what they leave
 DONE_FILE_ENV = "SPMD_RL_DONE_FILE"
@@ -126,4 +128,5 @@ def _end(exit_code: int) -> NoReturn:
     sys.stderr.flush()
     for child in multiprocessing.active_children():  # such as a reward function's pool: it does not end by itself
         child.kill()
+    leave_meeting_folder()
     os._exit(exit_code)

@@ -16,12 +16,15 @@ import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from spmd_rl.errors import ConfigError
 
 PREFIX = "spmd_rl-run-"
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
+
+_leave: list[Callable[[], None]] = []  # what this process has to do before it ends
 
 
 class PrivateFolder:
@@ -48,7 +51,6 @@ class PrivateFolder:
 
     def __exit__(self, *exception: object) -> None:
         self.leave()
-        sweep()
 
     def leave(self) -> None:
         """Remove the folder, unless a process that does not come from this one still uses it."""
@@ -56,6 +58,7 @@ class PrivateFolder:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
+        sweep()  # of several that leave at once, the last finds no lock
 
 
 def meeting_folder() -> PrivateFolder:
@@ -78,8 +81,15 @@ def _meeting_folder(start: str) -> PrivateFolder:
         if os.getpid() == process:  # and not one that it forked
             folder.leave()
 
-    atexit.register(leave)  # its store goes back to it until then
+    _leave.append(leave)
+    atexit.register(leave_meeting_folder)  # its store goes back to it until then
     return folder
+
+
+def leave_meeting_folder() -> None:
+    """Leave the folder in which the ranks met, if this process has entered it; before an end without exit handlers."""
+    while _leave:
+        _leave.pop()()
 
 
 def sweep() -> None:

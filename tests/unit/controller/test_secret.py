@@ -123,7 +123,7 @@ def test_many_nodes_listen_on_one_interface(
     assert bind_address(world(2), tmp_path) == bound
 
 
-@pytest.mark.parametrize("interface", ["*", "0.0.0.0", "::", "127.0.0.1", "::1", "localhost", "lo"])
+@pytest.mark.parametrize("interface", ["*", "0.0.0.0", "::", "127.0.0.1", "::1", "localhost"])
 def test_every_interface_and_loopback_are_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, interface: str
 ) -> None:
