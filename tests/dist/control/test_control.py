@@ -208,7 +208,7 @@ def test_a_stopped_controller_is_lost_and_ended(chaos: Launch) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
-def test_the_launchers_death_ends_all(chaos: Launch) -> None:
+def test_the_launchers_death_ends_all(chaos: Launch, tmp_path: Path) -> None:
     process = chaos("hang", NEVER)
     pids = report(process)
     everyone = [os.pidfd_open(pid) for pid in [pids["controller"], *pids["ranks"]]]
@@ -217,6 +217,7 @@ def test_the_launchers_death_ends_all(chaos: Launch) -> None:
         assert select.select([witness], [], [], LAST_RESORT_S)[0]
         os.close(witness)
     assert f"lost its launcher (pid {process.pid})" in outcome(process)[2]
+    assert not list(tmp_path.glob("spmd_rl-run-*/secret"))
 
 
 def test_what_a_killed_run_leaves_is_removed_by_the_next(chaos: Launch, tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ def test_one_node_listens_on_a_socket_file(tmp_path: Path) -> None:
     ("interface", "bound"),
     [
         ("eth7", "tcp://eth7:*"),
+        ("lo", "tcp://lo:*"),  # for several torchruns of one host
         ("10.0.0.3", "tcp://10.0.0.3:*"),
         ("2001:db8::3", "tcp://[2001:db8::3]:*"),
         ("[2001:db8::3]", "tcp://[2001:db8::3]:*"),
