@@ -6,7 +6,6 @@ import math
 import os
 import secrets
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from spmd_rl.controller.address import is_ipv6
 from spmd_rl.controller.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.envelope import Incoming, Outgoing
-from spmd_rl.controller.family import end_siblings
+from spmd_rl.controller.family import end_children
 from spmd_rl.controller.farewell import Farewell
 from spmd_rl.controller.frames import LAST, send
 from spmd_rl.controller.last_words import end_process
@@ -87,7 +86,8 @@ class Dealer:
         self._receive = self._socket.recv
         self._waker = Waker()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)
-        self._vigil = Vigil(endpoint, os.getppid(), time.monotonic())
+        self._launcher = os.getppid()
+        self._vigil = Vigil(endpoint, self._launcher, time.monotonic())
         self._next_watch = 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], None]] = {
@@ -221,7 +221,7 @@ class Dealer:
             case Stop(sentence, exit_code, lost):
                 self._post_stacks()
                 self.post(Bye())
-                end_siblings(lost)
+                end_children(self._launcher, lost)  # as it was: a process whose launcher is gone ends by itself
                 self._end(sentence, exit_code)
 
     def _post_stacks(self) -> None:
@@ -235,9 +235,6 @@ class Dealer:
 
     def _end(self, sentence: str, exit_code: int) -> None:
         """End the process from here: the main thread may be inside a collective that nobody will finish."""
-        if why := self._vigil.launcher_lost(os.getppid()):
-            said = self.farewell.take(LostRankError(f"rank {self._hello.rank} {why}"))
-            print(said, file=sys.stderr)  # nobody is left to read torchrun's error file
         self._send()
         self._context.destroy(linger=200)
         end_process(sentence, exit_code)

@@ -55,11 +55,6 @@ class Lives:
         self._ranks.clear()
 
 
-def end_siblings(lost: Iterable[Hello]) -> None:
-    """SIGKILL those of `lost` that our own launcher started."""
-    end_children(os.getppid(), lost)
-
-
 def end_children(launcher: int, lost: Iterable[Hello]) -> None:
     """SIGKILL those of `lost` that are children of `launcher`, on this host."""
     for hello in lost:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from spmd_rl.errors import DeadlineError, DiskError, LostRankError, SpmdError
 
-PATIENCE_S = 0.5  # with a disk and a terminal: nobody waits longer for either
+PATIENCE_S = 1.0  # with a disk and a terminal: nobody waits longer for either
 GOES_ON = "the same command goes on"
 FROM_OUTSIDE = (DeadlineError, DiskError, LostRankError)  # what a run that goes on need not meet again
 

@@ -21,15 +21,19 @@ WORDS_S, POLL_S = 3.0, 0.02  # for the controller to notice that the last rank i
 ATTEMPT = "attempt_"  # torchrun's log folder has one of these for each start of the ranks
 LEAVE_S = 5.0  # for what was started here to end, once the run has
 
+_parent = {"pid": os.getppid()}  # in a rank, its launcher; once that is gone, nobody reads the error file
+os.register_at_fork(after_in_child=lambda: _parent.update(pid=os.getppid()))
+
 
 def write(sentence: str) -> None:
-    """Leave `sentence` for torchrun's report, and on stderr where that has no place for it. The first one stands.
+    """Leave `sentence` for torchrun's report. The first one stands.
 
+    It goes to stderr where the report has no place for it, or where the launcher that would read it is gone.
     It is a single line, whatever a library's error has put into it.
     """
     sentence = "; ".join(line.strip() for line in sentence.splitlines() if line.strip())
     path = os.environ.get(ERROR_FILE_ENV)
-    if not (path and _left(Path(path), sentence)):
+    if not (path and _left(Path(path), sentence)) or os.getppid() != _parent["pid"]:
         print(sentence, file=sys.stderr)
 
 

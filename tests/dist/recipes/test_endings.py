@@ -115,7 +115,7 @@ def test_sigterm_to_one_rank_saves_too(tmp_path: Path) -> None:
     ("disturb", "sentence"),
     [
         (kill_controller, r"the controller \(pid \d+\) was killed by SIGKILL"),
-        (kill_launcher, r"rank \d lost its launcher \(pid \d+\)"),
+        (kill_launcher, r"rank \d \(host \S+, pid \d+\) lost its launcher \(pid \d+\)[^;]*"),
     ],
 )
 def test_a_kill_of_who_is_no_rank_says_where_it_goes_on(tmp_path: Path, disturb: Fault, sentence: str) -> None:

@@ -46,6 +46,18 @@ def test_where_no_rank_is_left_only_a_plain_torchrun_needs_the_words_on_stderr(
     assert capfd.readouterr().err == ("" if launcher == "spmd-rl" else "the cause\n")
 
 
+@pytest.mark.parametrize("alive", [True, False])
+def test_words_that_no_launcher_will_read_go_to_stderr_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], alive: bool
+) -> None:
+    (tmp_path / "attempt_0").mkdir()
+    monkeypatch.setenv(last_words.ERROR_FILE_ENV, str(tmp_path / "attempt_0/error.json"))
+    monkeypatch.setitem(last_words._parent, "pid", os.getppid() if alive else -1)
+    last_words.write("the cause")
+    assert last_words.of_the_last_start(tmp_path) == ["the cause"]
+    assert capfd.readouterr().err == ("" if alive else "the cause\n")
+
+
 def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for start in (0, 9, 10):
         folder = tmp_path / f"attempt_{start}/1"
