@@ -19,7 +19,7 @@ setup(
     package_data={
         "spmd_rl": ["py.typed"],
         "spmd_rl.microscope": ["*.css"],
-        "spmd_rl.observe.report.page": ["*.html", "*.css", "*.js"],
+        "spmd_rl.report.page": ["*.html", "*.css", "*.js"],
         "spmd_rl.slurm": ["*.sbatch"],
     },
     python_requires=">=3.11,<3.13",
@@ -35,7 +35,7 @@ setup(
     ],
     extras_require={
         "gpu": [
-            "flash-attn-4==4.0.0b19",  # these three as in kernels/verified.py
+            "flash-attn-4==4.0.0b19",  # these three as in kernels/runtime/versions.py
             "quack-kernels==0.6.3",
             "nvidia-cutlass-dsl==4.6.0",
         ],
@@ -54,5 +54,5 @@ setup(
             "wandb>=0.19",
         ],
     },
-    entry_points={"console_scripts": ["spmd-rl = spmd_rl.cli:main"]},
+    entry_points={"console_scripts": ["spmd-rl = spmd_rl.cli.main:main"]},
 )

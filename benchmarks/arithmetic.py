@@ -46,7 +46,7 @@ def main() -> int:
 
 def measure(mode: str, config: str, folder: Path) -> Iterator[Row]:
     """Run the example once and read its metrics."""
-    command = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run", RECIPE]
+    command = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run", RECIPE]
     began = time.time()
     subprocess.run(
         [*command, f"--config={config}", f"--run.folder={folder}", f"--run.name={mode}", *MODES[mode]], check=True

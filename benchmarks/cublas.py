@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.cublaslt import Shape, Way, proposed
+from spmd_rl.kernels.linear.cublaslt import Shape, Way, proposed
 
 LENT_BYTES = 32 << 20  # by torch, to cuBLAS on Hopper
 

@@ -29,10 +29,10 @@ from benchmarks.paths import Race, swapped
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
-from spmd_rl.kernels import gated, linear_plan
-from spmd_rl.kernels.cublaslt import Shape, Way
-from spmd_rl.kernels.linear_plan import ours_into
-from spmd_rl.microscope.paths import load_model
+from spmd_rl.kernels.linear import dispatch, swiglu
+from spmd_rl.kernels.linear.cublaslt import Shape, Way
+from spmd_rl.kernels.linear.dispatch import ours_into
+from spmd_rl.microscope.replay.forward_pass import load_model
 from spmd_rl.rollout.engine import EngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
@@ -47,8 +47,8 @@ def all_ways(shape: Shape) -> list[Way]:
     return [ours_into, *every_way(shape)]
 
 
-PRODUCTS = ((linear_plan, "matmul", Race(all_ways)),)
-APART = (*PRODUCTS, (gated, "choose_gated_tile", lambda num_rows, half: None))
+PRODUCTS = ((dispatch, "matmul", Race(all_ways)),)
+APART = (*PRODUCTS, (swiglu, "choose_gated_tile", lambda num_rows, half: None))
 PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "contract": nullcontext,
     "free": lambda: swapped(*PRODUCTS),

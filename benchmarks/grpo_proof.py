@@ -33,12 +33,12 @@ from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 from spmd_rl.controller.contracts import FILE, disagreement, not_promised
-from spmd_rl.microscope.compare import unequal_rows
-from spmd_rl.microscope.engine_path import EnginePath
-from spmd_rl.microscope.inputs import run_settings, samples_of_run
-from spmd_rl.microscope.paths import TrainerPath, load_model
-from spmd_rl.microscope.points import Point
-from spmd_rl.microscope.taps import Hashes
+from spmd_rl.microscope.diagnose.compare import unequal_rows
+from spmd_rl.microscope.replay.engine_pass import EnginePath
+from spmd_rl.microscope.replay.forward_pass import TrainerPath, load_model
+from spmd_rl.microscope.replay.inputs import run_settings, samples_of_run
+from spmd_rl.microscope.taps.points import Point
+from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.rollout.engine import EngineConfig
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "transformers", "numpy")
@@ -130,7 +130,7 @@ def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
 def measure(name: str, folder: Path) -> Iterator[Row]:
     write_folder(name, folder / name, TOKENIZER)
     write_prompts(folder / "prompts.jsonl", 512)
-    command = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run", RECIPE]
+    command = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run", RECIPE]
     began = time.time()
     subprocess.run([*command, "--nproc=1", *options_of(name, folder)], check=True)
     seconds = time.time() - began

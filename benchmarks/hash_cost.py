@@ -23,10 +23,10 @@ import torch
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
-from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.engine_path import EnginePath, Replaying, requests, sized
-from spmd_rl.microscope.paths import load_model
-from spmd_rl.microscope.taps import Hashes
+from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.engine_pass import EnginePath, Replaying, requests, sized
+from spmd_rl.microscope.replay.forward_pass import load_model
+from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.rollout.engine import EngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 

@@ -24,7 +24,7 @@ from benchmarks.memory_recipe import FILE
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import write_config
 from benchmarks.table import Row
-from spmd_rl.config import load
+from spmd_rl.config.load import load
 from spmd_rl.offload.ledger import PHASES
 from spmd_rl.plan.resolve import resolve
 from spmd_rl.recipes.grpo import Config
@@ -67,7 +67,7 @@ def settings(folder: Path) -> list[str]:
 def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
     """Readings and their moments, rank by rank."""
     num_ranks, more = CASES[name]
-    command = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run", RECIPE]
+    command = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run", RECIPE]
     words = [f"--{word}" for word in [*settings(folder), *more, f"run.name={name}"]]
     subprocess.run([*command, f"--nproc={num_ranks}", *words], check=True)
     found: list[tuple[str, list[dict[str, int]]]] = json.loads((folder / name / FILE).read_text())

@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.record import finish, gpu, measured
 from benchmarks.table import Row
-from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.engine_path import EnginePath
-from spmd_rl.microscope.faults import plant
-from spmd_rl.microscope.paths import ReferencePath, TrainerPath, load_model
-from spmd_rl.microscope.report import Examined, Replay, examine, write
+from spmd_rl.microscope.diagnose.faults import plant
+from spmd_rl.microscope.page.report import Examined, Replay, examine, write
+from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.engine_pass import EnginePath
+from spmd_rl.microscope.replay.forward_pass import ReferencePath, TrainerPath, load_model
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec

@@ -24,9 +24,9 @@ from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, SPEED_BAR, STEP_TOKENS, WARMUPS, step_seconds
 from benchmarks.training import batch, config, learner, mixed_batch, scored
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.batch import Batch
-from spmd_rl.kernels.turns import in_new_orders
+from spmd_rl.kernels.runtime.interleaved_timing import in_new_orders
 from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
+from spmd_rl.types.batch import Batch
 
 REPEATS = 6
 OTHER_PACKS = 5000  # rows of the packs that log-probs to compare with are made in

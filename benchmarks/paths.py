@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cublas import every_way
-from spmd_rl.kernels import linear_plan
-from spmd_rl.kernels.cublaslt import Shape, Way
-from spmd_rl.kernels.head import Logits
-from spmd_rl.kernels.linear_library import fastest
-from spmd_rl.kernels.tile import dense
+from spmd_rl.kernels.linear import dispatch
+from spmd_rl.kernels.linear.cublas import fastest
+from spmd_rl.kernels.linear.cublaslt import Shape, Way
+from spmd_rl.kernels.runtime.padding import dense
+from spmd_rl.kernels.vocab.lm_head import Logits
 from spmd_rl.model import network
 from spmd_rl.train import fsdp2
 from spmd_rl.train.determinism import WORKSPACE, WORKSPACES, deterministic
@@ -101,8 +101,8 @@ def torch_head(
     return torch.cat([logprob for logprob, _ in scores]), torch.cat([entropy for _, entropy in scores])
 
 
-FREE = ((linear_plan, "matmul", free_product),)
-RACED = ((linear_plan, "matmul", Race(every_way)),)
+FREE = ((dispatch, "matmul", free_product),)
+RACED = ((dispatch, "matmul", Race(every_way)),)
 TORCH = (
     *FREE,
     (network, "rms_norm", torch_norm),

@@ -25,7 +25,7 @@ from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train import learner as learner_module
 from spmd_rl.train.learner import COMPARED, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
-from spmd_rl.train.tally import Tally
+from spmd_rl.train.metric_sums import Tally
 
 REPEATS, WARMUPS = 9, 2
 BAR = 0.01

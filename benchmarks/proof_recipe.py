@@ -10,7 +10,7 @@ from functools import partial
 
 import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config, check
-from spmd_rl.types import Prompt, Sample
+from spmd_rl.types.samples import Prompt, Sample
 from spmd_rl.weights.digest import digest
 
 __all__ = ["Config", "check", "even", "main"]

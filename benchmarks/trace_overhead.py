@@ -20,7 +20,7 @@ from benchmarks.record import finish, measured
 from spmd_rl.observe.timeline import read_spans, trace_files
 from spmd_rl.observe.trace import Trace
 
-COMMAND = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run"]
+COMMAND = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run"]
 DEMO = ["examples/arithmetic/recipe.py", "--config=examples/arithmetic/demo.toml", "--nproc=2", "--warmup_steps=2"]
 SHORT, LONG = 10, 40
 SPANS_A_FLUSH = 8

@@ -33,9 +33,9 @@ from benchmarks.shapes import MEASURED_FLOPS_PER_S
 from benchmarks.table import Row
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.batch import Batch
 from spmd_rl.train.flops import PEAK_FLOPS_PER_S, train_flops
 from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
+from spmd_rl.types.batch import Batch
 
 PACKAGES = ("torch", "triton", "flash-attn-4")
 STEP_TOKENS = 65536

@@ -12,15 +12,15 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.shapes import random_weights, write_config
-from spmd_rl.algo.batch import pack
-from spmd_rl.batch import Batch
-from spmd_rl.mesh.place import Seats
+from spmd_rl.algo.packing import pack
+from spmd_rl.mesh.role_context import Seats
 from spmd_rl.mesh.split import Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
-from spmd_rl.types import Group, Prompt, Sample
+from spmd_rl.types.batch import Batch
+from spmd_rl.types.samples import Group, Prompt, Sample
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 896
 PACK_TOKENS = 16384

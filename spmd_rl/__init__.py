@@ -11,44 +11,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from spmd_rl.processor import pin_sums
+from spmd_rl.mkl import pin_sums
 
 if TYPE_CHECKING:
     from spmd_rl.algo.advantages import group_advantage as group_advantage
     from spmd_rl.algo.advantages import rloo_advantage as rloo_advantage
-    from spmd_rl.algo.batch import pack as pack
-    from spmd_rl.algo.batch import pack_sft as pack_sft
     from spmd_rl.algo.losses import grpo_loss as grpo_loss
     from spmd_rl.algo.losses import sft_loss as sft_loss
-    from spmd_rl.batch import Batch as Batch
-    from spmd_rl.config_rules import at_least as at_least
-    from spmd_rl.config_rules import refuse_given as refuse_given
-    from spmd_rl.controller.ahead import Ahead as Ahead
-    from spmd_rl.controller.config import RunConfig as RunConfig
+    from spmd_rl.algo.packing import pack as pack
+    from spmd_rl.algo.packing import pack_sft as pack_sft
+    from spmd_rl.check.inputs import check_inputs as check_inputs
+    from spmd_rl.config.rules import at_least as at_least
+    from spmd_rl.config.rules import refuse_given as refuse_given
+    from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.controller import Controller as Controller
     from spmd_rl.controller.endpoint import Role as Role
     from spmd_rl.controller.endpoint import Sharded as Sharded
     from spmd_rl.controller.endpoint import collective as collective
     from spmd_rl.controller.endpoint import local as local
-    from spmd_rl.data.pairs import Pairs as Pairs
+    from spmd_rl.controller.prefetch import Ahead as Ahead
     from spmd_rl.data.prompts import PromptConfig as PromptConfig
     from spmd_rl.data.prompts import Prompts as Prompts
+    from spmd_rl.data.sft import Pairs as Pairs
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
-    from spmd_rl.mesh.place import Place as Place
+    from spmd_rl.mesh.role_context import Place as Place
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
-    from spmd_rl.recipes.inputs import check_inputs as check_inputs
     from spmd_rl.rollout.engine import EngineConfig as EngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
-    from spmd_rl.rollout.role import Rollout as Rollout
+    from spmd_rl.rollout.rollout import Rollout as Rollout
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
-    from spmd_rl.train.role import Trainer as Trainer
-    from spmd_rl.types import Group as Group
-    from spmd_rl.types import Prompt as Prompt
-    from spmd_rl.types import Sample as Sample
+    from spmd_rl.train.trainer import Trainer as Trainer
+    from spmd_rl.types.batch import Batch as Batch
+    from spmd_rl.types.samples import Group as Group
+    from spmd_rl.types.samples import Prompt as Prompt
+    from spmd_rl.types.samples import Sample as Sample
 
 __version__ = "0.1.0"
 
@@ -56,26 +56,26 @@ pin_sums()
 
 _HOMES = {
     "algo.advantages": ("group_advantage", "rloo_advantage"),
-    "algo.batch": ("pack", "pack_sft"),
+    "algo.packing": ("pack", "pack_sft"),
     "algo.losses": ("grpo_loss", "sft_loss"),
-    "batch": ("Batch",),
-    "config_rules": ("at_least", "refuse_given"),
-    "controller.ahead": ("Ahead",),
-    "controller.config": ("RunConfig",),
+    "types.batch": ("Batch",),
+    "config.rules": ("at_least", "refuse_given"),
+    "controller.prefetch": ("Ahead",),
+    "config.run": ("RunConfig",),
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
-    "data.pairs": ("Pairs",),
+    "data.sft": ("Pairs",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError"),
-    "mesh.place": ("Place",),
+    "mesh.role_context": ("Place",),
     "mesh.split": ("RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
-    "recipes.inputs": ("check_inputs",),
+    "check.inputs": ("check_inputs",),
     "rollout.engine": ("EngineConfig", "SamplingConfig", "refuse_greedy"),
-    "rollout.role": ("Rollout",),
+    "rollout.rollout": ("Rollout",),
     "train.config": ("TrainerConfig",),
-    "train.role": ("Trainer",),
-    "types": ("Group", "Prompt", "Sample"),
+    "train.trainer": ("Trainer",),
+    "types.samples": ("Group", "Prompt", "Sample"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels.tile import ROW_TILE
+from spmd_rl.kernels.runtime.padding import ROW_TILE
 
 plain = F.linear
 

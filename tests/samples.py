@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spmd_rl.rollout.engine import Engine, Request
-from spmd_rl.types import Sample
+from spmd_rl.types.samples import Sample
 
 Samples = dict[tuple[int, int], Sample]  # by prompt and index
 

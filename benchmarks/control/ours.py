@@ -16,16 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.control.echo import serve
-from spmd_rl.controller import secret
-from spmd_rl.controller.config import RunConfig
+from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.channel import secret
+from spmd_rl.controller.channel.dealer import Dealer
+from spmd_rl.controller.channel.secret import Keys
+from spmd_rl.controller.channel.wire import Hello
 from spmd_rl.controller.controller import Controller
-from spmd_rl.controller.dealer import Dealer
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.controller.secret import Keys
-from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Hello
+from spmd_rl.controller.lifecycle.dispatcher import Switchboard
 from spmd_rl.controller.worker import Worker
-from spmd_rl.mesh.place import Place, Seats
+from spmd_rl.mesh.role_context import Place, Seats
 from spmd_rl.mesh.split import Placement
 from spmd_rl.mesh.world import World
 

@@ -21,8 +21,8 @@ from benchmarks.kernels.timing import copy_bytes_per_s, microseconds
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
-from spmd_rl.kernels.flash import DecodeFlash
-from spmd_rl.kernels.flash_splits import DecodeSplits
+from spmd_rl.kernels.attention.flash import DecodeFlash
+from spmd_rl.kernels.attention.flash_splits import DecodeSplits
 
 NUM_KV_HEADS, PAGE_SIZE = 8, 128
 ADVISED_SPLIT = 4096  # docs/numerics.md

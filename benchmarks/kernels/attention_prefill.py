@@ -25,7 +25,7 @@ from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
-from spmd_rl.kernels.turns import seconds
+from spmd_rl.kernels.runtime.interleaved_timing import seconds
 
 PAGE_SIZE = 128
 PACK_TOKENS, LENGTHS = 16384, (512, 2048, 16384)

@@ -35,9 +35,9 @@ from benchmarks.record import compared, counted, finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM, MEASURED_FLOPS_PER_S, QWEN3, VOCAB
 from benchmarks.table import Row
 from spmd_rl.kernels import silu_mul_linear
-from spmd_rl.kernels.cublaslt import Shape
-from spmd_rl.kernels.linear_library import fastest
-from spmd_rl.kernels.linear_plan import matmul
+from spmd_rl.kernels.linear.cublas import fastest
+from spmd_rl.kernels.linear.cublaslt import Shape
+from spmd_rl.kernels.linear.dispatch import matmul
 
 ROWS = (1, 16, 64, 128, 256)
 PACK_ROWS, LOGIT_ROWS = 16384, 2048

@@ -21,7 +21,7 @@ from spmd_rl.kernels import (
     silu_mul,
     write_kv,
 )
-from spmd_rl.kernels.merge import merge_ranges
+from spmd_rl.kernels.attention.merge_states import merge_ranges
 
 EPS = 1e-6
 PAGE_SIZE = 128

@@ -16,8 +16,8 @@ LOGIT_ROWS = 2048  # of a chunk of the training loss
 
 def of_step(rows: int, page_size: int = 128, pages: int = 16) -> Iterator[Case]:
     """What a recorded decoding step reads of the step before, and what it leaves for the next and for the host."""
-    from spmd_rl.kernels.decode_inputs_triton import decode_inputs
-    from spmd_rl.kernels.decode_outputs_triton import decode_outputs
+    from spmd_rl.kernels.attention.decode_inputs_triton import decode_inputs
+    from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs
 
     order, starts = torch.randperm(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
     newest, turn = (torch.zeros(count, dtype=torch.int64, device="cuda") for count in (rows + 1, 1))

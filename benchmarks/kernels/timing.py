@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from spmd_rl.kernels.recording import record
-from spmd_rl.kernels.turns import seconds
+from spmd_rl.kernels.runtime.cuda_graph import record
+from spmd_rl.kernels.runtime.interleaved_timing import seconds
 
 ROUNDS = 16  # over the inputs, so that a graph runs for 1 ms and its launch, some 8 us, is no part of the result
 WARM_UP, REPLAYS = 5, 25

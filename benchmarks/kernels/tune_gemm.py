@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.kernels.decode_gemm import cold_weights, floor_us, shapes
 from benchmarks.kernels.timing import microseconds
-from spmd_rl.kernels.linear_cute import shared_matmul_into
-from spmd_rl.kernels.linear_gluon import ring_matmul_into
-from spmd_rl.kernels.linear_tiles import REFERENCE, Ring, Share, Tile, choose_ring, choose_share, choose_tile
-from spmd_rl.kernels.linear_triton import matmul_into
+from spmd_rl.kernels.linear.cute import shared_matmul_into
+from spmd_rl.kernels.linear.gluon import ring_matmul_into
+from spmd_rl.kernels.linear.tiles import REFERENCE, Ring, Share, Tile, choose_ring, choose_share, choose_tile
+from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
 CLEARLY = 1.03
 CANDIDATES = {

@@ -5,7 +5,7 @@ spmd-rl run examples/own_role/word_count.py --nproc 2 --text "to be or not to be
 
 from dataclasses import dataclass, field
 
-from spmd_rl.controller.config import RunConfig
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.split import RoleSplit

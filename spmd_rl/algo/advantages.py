@@ -12,9 +12,9 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.columns import pieces
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.types import Group, GroupColumns
+from spmd_rl.types.columns import pieces
+from spmd_rl.types.samples import Group, GroupColumns
 
 EPSILON = 1e-6
 

@@ -8,17 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from spmd_rl.controller.checkpoints import Checkpoints, Part, Record
-from spmd_rl.controller.codec import NOTHING, Codec, name_of, pack
-from spmd_rl.controller.config import RunConfig
+from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.channel.codec import NOTHING, Codec, name_of, pack
+from spmd_rl.controller.channel.wire import Spawn, Split, encode
 from spmd_rl.controller.contracts import Contract, agree
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
+from spmd_rl.controller.lifecycle.deadlines import Notice
+from spmd_rl.controller.lifecycle.dispatcher import Switchboard
 from spmd_rl.controller.link import Link, connect
-from spmd_rl.controller.patience import Notice
-from spmd_rl.controller.steps import Observer, Step
-from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Spawn, Split, encode
+from spmd_rl.controller.run.checkpoints import Checkpoints, Part, Record
+from spmd_rl.controller.run.steps import Observer, Step
 from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import Placement, Placements, plan_split
 from spmd_rl.observe.trace import now_ns

@@ -20,10 +20,10 @@ from typing import Annotated, Any, Concatenate, Generic, ParamSpec, TypeVar, ove
 
 import numpy as np
 
-from spmd_rl.controller.codec import Codec
+from spmd_rl.controller.channel.codec import Codec
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError
-from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.role_context import Place
 
 P = ParamSpec("P")
 R = TypeVar("R")

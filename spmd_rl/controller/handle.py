@@ -6,13 +6,13 @@ import difflib
 import functools
 from typing import Any, NoReturn
 
-from spmd_rl.controller.calls import CallRecord
-from spmd_rl.controller.codec import Packed, pack
+from spmd_rl.controller.channel.codec import Packed, pack
+from spmd_rl.controller.channel.router import Values
+from spmd_rl.controller.channel.wire import Call, encode
 from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
+from spmd_rl.controller.lifecycle.calls import CallRecord
+from spmd_rl.controller.lifecycle.dispatcher import Switchboard
 from spmd_rl.controller.pending import Pending
-from spmd_rl.controller.router import Values
-from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Call, encode
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spmd_rl.controller.bridge import Bridge, Ends, PlanSummary
 from spmd_rl.controller.contracts import agree, not_promised
 from spmd_rl.controller.handle import Handle
+from spmd_rl.controller.weight_sync import Bridge, Ends, PlanSummary
 from spmd_rl.mesh.split import Placement
 
 if TYPE_CHECKING:

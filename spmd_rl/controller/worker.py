@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from spmd_rl.controller import secret
-from spmd_rl.controller.address import Address
-from spmd_rl.controller.checkpoints import Checkpoints
-from spmd_rl.controller.codec import NOTHING, Codec, Packed, pack, resolve
-from spmd_rl.controller.dealer import Dealer, Reply
-from spmd_rl.controller.endpoint import Signature, endpoints
-from spmd_rl.controller.supervisor import ControllerProcess
-from spmd_rl.controller.wire import (
+from spmd_rl.controller.channel import secret
+from spmd_rl.controller.channel.address import Address
+from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack, resolve
+from spmd_rl.controller.channel.dealer import Dealer, Reply
+from spmd_rl.controller.channel.wire import (
     Bye,
     Call,
     Command,
@@ -33,9 +30,12 @@ from spmd_rl.controller.wire import (
     Stop,
     encode,
 )
+from spmd_rl.controller.endpoint import Signature, endpoints
+from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
+from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
-from spmd_rl.mesh.place import Seats
-from spmd_rl.mesh.proof import prove
+from spmd_rl.mesh.connection_proof import prove
+from spmd_rl.mesh.role_context import Seats
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.observe.trace import Trace, now_ns
 

@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.config_rules import at_least
-from spmd_rl.data.ends import Limits, odd_samples
+from spmd_rl.config.rules import at_least
+from spmd_rl.data.eos import Limits, odd_samples
+from spmd_rl.data.epoch_order import Order
 from spmd_rl.data.files import Record, read_records
-from spmd_rl.data.order import Order
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.types import Prompt
+from spmd_rl.types.samples import Prompt
 
 OTHERS = (
     "not those the saved position was taken in: bring back the file as it was, or start another run with --run.name"

@@ -9,19 +9,19 @@ from typing import Literal
 
 import torch
 
-from spmd_rl.kernels.attention import KV_BLOCK, QUERY_TILE
-from spmd_rl.kernels.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
-from spmd_rl.kernels.flash_decode import TILE
-from spmd_rl.kernels.linear import HOPPER, keeps_chain
-from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VOCAB_CHUNK
-from spmd_rl.kernels.sampling import RANDOM_SCHEME
-from spmd_rl.kernels.tile import COLUMN_UNIT, ROW_TILE
-from spmd_rl.kernels.verified import DSL, FLASH, installed
+from spmd_rl.kernels.attention.blocked import KV_BLOCK, QUERY_TILE
+from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
+from spmd_rl.kernels.attention.flash_decode import TILE
+from spmd_rl.kernels.linear.linear import HOPPER, keeps_chain
+from spmd_rl.kernels.runtime.padding import COLUMN_UNIT, ROW_TILE
+from spmd_rl.kernels.runtime.versions import DSL, FLASH, installed
+from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VOCAB_CHUNK
+from spmd_rl.kernels.vocab.sampling import RANDOM_SCHEME
 
 CONTRACT_VERSION = 2
 AMPERE = 8  # the first compute capability with bfloat16
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")  # what torch's wheels bring: for CUDA 13, and before
-SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
+SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
 
 
 def contract(
@@ -83,9 +83,9 @@ def _cpu_facts() -> dict[str, str | int]:
 def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> dict[str, str | int]:
     from triton import __version__ as triton_version
 
-    from spmd_rl.kernels.attention_triton import block_tile
-    from spmd_rl.kernels.logprob_triton import SUM_WARPS
-    from spmd_rl.kernels.norm_triton import NUM_WARPS, TILE_ELEMENTS
+    from spmd_rl.kernels.attention.blocked_triton import block_tile
+    from spmd_rl.kernels.rowwise.norm_triton import NUM_WARPS, TILE_ELEMENTS
+    from spmd_rl.kernels.vocab.logprob_triton import SUM_WARPS
 
     dim, capability = head_dim or FLASH_HEAD_DIMS[0], torch.cuda.get_device_capability(device)
     compared = capability[0] == HOPPER

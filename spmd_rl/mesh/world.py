@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.mesh.private import meeting_folder
+from spmd_rl.mesh.private_folder import meeting_folder
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -94,7 +94,7 @@ def open_store(world: World) -> Store:
 def join(world: World, store: Store) -> None:
     """Initialise torch.distributed: gloo for host tensors, and NCCL beside it on GPUs.
 
-    torch records the last collectives of either, which controller/stacks.py saves when one of them hangs.
+    torch records the last collectives of either, which controller/lifecycle/stacks.py saves when one of them hangs.
     Ranks: all.
     Blocks: until every rank came; the deadline of the run's first call ends it.
     """

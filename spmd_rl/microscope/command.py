@@ -12,17 +12,17 @@ from typing import Any, NoReturn
 import torch
 
 from spmd_rl.errors import ConfigError
+from spmd_rl.kernels.attention.flash import flash_takes
 from spmd_rl.kernels.contract import dtype_of
-from spmd_rl.kernels.flash import flash_takes
-from spmd_rl.microscope import inputs, weights
-from spmd_rl.microscope.case import Case
-from spmd_rl.microscope.engine_path import EnginePath
-from spmd_rl.microscope.faults import FAULTS, plant
-from spmd_rl.microscope.paths import Path, ReferencePath, TrainerPath, load_model
-from spmd_rl.microscope.report import Replay, examine, write
-from spmd_rl.microscope.weights import Weights
+from spmd_rl.microscope.diagnose.faults import FAULTS, plant
+from spmd_rl.microscope.page.report import Replay, examine, write
+from spmd_rl.microscope.replay import inputs, weights
+from spmd_rl.microscope.replay.case import Case
+from spmd_rl.microscope.replay.engine_pass import EnginePath
+from spmd_rl.microscope.replay.forward_pass import Path, ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.replay.weights import Weights
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.observe.run import refuse_links
+from spmd_rl.observe.run_folder import refuse_links
 from spmd_rl.rollout.engine import EngineConfig
 
 PATHS = ("engine", "trainer", "transformers")

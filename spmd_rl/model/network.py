@@ -33,11 +33,11 @@ from spmd_rl.kernels import (
     rope_table,
 )
 from spmd_rl.kernels.contract import digest_of
-from spmd_rl.model.joined import Joined, join, lay_out, project, project_gated
-from spmd_rl.model.rotary import inverse_frequencies
+from spmd_rl.model.fused_projections import Joined, join, lay_out, project, project_gated
+from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
-SOURCES = tuple(Path(__file__).with_name(f"{name}.py") for name in ("network", "joined", "rotary"))
+SOURCES = tuple(Path(__file__).with_name(f"{name}.py") for name in ("network", "fused_projections", "rope_frequencies"))
 
 
 class Attend(Protocol):

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.fields import Fields
+from spmd_rl.model.json_fields import Fields
 
 KEYS: dict[str, set[str]] = {
     "default": set(),

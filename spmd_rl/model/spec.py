@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.fields import Fields, read_object
+from spmd_rl.model.json_fields import Fields, read_object
 from spmd_rl.model.rope_spec import RopeSpec, rope_spec
 
 FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.fields import read_object
+from spmd_rl.model.json_fields import read_object
 from spmd_rl.model.spec import ModelSpec, model_folder
 from spmd_rl.model.tokenizer_rules import is_as_written
 

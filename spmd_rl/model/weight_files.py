@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.model.fields import read_object
+from spmd_rl.model.json_fields import read_object
 from spmd_rl.model.spec import EMBEDDING, HEAD
 
 SINGLE = "model.safetensors"

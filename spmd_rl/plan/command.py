@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from spmd_rl.controller.recipe import Invocation, load_recipe
+from spmd_rl.controller.run.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import Placement
 from spmd_rl.offload.ledger import PHASES, Ledger, as_size

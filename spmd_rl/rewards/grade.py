@@ -18,7 +18,7 @@ from typing import Any
 from spmd_rl.errors import DataError
 from spmd_rl.observe.metrics import KNOWN
 from spmd_rl.rewards.load import Reward
-from spmd_rl.types import Prompt, Sample
+from spmd_rl.types.samples import Prompt, Sample
 
 LONGEST_SHOWN = 200  # characters
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from spmd_rl.errors import ConfigError, source_line
-from spmd_rl.types import Prompt, Sample
+from spmd_rl.types.samples import Prompt, Sample
 
 Reward = Callable[[Prompt, Sample], float | Mapping[str, float]]
 

@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.config import NO_KEY
-from spmd_rl.config_rules import require
+from spmd_rl.config.load import NO_KEY
+from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
-from spmd_rl.types import FinishReason, Sample
+from spmd_rl.types.samples import FinishReason, Sample
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.held import Held
+    from spmd_rl.weights.local_tensors import Held
 
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole

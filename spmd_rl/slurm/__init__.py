@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spmd_rl.controller.recipe import Invocation, load_recipe, run_config
+from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.slurm.script import Job, render

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.weights.held import Held, HeldTensor
+from spmd_rl.weights.local_tensors import Held, HeldTensor
 
 State = Mapping[str, Sequence[tuple[str, HeldTensor]]]  # by kind, "weights" among them; a name may come several times
 

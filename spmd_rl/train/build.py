@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
-from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.role_context import Place
 from spmd_rl.model.hf import model_weights, random_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spmd_rl.controller.checksums import check
 from spmd_rl.controller.contracts import disagreement
+from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError, DiskError, SpmdError
-from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.role_context import Place
 from spmd_rl.observe import folders
 from spmd_rl.train.backend import Backend, State
 from spmd_rl.train.checkpoint_index import INDEX_FILE, WEIGHTS, Index, Pieces, Written, merged, read_index, share

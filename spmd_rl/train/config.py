@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from spmd_rl.config_rules import require
+from spmd_rl.config.rules import require
 
 WHOLE_MODEL_BYTES = 64 << 20  # up to this size FSDP gathers the model as one
 WHOLE_ALONE_BYTES = 4 << 30  # the same on one rank: layer by layer, the host would be slower than the GPU

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.flash import FLASH_HEAD_DIMS, flash_takes
+from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_takes
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")  # with any other, cuBLAS may choose another product beside other streams

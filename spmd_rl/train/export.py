@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_rl.config import read_toml
-from spmd_rl.controller.checkpoints import Checkpoints, best_first
-from spmd_rl.controller.checksums import check
+from spmd_rl.config.load import read_toml
+from spmd_rl.controller.run.checkpoints import Checkpoints, best_first
+from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError
-from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.role_context import Place
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import Backend

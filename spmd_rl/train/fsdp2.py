@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logprobs
-from spmd_rl.kernels.flash import check_split
+from spmd_rl.kernels.attention.flash import check_split
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import State
@@ -29,8 +29,8 @@ from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
-from spmd_rl.weights.held import Held, HeldTensor
 from spmd_rl.weights.layout import chunk_box
+from spmd_rl.weights.local_tensors import Held, HeldTensor
 
 
 class Scorer(nn.Module):

@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.algo.losses import Loss, LossInput, checked
-from spmd_rl.batch import Batch
 from spmd_rl.errors import ContractError, SpmdError
-from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.role_context import Place
 from spmd_rl.train.backend import Backend
 from spmd_rl.train.config import TrainerConfig, learning_rate
 from spmd_rl.train.determinism import deterministic
 from spmd_rl.train.flops import peak_flops
+from spmd_rl.train.metric_sums import Tally
 from spmd_rl.train.microbatch import MicroBatch, lay_out, num_needed, split
 from spmd_rl.train.progress import Progress
-from spmd_rl.train.tally import Tally
+from spmd_rl.types.batch import Batch
 
 COMPARED, MISMATCHED, MAX_DLOGP = "onpolicy/compared_tokens", "onpolicy/mismatched_tokens", "onpolicy/max_abs_dlogp"
 TOKENS = "train/tokens"

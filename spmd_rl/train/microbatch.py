@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.batch import Batch
-from spmd_rl.kernels.upload import upload
-from spmd_rl.partition import balanced
-from spmd_rl.train import prefixes
+from spmd_rl.kernels.runtime.upload import upload
+from spmd_rl.train import shared_prefix
+from spmd_rl.types.batch import Batch
+from spmd_rl.types.partition import balanced
 
 
 def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
@@ -80,7 +80,7 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
     """
     if not batch.mask.any():
         return _empty(device)
-    pieces = prefixes.shared(batch) if device.type == "cpu" else prefixes.whole(batch)
+    pieces = shared_prefix.shared(batch) if device.type == "cpu" else shared_prefix.whole(batch)
     sequence = np.repeat(np.arange(batch.num_sequences), batch.lengths)
     positions = np.arange(batch.num_tokens) - (np.cumsum(batch.lengths) - batch.lengths)[sequence]
     scored = np.flatnonzero(batch.mask)

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmd_rl.controller.checksums import checksum
+from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.train.checkpoint_index import Index, SavedTensor, Shard, Written
-from spmd_rl.weights.held import HeldTensor
 from spmd_rl.weights.layout import Box
+from spmd_rl.weights.local_tensors import HeldTensor
 
 FILE_BYTES = 1 << 30  # a file is closed once it holds this much
 

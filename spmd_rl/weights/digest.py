@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from spmd_rl.errors import ContractError
-from spmd_rl.kernels.splitmix import GAMMA, ODD, mix_, signed
-from spmd_rl.weights.held import Held, HeldTensor
+from spmd_rl.kernels.runtime.splitmix import GAMMA, ODD, mix_, signed
 from spmd_rl.weights.layout import Box, Layout
+from spmd_rl.weights.local_tensors import Held, HeldTensor
 
 MODULUS = 1 << 64
 CHUNK_ELEMENTS = 1 << 22

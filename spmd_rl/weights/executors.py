@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmd_rl.weights.held import Held
 from spmd_rl.weights.layout import Box
+from spmd_rl.weights.local_tensors import Held
 from spmd_rl.weights.plan import BUCKET_BYTES, Move, Plan
 
 ALIGN_BYTES = 16

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.role_context import Place
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.role import Trainer
+from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 from tests.dist.train_ranks import seat
 

@@ -77,7 +77,7 @@ def _run(words: list[str], folder: str, environment: dict[str, str], ends: tuple
         os.dup2(end.fileno(), number)
         end.close()
     _make_torchrun_patient()
-    from spmd_rl.cli import main
+    from spmd_rl.cli.main import main
 
     sys.argv = ["spmd-rl", *words]
     sys.exit(main())

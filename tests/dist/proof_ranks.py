@@ -8,8 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.mesh import proof
-from spmd_rl.mesh.place import Seats
+from spmd_rl.mesh import connection_proof
+from spmd_rl.mesh.role_context import Seats
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 
@@ -26,13 +26,13 @@ def said(act: Callable[[], None]) -> str:
 def main(out: Path) -> None:
     world = World.from_env()
     join(world, open_store(world))
-    honest = said(lambda: proof.prove(world))
-    genuine = proof.KEY
+    honest = said(lambda: connection_proof.prove(world))
+    genuine = connection_proof.KEY
     if world.rank == world.size - 1:
-        proof.KEY = "another"
-    impostor = said(lambda: proof.prove(world))
+        connection_proof.KEY = "another"
+    impostor = said(lambda: connection_proof.prove(world))
     in_a_mesh = said(lambda: Seats(world).build([*plan_split({"role": RoleSplit()}, world.size).values()]))
-    proof.KEY = genuine
+    connection_proof.KEY = genuine
     if world.rank == 0:
         out.write_text(json.dumps([honest, impostor, in_a_mesh]))
     dist.destroy_process_group()

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from spmd_rl.algo.advantages import group_advantage
-from spmd_rl.algo.batch import Aggregation, pack
-from spmd_rl.batch import Batch
-from spmd_rl.types import Group, Prompt, Sample
+from spmd_rl.algo.packing import Aggregation, pack
+from spmd_rl.types.batch import Batch
+from spmd_rl.types.samples import Group, Prompt, Sample
 
 VOCAB = 50
 

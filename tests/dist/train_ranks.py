@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import SpmdError
-from spmd_rl.mesh.place import Place, Seats
+from spmd_rl.mesh.role_context import Place, Seats
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.role import Trainer
+from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 
 STEPS = 3

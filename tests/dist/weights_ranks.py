@@ -14,17 +14,17 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.mesh.place import Seats
+from spmd_rl.mesh.role_context import Seats
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.role import Trainer
+from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.digest import combine, digest
 from spmd_rl.weights.executors import alias, execute
-from spmd_rl.weights.held import Held
 from spmd_rl.weights.layout import Layout
+from spmd_rl.weights.local_tensors import Held
 from spmd_rl.weights.plan import plan
 from tests.dist.train_case import make_batch
 

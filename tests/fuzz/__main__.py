@@ -21,12 +21,12 @@ from pathlib import Path
 
 import zmq
 
-from spmd_rl.controller import secret
-from spmd_rl.controller.codec import NOTHING, Packed, pack
-from spmd_rl.controller.dealer import _client_socket
-from spmd_rl.controller.envelope import Incoming, Outgoing
-from spmd_rl.controller.router import _server_socket
-from spmd_rl.controller.wire import (
+from spmd_rl.controller.channel import secret
+from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
+from spmd_rl.controller.channel.dealer import _client_socket
+from spmd_rl.controller.channel.envelope import Incoming, Outgoing
+from spmd_rl.controller.channel.router import _server_socket
+from spmd_rl.controller.channel.wire import (
     Bye,
     Call,
     Hello,

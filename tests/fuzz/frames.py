@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spmd_rl.controller import wire
-from spmd_rl.controller.codec import pack
-from spmd_rl.controller.envelope import PREAMBLE, PREAMBLE_BYTES
-from spmd_rl.controller.wire import MALFORMED, Message
+from spmd_rl.controller.channel import wire
+from spmd_rl.controller.channel.codec import pack
+from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES
+from spmd_rl.controller.channel.wire import MALFORMED, Message
 from spmd_rl.mesh.split import Placement
 
 VALUE = pack({"value": [1, 2.5, "x", None, True], "array": np.arange(3)})

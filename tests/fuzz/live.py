@@ -14,13 +14,13 @@ import tempfile
 import threading
 from types import SimpleNamespace
 
-from spmd_rl.controller import secret
-from spmd_rl.controller.config import RunConfig
-from spmd_rl.controller.dealer import Dealer
+from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.channel import secret
+from spmd_rl.controller.channel.dealer import Dealer
+from spmd_rl.controller.channel.wire import Bye, Hello
 from spmd_rl.controller.endpoint import Role, collective
 from spmd_rl.controller.handle import Handle
-from spmd_rl.controller.switchboard import Switchboard
-from spmd_rl.controller.wire import Bye, Hello
+from spmd_rl.controller.lifecycle.dispatcher import Switchboard
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.split import Placement
 

@@ -11,12 +11,20 @@ from signal import Signals
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.controller.codec import Codec, Packed, pack
-from spmd_rl.controller.dealer import Dealer
-from spmd_rl.controller.envelope import Outgoing
-from spmd_rl.controller.router import Router
-from spmd_rl.controller.secret import derive
-from spmd_rl.controller.wire import Call, Hello, Refusal, ToController, decode_at_controller, decode_at_worker, encode
+from spmd_rl.controller.channel.codec import Codec, Packed, pack
+from spmd_rl.controller.channel.dealer import Dealer
+from spmd_rl.controller.channel.envelope import Outgoing
+from spmd_rl.controller.channel.router import Router
+from spmd_rl.controller.channel.secret import derive
+from spmd_rl.controller.channel.wire import (
+    Call,
+    Hello,
+    Refusal,
+    ToController,
+    decode_at_controller,
+    decode_at_worker,
+    encode,
+)
 from spmd_rl.errors import ContractError
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER, VALUE, Fuzzer
 

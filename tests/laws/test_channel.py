@@ -18,9 +18,9 @@ SAFE = {"shell": "False", "allow_pickle": "False", "trust_remote_code": "False",
 IMPORTERS = {"", "controller", "observe", "rewards"}  # lazy exports; recipes, roles, functions; metric sinks; rewards
 
 # Who makes a network socket, and who says where it listens.
-SOCKETS = {"spmd_rl.controller.router", "spmd_rl.controller.dealer"}
-LISTENERS = {"spmd_rl.controller.router", "spmd_rl.controller.stacks"}
-DIALLERS = {"spmd_rl.controller.dealer", "spmd_rl.controller.stacks", "spmd_rl.check.facts"}
+SOCKETS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.channel.dealer"}
+LISTENERS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.lifecycle.stacks"}
+DIALLERS = {"spmd_rl.controller.channel.dealer", "spmd_rl.controller.lifecycle.stacks", "spmd_rl.check.facts"}
 CURVE = {"ROUTER": "curve_secretkey", "DEALER": "curve_serverkey"}
 
 
@@ -84,17 +84,17 @@ def test_every_socket_has_its_owner_and_its_key() -> None:
     ],
 )
 def test_a_way_in_is_seen(text: str) -> None:
-    assert text_as_program([parse("spmd_rl.train.role", text)])
+    assert text_as_program([parse("spmd_rl.train.trainer", text)])
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("spmd_rl.controller.router", "def f():\n    return context.socket(zmq.ROUTER)"),
-        ("spmd_rl.rollout.role", "def f():\n    s = context.socket(zmq.DEALER)\n    s.curve_serverkey = key"),
-        ("spmd_rl.controller.dealer", "def f():\n    return context.socket(zmq.PULL)"),
-        ("spmd_rl.observe.live", "server.bind(('0.0.0.0', 80))"),
-        ("spmd_rl.train.role", "line.connect('tcp://10.0.0.1:5')"),
+        ("spmd_rl.controller.channel.router", "def f():\n    return context.socket(zmq.ROUTER)"),
+        ("spmd_rl.rollout.rollout", "def f():\n    s = context.socket(zmq.DEALER)\n    s.curve_serverkey = key"),
+        ("spmd_rl.controller.channel.dealer", "def f():\n    return context.socket(zmq.PULL)"),
+        ("spmd_rl.report.live", "server.bind(('0.0.0.0', 80))"),
+        ("spmd_rl.train.trainer", "line.connect('tcp://10.0.0.1:5')"),
     ],
 )
 def test_an_open_socket_is_seen(name: str, text: str) -> None:

@@ -9,20 +9,19 @@ import pytest
 from tests.laws.source import Module, imports, package_modules, parse
 
 FLOORS = (
-    {"errors", "types", "batch", "columns", "config", "config_rules", "config_values", "partition", "processor"}
-    | {"observe"},
+    {"errors", "types", "config", "mkl", "observe"},
     {"mesh", "offload", "kernels", "algo"},
     {"weights", "model", "data", "rewards"},
     {"controller"},
     {"train", "rollout"},
-    {"cli", "help", "launcher", "recipes", "slurm", "check", "plan", "microscope", "__main__", ""},
+    {"cli", "recipes", "slurm", "check", "plan", "microscope", "report", "__main__", ""},
 )
 HEIGHT = {room: height for height, floor in enumerate(FLOORS) for room in floor}
 
 HEAVY = {
     "transformers": "model",
-    "matplotlib": "observe",
-    "rich": "observe",
+    "matplotlib": "report",
+    "rich": "report",
     "wandb": "observe",
     "tensorboard": "observe",
     "pyarrow": "data",
@@ -92,7 +91,7 @@ def test_heavy_packages_have_one_room_and_come_late() -> None:
     ("name", "text"),
     [
         ("spmd_rl.algo.losses", "from spmd_rl.train import role"),
-        ("spmd_rl.observe.run", "def f():\n    import spmd_rl.mesh.place"),
+        ("spmd_rl.observe.run_folder", "def f():\n    import spmd_rl.mesh.role_context"),
         ("spmd_rl.data.files", "from spmd_rl import Prompts"),
     ],
 )
@@ -110,7 +109,7 @@ def test_a_circle_is_seen() -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("spmd_rl.train.role", "def f():\n    import transformers"),
+        ("spmd_rl.train.trainer", "def f():\n    import transformers"),
         ("spmd_rl.model.hf", "from transformers import AutoConfig"),
     ],
 )

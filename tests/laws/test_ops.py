@@ -81,8 +81,8 @@ def test_what_the_table_names_is_there(op: Op) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"file": "rope.py"},
-        {"bits": "unit/kernels/test_turns.py::test_each_comes_after_each_other"},
+        {"file": "rowwise/rope.py"},
+        {"bits": "unit/kernels/test_interleaved_timing.py::test_each_comes_after_each_other"},
         {"right": "gpu/kernels/test_oracles.py::test_no_such_test"},
         {"rows": "*: no such row"},
     ],

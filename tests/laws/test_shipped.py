@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from spmd_rl.config import load
+from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError
 from spmd_rl.recipes import grpo
 from tests.laws.source import ROOT

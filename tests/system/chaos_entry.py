@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from spmd_rl import cli
+from spmd_rl.cli import main
 from tests.system.faults import install_in_rank
 
-real = cli._forked_rank
+real = main._forked_rank
 
 
 def forked_rank(words: list[str]) -> int:
@@ -16,5 +16,5 @@ def forked_rank(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    cli._forked_rank = forked_rank
-    sys.exit(cli.main())
+    main._forked_rank = forked_rank
+    sys.exit(main.main())

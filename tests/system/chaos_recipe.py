@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.controller.config import RunConfig
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.role_context import Place
 from spmd_rl.mesh.split import RoleSplit
 from tests.system.faults import install_in_controller, struck_file
 

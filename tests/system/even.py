@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.types import Prompt, Sample
+from spmd_rl.types.samples import Prompt, Sample
 
 
 def even(prompt: Prompt, sample: Sample) -> float:

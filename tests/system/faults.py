@@ -58,7 +58,7 @@ def install_in_rank() -> None:
 
 def _strike_frames(fault: Fault) -> None:
     """In the one place where this side sends: the controller imports the recipe, but ranks do as well."""
-    from spmd_rl.controller import dealer, frames, router
+    from spmd_rl.controller.channel import dealer, frames, router
 
     sent = 0
 

@@ -24,7 +24,7 @@ from tests.system import chaos_processes as processes
 
 REPO = Path(__file__).parents[2]
 EXAMPLE = REPO / "examples" / "arithmetic"
-COMMAND = (sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run")
+COMMAND = (sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run")
 Fault = Callable[[int, str], object]  # given the launcher's pid and the mark of the run's processes
 SMALL = [
     f"--model={EXAMPLE / 'model'}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from spmd_rl.types import Prompt, Sample
+from spmd_rl.types.samples import Prompt, Sample
 from tests.system.faults import struck_file
 
 POISONED = 5  # the prompt it goes wrong at

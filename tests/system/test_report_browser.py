@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.observe.report import write_report
+from spmd_rl.report import write_report
 from tests.system.browser import Browser, chromium, missing_programs
-from tests.unit.observe.synthetic import HOSTILE, make_run
+from tests.unit.report.synthetic import HOSTILE, make_run
 
 pytestmark = pytest.mark.system
 

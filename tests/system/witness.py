@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.controller.config import RunConfig
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.split import RoleSplit

@@ -13,21 +13,21 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
-from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_takes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.offload.host import HostMemory
 from spmd_rl.rollout.engine import EngineConfig, Progress, Request
 from spmd_rl.rollout.native.admission import Admission
-from spmd_rl.rollout.native.graphs import Draw
+from spmd_rl.rollout.native.auto_sizes import settle
+from spmd_rl.rollout.native.decode_graphs import Draw
+from spmd_rl.rollout.native.model_runner import Drawn, Steps
 from spmd_rl.rollout.native.pages import PagePool
-from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.scheduler import Scheduler
-from spmd_rl.rollout.native.sizes import settle
-from spmd_rl.rollout.native.steps import Drawn, Steps
+from spmd_rl.rollout.native.sequence_table import Rows
 from spmd_rl.rollout.native.stop import StopStrings
-from spmd_rl.types import FinishReason, Sample
-from spmd_rl.weights.held import Held
+from spmd_rl.types.samples import FinishReason, Sample
+from spmd_rl.weights.local_tensors import Held
 
 NO_WEIGHTS = (
     "the engine has no weights of a known version: push one to it, or give it a model folder that has some (if it "

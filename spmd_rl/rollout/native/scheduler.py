@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.pages import PagePool, extend_keys
-from spmd_rl.rollout.native.plan import Counters, Plan, share_budget
-from spmd_rl.rollout.native.rows import SHARED_PAGE, Fork, Rows
-from spmd_rl.rollout.native.stems import Stem, Stems
+from spmd_rl.rollout.native.prefix_sharing import Stem, Stems
+from spmd_rl.rollout.native.sequence_table import SHARED_PAGE, Fork, Rows
+from spmd_rl.rollout.native.step_plan import Counters, Plan, share_budget
 
 REFILL_SHARE = 16  # prompts go in once one row in so many is free
 

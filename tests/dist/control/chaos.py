@@ -12,12 +12,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.controller.config import RunConfig
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.split import RoleSplit
-from spmd_rl.types import Prompt
+from spmd_rl.types.samples import Prompt
 
 
 class Actor(Role):

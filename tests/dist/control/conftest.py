@@ -15,7 +15,7 @@ from tests.dist.launched import Launched
 
 REPO = Path(__file__).parents[3]
 CHAOS = str(Path(__file__).with_name("chaos.py"))
-SPMD_RL = [sys.executable, "-c", "import sys; from spmd_rl.cli import main; sys.exit(main())", "run"]
+SPMD_RL = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 Start = Callable[[list[str]], subprocess.Popen[str]]
@@ -108,7 +108,7 @@ def torchrun_with_a_stranger(tmp_path: Path) -> list[str]:
     entry.write_text(
         "import os, sys\n"
         "os.environ['SPMD_RL_SECRET'] = ('ab' if os.environ['RANK'] == '1' else 'cd') * 32\n"
-        "from spmd_rl.cli import rank_main\n"
+        "from spmd_rl.cli.main import rank_main\n"
         "sys.exit(rank_main())\n"
     )
     return [*TORCHRUN, str(entry), "run", CHAOS]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from spmd_rl.cli import main
+from spmd_rl.cli.main import main
 
 SOONER = 50  # torch's five seconds are a tenth of one
 NOBODY_ELSE = 2  # references to what a function holds, one of them for the asking

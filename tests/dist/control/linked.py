@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from spmd_rl.controller.config import RunConfig
+from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.mesh.place import Place
+from spmd_rl.mesh.role_context import Place
 from spmd_rl.mesh.split import Split
 
 ROWS, COLUMNS = 6, 4
@@ -32,8 +32,8 @@ class Source(Role):
         self.rows.fill_(value + self.place.rank)
 
     def weight_source(self) -> Any:
-        from spmd_rl.weights.held import Held, HeldTensor
         from spmd_rl.weights.layout import chunk_box
+        from spmd_rl.weights.local_tensors import Held, HeldTensor
 
         box = chunk_box((ROWS, COLUMNS), self.place.rank, self.place.size)
         return Held({"w": HeldTensor((ROWS, COLUMNS), box, self.rows)})
@@ -50,7 +50,7 @@ class Sink(Role):
         self.version = -1
 
     def weight_sink(self) -> Any:
-        from spmd_rl.weights.held import Held
+        from spmd_rl.weights.local_tensors import Held
 
         return Held.whole({"w": self.whole})
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.controller.rewind import rewind
+from spmd_rl.controller.run.command import rewind
 
 pytestmark = pytest.mark.dist
 

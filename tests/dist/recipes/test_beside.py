@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.config import load
+from spmd_rl.config.load import load
 from spmd_rl.plan.resolve import resolve
 from spmd_rl.recipes.grpo import Config
 from tests.dist.recipes.conftest import EXAMPLE

@@ -10,8 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.observe.metrics import read_metrics
-from spmd_rl.observe.report.spans import read_timeline
 from spmd_rl.observe.timeline import read_spans, trace_files, write_chrome
+from spmd_rl.report.spans import read_timeline
 
 pytestmark = pytest.mark.dist
 

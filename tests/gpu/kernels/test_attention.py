@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import PagedAttention, contract
-from spmd_rl.kernels.flash import flash_takes
-from spmd_rl.kernels.flash_decode import BOX_ROWS, decode_attention
+from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.flash_decode import BOX_ROWS, decode_attention
 from tests.gpu.kernels.paged_case import Paged, qkv
 from tests.unit.kernels.paged_case import Heads, oracle, packed
 
@@ -267,7 +267,7 @@ def test_control_other_kernel_fails(monkeypatch: pytest.MonkeyPatch, unequal) ->
     heads, lengths = HEADS[0], [300, 65]
     data = qkv(365, heads)
     expected = packed(*data, lengths, heads)
-    monkeypatch.setattr("spmd_rl.kernels.packed_attention.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.attention.packed.flash_takes", lambda *_: False)
     assert unequal(packed(*data, lengths, heads)[:365], expected) > 0
 
 

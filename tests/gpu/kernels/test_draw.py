@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.cuda import graph_pool_handle
 
-from spmd_rl.kernels import gumbel_noise, position_keys, sample_and_score, sample_tokens, sampling, token_logprobs
-from spmd_rl.kernels.recording import record
+from spmd_rl.kernels import gumbel_noise, position_keys, sample_and_score, sample_tokens, token_logprobs
+from spmd_rl.kernels.runtime.cuda_graph import record
+from spmd_rl.kernels.vocab import sampling
 
 NUM_ROWS = 24
 VOCAB = 20011

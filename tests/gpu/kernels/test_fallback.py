@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from spmd_rl.kernels import attention_triton
-from spmd_rl.kernels.attention_triton import BlockTile
-from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels.attention import blocked_triton
+from spmd_rl.kernels.attention.blocked_triton import BlockTile
+from spmd_rl.kernels.runtime.padding import padded_rows
 from tests.gpu.kernels.paged_case import Paged, qkv
 from tests.unit.kernels.paged_case import Heads, oracle, packed
 
@@ -24,15 +24,15 @@ HEADS = [Heads(8, 2, 64), Heads(7, 1, 64), Heads(6, 2, 128), Heads(4, 4, 128), H
 LONG = [1, 16, 63, 64, 65, 300, 1500, 127, 128, 129]
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # of the distance, relative
 WAYS = ("packed", "chunks", "decoding")
-TILE = attention_triton.block_tile
+TILE = blocked_triton.block_tile
 Unequal = Callable[[Tensor, Tensor], int]
 UNWRITTEN = 7.0  # what the cache holds before: nobody may see it
 
 
 @pytest.fixture(autouse=True)
 def _without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    for side in ("packed_attention", "paged_attention"):
-        monkeypatch.setattr(f"spmd_rl.kernels.{side}.flash_takes", lambda *_: False)
+    for side in ("packed", "paged"):
+        monkeypatch.setattr(f"spmd_rl.kernels.attention.{side}.flash_takes", lambda *_: False)
 
 
 def attend(way: str, data: tuple[Tensor, Tensor, Tensor], heads: Heads, page_size: int = 16) -> Tensor:
@@ -143,14 +143,14 @@ def test_control_another_order_of_sums_fails(
     heads = HEADS[0]
     data = qkv(sum(LONG), heads, dtype=dtype)
     decoded = Paged(LONG, heads, 16, dtype=dtype).decoding(data, 20)
-    monkeypatch.setattr(attention_triton, name, other)
+    monkeypatch.setattr(blocked_triton, name, other)
     assert unequal(decoded, packed(*data, LONG, heads)) > 0
 
 
 @pytest.mark.parametrize("more", [-1, 1])
 @pytest.mark.parametrize("way", WAYS)
 def test_control_a_key_too_many_or_too_few_is_seen(way: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads, attend_in_blocks = HEADS[0], attention_triton.attend_in_blocks
+    heads, attend_in_blocks = HEADS[0], blocked_triton.attend_in_blocks
 
     def shifted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float) -> Tensor:
         return attend_in_blocks(q, k, v, (visible + more).clamp(min=1, max=k.shape[2]), num_used, scale)
@@ -158,5 +158,5 @@ def test_control_a_key_too_many_or_too_few_is_seen(way: str, more: int, monkeypa
     data = qkv(NUM_TOKENS, heads)
     expected = oracle(*wide(data), LENGTHS, heads)
     assert distance(attend(way, data, heads), expected) < LIMITS[torch.bfloat16]
-    monkeypatch.setattr(attention_triton, "attend_in_blocks", shifted)
+    monkeypatch.setattr(blocked_triton, "attend_in_blocks", shifted)
     assert distance(attend(way, data, heads), expected) > 3 * LIMITS[torch.bfloat16]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.cublas import LENT_BYTES, by_torch
-from spmd_rl.kernels import linear_library, linear_plan
-from spmd_rl.kernels.cublaslt import Proposed, Shape, Way, proposed
-from spmd_rl.kernels.linear_library import choose, proves_equal
-from spmd_rl.kernels.linear_plan import matmul, ours_into
-from spmd_rl.kernels.linear_tiles import REFERENCE, Tile
+from spmd_rl.kernels.linear import cublas, dispatch
+from spmd_rl.kernels.linear.cublas import choose, proves_equal
+from spmd_rl.kernels.linear.cublaslt import Proposed, Shape, Way, proposed
+from spmd_rl.kernels.linear.dispatch import matmul, ours_into
+from spmd_rl.kernels.linear.tiles import REFERENCE, Tile
 
 if torch.cuda.is_available():
-    from spmd_rl.kernels.linear_triton import matmul_into
+    from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.skipif(not HOPPER, reason="the reference chain was compared with cuBLAS on Hopper")
@@ -114,8 +114,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
         return way and multiply
 
-    monkeypatch.setattr(linear_plan, "_chosen", {})
-    monkeypatch.setattr(linear_plan, "choose", watched)
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(dispatch, "choose", watched)
     return seen
 
 
@@ -143,7 +143,7 @@ def test_any_number_of_rows_goes_to_the_library_whole(
     x = rows("wide", 20001, k)
     assert unequal(matmul(x, weight, None, dtype), reference(x, weight, None, dtype)) == 0
     assert [shape[0] for shape in calls] == [16384, 3617]
-    assert [shape.rows for shape in linear_plan._chosen] == [512, 1024, 2048, 4096, 16384]
+    assert [shape.rows for shape in dispatch._chosen] == [512, 1024, 2048, 4096, 16384]
 
 
 @pytest.mark.parametrize("rows_of_x", [128, 256, 512])
@@ -151,11 +151,11 @@ def test_refused_products_are_ours(
     rows_of_x: int, monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
     n, k = 6144, 4096
-    monkeypatch.setattr(linear_library, "proposed", lambda shape: [Proposed(_split_in_two, 1)])
+    monkeypatch.setattr(cublas, "proposed", lambda shape: [Proposed(_split_in_two, 1)])
     x, weight = rows("normal", rows_of_x, k), rows("normal", n, k)
     assert unequal(matmul(x, weight, None, FP32), reference(x, weight, None, FP32)) == 0
     assert calls == []
-    assert linear_plan._chosen == {Shape(n, k, rows_of_x, False, FP32, x.device): None}
+    assert dispatch._chosen == {Shape(n, k, rows_of_x, False, FP32, x.device): None}
 
 
 def test_operands_at_odd_addresses_are_moved_first(calls: list[torch.Size], rows: Rows, unequal: Unequal) -> None:
@@ -175,7 +175,7 @@ def test_ours_multiplies_where_there_is_no_memory_to_compare(step: str, monkeypa
         asked.append(given)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(linear_library, step, full)
+    monkeypatch.setattr(cublas, step, full)
     assert choose(Shape(4096, 4096, 1024, False, BF16, DEVICE), 513, _ten_times(by_torch)) is None
     assert len(asked) == 1
 
@@ -184,10 +184,10 @@ def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(4096, 4096, 1024, False, BF16, DEVICE)
     slow = _ten_times(by_torch)
     ways = [Proposed(slow, 1), Proposed(by_torch, 1), Proposed(slow, 1)]
-    monkeypatch.setattr(linear_library, "proposed", lambda shape: ways)
+    monkeypatch.setattr(cublas, "proposed", lambda shape: ways)
     assert choose(shape, 513, slow) is ways[1]
     assert choose(shape, 513, lambda *given: None) is None
-    monkeypatch.setattr(linear_library, "proposed", lambda shape: [Proposed(by_torch, 2)])
+    monkeypatch.setattr(cublas, "proposed", lambda shape: [Proposed(by_torch, 2)])
     assert choose(shape, 513, slow) is None, "what says that it cuts K is not asked whether it is fast"
 
 
@@ -211,13 +211,13 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
         graph.replay()
         return unequal(out, expected)
 
-    watched = linear_plan.choose
-    monkeypatch.setattr(linear_plan, "choose", ask)
+    watched = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", ask)
     ours_into(torch.empty_like(expected), x, weight, None)  # compiles
     assert recorded() == 0
-    assert (asked, linear_plan._chosen) == ([], {})
+    assert (asked, dispatch._chosen) == ([], {})
     assert unequal(matmul(x, weight, None, BF16), expected) == 0
-    assert asked == list(linear_plan._chosen) == [Shape(n, k, m, False, BF16, x.device)]
+    assert asked == list(dispatch._chosen) == [Shape(n, k, m, False, BF16, x.device)]
     calls.clear()
     assert recorded() == 0
     assert (calls, len(asked)) == ([x.shape], 1)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, token_logprobs
-from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_takes
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.rows import Rows
+from spmd_rl.rollout.native.sequence_table import Rows
 from tests.samples import Samples, finish
 
 DEVICE = torch.device("cuda")
@@ -195,7 +195,7 @@ def test_graph_replay_equals_eager(unequal) -> None:
 def test_control_another_attention_on_one_side_fails(monkeypatch: pytest.MonkeyPatch, unequal) -> None:
     model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
     samples, _ = generate(model, wanted)
-    monkeypatch.setattr("spmd_rl.kernels.packed_attention.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.attention.packed.flash_takes", lambda *_: False)
     assert unequal(*(x.detach() for x in score(model, wanted, samples))) > 0
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.shapes import QWEN3
 from spmd_rl.kernels import linear, linear_fp32
-from spmd_rl.model.joined import Joined, join, lay_out, project, project_gated
+from spmd_rl.model.fused_projections import Joined, join, lay_out, project, project_gated
 from spmd_rl.model.network import Linear
 from tests.gpu.kernels.products import layer, split_in_two
 

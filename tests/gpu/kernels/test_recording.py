@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from spmd_rl.kernels.recording import record
+from spmd_rl.kernels.runtime.cuda_graph import record
 
 WAIT_S = 60
 

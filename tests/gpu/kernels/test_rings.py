@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import silu_mul
-from spmd_rl.kernels.linear_plan import ours_into
-from spmd_rl.kernels.linear_tiles import GATED_RINGS, REFERENCE, RINGS, RINGS_OF, Ring, Share, choose_share
+from spmd_rl.kernels.linear.dispatch import ours_into
+from spmd_rl.kernels.linear.tiles import GATED_RINGS, REFERENCE, RINGS, RINGS_OF, Ring, Share, choose_share
 from tests.gpu.kernels.products import shapes
 
 if torch.cuda.is_available():
-    from spmd_rl.kernels.linear_triton import matmul_into
+    from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = pytest.mark.skipif(not HOPPER, reason="rings need wgmma, which Hopper alone has")
@@ -55,7 +55,7 @@ def ringed(
     gated: bool = False,
 ) -> Tensor:
     """Beyond its rows and columns the result lies in poisoned memory, which must stay poisoned."""
-    from spmd_rl.kernels.linear_gluon import ring_matmul_into
+    from spmd_rl.kernels.linear.gluon import ring_matmul_into
 
     m, n = len(x), len(weight) // (2 if gated else 1)
     room = poisoned(m, n, dtype)
@@ -87,7 +87,7 @@ def test_gated(ring: Ring, rows, unequal) -> None:
 
 @pytest.mark.parametrize("share", shares(), ids=str)
 def test_shares(share: Share, rows, unequal) -> None:
-    from spmd_rl.kernels.linear_cute import shared_matmul_into
+    from spmd_rl.kernels.linear.cute import shared_matmul_into
 
     for n, k in ((min(2600, share.n * share.most_shares), 1088), (share.padded, 64), (1096, 4096)):
         weight, bias = rows("normal", n, k), rows("normal", 1, n)[0]
@@ -101,7 +101,7 @@ def test_shares(share: Share, rows, unequal) -> None:
 
 @pytest.mark.parametrize(("n", "k"), SHARED)
 def test_accumulators_of_shares_beside_any_rows(n: int, k: int, rows, unequal_rows) -> None:
-    from spmd_rl.kernels.linear_cute import shared_matmul_into
+    from spmd_rl.kernels.linear.cute import shared_matmul_into
 
     weight = rows("normal", n, k)
 
@@ -117,7 +117,7 @@ def test_accumulators_of_shares_beside_any_rows(n: int, k: int, rows, unequal_ro
 
 @pytest.mark.parametrize("columns", [16, 3176])
 def test_shares_that_do_not_cover_a_weight_once_are_refused(columns: int, rows) -> None:
-    from spmd_rl.kernels.linear_cute import shared_matmul_into
+    from spmd_rl.kernels.linear.cute import shared_matmul_into
 
     x, weight = rows("normal", 8, 64), rows("normal", columns, 64)
     with pytest.raises(ValueError, match=f"132 shares of 24 rows are no {columns}"):
@@ -125,7 +125,7 @@ def test_shares_that_do_not_cover_a_weight_once_are_refused(columns: int, rows) 
 
 
 def test_what_is_gated_is_rounded(rows) -> None:
-    from spmd_rl.kernels.linear_cute import shared_matmul_into
+    from spmd_rl.kernels.linear.cute import shared_matmul_into
 
     x, weight, share = rows("normal", 8, 64), rows("normal", 2 * 1096, 64), shares(gated=True)[0]
     with pytest.raises(ValueError, match="a gated product rounds to bfloat16"):
@@ -134,7 +134,7 @@ def test_what_is_gated_is_rounded(rows) -> None:
 
 @pytest.mark.parametrize("share", shares(gated=True), ids=str)
 def test_gated_shares(share: Share, rows, unequal) -> None:
-    from spmd_rl.kernels.linear_cute import shared_matmul_into
+    from spmd_rl.kernels.linear.cute import shared_matmul_into
 
     for n in (1096, share.padded):
         weight = rows("normal", 2 * n, 1088)
@@ -173,7 +173,7 @@ def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(
 
 def test_a_weight_that_is_copied_first_takes_a_tile(monkeypatch: pytest.MonkeyPatch, rows, unequal) -> None:
     x, weight = rows("normal", 8, 4096), rows("normal", 4096, 1024).t()
-    monkeypatch.delattr("spmd_rl.kernels.linear_gluon.ring_matmul_into")
+    monkeypatch.delattr("spmd_rl.kernels.linear.gluon.ring_matmul_into")
     out = x.new_empty(8, 1024)
     ours_into(out, x, weight, None)
     assert unequal(out, tiled(x, weight, dtype=torch.bfloat16)) == 0
@@ -188,8 +188,8 @@ def test_without_its_package_a_share_has_a_substitute(
     x, weight = rows("normal", 64, 4096) * 0.1, rows("normal", 8192, 4096)
     outs = [x.new_empty(64, 4096 if gated else 8192) for _ in range(2)]
     ours_into(outs[0], x, weight, None, gated)
-    monkeypatch.setattr("spmd_rl.kernels.linear_plan.has_dsl", lambda: False)
-    monkeypatch.delattr("spmd_rl.kernels.linear_cute.shared_matmul_into")
+    monkeypatch.setattr("spmd_rl.kernels.linear.dispatch.has_dsl", lambda: False)
+    monkeypatch.delattr("spmd_rl.kernels.linear.cute.shared_matmul_into")
     ours_into(outs[1], x, weight, None, gated)
     assert unequal(*outs) == 0
 

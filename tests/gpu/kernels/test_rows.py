@@ -12,16 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels import (
-    linear,
-    linear_fp32,
-    rms_norm,
-    rope,
-    rope_table,
-    silu_mul,
-    silu_mul_linear,
-    token_logprobs,
-)
+from spmd_rl.kernels import linear, linear_fp32, rms_norm, rope, rope_table, silu_mul, silu_mul_linear, token_logprobs
 from tests.gpu.kernels.products import shapes, split_in_two
 
 KINDS = ("normal", "wide", "cancelling", "tiny")
@@ -131,7 +122,7 @@ def test_control_cublas_for_few_rows_fails(rows, unequal_rows) -> None:
 def test_control_other_warps_fail(monkeypatch: pytest.MonkeyPatch, rows, unequal) -> None:
     x, weight = rows("normal", 4096, 4096, torch.float32), rows("normal", 1, 4096, torch.float32)[0]
     expected = rms_norm(x, weight, 1e-6)
-    monkeypatch.setattr("spmd_rl.kernels.norm_triton.NUM_WARPS", 8)
+    monkeypatch.setattr("spmd_rl.kernels.rowwise.norm_triton.NUM_WARPS", 8)
     assert unequal(rms_norm(x, weight, 1e-6), expected) > 0
 
 
@@ -146,5 +137,5 @@ def test_control_other_chunk_fails(monkeypatch: pytest.MonkeyPatch, rows, unequa
     x = rows("normal", 2048, 50257, torch.float32)
     target, one = torch.full((len(x),), 3, device="cuda"), torch.ones(len(x), device="cuda")
     expected = token_logprobs(x, target, one)[0]
-    monkeypatch.setattr("spmd_rl.kernels.logprob.VOCAB_CHUNK", 512)
+    monkeypatch.setattr("spmd_rl.kernels.vocab.logprob.VOCAB_CHUNK", 512)
     assert unequal(token_logprobs(x, target, one)[0], expected) > 0

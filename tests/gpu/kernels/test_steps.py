@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.merge import merge_ranges
+from spmd_rl.kernels.attention.merge_states import merge_ranges
 
 ABSENT = -1
 
@@ -53,7 +53,7 @@ def test_control_a_range_left_out_is_seen() -> None:
 
 @pytest.mark.parametrize("batch", [1, 128, 300])
 def test_inputs_of_a_decoding_step(batch: int) -> None:
-    from spmd_rl.kernels.decode_inputs_triton import decode_inputs
+    from spmd_rl.kernels.attention.decode_inputs_triton import decode_inputs
 
     page_size, num_rows, generator = 16, 400, torch.Generator().manual_seed(batch)
     newest = torch.randint(1, 50_000, (num_rows + 1,), generator=generator)
@@ -74,7 +74,7 @@ def test_inputs_of_a_decoding_step(batch: int) -> None:
 
 @pytest.mark.parametrize("batch", [1, 512, 700])
 def test_outputs_of_a_decoding_step(batch: int) -> None:
-    from spmd_rl.kernels.decode_outputs_triton import decode_outputs
+    from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs
 
     rows = torch.randperm(800)[:batch]
     newest = torch.zeros(801, dtype=torch.int64, device="cuda")

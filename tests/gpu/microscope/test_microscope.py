@@ -13,21 +13,21 @@ from torch import Tensor
 
 from benchmarks import mismatch
 from spmd_rl.kernels import sample_and_score
-from spmd_rl.kernels.flash import flash_takes
-from spmd_rl.kernels.row_hash import row_hashes
-from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.compare import compare
-from spmd_rl.microscope.engine_path import OWN_DRAWS, EnginePath
-from spmd_rl.microscope.faults import plant
-from spmd_rl.microscope.identity import kernels_of
-from spmd_rl.microscope.paths import TrainerPath, load_model
-from spmd_rl.microscope.points import Point
-from spmd_rl.microscope.report import Replay, examine
-from spmd_rl.microscope.taps import Hashes
+from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.rowwise.row_hash import row_hashes
+from spmd_rl.microscope.diagnose.compare import compare
+from spmd_rl.microscope.diagnose.faults import plant
+from spmd_rl.microscope.diagnose.kernel_identity import kernels_of
+from spmd_rl.microscope.page.report import Replay, examine
+from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePath
+from spmd_rl.microscope.replay.forward_pass import TrainerPath, load_model
+from spmd_rl.microscope.taps.points import Point
+from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.types import Sample
+from spmd_rl.types.samples import Sample
 
 pytestmark = pytest.mark.timeout(400)  # several at a time compile and share a GPU
 DEVICE = torch.device("cuda")

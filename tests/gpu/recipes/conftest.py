@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_takes
 from tests.gpu.recipes.runs import SHAPE, write_model
 
 

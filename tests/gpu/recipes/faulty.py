@@ -15,7 +15,7 @@ __all__ = ["Config", "Faulty", "check", "main"]
 class Faulty(rl.Rollout):
     def __init__(self, cfg: rl.EngineConfig, place: Any) -> None:
         super().__init__(cfg, place)
-        from spmd_rl.microscope.faults import split_k
+        from spmd_rl.microscope.diagnose.faults import split_k
 
         split_k(cast(Any, self.engine))  # it asks for no more than a model
 

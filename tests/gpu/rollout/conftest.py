@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_takes
 from spmd_rl.model.network import CausalLM
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, new_model, workload
 from tests.samples import Samples, finish

@@ -13,8 +13,8 @@ import torch
 from spmd_rl.errors import SpmdError
 from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.native.graphs import DecodeGraphs
-from spmd_rl.rollout.native.staged import Staged
+from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
+from spmd_rl.rollout.native.graph_inputs import Staged
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
 from tests.samples import Samples, finish
 
@@ -166,5 +166,5 @@ def test_abort_and_resume_between_steps(model: CausalLM, alone: Samples) -> None
 
 def test_control_stale_newest_token_is_seen(model: CausalLM, alone: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the tokens that prompts' steps drew, the first replay reads what an earlier row left there."""
-    monkeypatch.setattr("spmd_rl.rollout.native.graphs.DecodeGraphs.remember", lambda self, rows, tokens: None)
+    monkeypatch.setattr("spmd_rl.rollout.native.decode_graphs.DecodeGraphs.remember", lambda self, rows, tokens: None)
     assert unequal(finish(new_engine(model), workload()), alone) > 0

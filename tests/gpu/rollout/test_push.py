@@ -11,7 +11,7 @@ from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.types import Sample
+from spmd_rl.types.samples import Sample
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_model
 from tests.samples import Samples
 

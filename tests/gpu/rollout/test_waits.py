@@ -11,10 +11,10 @@ import torch
 
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Request, SamplingConfig
+from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.graphs import DecodeGraphs
-from spmd_rl.rollout.native.prompt_graphs import PromptGraphs
-from spmd_rl.rollout.native.steps import Drawn, Steps
+from spmd_rl.rollout.native.model_runner import Drawn, Steps
+from spmd_rl.rollout.native.prefill_graphs import PromptGraphs
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
 from tests.samples import Samples, finish
 

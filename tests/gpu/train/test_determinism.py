@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.kernels.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_takes
 from spmd_rl.train.determinism import deterministic
 
 DEVICE = torch.device("cuda")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from spmd_rl.types import Group, Prompt, Sample
+from spmd_rl.types.samples import Group, Prompt, Sample
 
 MakeGroup = Callable[..., Group]
 

@@ -17,12 +17,13 @@ from benchmarks.grpo_proof import USED, broken_promises
 from benchmarks.kernels import decode_gemm, filters, layer_cases
 from benchmarks.shapes import QWEN3, write_config
 from spmd_rl.controller.contracts import FILE, followed
-from spmd_rl.kernels import gated, linear_plan, token_logprobs, write_kv
-from spmd_rl.kernels.cublaslt import Shape, Way
+from spmd_rl.kernels import token_logprobs, write_kv
+from spmd_rl.kernels.linear import dispatch, swiglu
+from spmd_rl.kernels.linear.cublaslt import Shape, Way
 from spmd_rl.model import network
-from spmd_rl.rollout.native.plan import Counters
+from spmd_rl.rollout.native.step_plan import Counters
 from spmd_rl.train import learner
-from spmd_rl.train.tally import Tally
+from spmd_rl.train.metric_sums import Tally
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("4B", 4.022), ("8B", 8.191)])
@@ -83,9 +84,9 @@ def test_engines_free_of_the_contract_multiply_in_other_ways() -> None:
     used = {}
     for path, context in engine_cost.PATHS.items():
         with context():
-            used[path] = linear_plan.matmul, gated.choose_gated_tile(64, 9728) is not None
+            used[path] = dispatch.matmul, swiglu.choose_gated_tile(64, 9728) is not None
     ours, free, apart = used.values()
-    assert ours == (linear_plan.matmul, True)
+    assert ours == (dispatch.matmul, True)
     assert free[0] is apart[0] is not ours[0]
     assert (free[1], apart[1]) == (True, False)
 
@@ -120,15 +121,15 @@ def test_products_are_those_of_the_network(tmp_path: Path, name: str) -> None:
         found = [weights[f"model.layers.0.{end}_proj.weight"] for end in ends]
         return sum(rows for rows, _ in found), found[0][1]
 
-    qkv, gated = [f"self_attn.{one}" for one in "qkv"], ["mlp.gate", "mlp.up"]
+    qkv, swiglu = [f"self_attn.{one}" for one in "qkv"], ["mlp.gate", "mlp.up"]
     products = decode_gemm.shapes()
     assert {key.split()[1]: value[:2] for key, value in products.items() if key.startswith(f"Qwen3-{name} ")} == {
         "q": shape(qkv[0]),
         "kv": shape(qkv[1]),
         "qkv": shape(*qkv),
         "o": shape("self_attn.o"),
-        "gate": shape(gated[0]),
-        "gate_up": shape(*gated),
+        "gate": shape(swiglu[0]),
+        "gate_up": shape(*swiglu),
         "down": shape("mlp.down"),
         "lm_head": weights["model.embed_tokens.weight"],
     }

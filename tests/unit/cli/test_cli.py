@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 import spmd_rl
-from spmd_rl import cli
-from spmd_rl.controller.last_words import ERROR_FILE_ENV
-from spmd_rl.help import COMMANDS
+from spmd_rl.cli import main
+from spmd_rl.cli.help import COMMANDS
+from spmd_rl.controller.lifecycle.exit_message import ERROR_FILE_ENV
 from tests.laws.source import ROOT
 
-MAIN = "import sys; from spmd_rl.cli import main; sys.exit(main())"
+MAIN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 
 
 def ended(*words: str) -> int:
     """The exit code of `spmd-rl` with these words."""
     try:
-        return cli._guarded(cli._main, list(words))
+        return main._guarded(main._main, list(words))
     except SystemExit as leaving:  # an argument parser's help
         return int(leaving.code or 0)
 
@@ -83,7 +83,7 @@ def test_a_sentence_is_told_though_a_torchrun_around_is_gone(
 ) -> None:
     monkeypatch.setenv(ERROR_FILE_ENV, "/nonexistent/error.json")
     monkeypatch.setattr(sys, "argv", ["spmd-rl", "run", "gpro"])
-    assert cli.main() == 2
+    assert main.main() == 2
     assert "there is no recipe 'gpro'" in capfd.readouterr().err
 
 
@@ -137,18 +137,18 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
     def broken(words: list[str]) -> int:
         raise BrokenPipeError("of a socket")
 
-    monkeypatch.setattr(cli, "_run", broken)
+    monkeypatch.setattr(main, "_run", broken)
     assert ended("run", "sft") == 1
     assert "of a socket" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, cli.SPINS), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")]
+    ("given", "spins"), [({}, main.SPINS), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")]
 )
 def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: str | None) -> None:
     """It must be known before torch is loaded, which reads it once."""
     code = (
-        "import os, sys; from spmd_rl import cli; cli._guarded(lambda words: 0, []);"
+        "import os, sys; from spmd_rl.cli import main; main._guarded(lambda words: 0, []);"
         "assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
     )
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
@@ -173,9 +173,9 @@ def test_a_terminal_is_told_that_ranks_start(
     words: list[str],
     said: str,
 ) -> None:
-    monkeypatch.setattr(cli, "launch", lambda *_: 0)
-    monkeypatch.setattr(cli, "_open_many_files", lambda: None)
-    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(main, "launch", lambda *_: 0)
+    monkeypatch.setattr(main, "_open_many_files", lambda: None)
+    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     demo = ROOT / "examples/arithmetic"
     inputs = [f"--model={demo / 'model'}", f"--data={demo / 'train.jsonl'}", "--trainer.init=random"]

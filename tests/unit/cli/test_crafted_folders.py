@@ -13,19 +13,19 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from spmd_rl.controller.rewind import main as rewind
-from spmd_rl.controller.snapshots import Snapshots
-from spmd_rl.controller.stacks import POINTER, StackServer
+from spmd_rl.controller.lifecycle.snapshots import Snapshots
+from spmd_rl.controller.lifecycle.stacks import POINTER, StackServer
+from spmd_rl.controller.run.command import main as rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.microscope.command import main as mismatch
-from spmd_rl.observe.claim import claim, refuse_live
-from spmd_rl.observe.curves import draw
 from spmd_rl.observe.metrics import MetricsLog, keep_until
-from spmd_rl.observe.report.build import main as report
-from spmd_rl.observe.run import WRITTEN, RunFolder
+from spmd_rl.observe.run_folder import WRITTEN, RunFolder
+from spmd_rl.observe.run_lock import claim, refuse_live
 from spmd_rl.observe.sinks import WeightsAndBiases
 from spmd_rl.observe.timeline import main as trace
 from spmd_rl.observe.trace import Trace
+from spmd_rl.report.build import main as report
+from spmd_rl.report.curves import draw
 
 CONFIG = 'recipe = "grpo"\n'
 HEADER = {"process": "rank 0", "rank": 0, "host": "h", "pid": 1, "began_unix_ns": 0}

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import pytest
 
-from spmd_rl.config import describe, load
-from spmd_rl.config_rules import refuse_given
-from spmd_rl.controller.recipe import load_recipe
+from spmd_rl.cli.help import of_recipe, settable, shipped
+from spmd_rl.config.load import describe, load
+from spmd_rl.config.rules import refuse_given
+from spmd_rl.controller.run.recipe import load_recipe
 from spmd_rl.errors import ConfigError
-from spmd_rl.help import of_recipe, settable, shipped
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples/arithmetic/recipe.py")
 RECIPES = [*shipped(), EXAMPLE]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.controller.recipe import Invocation, load_recipe
+from spmd_rl.controller.run.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError
 
 ARITHMETIC = str(Path(__file__).parents[3] / "examples/arithmetic/recipe.py")

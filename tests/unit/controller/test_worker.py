@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from spmd_rl.controller import secret
+from spmd_rl.controller.channel import secret
 from spmd_rl.controller.worker import ENDPOINT_KEY, _dial
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.world import World

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.data.order import Order
-from spmd_rl.data.pairs import Pairs
+from spmd_rl.data.epoch_order import Order
 from spmd_rl.data.prompts import PromptConfig, Prompts
+from spmd_rl.data.sft import Pairs
 from spmd_rl.errors import ConfigError, DataError
 
 Jsonl = Callable[..., str]

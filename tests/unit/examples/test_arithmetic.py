@@ -16,7 +16,7 @@ from examples.arithmetic.check import Figure, learning
 from examples.arithmetic.reward import correct
 from spmd_rl.data.files import read_records
 from spmd_rl.rewards.load import resolve_reward
-from spmd_rl.types import Prompt, Sample
+from spmd_rl.types.samples import Prompt, Sample
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "arithmetic"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention
-from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels.runtime.padding import padded_rows
 
 Data = tuple[Tensor, Tensor, Tensor]
 LARGEST, LARGE_KEY = 3.0e38, 1.0e36  # finite; on the CPU a key's products must be too

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels import PackedAttention, attention, paged_attention
-from spmd_rl.kernels.attention import RowLayout, blocked_attention, library_gradients
-from spmd_rl.kernels.tile import padded_rows
+from spmd_rl.kernels import PackedAttention
+from spmd_rl.kernels.attention import blocked, paged
+from spmd_rl.kernels.attention.blocked import RowLayout, blocked_attention, library_gradients
+from spmd_rl.kernels.runtime.padding import padded_rows
 from tests.unit.kernels import paged_case
 from tests.unit.kernels.paged_case import Data, Heads, Paged, oracle, packed
 
@@ -59,17 +60,17 @@ def test_paged_equals_packed(lengths: list[int], heads: Heads, page_size: int, s
 @pytest.mark.parametrize("heads", HEADS)
 def test_laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, heads: Heads) -> None:
     """There sequences lie beside those of about their rows and keys: many parts in place of two."""
-    alike, numbers = paged_attention._alike, set()
+    alike, numbers = paged._alike, set()
 
     def on_gpu(rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
         parts = alike(rows, keys, torch.device("cuda"))
         for part in np.unique(parts):
             same = keys[parts == part]
-            assert same.max() < 2 * max(same.min(), attention.QUERY_TILE)
+            assert same.max() < 2 * max(same.min(), blocked.QUERY_TILE)
         numbers.add(len(np.unique(parts)))
         return parts
 
-    monkeypatch.setattr(paged_attention, "_alike", on_gpu)
+    monkeypatch.setattr(paged, "_alike", on_gpu)
     lengths = [1, 5, 16, 40, 150, 130, 64]
     data = qkv(lengths, heads)
     assert torch.equal(new_paged(lengths, heads, 16, 3).chunks(data, SIZES), packed(*data, lengths, heads))
@@ -163,7 +164,7 @@ def test_row_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     out = packed(*leaves, lengths, heads)
     out.sum().backward()
     grads = [x.grad.clone() for x in leaves]
-    monkeypatch.setattr("spmd_rl.kernels.attention.MAX_SCORES", 40_000)
+    monkeypatch.setattr("spmd_rl.kernels.attention.blocked.MAX_SCORES", 40_000)
     again = [x.detach().clone().requires_grad_() for x in leaves]
     sliced = packed(*again, lengths, heads)
     sliced.sum().backward()
@@ -180,7 +181,7 @@ def test_slices_end_where_rows_are_padding(monkeypatch: pytest.MonkeyPatch, head
     leaves = [x.requires_grad_() for x in qkv(lengths, heads)]
     out = packed(*leaves, lengths, heads)
     grads = torch.autograd.grad(out.square().sum(), leaves)
-    monkeypatch.setattr("spmd_rl.kernels.attention.MAX_SCORES", max_scores)
+    monkeypatch.setattr("spmd_rl.kernels.attention.blocked.MAX_SCORES", max_scores)
     sliced = packed(*leaves, lengths, heads)
     assert torch.equal(sliced, out)
     for found, expected in zip(torch.autograd.grad(sliced.square().sum(), leaves), grads, strict=True):
@@ -194,7 +195,7 @@ def _mismatches(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> in
     heads, lengths = HEADS[0], [150, 33]
     data = qkv(lengths, heads)
     expected = packed(*data, lengths, heads)
-    monkeypatch.setattr(f"spmd_rl.kernels.attention.{name}", value)
+    monkeypatch.setattr(f"spmd_rl.kernels.attention.blocked.{name}", value)
     actual = new_paged(lengths, heads, 16, 2).chunks(data, SIZES)
     return int((actual.view(torch.int32) != expected.view(torch.int32)).sum())
 
@@ -255,7 +256,7 @@ def test_control_a_library_that_counts_places_for_heads_of_no_multiple_of_four(m
         return out
 
     monkeypatch.setattr(torch, "bmm", by_place)
-    for pad, same in ((attention.pad_columns, True), (lambda x: x, False)):
-        monkeypatch.setattr(attention, "pad_columns", pad)
+    for pad, same in ((blocked.pad_columns, True), (lambda x: x, False)):
+        monkeypatch.setattr(blocked, "pad_columns", pad)
         paged = new_paged(lengths, heads, 16, 1).chunks(data, SIZES)
         assert torch.equal(paged, packed(*data, lengths, heads)) is same

@@ -84,7 +84,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     arguments = [(*given, SCALE) for given in CASES.values()]
-    calls = Calls("spmd_rl.kernels.attention_triton", "attend_in_blocks", {}, arguments)
+    calls = Calls("spmd_rl.kernels.attention.blocked_triton", "attend_in_blocks", {}, arguments)
     return dict(zip(CASES, results(calls, tmp_path_factory.mktemp("attention")), strict=True))
 
 

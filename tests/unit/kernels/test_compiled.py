@@ -17,23 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels import (
-    activation_triton,
-    attention_triton,
-    decode_inputs_triton,
-    decode_outputs_triton,
-    filter_triton,
-    linear_gluon,
-    linear_tiles,
-    linear_triton,
-    logprob_triton,
-    merge_triton,
-    norm_triton,
-    rope_triton,
-    row_hash_triton,
-    sampling_triton,
-)
-from spmd_rl.kernels.linear_tiles import (
+from spmd_rl.kernels.attention import blocked_triton, decode_inputs_triton, merge_states_triton
+from spmd_rl.kernels.linear import gluon, tiles, triton_gemm
+from spmd_rl.kernels.linear.tiles import (
     GATED_RINGS,
     GATED_TILES,
     REFERENCE,
@@ -44,7 +30,9 @@ from spmd_rl.kernels.linear_tiles import (
     Ring,
     Tile,
 )
-from spmd_rl.kernels.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
+from spmd_rl.kernels.rowwise import activation_triton, norm_triton, rope_triton, row_hash_triton
+from spmd_rl.kernels.vocab import decode_outputs_triton, filter_triton, logprob_triton, sampling_triton
+from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from tests.unit.kernels.compiled import compiled_of, instructions, ptx_of, shuffles
 
 BF16 = torch.bfloat16
@@ -72,7 +60,7 @@ def rows(count: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
 def product(tile: Tile, num_rows: int = 300, k: int = 1024, gated: bool = False) -> str:
     out, weight = rows(num_rows, 4096), rows(8192 if gated else 4096, k)
     return ptx_of(
-        linear_triton._matmul, lambda: linear_triton.matmul_into(out, rows(num_rows, k), weight, None, tile, gated)
+        triton_gemm._matmul, lambda: triton_gemm.matmul_into(out, rows(num_rows, k), weight, None, tile, gated)
     )
 
 
@@ -109,8 +97,8 @@ def test_a_ring_is_one_chain_of_wgmma(monkeypatch: pytest.MonkeyPatch, ring: Rin
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     out, weight, k = rows(ring.m, 4096), rows(8192 if gated else 4096, 4096), 4096
     ptx = ptx_of(
-        linear_gluon._ring_matmul,
-        lambda: linear_gluon.ring_matmul_into(out, rows(ring.m, k), weight, None, ring, gated),
+        gluon._ring_matmul,
+        lambda: gluon.ring_matmul_into(out, rows(ring.m, k), weight, None, ring, gated),
     )
     (name,) = tensor_core(ptx)
     assert name == f"wgmma.mma_async.sync.aligned.m64n{ring.m}k{WGMMA_K}.f32.bf16.bf16"
@@ -208,17 +196,19 @@ def merge(num_rows: int) -> str:
     partial, sums, out = torch.zeros(3 * num_rows, 16, 128), torch.zeros(3 * num_rows, 16), rows(16 * num_rows, 128)
     ranges = torch.zeros(num_rows, 3, dtype=torch.int64)
     whole = out.view(num_rows, 16, 128)
-    return ptx_of(merge_triton._merge, lambda: merge_triton.merge_ranges_gpu(partial, sums, ranges, whole, None))
+    return ptx_of(
+        merge_states_triton._merge, lambda: merge_states_triton.merge_ranges_gpu(partial, sums, ranges, whole, None)
+    )
 
 
 def launch_attention(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     q, k = torch.zeros(2, 3, num_rows, dim, dtype=dtype), torch.zeros(2, 3, 8 * num_rows, dim, dtype=dtype)
     visible = torch.ones(3, num_rows, dtype=torch.int64)
-    return attention_triton.attend_in_blocks(q, k, k, visible, num_rows, 0.1)
+    return blocked_triton.attend_in_blocks(q, k, k, visible, num_rows, 0.1)
 
 
 def attention(num_rows: int, dim: int = 128, dtype: torch.dtype = BF16) -> str:
-    return ptx_of(attention_triton._attend, lambda: launch_attention(num_rows, dim, dtype))
+    return ptx_of(blocked_triton._attend, lambda: launch_attention(num_rows, dim, dtype))
 
 
 OPS: dict[str, Callable[[int], str]] = {
@@ -248,7 +238,7 @@ def test_attention_in_blocks_adds_in_its_own_order(dim: int) -> None:
     names = tensor_core(ptx)
     assert names
     assert all(name.startswith("wgmma") and name.endswith(f"k{WGMMA_K}.f32.bf16.bf16") for name in names)
-    each = attention_triton.block_tile(BF16, dim).keys // THREADS_OF_A_ROW
+    each = blocked_triton.block_tile(BF16, dim).keys // THREADS_OF_A_ROW
     assert shuffles(ptx)[-4 * 2 :] == [2, 1] * 4  # the greatest and the sum, of two rows a thread
     assert added(ptx) == {"add.rn.f32": 2 * (each - 1 + 2 + 1)}  # the last one's is what came before
 
@@ -259,7 +249,7 @@ def test_attention_in_blocks_adds_in_its_own_order(dim: int) -> None:
 def test_attention_in_blocks_fits_every_gpu_since_ampere(
     dim: int, dtype: torch.dtype, capability: int, shared_kib: int
 ) -> None:
-    found = compiled_of(attention_triton._attend, lambda: launch_attention(48, dim, dtype), capability)
+    found = compiled_of(blocked_triton._attend, lambda: launch_attention(48, dim, dtype), capability)
     assert found.metadata.shared <= shared_kib << 10
 
 
@@ -314,4 +304,4 @@ def test_a_draw_takes_the_exponentials_of_training() -> None:
 
 def test_the_tiles_fit() -> None:
     """None takes more shared memory than a block may, which a launch on a GPU would refuse."""
-    assert max(tile.stages * (tile.m + tile.n) * tile.k * 2 for tile in PLAIN) <= linear_tiles.SHARED_BYTES + (3 << 10)
+    assert max(tile.stages * (tile.m + tile.n) * tile.k * 2 for tile in PLAIN) <= tiles.SHARED_BYTES + (3 << 10)

@@ -15,11 +15,14 @@ import pytest
 import torch
 
 from spmd_rl.controller.contracts import disagreement
-from spmd_rl.kernels import flash, flash_decode, logprob, sampling, tile, verified
+from spmd_rl.kernels.attention import flash, flash_decode
+from spmd_rl.kernels.runtime import padding, versions
+from spmd_rl.kernels.vocab import logprob, sampling
 
 Facts = dict[str, str | int]
-CONTRACT, LINEAR = (import_module(f"spmd_rl.kernels.{name}") for name in ("contract", "linear"))  # not the functions
-VERSIONS = verified.FLASH | {"nvidia-cublas": "13.1.0"}
+CONTRACT = import_module("spmd_rl.kernels.contract")  # not the function
+LINEAR = import_module("spmd_rl.kernels.linear.linear")
+VERSIONS = versions.FLASH | {"nvidia-cublas": "13.1.0"}
 
 
 def facts_of(device: str, dtype: torch.dtype) -> Facts:
@@ -46,16 +49,16 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "versions": dict(VERSIONS),
     }
     monkeypatch.setitem(sys.modules, "triton", made["triton"])
-    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.norm_triton", made["norm"])
-    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.logprob_triton", made["logprob"])
-    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.attention_triton", made["attention"])
+    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.rowwise.norm_triton", made["norm"])
+    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.vocab.logprob_triton", made["logprob"])
+    monkeypatch.setitem(sys.modules, "spmd_rl.kernels.attention.blocked_triton", made["attention"])
 
     def version(package: str) -> str:
         if package not in made["versions"]:
             raise PackageNotFoundError(package)
         return made["versions"][package]
 
-    monkeypatch.setattr(verified, "version", version)
+    monkeypatch.setattr(versions, "version", version)
     monkeypatch.setattr(flash, "flash_takes", lambda *given: True)
     monkeypatch.setattr(flash, "flash_version", lambda: version("flash-attn-4"))
     monkeypatch.setattr(LINEAR, "keeps_chain", lambda *given: True)
@@ -77,7 +80,7 @@ def changed(facts: Callable[[], Facts], change: Callable[[], None]) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "name", "value", "fact"),
     [
-        (tile, "ROW_TILE", 32, "row_tile"),
+        (padding, "ROW_TILE", 32, "row_tile"),
         (logprob, "NUM_VOCAB_SHARDS", 4, "vocab_shards"),
         (logprob, "VOCAB_CHUNK", 512, "vocab_chunk"),
         (logprob, "TEMPERATURE_RULE", "logits / T", "temperature"),
@@ -111,9 +114,9 @@ def test_the_type_of_numbers_is_the_contracts(
 
 def test_an_edited_kernel_is_another_contract(tmp_path: Path) -> None:
     sources = CONTRACT.SOURCES
-    assert {"linear_cute.py", "rope_triton.py", "contract.py"} <= {path.name for path in sources}
+    assert {"cute.py", "rope_triton.py", "contract.py"} <= {path.name for path in sources}
     edited = tmp_path / "rope_triton.py"
-    edited.write_text(sources[0].with_name("rope_triton.py").read_text() + "\n")
+    edited.write_text(next(path for path in sources if path.name == edited.name).read_text() + "\n")
     others = tuple(edited if path.name == edited.name else path for path in sources)
     assert CONTRACT.digest_of(others) != CONTRACT.digest_of(sources) == cpu_facts()["kernels"]
 
@@ -125,13 +128,13 @@ def test_flash_attention_of_another_version_was_not_compared(hopper: dict[str, A
 
 
 def test_the_unit_of_widths_is_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert changed(cpu_facts, lambda: monkeypatch.setattr(tile, "COLUMN_UNIT", 8)) == {"column_unit"}
+    assert changed(cpu_facts, lambda: monkeypatch.setattr(padding, "COLUMN_UNIT", 8)) == {"column_unit"}
 
 
 @pytest.mark.parametrize(("name", "fact"), [("KV_BLOCK", "kv_block"), ("QUERY_TILE", "query_tile")])
 def test_attention_of_the_cpu(name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
     before = gpu_facts()
-    assert changed(cpu_facts, lambda: monkeypatch.setattr(f"spmd_rl.kernels.attention.{name}", 32)) == {fact}
+    assert changed(cpu_facts, lambda: monkeypatch.setattr(f"spmd_rl.kernels.attention.blocked.{name}", 32)) == {fact}
     assert gpu_facts() == before
 
 
@@ -168,17 +171,17 @@ def test_triton(module: str, name: str, fact: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("package", "fact"),
-    [*((package, package) for package in verified.DSL), ("nvidia-cublas", "cublas"), ("flash-attn-4", "attention")],
+    [*((package, package) for package in versions.DSL), ("nvidia-cublas", "cublas"), ("flash-attn-4", "attention")],
 )
 def test_packages(package: str, fact: str, hopper: dict[str, Any]) -> None:
     assert changed(gpu_facts, lambda: hopper["versions"].update({package: "0.1"})) == {fact}
 
 
 def test_packages_that_are_not_there(hopper: dict[str, Any]) -> None:
-    for package in (*verified.DSL, "nvidia-cublas"):
+    for package in (*versions.DSL, "nvidia-cublas"):
         del hopper["versions"][package]
     facts = gpu_facts()
-    assert [facts[name] for name in (*verified.DSL, "cublas")] == ["", "", ""]
+    assert [facts[name] for name in (*versions.DSL, "cublas")] == ["", "", ""]
 
 
 def test_cublas_of_cuda_12(hopper: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import sampling
+from spmd_rl.kernels.vocab import sampling
 
 pytest.importorskip("triton")
 
@@ -50,7 +50,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     """What the kernels leave, with every other row greedy in the last case."""
     arguments = [(logits(kind), SCALE, None, *filters) for kind, filters in CASES.values()]
     arguments.append((logits("normal"), SCALE, GREEDY, None, None, MIN_P))
-    calls = Calls("spmd_rl.kernels.filter_triton", "filtered", CONSTANTS, arguments)
+    calls = Calls("spmd_rl.kernels.vocab.filter_triton", "filtered", CONSTANTS, arguments)
     return dict(zip((*CASES, "greedy"), results(calls, tmp_path_factory.mktemp("filters")), strict=True))
 
 

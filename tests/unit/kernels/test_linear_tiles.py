@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spmd_rl.kernels.linear_tiles import (
+from spmd_rl.kernels.linear.tiles import (
     GATED_RINGS,
     PART,
     RINGS,

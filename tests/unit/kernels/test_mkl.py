@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import spmd_rl
-from spmd_rl import processor
-from spmd_rl.processor import MKL_ON_INTEL, pin_sums
+from spmd_rl import mkl
+from spmd_rl.mkl import MKL_ON_INTEL, pin_sums
 
 SAYS_INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }"
 UNEQUAL = """
 import torch
-from spmd_rl.kernels.tile import ROW_TILE
+from spmd_rl.kernels.runtime.padding import ROW_TILE
 
 generator = torch.Generator().manual_seed(0)
 x, y = torch.randn(4, 160, 64, generator=generator), torch.randn(4, 64, 96, generator=generator)
@@ -76,6 +76,6 @@ def test_mkl_is_told_on_intel_processors_alone(tmp_path: Path, vendor: str | Non
 
 def test_importing_the_package_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
-    monkeypatch.setattr(processor, "pin_sums", lambda: told.append(True))
+    monkeypatch.setattr(mkl, "pin_sums", lambda: told.append(True))
     importlib.reload(spmd_rl)
     assert told

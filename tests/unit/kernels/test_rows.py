@@ -18,7 +18,6 @@ from spmd_rl.kernels import (
     KvPlace,
     add_rms_norm,
     linear,
-    linear_cpu,
     qk_norm_rope,
     qk_norm_rope_into,
     rms_norm,
@@ -28,6 +27,7 @@ from spmd_rl.kernels import (
     token_logprobs,
     write_kv,
 )
+from spmd_rl.kernels.linear import cpu
 from tests.libraries import other_sums_of_few_rows
 
 ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 127, 129, 257)
@@ -83,23 +83,23 @@ def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch
 
     plain, given = F.linear, (weight(48, 97), weight(1, 48)[0])
     x = data("normal", TOTAL, 97)
-    monkeypatch.setattr(linear_cpu.F, "linear", by_parts)
+    monkeypatch.setattr(cpu.F, "linear", by_parts)
     with monkeypatch.context() as patch:
-        patch.setattr(linear_cpu, "rows_stand_alone", lambda *shape: True)
+        patch.setattr(cpu, "rows_stand_alone", lambda *shape: True)
         assert unequal_rows(lambda part: linear(part, *given), x) > 0, "the control"
-    linear_cpu.rows_stand_alone.cache_clear()
+    cpu.rows_stand_alone.cache_clear()
     sizes.clear()
     assert unequal_rows(lambda part: linear(part, *given), x) == 0
     assert set(sizes) == {16, 32}, "all but the comparison's are tiles"
     torch.testing.assert_close(linear(x, *given), plain(x, *given), rtol=1e-4, atol=1e-4)
-    linear_cpu.rows_stand_alone.cache_clear()
+    cpu.rows_stand_alone.cache_clear()
 
 
 def test_control_a_library_of_other_sums_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = data("normal", TOTAL, 64), weight(64, 64)
-    monkeypatch.setattr(linear_cpu.F, "linear", other_sums_of_few_rows)
+    monkeypatch.setattr(cpu.F, "linear", other_sums_of_few_rows)
     assert unequal_rows(lambda part: linear(part, w), x) == 0
-    monkeypatch.setattr(linear_cpu, "pad_rows", lambda x: x)
+    monkeypatch.setattr(cpu, "pad_rows", lambda x: x)
     assert unequal_rows(lambda part: linear(part, w), x) > 0
 
 
@@ -119,18 +119,18 @@ def test_control_a_library_that_counts_places_where_k_is_no_multiple_of_four(mon
             out[1::2] = plain(x.flip(1), w.flip(1), bias)[1::2]
         return out
 
-    monkeypatch.setattr(linear_cpu.F, "linear", by_place)
+    monkeypatch.setattr(cpu.F, "linear", by_place)
     assert unequal_rows(lambda part: linear(part, w), x) == 0
-    monkeypatch.setattr(linear_cpu, "pad_columns", lambda x: x)
+    monkeypatch.setattr(cpu, "pad_columns", lambda x: x)
     assert unequal_rows(lambda part: linear(part, w), x) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_library_is_compared_once_a_shape(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear_cpu.rows_stand_alone.cache_clear()
+    cpu.rows_stand_alone.cache_clear()
     for _ in range(3):
         linear(data("normal", 40, 64).to(dtype), weight(32, 64).to(dtype))
-    found = linear_cpu.rows_stand_alone.cache_info()
+    found = cpu.rows_stand_alone.cache_info()
     assert (found.misses, found.hits) == (1, 2)
     x = data("normal", 256, 64).to(dtype).requires_grad_()
     linear(x, weight(32, 64).to(dtype)).sum().backward()

@@ -13,11 +13,11 @@ from spmd_rl.kernels import (
     position_keys,
     sample_and_score,
     sample_tokens,
-    sampling,
     stream_bases,
     stream_keys,
     token_logprobs,
 )
+from spmd_rl.kernels.vocab import sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 

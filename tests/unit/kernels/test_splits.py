@@ -12,9 +12,9 @@ from torch import Tensor
 from spmd_rl.controller.contracts import disagreement
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, contract
-from spmd_rl.kernels.flash import check_split
-from spmd_rl.kernels.merge import merge_ranges
-from spmd_rl.kernels.splits import Splits
+from spmd_rl.kernels.attention.flash import check_split
+from spmd_rl.kernels.attention.merge_states import merge_ranges
+from spmd_rl.kernels.attention.splits import Splits
 from spmd_rl.rollout.engine import EngineConfig
 from spmd_rl.train.config import TrainerConfig
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.engine_path import EnginePath
-from spmd_rl.microscope.paths import ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.engine_pass import EnginePath
+from spmd_rl.microscope.replay.forward_pass import ReferencePath, TrainerPath, load_model
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec

@@ -16,23 +16,23 @@ import pytest
 import torch
 
 from benchmarks import grpo_proof
-from spmd_rl import cli
+from spmd_rl.cli import main
 from spmd_rl.errors import SpmdError
 from spmd_rl.microscope import command
-from spmd_rl.microscope.engine_path import EnginePath
-from spmd_rl.microscope.faults import plant
-from spmd_rl.microscope.inputs import mismatched_tokens, samples_of, samples_of_run
-from spmd_rl.microscope.origins import Origins
-from spmd_rl.microscope.paths import TrainerPath, load_model
-from spmd_rl.microscope.taps import Hashes
+from spmd_rl.microscope.diagnose.faults import plant
+from spmd_rl.microscope.replay.engine_pass import EnginePath
+from spmd_rl.microscope.replay.forward_pass import TrainerPath, load_model
+from spmd_rl.microscope.replay.inputs import mismatched_tokens, samples_of, samples_of_run
+from spmd_rl.microscope.replay.kv_provenance import Origins
+from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import EngineConfig
 from spmd_rl.train.checkpoint_index import INDEX_FILE, merged
 from spmd_rl.train.progress import Progress
 from spmd_rl.train.shards import write_shards
-from spmd_rl.weights.held import Held
 from spmd_rl.weights.layout import Piece
+from spmd_rl.weights.local_tensors import Held
 
 SENTENCE = {"prompt_uid": 7, "prompt": "15+29=", "answer": "44", "text": "44", "reward": 1.0, "finish": "stop"}
 
@@ -54,7 +54,7 @@ def run(tmp_path: Path, folder: Path) -> Path:
 def mismatch(monkeypatch: pytest.MonkeyPatch):
     def call(*words: object) -> int:
         monkeypatch.setattr(sys, "argv", ["spmd-rl", "mismatch", *map(str, words)])
-        return cli.main()
+        return main.main()
 
     return call
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.linear_cpu import rows_stand_alone
-from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.compare import Comparison, compare
-from spmd_rl.microscope.engine_path import EnginePath
-from spmd_rl.microscope.explain import Trial
-from spmd_rl.microscope.faults import plant
-from spmd_rl.microscope.merged import merged_attention
-from spmd_rl.microscope.points import OPS, Point
-from spmd_rl.microscope.taps import Hashes, Marks, Tap, Values
-from spmd_rl.microscope.verdict import verdict
+from spmd_rl.kernels.linear.cpu import rows_stand_alone
+from spmd_rl.microscope.diagnose.compare import Comparison, compare
+from spmd_rl.microscope.diagnose.explain import Trial
+from spmd_rl.microscope.diagnose.faults import plant
+from spmd_rl.microscope.page.verdict import verdict
+from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.engine_pass import EnginePath
+from spmd_rl.microscope.replay.split_reference import merged_attention
+from spmd_rl.microscope.taps.points import OPS, Point
+from spmd_rl.microscope.taps.taps import Hashes, Marks, Tap, Values
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig
 
@@ -64,7 +64,7 @@ def test_a_cache_that_gives_somebody_elses_keys_is_called_that(engine, trainer, 
     def careless(keys: list[bytes], root: bytes, tokens: np.ndarray, page_size: int) -> None:
         keys.extend(bytes([page]) for page in range(len(keys), len(tokens) // page_size))
 
-    for module in ("stems", "scheduler"):
+    for module in ("prefix_sharing", "scheduler"):
         monkeypatch.setattr(f"spmd_rl.rollout.native.{module}.extend_keys", careless)
     rng = np.random.default_rng(1)
     case = Case(tuple(Replayed(f"{n}:0", rng.integers(2, 100, 9), rng.integers(2, 100, 5)) for n in range(2)))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import sample_and_score
-from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.compare import compare
-from spmd_rl.microscope.engine_path import OWN_DRAWS, EnginePath
-from spmd_rl.microscope.points import Point
-from spmd_rl.microscope.taps import Hashes
+from spmd_rl.microscope.diagnose.compare import compare
+from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePath
+from spmd_rl.microscope.taps.points import Point
+from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 

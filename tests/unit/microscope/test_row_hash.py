@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import spmd_rl.kernels.row_hash as row_hash
-from spmd_rl.kernels.row_hash import row_hashes
+import spmd_rl.kernels.rowwise.row_hash as row_hash
+from spmd_rl.kernels.rowwise.row_hash import row_hashes
 
 rows = st.integers(1, 40).flatmap(lambda width: st.lists(st.integers(0, 2**32 - 1), min_size=width, max_size=width))
 

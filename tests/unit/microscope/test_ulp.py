@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.microscope.ulp import Histogram, distances, histogram
+from spmd_rl.microscope.diagnose.ulp import Histogram, distances, histogram
 
 floats = st.floats(width=32, allow_nan=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmd_rl.microscope.variants import Together, variants
+from spmd_rl.microscope.diagnose.variants import Together, variants
 
 ROUNDED = {
     "the library's log-softmax of logits rounded to bfloat16": 0.02,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.microscope.case import Case, Replayed
-from spmd_rl.microscope.compare import Comparison, Finding, Logprobs
-from spmd_rl.microscope.explain import Match
-from spmd_rl.microscope.identity import Kernel
-from spmd_rl.microscope.points import BEFORE, Point
-from spmd_rl.microscope.ulp import Histogram
-from spmd_rl.microscope.verdict import Cause, Side, verdict
+from spmd_rl.microscope.diagnose.compare import Comparison, Finding, Logprobs
+from spmd_rl.microscope.diagnose.explain import Match
+from spmd_rl.microscope.diagnose.kernel_identity import Kernel
+from spmd_rl.microscope.diagnose.ulp import Histogram
+from spmd_rl.microscope.page.verdict import Cause, Side, verdict
+from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.taps.points import BEFORE, Point
 
 NAMES = ("engine", "trainer")
 CASE = Case((Replayed("7:0", np.arange(3), np.arange(2)), Replayed("7:1", np.arange(3), np.arange(4))))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from spmd_rl.controller.config import RunConfig
+from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe import sinks
 from spmd_rl.observe.sinks import Sinks

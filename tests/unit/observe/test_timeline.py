@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.timeline import Span, main, read_spans, tracks, write_chrome
-from tests.unit.observe.synthetic import make_run, write_trace
+from tests.unit.report.synthetic import make_run, write_trace
 
 
 def check_chrome(trace: Any) -> None:

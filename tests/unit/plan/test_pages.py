@@ -14,14 +14,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.config import describe, dump_toml, load
+from spmd_rl.config.load import describe, dump_toml, load
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import RoleSplit, Split
 from spmd_rl.offload.ledger import PHASES, Ledger
 from spmd_rl.plan.resolve import counted, resolve
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.rollout.engine import EngineConfig
-from spmd_rl.rollout.native.sizes import FREE_SHARE, auto_pages
+from spmd_rl.rollout.native.auto_sizes import FREE_SHARE, auto_pages
 from spmd_rl.train.config import TrainerConfig
 
 GIB = 1 << 30

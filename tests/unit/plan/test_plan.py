@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmd_rl.config import load
+from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError, PlanError
 from spmd_rl.mesh.split import Split
 from spmd_rl.offload.ledger import Entry, Ledger

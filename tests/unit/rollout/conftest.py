@@ -14,8 +14,8 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig, Request
+from spmd_rl.rollout.native.decode_graphs import Draw
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.graphs import Draw
 from tests import samples
 from tests.samples import Samples
 

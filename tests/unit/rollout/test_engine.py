@@ -9,8 +9,8 @@ import torch
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
 from spmd_rl.offload.host import HostMemory
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.native.auto_sizes import auto_pages
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.sizes import auto_pages
 
 EOS = 1
 

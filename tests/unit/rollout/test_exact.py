@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import spmd_rl.kernels.attention as attention
-import spmd_rl.kernels.paged_attention as paged_attention
+import spmd_rl.kernels.attention.blocked as attention
+import spmd_rl.kernels.attention.paged as paged_attention
 from spmd_rl.kernels import sample_and_score
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native import scheduler

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.rollout.native import graphs
-from spmd_rl.rollout.native.graphs import TURNS, DecodeGraphs, batch_sizes, table_width
-from spmd_rl.rollout.native.rows import Rows
+from spmd_rl.rollout.native import decode_graphs
+from spmd_rl.rollout.native.decode_graphs import TURNS, DecodeGraphs, batch_sizes, table_width
+from spmd_rl.rollout.native.sequence_table import Rows
 
 
 def test_sizes_end_at_the_largest() -> None:
@@ -44,27 +44,27 @@ class Staged:
 
 
 @pytest.fixture
-def decode_graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
-    monkeypatch.setattr(graphs, "_Pinned", Pinned)
-    monkeypatch.setattr(graphs, "Staged", Staged)
-    monkeypatch.setattr(graphs, "record", lambda work, memory: (SimpleNamespace(replay=lambda: None), None))
+def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
+    monkeypatch.setattr(decode_graphs, "_Pinned", Pinned)
+    monkeypatch.setattr(decode_graphs, "Staged", Staged)
+    monkeypatch.setattr(decode_graphs, "record", lambda work, memory: (SimpleNamespace(replay=lambda: None), None))
     monkeypatch.setattr(Staged, "uploaded", [])
     cache = SimpleNamespace(data=torch.zeros(1), split=0, page_size=4)
     return DecodeGraphs(None, cache, Rows(6, 64, 4), None, None)
 
 
-def test_steps_take_turns_in_the_hosts_memory(decode_graphs: DecodeGraphs) -> None:
+def test_steps_take_turns_in_the_hosts_memory(graphs: DecodeGraphs) -> None:
     """A step's place is told to the device whenever its rows are; between, it counts by itself."""
     three, two = np.array([0, 2, 5]), np.array([1, 3])
-    places = [decode_graphs.launch(rows)[0][0].item() // 6 for rows in (three, three, three, two, two, three)]
+    places = [graphs.launch(rows)[0][0].item() // 6 for rows in (three, three, three, two, two, three)]
     assert places == [0, 1, 0, 1, 0, 1]
     # each size once as it is recorded, then for three rows first, for two, for three again
     assert Staged.uploaded == [0, 0, 1, 1, 1]
 
 
-def test_graphs_let_go_of_are_gone_without_the_collector(decode_graphs: DecodeGraphs, request) -> None:
+def test_graphs_let_go_of_are_gone_without_the_collector(graphs: DecodeGraphs, request) -> None:
     """What they hold is device memory, and letting go of it late would end a recording under way."""
-    made = DecodeGraphs(None, decode_graphs._cache, Rows(6, 64, 4), None, None)
+    made = DecodeGraphs(None, graphs._cache, Rows(6, 64, 4), None, None)
     made.launch(np.array([0]))
     gone = weakref.ref(made)
     request.addfinalizer(gc.enable)

@@ -8,7 +8,7 @@ import torch
 
 from spmd_rl.kernels import PackedAttention, sample_tokens, stream_keys
 from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.native.rows import Rows
+from spmd_rl.rollout.native.sequence_table import Rows
 from spmd_rl.train.microbatch import inverse_temperature
 
 NUM_DRAWS = 4000

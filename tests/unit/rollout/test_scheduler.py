@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.pages import PagePool
-from spmd_rl.rollout.native.plan import Plan, share_budget
-from spmd_rl.rollout.native.rows import Rows
 from spmd_rl.rollout.native.scheduler import REFILL_SHARE, Scheduler
+from spmd_rl.rollout.native.sequence_table import Rows
+from spmd_rl.rollout.native.step_plan import Plan, share_budget
 
 MAX_TOKENS = 40
 FEATURES = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.controller import secret
+from spmd_rl.controller.channel import secret
 from spmd_rl.slurm.script import Job, render
 
 SCONTROL = """#!/bin/bash

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from spmd_rl.mesh.place import Place, Seats
+from spmd_rl.mesh.role_context import Place, Seats
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.role import Trainer
+from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import write_model_folder
 
 NewTrainer = Callable[..., Trainer]

@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.controller.checksums import checksum
+from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.observe import folders
 from spmd_rl.train import checkpoint, shards
 from spmd_rl.train.checkpoint_index import INDEX_FILE
 from spmd_rl.train.config import TrainerConfig
-from spmd_rl.train.role import Trainer
+from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 
 

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spmd_rl.algo.batch import pack_sft
 from spmd_rl.algo.losses import grpo_loss, sft_loss
-from spmd_rl.batch import Batch
+from spmd_rl.algo.packing import pack_sft
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.learner import Learner
-from spmd_rl.train.role import Trainer
+from spmd_rl.train.trainer import Trainer
+from spmd_rl.types.batch import Batch
 from tests.dist.train_case import make_batch
 from tests.libraries import other_sums_of_few_rows
 
@@ -137,7 +137,7 @@ def test_without_padding_to_the_row_tile_bits_differ(new_trainer, monkeypatch: p
     expected = _scores(trainer, batch)
     trainer.backend.scorer.logit_rows = 1
     np.testing.assert_array_equal(_scores(trainer, batch), expected)
-    monkeypatch.setattr(sys.modules["spmd_rl.kernels.linear_cpu"], "pad_rows", lambda x: x)
+    monkeypatch.setattr(sys.modules["spmd_rl.kernels.linear.cpu"], "pad_rows", lambda x: x)
     alone = _scores(trainer, batch)
     assert np.allclose(alone, expected, atol=1e-4)
     assert not np.array_equal(alone.view(np.int32), expected.view(np.int32))

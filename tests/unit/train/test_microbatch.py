@@ -6,7 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spmd_rl.train import microbatch, prefixes
+from spmd_rl.train import microbatch, shared_prefix
 from spmd_rl.train.microbatch import inverse_temperature, lay_out, num_needed, split
 from tests.dist.train_case import make_batch
 
@@ -57,7 +57,7 @@ def test_any_agreed_count_can_be_run(lengths: list[int], count: int) -> None:
 def test_rows_point_at_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch()
     sharing = lay_out(batch, CPU)
-    monkeypatch.setattr("spmd_rl.train.prefixes.shared", prefixes.whole)
+    monkeypatch.setattr("spmd_rl.train.shared_prefix.shared", shared_prefix.whole)
     micro = lay_out(batch, CPU)
     assert len(sharing.tokens) < len(micro.tokens)
     for field in ("tokens", "positions"):

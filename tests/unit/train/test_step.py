@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from spmd_rl.algo.losses import LossInput, grpo_loss, sft_loss
-from spmd_rl.batch import Batch
 from spmd_rl.errors import ContractError, DataError, SpmdError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights, save_folder
@@ -21,7 +20,8 @@ from spmd_rl.train import config, fsdp2, learner
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch, split
-from spmd_rl.train.role import Trainer
+from spmd_rl.train.trainer import Trainer
+from spmd_rl.types.batch import Batch
 from tests.dist.train_case import make_batch
 
 

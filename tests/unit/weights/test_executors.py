@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from spmd_rl.weights.executors import _buckets, alias, execute
-from spmd_rl.weights.held import Held, HeldTensor
 from spmd_rl.weights.layout import Box
+from spmd_rl.weights.local_tensors import Held, HeldTensor
 from spmd_rl.weights.plan import plan
 
 

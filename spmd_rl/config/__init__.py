@@ -1,0 +1,1 @@
+"""Configs: frozen dataclasses from TOML files and dotted overrides."""

@@ -1,0 +1,1 @@
+"""Bytes between controller and workers: messages, encryption and sockets. It decides nothing."""

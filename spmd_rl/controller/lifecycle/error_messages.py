@@ -1,0 +1,55 @@
+"""Sentences about what went wrong: which rank, in which call and phase, since when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spmd_rl import errors
+from spmd_rl.controller.channel.wire import Failure
+from spmd_rl.controller.lifecycle.calls import CallRecord
+from spmd_rl.controller.lifecycle.roster import Seat
+from spmd_rl.errors import LostRankError, RemoteError, SpmdError
+
+
+def in_call(record: CallRecord | None) -> str:
+    """Which call, in which phase, for how long."""
+    if record is None:
+        return "between calls"
+    phase = f" (phase {record.phase})" if record.phase else ""
+    return f"in {record.what}{phase} after {record.age_s:.1f} s"
+
+
+def refusals(counts: Mapping[str, int]) -> str:
+    """How many frames were refused and why, as a clause; empty when none were."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
+    return f"; frames refused: {reasons}" if reasons else ""
+
+
+def lost_error(
+    ranks: Sequence[int], seats: Mapping[int, Seat], now: float, record: CallRecord | None, refused: Mapping[str, int]
+) -> LostRankError:
+    """Who of `ranks` is lost, since when, and in which call."""
+    known = [seats[rank] for rank in ranks if rank in seats]
+    who = ", ".join(str(seat) for seat in known) or f"rank {ranks[0]}"
+    silence_s = max((now - seat.heard for seat in known), default=0.0)
+    return LostRankError(f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(record)}{refusals(refused)}")
+
+
+def remote_error(what: str, rank: int, failure: Failure) -> SpmdError:
+    """The error of a worker, here: one of our own kinds as it was, anything else as a RemoteError."""
+    kind = getattr(errors, failure.kind, None)
+    if isinstance(kind, type) and issubclass(kind, SpmdError) and kind is not RemoteError:
+        error = kind.__new__(kind)
+        error.args = (failure.sentence,)
+        error.add_note(f"rank {rank}, {what}:\n{failure.traceback}")
+        return error
+    role, _, call = what.partition(".")
+    return RemoteError(
+        rank=rank,
+        role=role,
+        call=call,
+        kind=failure.kind,
+        sentence=failure.sentence,
+        remote_traceback=failure.traceback,
+        exit_code=failure.exit_code,
+    )

@@ -1,0 +1,1 @@
+"""One run of a recipe: the controller process, its steps and its checkpoints."""

@@ -1,0 +1,157 @@
+"""From the words of a command line to a recipe and its config."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from spmd_rl.config.load import load
+from spmd_rl.config.run import RunConfig
+from spmd_rl.errors import ConfigError, source_line
+
+SHIPPED = "spmd_rl.recipes"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"spmd-rl run: {message}")
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What was asked for: `RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]`."""
+
+    recipe: str
+    config: Path | None
+    nproc: int | None
+    max_restarts: int
+    verbose: bool
+    overrides: list[str]
+
+    @property
+    def name(self) -> str:
+        """The recipe's own: `grpo`, `my.module`'s last word, or that of a file without its `.py`."""
+        return Path(self.recipe).stem if self.recipe.endswith(".py") else self.recipe.rpartition(".")[2]
+
+    @classmethod
+    def parse(cls, words: list[str]) -> Invocation:
+        """Read the words after `run`. Raises: ConfigError."""
+        parser = _Parser(add_help=False, allow_abbrev=False)
+        parser.add_argument("recipe")
+        parser.add_argument("--config", type=Path)
+        parser.add_argument("--nproc", type=int)
+        parser.add_argument("--max-restarts", type=int, default=0)
+        parser.add_argument("--verbose", action="store_true")
+        known, rest = parser.parse_known_args(words)
+        for name, count, least in (("--nproc", known.nproc, 1), ("--max-restarts", known.max_restarts, 0)):
+            if count is not None and count < least:
+                raise ConfigError(f"{name}={count}: expected {least} or more")
+        return cls(known.recipe, known.config, known.nproc, known.max_restarts, known.verbose, _overrides(rest))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A module's `Config` and `main(ctl, cfg)`, and its `check(cfg)` if it has one."""
+
+    config: type[Any]
+    main: Callable[..., None]
+    check: Callable[[Any], None] | None
+
+    def configure(self, invocation: Invocation) -> Any:
+        """The config as the invocation gives it; a run without a name has the recipe's. Raises: ConfigError."""
+        cfg = load(self.config, invocation.config, invocation.overrides)
+        run = run_config(cfg)
+        if run is not getattr(cfg, "run", None) or run.name:
+            return cfg
+        return dataclasses.replace(cfg, run=dataclasses.replace(run, name=invocation.name))
+
+    def accept(self, invocation: Invocation) -> Any:
+        """The config, which the recipe has checked. Raises: ConfigError, or what the recipe raises."""
+        cfg = self.configure(invocation)
+        if self.check is not None:
+            self.check(cfg)
+        return cfg
+
+
+def run_config(cfg: Any) -> RunConfig:
+    """The `run` section of a recipe's config, or the defaults."""
+    run = getattr(cfg, "run", None)
+    return run if isinstance(run, RunConfig) else RunConfig()
+
+
+def make_importable(recipe: str) -> str:
+    """The module name of a recipe, which is a path, a module or a shipped name; after this it can be imported.
+
+    Raises: ConfigError when there is no such recipe.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if recipe.endswith(".py"):
+        path = Path(recipe).resolve()
+        if not path.is_file():
+            raise ConfigError(f"there is no recipe at {recipe}")
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+        return path.stem
+    for name in (f"{SHIPPED}.{recipe}", recipe):
+        if _exists(name):
+            return name
+    beside = [module.name for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__)]
+    shipped = [name for name in beside if hasattr(importlib.import_module(f"{SHIPPED}.{name}"), "Config")]
+    near = difflib.get_close_matches(recipe, shipped, 1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped ones are {', '.join(shipped) or 'none'}"
+    raise ConfigError(f"there is no recipe '{recipe}': {hint} (a path must end in .py)")
+
+
+def load_recipe(recipe: str) -> Recipe:
+    """Import a recipe. Raises: ConfigError when it is missing or is no recipe."""
+    try:
+        module = importlib.import_module(make_importable(recipe))
+    except SyntaxError as error:
+        where, kind = f"{error.filename}:{error.lineno}", type(error).__name__
+        raise ConfigError(f"{where}: {kind}: {error.msg}{source_line(error)}") from error
+    except SystemExit as error:  # it would end this process as if all were done
+        raise ConfigError(f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})") from error
+    _check_file(module, recipe)
+    config, main = getattr(module, "Config", None), getattr(module, "main", None)
+    if not dataclasses.is_dataclass(config) or not isinstance(config, type) or not callable(main):
+        raise ConfigError(f"{recipe} is no recipe: it needs a dataclass Config and a function main(ctl, cfg)")
+    return Recipe(config, main, getattr(module, "check", None))
+
+
+def _check_file(module: ModuleType, recipe: str) -> None:
+    """A recipe's file name must not be that of a module which is found before it."""
+    found = getattr(module, "__file__", None)
+    if recipe.endswith(".py") and (found is None or Path(found).resolve() != Path(recipe).resolve()):
+        raise ConfigError(f"{recipe} has the name of another module, {found}: rename it")
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _overrides(words: list[str]) -> list[str]:
+    """`--a.b=c` and `--a.b c` as "a.b=c"; a flag without a value as "=true"."""
+    found: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            found.append(word[2:])
+        elif found and "=" not in found[-1]:
+            found[-1] += f"={word}"
+        else:
+            raise ConfigError(f"cannot read '{word}': settings are written --a.b=c")
+    return [word if "=" in word else f"{word}=true" for word in found]

@@ -1,0 +1,1 @@
+"""Attention over packed sequences and over a paged KV cache."""

@@ -1,0 +1,64 @@
+"""FlashAttention-4 for decoding: one new token a sequence over its pages."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.runtime.versions import has_flash
+
+TILE = (64, 128)  # the fewest query rows that the tensor cores take, and the key blocks of training
+BOX_ROWS = 32  # keys or values of a page that are copied at a time
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    num_keys: Tensor,
+    handed_out: Tensor,
+    out: Tensor,
+    log_sum: Tensor | None = None,
+) -> None:
+    """Each query over the first keys of its pages, S times over other pages, into `out` and, if wanted, `log_sum`.
+
+    `pages`, `num_keys` and all keys and values but each sequence's newest may be read early (`overlap_triton`). Without
+    keys `log_sum` is minus infinity.
+    Shape: q [B, H, D]; keys and values [num_pages, page_size, K, D]; pages [B * S, P] and num_keys [B * S] int32; out
+    [B * S, H, D]; log_sum [B * S, H] fp32. handed_out [1] int32 is zero before and after; calls that may run at the
+    same time need one each.
+    """
+    (heads, dim), kv_heads = q.shape[1:], keys.shape[2]
+    if keys.shape[1] == TILE[1] and heads // kv_heads <= TILE[0] and has_flash():
+        from spmd_rl.kernels.attention.flash_decode_cute import compiled_decoding
+
+        num_sms = _num_sms(q.device)
+        blocks = 2 if len(pages) * kv_heads > num_sms else 1
+        run = compiled_decoding(blocks, num_sms, dim, log_sum is not None, len(pages) > len(q))
+        # The queries of a head of keys are a tile's rows.
+        q, out = (x.view(-1, kv_heads, heads // kv_heads, dim).transpose(1, 2) for x in (q, out))
+        log_sum = None if log_sum is None else log_sum.view(-1, kv_heads, heads // kv_heads)
+        run(q, keys, values, out, log_sum, num_keys, pages, handed_out)
+        return
+    from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a tile
+
+    _flash_attn_fwd(
+        q.unsqueeze(1).repeat_interleave(len(pages) // len(q), 0),
+        keys,
+        values,
+        seqused_k=num_keys,
+        page_table=pages,
+        causal=False,  # one query sees every key
+        num_splits=1,
+        tile_mn=TILE,
+        out=out.unsqueeze(1),
+        lse=None if log_sum is None else log_sum.unsqueeze(2),
+    )
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

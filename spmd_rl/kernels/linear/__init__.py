@@ -1,0 +1,1 @@
+"""Linear layers: dispatch, cuBLAS and our own GEMMs."""

@@ -1,0 +1,106 @@
+"""Which matrix products go to cuBLAS on NVIDIA GPUs, and which to our kernels.
+
+cuBLAS is the faster for many rows. It is called only where one of its ways has the contract's bits (`linear_library`)
+and is the fastest: for the numbers of rows that decoding has most, and from 512 on, where all up to the next power of
+two share a way. Other products go to our kernels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.linear.cublas import choose
+from spmd_rl.kernels.linear.cublaslt import Refused, Shape, Way
+from spmd_rl.kernels.linear.linear import HOPPER
+from spmd_rl.kernels.linear.tiles import Share, choose_gated_tile, choose_ring, choose_share, choose_tile
+from spmd_rl.kernels.runtime.padding import dense
+from spmd_rl.kernels.runtime.versions import has_dsl
+
+WHOLE = {256: 2048, 128: 2048, 64: 65536}  # rows of a product: weight rows above which cuBLAS may be the faster
+LEAST_ROWS, MOST_ROWS = 512, 16384  # of other products that cuBLAS may be the faster for, and of one call of it
+
+_chosen: dict[Shape, Way | None] = {}
+
+
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """x @ weight.T + bias with fp32 accumulators and one rounding to `out_dtype`.
+
+    While a CUDA graph is recorded, no kernel of it may write the weight. The first product of a shape may take a
+    fraction of a second, in which cuBLAS's ways are compared.
+
+    Shape: x [M, K], weight [N, K] and bias [N] bf16; returns [M, N]. Raises: ValueError for other operands.
+    """
+    n, k = weight.shape
+    for operand, shape in (x, (len(x), k)), (weight, (n, k)), (bias, (n,)):
+        if operand is not None and (operand.shape != shape or operand.dtype != torch.bfloat16):
+            raise ValueError(f"{list(operand.shape)} {operand.dtype}: no operand of a product with [{n}, {k}] bfloat16")
+    x, out = dense(x), x.new_empty(len(x), n, dtype=out_dtype)
+    for start in range(0, len(x), MOST_ROWS):
+        part = slice(start, start + MOST_ROWS)
+        _matmul_into(out[part], x[part], weight, bias)
+    return out
+
+
+def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if (way := _library_way(x, weight, bias, out.dtype)) is not None:
+        try:
+            way(out, x, dense(weight), None if bias is None else dense(bias))
+        except Refused as error:  # ours has the same bits
+            warnings.warn(f"a slower kernel multiplies {len(x)} rows: {error}", stacklevel=3)
+        else:
+            return
+    ours_into(out, x, weight, bias)
+
+
+def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
+    """`linear_triton.matmul_into`, or what has its bits and is faster for these shapes."""
+    (num_rows, k), n = x.shape, out.shape[1]
+    share, ring = _share(out, x, weight, gated), choose_ring(num_rows, n, k, gated)
+    if share is not None:
+        from spmd_rl.kernels.linear.cute import shared_matmul_into
+
+        shared_matmul_into(out, dense(x), weight, bias, share, gated)
+    elif ring is not None and _may_be_early(weight):
+        from spmd_rl.kernels.linear.gluon import ring_matmul_into
+
+        ring_matmul_into(out, dense(x), weight, bias, ring, gated)
+    else:
+        from spmd_rl.kernels.linear.triton_gemm import matmul_into
+
+        tile = (choose_gated_tile(num_rows, n) if gated else None) or choose_tile(num_rows, n)
+        matmul_into(out, x, weight, bias, tile, gated)
+
+
+def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> Share | None:
+    """Chosen where results go to memory in units of 16 bytes, and the package for such kernels is there."""
+    share = choose_share(x.shape[0], out.shape[1], x.shape[1], gated)
+    if share is None or out.dtype != torch.bfloat16 or out.stride(0) % 8 or out.data_ptr() % 16:
+        return None
+    return share if _may_be_early(weight) and has_dsl() else None
+
+
+def _may_be_early(weight: Tensor) -> bool:
+    """A weight that would be copied first is one that a kernel of a graph writes, which no ring must read early."""
+    return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and _has_wgmma(weight.device)
+
+
+@cache
+def _has_wgmma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
+def _library_way(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Way | None:
+    (n, k), rows = weight.shape, len(x)
+    if n % 8 or k % 8 or n <= WHOLE.get(rows, 0) or (rows < LEAST_ROWS and rows not in WHOLE):
+        return None
+    most = 1 << (rows - 1).bit_length()
+    shape = Shape(n, k, most, bias is not None, out_dtype, x.device)
+    if shape not in _chosen:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        _chosen[shape] = choose(shape, most // 2 + 1 if most > LEAST_ROWS else most, ours_into)
+    return _chosen[shape]

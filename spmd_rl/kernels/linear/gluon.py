@@ -1,0 +1,175 @@
+"""Matrix products of few rows on NVIDIA Hopper, for chains of kernels recorded in a CUDA graph.
+
+A program asks for the first tiles of its weight before it waits for the kernel before it, and keeps a deep ring of
+tiles on their way from then on, so memory is not idle between two products. Tiles of the weight are the first operand
+of wgmma, rows of x the second. Each element has one ascending chain over K, and the bits of `linear_triton`.
+
+Asking early is allowed only while a graph is recorded, and only for a weight that no kernel of the graph writes: what
+wrote it before has ended when the graph begins. Elsewhere the weight is asked for after the wait.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from spmd_rl.kernels.linear.tiles import PART, Ring
+from spmd_rl.kernels.runtime.pdl import overlapping
+
+WIDTH = gl.constexpr(PART)
+HEIGHT = gl.constexpr(64)  # rows of wgmma's first operand
+FLAT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3))
+
+
+def ring_matmul_into(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, gated: bool = False
+) -> None:
+    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole parts."""
+    (m, k), n = x.shape, out.shape[1]
+    steps = triton.cdiv(k, ring.k)
+    _ring_matmul[(triton.cdiv(m, ring.m) * triton.cdiv(n, ring.n),)](
+        _in_parts(x, ring.m, ring.k), _in_parts(weight, ring.n, ring.k),
+        out if bias is None else bias.contiguous(), out, m, n, k, out.stride(0),
+        torch.cuda.is_current_stream_capturing(), bias is not None, gated, ring.late and ring.stages < steps,
+        ring.m, ring.n, ring.k // PART, min(ring.stages, steps),
+        num_warps=ring.warps, enable_fp_fusion=not gated, **overlapping(),
+    )  # fmt: skip
+
+
+def _in_parts(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
+    """For copies of [height, width], which lie in shared memory as [width / PART, height, PART].
+
+    What is missing of them is zero, and costs no memory traffic.
+    """
+    num_rows, k = matrix.shape
+    shape, strides = [k // PART, num_rows, PART], [PART, k, 1]
+    return TensorDescriptor(matrix, shape, strides, [width // PART, height, PART], BOX.value)
+
+
+def _named(proxy) -> str:
+    """A name that tells a stage's tile and their number, for profiles."""
+    of = proxy.constants
+    return f"_ring_matmul_{of['TILE_M']}x{of['TILE_N']}x{of['PARTS'] * PART}x{of['STAGES']}"
+
+
+@gluon.jit(do_not_specialize=["m", "k", "early"], repr=_named)
+def _ring_matmul(
+    x, weight, bias, out, m, n, k, out_stride, early,
+    HAS_BIAS: gl.constexpr, GATED: gl.constexpr, LATE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
+    PARTS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+) -> None:  # fmt: skip
+    HALVES: gl.constexpr = 2 if GATED else 1
+    BEYOND: gl.constexpr = HEIGHT - TILE_N if TILE_N < HEIGHT else 0  # rows that `_part` reads behind the last tile
+    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES * PARTS * TILE_N + BEYOND, WIDTH], FLAT)
+    weights = weights._reinterpret(gl.bfloat16, [STAGES * HALVES, PARTS * TILE_N, WIDTH], FLAT)
+    rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PARTS * TILE_M, WIDTH], FLAT)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    tiles_m = gl.cdiv(m, TILE_M)
+    first_row, first_column = gl.program_id(0) % tiles_m * TILE_M, gl.program_id(0) // tiles_m * TILE_N
+    steps = gl.cdiv(k, PARTS * WIDTH)
+
+    if not LATE:
+        gdc_launch_dependents()
+    if early == 0:
+        gdc_wait()
+    for step in gl.static_range(STAGES):
+        _expect(x, weight, ready.index(step), step < steps, HALVES)
+        _copy_weight(weight, weights, ready.index(step), step, step, step < steps, first_column, n, HALVES)
+    gdc_wait()
+    for step in gl.static_range(STAGES):
+        _copy(x, [step * PARTS, first_row, 0], ready.index(step), rows.index(step), step < steps)
+
+    shape: gl.constexpr = [max(TILE_N, HEIGHT), TILE_M]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TILE_M, 16])
+    total = warpgroup_mma_init(gl.zeros(shape, gl.float32, layout))
+    up_total = total
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), step // STAGES & 1)
+        for part in gl.static_range(PARTS):
+            b = _part(rows.index(slot), part, TILE_M, TILE_M).permute((1, 0))
+            total = warpgroup_mma(_part(weights.index(slot * HALVES), part, TILE_N, shape[0]), b, total, is_async=True)
+            if GATED:
+                a = _part(weights.index(slot * HALVES + 1), part, TILE_N, shape[0])
+                up_total = warpgroup_mma(a, b, up_total, is_async=True)
+            if part == 0:
+                total, up_total = _all_but(HALVES, total, up_total, GATED)  # the stage before is read: ask anew
+                total, up_total = warpgroup_mma_init(total), warpgroup_mma_init(up_total)
+                later = step + (STAGES - 1)
+                wanted, freed = (step > 0) & (later < steps), later % STAGES
+                _expect(x, weight, ready.index(freed), wanted, HALVES)
+                _copy_weight(weight, weights, ready.index(freed), later, freed, wanted, first_column, n, HALVES)
+                _copy(x, [later * PARTS, first_row, 0], ready.index(freed), rows.index(freed), wanted)
+                if LATE:
+                    _let_next_begin(later == steps - 1)
+    total, up_total = _all_but(0, total, up_total, GATED)
+    if GATED:
+        total, up_total = total.to(gl.bfloat16).to(gl.float32), up_total.to(gl.bfloat16).to(gl.float32)
+        total = total / (1.0 + gl.exp(-total)) * up_total
+
+    within = gl.arange(0, shape[0], gl.SliceLayout(1, layout))
+    column = first_column + within
+    row = first_row + gl.arange(0, TILE_M, gl.SliceLayout(0, layout))
+    stored = (within < TILE_N) & (column < n)
+    if HAS_BIAS:
+        total += gl.load(bias + column, mask=stored, other=0.0).to(gl.float32)[:, None]
+    at = out + row.to(gl.int64)[None, :] * out_stride + column[:, None]
+    gl.store(at, total.to(out.dtype.element_ty), mask=stored[:, None] & (row < m)[None, :])
+
+
+@gluon.jit
+def _let_next_begin(now) -> None:
+    if now:
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _all_but(PENDING: gl.constexpr, total, up_total, GATED: gl.constexpr) -> gl.tuple:
+    """The accumulators once no more than the last `PENDING` steps into them are under way."""
+    if GATED:
+        total, up_total = warpgroup_mma_wait(PENDING, (total, up_total))
+    else:
+        total = warpgroup_mma_wait(PENDING, (total,))
+        up_total = total
+    return total, up_total
+
+
+@gluon.jit
+def _expect(x, weight, bar, wanted, HALVES: gl.constexpr) -> None:
+    mbarrier.expect(bar, x.block_type.nbytes + HALVES * weight.block_type.nbytes, wanted)
+
+
+@gluon.jit
+def _copy_weight(weight, weights, bar, step, slot, wanted, first_column, n, HALVES: gl.constexpr) -> None:
+    for half in gl.static_range(HALVES):
+        at = [step * weight.block_type.shape[0], half * n + first_column, 0]
+        _copy(weight, at, bar, weights.index(slot * HALVES + half), wanted)
+
+
+@gluon.jit
+def _copy(matrix, at, bar, to, wanted) -> None:
+    to = to._reinterpret(gl.bfloat16, matrix.block_type.shape, BOX)
+    tma.async_copy_global_to_shared(matrix, at, bar, to, wanted)
+
+
+@gluon.jit
+def _part(tile, part: gl.constexpr, HEIGHT_OF_PART: gl.constexpr, TALL: gl.constexpr) -> gl.shared_memory_descriptor:
+    """One part of K of a tile, and what lies behind it where wgmma takes more rows; their sums are not stored."""
+    parts = tile._reinterpret(gl.bfloat16, [tile.shape[0] // HEIGHT_OF_PART, HEIGHT_OF_PART, WIDTH], FLAT)
+    return parts.index(part)._reinterpret(gl.bfloat16, [TALL, WIDTH], FLAT)

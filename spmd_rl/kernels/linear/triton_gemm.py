@@ -1,0 +1,85 @@
+"""Matrix products on NVIDIA GPUs with one ascending chain over K for every output element.
+
+The tile is free: on Hopper, mma.sync and wgmma round alike, and so does a product taken the other way round (measured,
+docs/numerics.md). So small batches take narrow tiles and large ones wide tiles, with the same bits. What is not free is
+the chain: no split of K, ever. Rows, columns and steps of K beyond the matrices are read as zeros.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators
+from __future__ import annotations
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from spmd_rl.kernels.linear.tiles import LARGE_BYTES, Tile
+from spmd_rl.kernels.rowwise.activation_triton import silu_times
+from spmd_rl.kernels.runtime.padding import dense
+from spmd_rl.kernels.runtime.pdl import overlapping, wait
+
+ROW_GROUP = 8
+COPY_UNIT = 8  # the copy engine moves rows of whole 16-byte units
+
+
+def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: bool = False) -> None:
+    """out = x @ weight.T + bias, accumulated in fp32, with one rounding to out's dtype.
+
+    Where it is `gated`, the weight's halves make a gate and what SiLU of it multiplies, both rounded before; no bias.
+    Shape: out [M, N] with contiguous rows, x [M, K], weight [N, K], or [2 N, K] where it is gated, bias [N].
+    """
+    (m, k), n = x.shape, out.shape[1]
+    if k % COPY_UNIT:
+        x, weight = (F.pad(one, (0, COPY_UNIT - k % COPY_UNIT)) for one in (x, weight))
+    early = overlapping() if weight.nbytes < LARGE_BYTES else {}
+    _matmul[(triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
+        TensorDescriptor.from_tensor(dense(x), [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(dense(weight), [tile.n, tile.k]),
+        out if bias is None else bias.contiguous(), out, m, n, k, out.stride(0),
+        bias is not None, gated, tile.swap, tile.m, tile.n, tile.k, ROW_GROUP,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=not gated, **early,
+    )  # fmt: skip
+
+
+def _named(proxy) -> str:
+    """A name that tells the tile, for profiles."""
+    of = proxy.constants
+    return f"_matmul_{of['TILE_M']}x{of['TILE_N']}x{of['TILE_K']}" + "_swap" * bool(of["SWAP"])
+
+
+@triton.jit(do_not_specialize=["m", "k"], repr=_named)
+def _matmul(
+    x, weight, bias, out, m, n, k, out_stride,
+    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
+    group = tl.program_id(0) // (GROUP * tiles_n)
+    height = min(tiles_m - group * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    first_row = (group * GROUP + within % height) * TILE_M
+    first_column = (within // height) * TILE_N
+    wait()
+    total = tl.zeros((TILE_N, TILE_M) if SWAP else (TILE_M, TILE_N), tl.float32)
+    up_total = total
+    for start in range(0, k, TILE_K):
+        a = x.load([first_row, start])
+        total = _step(total, a, weight.load([first_column, start]), SWAP)
+        if GATED:
+            up_total = _step(up_total, a, weight.load([n + first_column, start]), SWAP)
+    if GATED:
+        total, up_total = total.to(out.dtype.element_ty), up_total.to(out.dtype.element_ty)
+        total = silu_times(total.to(tl.float32), up_total.to(tl.float32))
+    if SWAP:
+        total = tl.trans(total)
+    row, column = first_row + tl.arange(0, TILE_M), first_column + tl.arange(0, TILE_N)
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+    at = out + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(at, total.to(out.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+@triton.jit
+def _step(total, a, b, SWAP: tl.constexpr) -> tl.tensor:
+    return tl.dot(b, tl.trans(a), total) if SWAP else tl.dot(a, tl.trans(b), total)

@@ -1,0 +1,1 @@
+"""Ops on single rows: norm, rotary positions, activation, embedding and hashes."""

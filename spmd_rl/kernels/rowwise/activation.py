@@ -1,0 +1,48 @@
+"""SiLU(gate) * up, in fp32 with one rounding.
+
+The sigmoid is spelled out: torch's CPU sigmoid and SiLU use another exponential for the last elements of a
+buffer than for the rest (measured on torch 2.13), so their bits depend on where a row lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.runtime.differentiable import call
+from spmd_rl.kernels.runtime.recompute import remakable
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Shape: gate and up [T, F], perhaps halves of one tensor; returns [T, F], contiguous."""
+    out = call(_SiluMul, gate, up)
+    remakable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
+    return out
+
+
+class _SiluMul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        if gate.is_cuda:
+            from spmd_rl.kernels.rowwise.activation_triton import silu_mul_forward
+
+            ctx.save_for_backward(gate, up)
+            return silu_mul_forward(gate, up)
+        wide = gate.float()
+        denominator = wide.neg().exp_().add_(1.0)
+        ctx.save_for_backward(gate, up, denominator)
+        return (wide / denominator).mul_(up).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        if grads[0].is_cuda:
+            from spmd_rl.kernels.rowwise.activation_triton import silu_mul_backward
+
+            return silu_mul_backward(grads[0], *ctx.saved_tensors)
+        gate, up, denominator = ctx.saved_tensors
+        sigmoid, grad = denominator.reciprocal_(), grads[0].float()  # nobody else has it
+        silu = sigmoid * gate
+        slope = torch.lerp(silu, silu.new_ones(()), sigmoid)
+        return slope.mul_(grad).mul_(up).to(gate.dtype), silu.mul_(grad).to(up.dtype)

@@ -1,0 +1,88 @@
+"""RMS norm with Hugging Face's rounding points: statistics in fp32, n = cast(x * rstd), y = cast(weight * n)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.runtime.differentiable import call
+from spmd_rl.kernels.runtime.recompute import remakable
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension. The statistics reduce along it alone, so a row's bits are its own.
+
+    Shape: x [..., C], weight [C].
+    Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
+    """
+    normed = call(_RmsNorm, x, weight, eps)
+    remakable([normed], lambda: [_RmsNorm.apply(x.detach(), weight, eps)])
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of the sum residual + x, which is rounded first; returns (normed, summed).
+
+    Shape: x and residual [..., C], weight [C]. Raises: ValueError where the two differ in shape.
+    """
+    if x.shape != residual.shape:
+        raise ValueError(f"a sum of {list(x.shape)} and {list(residual.shape)}")
+    if x.is_cuda:
+        normed, summed = call(_AddRmsNorm, x, residual, weight, eps)
+        remakable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])
+        return normed, summed
+    summed = residual + x
+    return rms_norm(summed, weight, eps), summed
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.is_cuda:
+            from spmd_rl.kernels.rowwise.norm_triton import rms_norm_forward
+
+            out, rstd = rms_norm_forward(x, weight, eps)
+            ctx.save_for_backward(x, weight, rstd)
+            return out
+        wide = x.float()
+        rstd = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        normed = (wide * rstd).to(x.dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        return normed.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        if x.is_cuda:
+            from spmd_rl.kernels.rowwise.norm_triton import rms_norm_backward
+
+            return *rms_norm_backward(grads[0], x, weight, rstd), None
+        grad = grads[0].float()
+        normed = x.float() * rstd
+        product = (grad * normed).flatten(0, -2)
+        grad_weight = product.sum(0)
+        along = product.mv(weight.float() / len(weight)).view_as(rstd)
+        grad_x = (grad * weight).sub_(normed.mul_(along)).mul_(rstd)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class _AddRmsNorm(torch.autograd.Function):
+    """On NVIDIA GPUs, one kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        from spmd_rl.kernels.rowwise.norm_triton import add_rms_norm_forward
+
+        out, summed, rstd = add_rms_norm_forward(x, residual, weight, eps)
+        ctx.save_for_backward(summed, weight, rstd)
+        return out, summed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        from spmd_rl.kernels.rowwise.norm_triton import rms_norm_backward
+
+        summed, weight, rstd = ctx.saved_tensors
+        grad, grad_weight = rms_norm_backward(grads[0], summed, weight, rstd, grads[1])
+        return grad, grad, grad_weight, None

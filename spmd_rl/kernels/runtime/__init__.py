@@ -1,0 +1,1 @@
+"""What kernels run on: CUDA graphs, padding, launch overlap, caches and versions."""

@@ -1,0 +1,1 @@
+"""Ops over the vocabulary: language-model head, log-probabilities and sampling."""

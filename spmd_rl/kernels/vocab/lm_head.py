@@ -1,0 +1,67 @@
+"""The language-model head down to log-probabilities, with its gradient found on the way.
+
+The gradient of a token's log-probability towards its logits is known but for one factor, the gradient of the loss
+towards that log-probability. So the forward pass turns each chunk of fp32 logits into those slopes, rounded to the
+weight's dtype, and forgets it; the backward pass is two products, whose rows take the factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
+
+Logits = Callable[[Tensor], Tensor]
+
+
+def head_logprobs(
+    hidden: Tensor, weight: Tensor, logits: Logits, targets: Tensor, inv_temperature: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` of `logits`, on NVIDIA GPUs, with no more than `num_rows` rows of them at once.
+
+    `logits` multiplies rows of `hidden` with `weight` (`linear_fp32`). For the backward pass, which takes it for that
+    product, [M, V] of the weight's dtype are kept.
+
+    Shape: hidden [M, C], weight [V, C], targets [M] int64, inv_temperature [M] fp32; returns two tensors [M] fp32.
+    """
+    return _HeadLogprobs.apply(hidden, weight, logits, targets, inv_temperature, num_rows, torch.is_grad_enabled())
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        logits: Logits,
+        targets: Tensor,
+        inv_temperature: Tensor,
+        num_rows: int,
+        keeps: bool,
+    ) -> tuple[Tensor, Tensor]:
+        from spmd_rl.kernels.vocab.logprob_triton import logprob_backward, logprob_forward
+
+        logprob, entropy = (torch.empty_like(inv_temperature) for _ in range(2))
+        one = torch.ones_like(inv_temperature)
+        slopes = hidden.new_empty(len(hidden) if keeps else 0, len(weight), dtype=weight.dtype)
+        for start in range(0, len(hidden), num_rows):
+            part = slice(start, start + num_rows)
+            given = logits(hidden[part]), targets[part], inv_temperature[part]
+            logprob[part], entropy[part], norms = logprob_forward(*given, NUM_VOCAB_SHARDS, VOCAB_CHUNK)
+            if keeps:
+                logprob_backward(one[part], *given, norms, slopes[part])
+        ctx.save_for_backward(hidden, weight, slopes)
+        ctx.mark_non_differentiable(entropy)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
+        hidden, weight, slopes = ctx.saved_tensors
+        factor = grads[0].unsqueeze(1)
+        grad_hidden = (slopes @ weight).mul_(factor)
+        grad_weight = slopes.t() @ (hidden * factor).to(hidden.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None

@@ -1,0 +1,155 @@
+"""Log-probabilities on NVIDIA GPUs.
+
+Three small kernels: the maximum of each (row, vocabulary shard); its sum of exp(z - m), lane by lane over chunks of
+1,024 and then along one tree; and the eight shards of a row added in ascending order. The gradient is recomputed from
+the logits, so beside them only a row's maximum and sum are kept.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spmd_rl.kernels.runtime.pdl import overlapping, wait
+
+SUM_WARPS = 4
+UNROLLED = tl.constexpr(2)
+GRADIENT_BLOCK = 4096
+
+
+def logprob_forward(
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward pass."""
+    num_rows, vocab = logits.shape
+    shape = shard_shape(vocab, num_shards, chunk)
+    maxima = logits.new_empty(num_rows, num_shards)
+    _shard_maxima[(num_rows, num_shards)](logits, inv_temperature, maxima, vocab, **shape)
+    sums = logits.new_empty(2, num_rows, num_shards)
+    _shard_sums[(num_rows, num_shards)](
+        logits, inv_temperature, maxima, sums[0], sums[1], vocab, num_shards,
+        BLOCK=triton.next_power_of_2(num_shards), **shape,
+    )  # fmt: skip
+    return combined(logits, targets, inv_temperature, maxima, sums)
+
+
+def shard_shape(vocab: int, num_shards: int, chunk: int) -> dict[str, int | bool]:
+    """Options for the launch of a kernel that calls `sum_shard`: all that the order of its additions depends on."""
+    shard = triton.cdiv(vocab, num_shards)
+    return {"SHARD": shard, "CHUNK": chunk, "num_warps": SUM_WARPS, "enable_fp_fusion": False} | overlapping()
+
+
+def combined(
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor, maxima: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `logprob_forward` returns, of what `sum_shard` has made of each shard.
+
+    Shape: `maxima` [M, any] cover each row's logits * inv_temperature; sums [2, M, shards].
+    """
+    num_rows, vocab = logits.shape
+    logprob, entropy, norms = logits.new_empty(num_rows), logits.new_empty(num_rows), logits.new_empty(2, num_rows)
+    splits = maxima.shape[1]
+    _combine[(num_rows,)](
+        logits, targets, inv_temperature, maxima, sums[0], sums[1], logprob, entropy, norms[0], norms[1],
+        vocab, splits, NUM_SHARDS=sums.shape[2], BLOCK=triton.next_power_of_2(splits), num_warps=1,
+        enable_fp_fusion=False, **overlapping(),
+    )  # fmt: skip
+    return logprob, entropy, norms
+
+
+def logprob_backward(
+    grad: Tensor, logits: Tensor, targets: Tensor, inv_temperature: Tensor, norms: Tensor, out: Tensor
+) -> None:
+    """Writes the gradient of the logits [M, V] to `out`, contiguous."""
+    num_rows, vocab = logits.shape
+    _gradient[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
+        grad.contiguous(), logits, targets, inv_temperature, norms[0], norms[1], out, vocab, GRADIENT_BLOCK, num_warps=8
+    )
+
+
+@triton.jit
+def _shard_maxima(logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr) -> None:
+    row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wait()
+    scale = tl.load(inv_temperature + row)
+    best = tl.full((CHUNK,), float("-inf"), tl.float32)
+    for start in range(0, SHARD, CHUNK):
+        within = start + tl.arange(0, CHUNK)
+        column = shard * SHARD + within
+        inside = (within < SHARD) & (column < vocab)
+        best = tl.maximum(best, tl.load(logits + row * vocab + column, mask=inside, other=float("-inf")) * scale)
+    tl.store(maxima + row * tl.num_programs(1) + shard, tl.max(best, axis=0))
+
+
+@triton.jit
+def _maximum(maxima, row, splits, BLOCK: tl.constexpr) -> tl.tensor:
+    split = tl.arange(0, BLOCK)
+    return tl.max(tl.load(maxima + row * splits + split, mask=split < splits, other=float("-inf")), axis=0)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _shard_sums(
+    logits, inv_temperature, maxima, sums, weighted, vocab, splits,
+    BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    wait()
+    at = row * tl.num_programs(1) + shard
+    sum_shard(logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits, BLOCK, SHARD, CHUNK)
+
+
+@triton.jit
+def sum_shard(
+    logits, inv_temperature, maxima, summed, weighted, row, shard, vocab, splits,
+    BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Leave a shard's sums of exp(z - m) and of exp(z - m) * (z - m), where m is the greatest of a row's `maxima`."""
+    scale = tl.load(inv_temperature + row)
+    maximum = _maximum(maxima, row, splits, BLOCK)
+    total, first_moment = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    for start in tl.range(0, SHARD, CHUNK, loop_unroll_factor=UNROLLED):
+        within = start + tl.arange(0, CHUNK)
+        column = shard * SHARD + within
+        inside = (within < SHARD) & (column < vocab)
+        score = tl.load(logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        shifted = score * scale - maximum
+        term = tl.where(inside, tl.exp(shifted), 0.0)
+        total += term
+        first_moment += tl.where(inside, term * shifted, 0.0)
+    tl.store(summed, tl.sum(total, axis=0))
+    tl.store(weighted, tl.sum(first_moment, axis=0))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(
+    logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, row_max, row_sum, vocab, splits,
+    NUM_SHARDS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    wait()
+    maximum = _maximum(maxima, row, splits, BLOCK)
+    total = tl.load(sums + row * NUM_SHARDS)
+    first_moment = tl.load(weighted + row * NUM_SHARDS)
+    for shard in tl.static_range(1, NUM_SHARDS):
+        total += tl.load(sums + row * NUM_SHARDS + shard)
+        first_moment += tl.load(weighted + row * NUM_SHARDS + shard)
+    chosen = tl.load(logits + row * vocab + tl.load(targets + row)) * tl.load(inv_temperature + row)
+    log_total = tl.log(total)
+    tl.store(logprob + row, (chosen - maximum) - log_total)
+    tl.store(entropy + row, log_total - first_moment / total)
+    tl.store(row_max + row, maximum)
+    tl.store(row_sum + row, total)
+
+
+@triton.jit
+def _gradient(grad, logits, targets, inv_temperature, row_max, row_sum, out, vocab, BLOCK: tl.constexpr) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    scale = tl.load(inv_temperature + row)
+    shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - tl.load(row_max + row)
+    hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+    result = tl.load(grad + row) * scale * (hit - tl.exp(shifted) / tl.load(row_sum + row))
+    tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)

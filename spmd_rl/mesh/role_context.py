@@ -1,0 +1,176 @@
+"""What a role instance is given: its seat in its role's mesh, its neighbours, and host collectives.
+
+Process groups are made in this module only, by every rank of the world in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.errors import PlanError
+from spmd_rl.mesh.connection_proof import prove
+from spmd_rl.mesh.split import Placement
+from spmd_rl.mesh.world import COLLECTIVE_TIMEOUT, World
+from spmd_rl.observe.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+MESH_AXES = ("dp", "fsdp")
+
+
+class Place:
+    """One role instance's seat. Roles of one process share `neighbours`, filled in as they are built, and `trace`."""
+
+    def __init__(
+        self,
+        world: World,
+        placement: Placement,
+        mesh: DeviceMesh,
+        group: ProcessGroup,
+        neighbours: dict[str, Any],
+        trace: Trace | None = None,
+    ) -> None:
+        self.world = world
+        self.placement = placement
+        self.mesh = mesh
+        self.group = group
+        self.trace = trace or Trace()
+        self._neighbours = neighbours
+
+    @property
+    def rank(self) -> int:
+        """This process's number within the role."""
+        return self.placement.ranks.index(self.world.rank)
+
+    @property
+    def size(self) -> int:
+        return self.placement.size
+
+    @property
+    def data_rank(self) -> int:
+        return self.placement.data_rank(self.world.rank)
+
+    @property
+    def data_size(self) -> int:
+        return self.placement.data_size
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device("cuda", self.world.local_rank) if self.world.device == "cuda" else torch.device("cpu")
+
+    def neighbour(self, role_name: str) -> Any | None:
+        """The instance of another role in this process, if it has one here."""
+        return self._neighbours.get(role_name)
+
+    def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The sum over the role's ranks, on the host.
+
+        Ranks: all of the role. Blocks: until each has called.
+        """
+        import torch
+        import torch.distributed as dist
+
+        summed = torch.tensor(np.asarray(values, dtype=np.float64))
+        dist.all_reduce(summed, group=self.group)
+        return summed.numpy()
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest `value` of the role's ranks.
+
+        Ranks: all of the role. Blocks: until each has called.
+        """
+        import torch
+        import torch.distributed as dist
+
+        largest = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return int(largest.item())
+
+    def all_gather_bytes(self, blob: bytes, group: ProcessGroup | None = None) -> list[bytes]:
+        """The `blob` of each of the role's ranks, in their order; over `group` where that is another of these ranks.
+
+        Ranks: all of the role. Blocks: until each has called.
+        """
+        import torch
+        import torch.distributed as dist
+
+        group = group or self.group
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(blob)]), group=group)
+        longest = int(max(sizes))
+        padded = torch.from_numpy(np.frombuffer(blob.ljust(longest, b"\0"), np.uint8).copy())
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=group)
+        return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
+
+    def side_group(self) -> ProcessGroup:
+        """A new group of the role's ranks on the host, for collectives of a thread beside the main one.
+
+        Ranks: all of the role. Blocks: until each has called.
+        """
+        import torch.distributed as dist
+
+        ranks = list(self.placement.ranks)
+        group = dist.new_group(ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True)
+        prove(self.world, group)
+        return group
+
+    def barrier(self) -> None:
+        """Ranks: all of the role. Blocks: until each has called."""
+        self.all_reduce_max(0)
+
+
+class Seats:
+    """The meshes of one process, and the roles living in it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.neighbours: dict[str, Any] = {}
+        self.trace = Trace()
+        self._built: dict[tuple[Any, ...], tuple[DeviceMesh, ProcessGroup]] = {}
+
+    def build(self, placements: list[Placement]) -> None:
+        """Build the mesh and group of each placement; equal ranks and axes share them.
+
+        Ranks: all of the world, with the same list, whether placed or not.
+        Blocks: until every rank came.
+        """
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.distributed_c10d import _set_pg_timeout
+
+        for placement in placements:
+            if _key(placement) not in self._built:
+                shape = tuple(placement.axes[axis] for axis in MESH_AXES)
+                ranks = torch.tensor(placement.ranks).reshape(shape)
+                mesh = DeviceMesh(self.world.device, ranks, mesh_dim_names=MESH_AXES)
+                group = dist.new_group(list(placement.ranks), timeout=COLLECTIVE_TIMEOUT)
+                if self.world.rank in placement.ranks:
+                    prove(self.world, group)
+                    for axis in MESH_AXES:
+                        _set_pg_timeout(COLLECTIVE_TIMEOUT, mesh.get_group(axis))
+                        prove(self.world, mesh.get_group(axis))
+                self._built[_key(placement)] = (mesh, group)
+
+    def place(self, placement: Placement) -> Place:
+        """This process's seat in `placement`, whose mesh `build` has made.
+
+        Raises: PlanError when it has not.
+        """
+        if _key(placement) not in self._built:
+            raise PlanError(f"placement '{placement.name}' was not made by this world's split")
+        mesh, group = self._built[_key(placement)]
+        return Place(self.world, placement, mesh, group, self.neighbours, self.trace)
+
+
+def _key(placement: Placement) -> tuple[Any, ...]:
+    return placement.ranks, tuple(placement.axes.items())

@@ -1,0 +1,1 @@
+"""Where two forward passes part, and which known cause explains it."""

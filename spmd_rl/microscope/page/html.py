@@ -1,0 +1,178 @@
+"""The page of a replay: one file without scripts, in the look of a run's report."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from spmd_rl.microscope.diagnose.compare import the
+from spmd_rl.microscope.page import pictures
+from spmd_rl.microscope.taps.points import OPS, Point
+
+MAX_TOKENS = 24  # in a table
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src '{hash}'; img-src data:">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="spmd-rl mismatch">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body><main>
+{body}
+</main></body>
+</html>
+"""
+
+
+def render(data: dict[str, Any]) -> str:
+    """The page of what `report.Examined.as_data` holds."""
+    style = _style()
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    title = f"{data['left']} against {data['right']}"
+    body = "\n".join([_head(data, title), *(_parts(data) if data["findings"] else ()), _facts(data)])
+    return _PAGE.format(hash=f"sha256-{digest}", title=html.escape(title), style=style, body=body)
+
+
+def _style() -> str:
+    shared = resources.files("spmd_rl.report.page") / "style.css"
+    own = resources.files("spmd_rl.microscope.page") / "page.css"
+    return shared.read_text(encoding="utf-8") + own.read_text(encoding="utf-8")
+
+
+def _head(data: dict[str, Any], title: str) -> str:
+    planted = f"<p class='sub'>planted: {html.escape(data['planted'])}</p>" if data["planted"] else ""
+    kind = "card verdict" if data["agree"] else "card verdict parted"
+    sentences = "".join(f"<p>{html.escape(one)}</p>" for one in data["verdict"].splitlines())
+    notes = "".join(f"<p class='sub'>{html.escape(one)}</p>" for one in data["notes"])
+    return f"<h1>{html.escape(title)}</h1>{planted}<div class='{kind}'>{sentences}</div>{notes}"
+
+
+def _parts(data: dict[str, Any]) -> list[str]:
+    legend = "".join(map(pictures.key, ("equal", "inherited", "introduced")))
+    note = f"{legend} introduced: an op of {html.escape(the(data['fed']))}, given the other side's input, still differs"
+    parts = [_section("The network", note, _figure("every op of every layer", pictures.network_map(data["findings"])))]
+    first = data["first"]
+    if first is not None:
+        strips = pictures.strips(first["positions"], data["sequences"])
+        strips = _figure("rows that differ (wide: prompt, narrow: response; grey: equal, or not computed)", strips)
+        apart = _figure(f"{_name(first)} on the same input, by ULP", pictures.distances(first["on_same_input"]))
+        last = data["findings"][-1]
+        if last["op"] == "logprob":
+            apart += _figure("log-probs as the paths ran, by ULP", pictures.distances(last["plain"]))
+        parts.append(_section("Where they part", _name(first), strips + f'<div class="two">{apart}</div>'))
+    if data["unequal_logprobs"]:
+        parts.append(_logprobs(data))
+    kinds = _first_of_kind(data["findings"])
+    parts.append(_section("What introduces a difference", "the first of each kind", _table(data, kinds)))
+    parts.append(
+        _section("How it spreads", "share of elements that differ", _figure("", pictures.growth(data["findings"])))
+    )
+    return parts
+
+
+def _first_of_kind(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    kinds: dict[str, dict[str, Any]] = {}
+    for one in findings:
+        if one["status"] == "introduced":
+            kinds.setdefault(one["op"], one)
+    return list(kinds.values())
+
+
+def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
+    causes = {(one["layer"], one["op"]): one for one in data["causes"]}
+    rows = []
+    for one in kinds:
+        places = sum(other["op"] == one["op"] and other["status"] == "introduced" for other in data["findings"])
+        counts = one["on_same_input"]["counts"]
+        cause = causes.get((one["layer"], one["op"]))
+        cells = [
+            f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; in {places} place{'s' * (places > 1)}</small>",
+            f"{sum(counts[1:]):,} of {sum(counts):,}, at most {one['on_same_input']['largest_ulp']:,} ULP",
+            *(_side(cause[side]) if cause else "" for side in ("left", "right")),
+        ]
+        rows.append(cells)
+    return _rows(("op", "elements that differ on the same input", data["left"], data["right"]), rows)
+
+
+def _logprobs(data: dict[str, Any]) -> str:
+    tokens = data["unequal_logprobs"]
+    of = f"{len(tokens):,} tokens" + (f", the first {MAX_TOKENS}" if len(tokens) > MAX_TOKENS else "")
+    rows = [
+        [
+            html.escape(one["sequence"]),
+            str(one["position"]),
+            f"{one['response_token']}: <span class='mono'>{html.escape(repr(one['text']))}</span> ({one['token']})",
+            *map(_logprob, (one["left"], one["right"], one["recorded"])),
+        ]
+        for one in tokens[:MAX_TOKENS]
+    ]
+    heads = ("sequence", "position", "token of the response", data["left"], data["right"], "recorded")
+    return _section("Log-probs that differ", of, _rows(heads, rows))
+
+
+def _logprob(value: float | None) -> str:
+    return "" if value is None else f"<span class='mono'>{value:.9g}</span>"
+
+
+def _rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; its cells are HTML already."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows)
+    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _side(side: dict[str, list[str]]) -> str:
+    lines = [*map(html.escape, side["kernels"]), *(f"<b>{html.escape(line)}</b>" for line in side["arithmetic"])]
+    return "<br>".join(lines)
+
+
+def _facts(data: dict[str, Any]) -> str:
+    facts = {
+        "run": data["run"],
+        "command": data["command"],
+        "weights": data["weights"],
+        "sequences": f"{len(data['sequences'])}, {data['compared_rows']:,} rows compared at {data['points']} points",
+        "recorded log-probs": data["recorded"]["says"] if data["recorded"] else "",
+        **{f"{the(name)} went through": _counts(facts) for name, facts in data["facts"].items() if facts},
+        **data["versions"],
+    }
+    rows = [[f"<b>{html.escape(k)}</b>", f"<span class='mono'>{html.escape(v)}</span>"] for k, v in facts.items() if v]
+    told = _rows(("what", ""), rows)
+    return _section("What was replayed", "", _sequences(data["sequences"]) + told)
+
+
+def _sequences(sequences: Sequence[dict[str, Any]]) -> str:
+    rows = [
+        [
+            html.escape(one["name"]),
+            f"{one['prompt_tokens']:,} + {one['response_tokens']:,}",
+            f"<span class='mono'>{html.escape(one['prompt'])}<b>{html.escape(one['response'])}</b></span>",
+        ]
+        for one in sequences
+    ]
+    return _rows(("sequence", "tokens", "prompt and response"), rows)
+
+
+def _counts(facts: dict[str, int]) -> str:
+    return ", ".join(f"{what}: {count:,}" for what, count in facts.items())
+
+
+def _name(one: dict[str, Any]) -> str:
+    return str(Point(one["layer"], one["op"]))
+
+
+def _section(title: str, note: str, content: str) -> str:
+    head = f'<div class="head"><h2>{title}</h2><span class="note">{note}</span></div>'
+    return f'<section class="section">{head}{content}</section>'
+
+
+def _figure(caption: str, picture: str) -> str:
+    return f'<figure class="card"><figcaption>{caption}</figcaption>{picture}</figure>'

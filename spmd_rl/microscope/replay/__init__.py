@@ -1,0 +1,1 @@
+"""Replaying known tokens through the engine, the trainer and transformers."""

@@ -1,0 +1,123 @@
+"""The timeline a page has room for: what every process did in some of the run's steps."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.errors import DataError
+from spmd_rl.observe.jsonl import parse_finite
+from spmd_rl.observe.timeline import Process, Span, read_spans, trace_files, tracks
+from spmd_rl.report.samples import coarse_to_fine, spread
+
+MAX_STEPS = 24
+MAX_SPANS = 20_000
+
+Recorded = tuple[Process, Span]
+
+
+def read_timeline(run: Path, max_steps: int = MAX_STEPS, max_spans: int = MAX_SPANS) -> dict[str, Any]:
+    """Steps with their spans, evenly spread over the run, as many as fit; one too full keeps its longest spans."""
+    windows = _windows(run)
+    chosen = [windows[i] for i in spread(list(range(len(windows))), max_steps)]
+    per_step: list[list[Recorded]] = [[] for _ in chosen]
+    starts = [step.start_ns for step in chosen]
+    for process, span in _recorded(run):
+        for i in range(max(0, bisect_right(starts, span.start_ns) - 1), bisect_right(starts, span.end_ns)):
+            if span.start_ns < chosen[i].end_ns and span.end_ns > chosen[i].start_ns:
+                per_step[i].append((process, span))
+    names: dict[str, int] = {}
+    steps: list[dict[str, Any]] = []
+    num_left = max_spans
+    for i in coarse_to_fine(len(chosen)):
+        spans = sorted(per_step[i], key=lambda item: -item[1].length_ns)[:max_spans]
+        if len(spans) <= num_left or not steps:
+            num_left -= len(spans)
+            steps.append({"order": i, "num_left_out": len(per_step[i]) - len(spans)} | _step(chosen[i], spans, names))
+    return {"steps": sorted(steps, key=lambda step: step["order"]), "num_steps": len(windows), "names": list(names)}
+
+
+def _recorded(run: Path) -> Iterator[Recorded]:
+    """The run's spans, from the processes' files or, where only that was kept, from trace.json. Raises: DataError."""
+    files = trace_files(run)
+    for path in files:
+        yield from ((process, span) for process, span in read_spans(path) if span is not None)
+    chrome = run / "trace.json"
+    if not files and chrome.is_file():
+        try:
+            yield from list(_from_chrome(parse_finite(str(chrome), chrome.read_bytes())))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise DataError(str(chrome), "not a trace that spmd-rl trace wrote: remove it") from None
+
+
+def _from_chrome(trace: dict[str, Any]) -> Iterator[Recorded]:
+    """The spans of a trace.json that `spmd-rl trace` wrote."""
+    began_ns = round(trace["otherData"]["began_unix_s"] * 1e9)
+    titles: dict[tuple[int, int], str] = {}
+    for event in trace["traceEvents"]:
+        where = event["pid"], event["tid"]
+        if event["name"] in ("process_name", "thread_name"):
+            titles[where] = str(event["args"]["name"])
+        elif event["ph"] == "X":
+            start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+            name, _, host = titles[event["pid"], 0].partition(" on ")
+            process = Process(name, event["pid"], host)
+            yield process, Span(str(event["name"]), began_ns + start_ns, length_ns, titles[where], dict(event["args"]))
+
+
+def _windows(run: Path) -> list[Span]:
+    """The spans called "step", by time; a step that a restarted run did again counts as it was done last.
+
+    Without any, one span over all there is.
+    """
+    steps: dict[int, Span] = {}
+    first_ns, last_ns = 2**63, 0
+    for _, span in _recorded(run):
+        first_ns, last_ns = min(first_ns, span.start_ns), max(last_ns, span.end_ns)
+        number = span.args.get("step")
+        if span.name == "step" and isinstance(number, int):
+            steps[number] = max(span, steps.get(number, span), key=lambda step: step.start_ns)
+    if not steps and last_ns:
+        return [Span("all", first_ns, last_ns - first_ns, "", {})]
+    return sorted(steps.values(), key=lambda step: step.start_ns)
+
+
+def _step(step: Span, spans: list[Recorded], names: dict[str, int]) -> dict[str, Any]:
+    """One step's lanes. A span is [row in its lane, start and length in us, index of its name, arguments]."""
+    lanes: dict[tuple[Process, str], list[Span]] = {}
+    for process, span in spans:
+        lanes.setdefault((process, span.lane), []).append(span)
+    drawn = []
+    for process, lane in sorted(lanes, key=lambda key: (key[0].order, key[1] != "MainThread", key[1])):
+        rows = _rows(lanes[process, lane])
+        drawn.append(
+            {
+                "process": process.name,
+                "host": process.host,
+                "lane": lane,
+                "num_rows": 1 + max(row for row, _ in rows),
+                "spans": [
+                    [
+                        row,
+                        round((span.start_ns - step.start_ns) / 1e3, 1),
+                        round(span.length_ns / 1e3, 1),
+                        names.setdefault(span.name, len(names)),
+                        span.args,
+                    ]
+                    for row, span in rows
+                ],
+            }
+        )
+    return {"step": step.args.get("step"), "length_us": round(step.length_ns / 1e3, 1), "lanes": drawn}
+
+
+def _rows(spans: list[Span]) -> list[tuple[int, Span]]:
+    """Each span of a lane with its row: a track's rows are its depths, and tracks lie under one another."""
+    placed = list(tracks(spans))
+    depths: dict[int, int] = {}
+    for track, depth, _ in placed:
+        depths[track] = max(depths.get(track, 0), depth + 1)
+    offset = {track: sum(depths[other] for other in depths if other < track) for track in depths}
+    return [(offset[track] + depth, span) for track, depth, span in placed]

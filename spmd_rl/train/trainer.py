@@ -1,0 +1,114 @@
+"""The Trainer role: a model on some ranks of the world, and what the controller may ask of it.
+
+The controller imports this module too, for the endpoints: torch comes in with the instance, on workers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from spmd_rl.algo.losses import Loss
+from spmd_rl.algo.packing import Scores
+from spmd_rl.controller.endpoint import Role, Sharded, collective, local
+from spmd_rl.errors import DataError
+from spmd_rl.mesh.role_context import Place
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.types.batch import Batch
+
+if TYPE_CHECKING:
+    from spmd_rl.weights.local_tensors import Held
+
+
+class Trainer(Role):
+    """Learns from batches. Its version names the current weights: a push sets it, each train step raises it by one."""
+
+    def __init__(self, cfg: TrainerConfig, place: Place) -> None:
+        super().__init__(cfg, place)
+        self.cfg: TrainerConfig = cfg
+        from spmd_rl.train.build import build
+        from spmd_rl.train.checkpoint import Saver
+
+        self.learner = build(cfg, place)
+        self.backend = self.learner.backend
+        self.saver = Saver(self.backend, place, cfg.save_optimizer)
+        self._caveats: list[str] = []
+        self._tell: list[Callable[[], None]] = []
+
+    @collective
+    def train_step(self, batch: Sharded[Batch], loss: Loss, lr: float | None = None) -> dict[str, float]:
+        """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the schedule's rate."""
+        self.saver.check()
+        self._check_fits(batch)
+        self._change()
+        return self.learner.train_step(batch, loss, lr)
+
+    @collective
+    def score(self, batch: Sharded[Batch]) -> Sharded[Scores]:
+        """Log-probabilities of the batch's tokens under the current weights."""
+        self._check_fits(batch)
+        return Scores(self.learner.score(batch), batch.lengths, batch.index)
+
+    @collective
+    def version(self) -> int:
+        return self.learner.progress.version
+
+    @collective
+    def save(self, folder: str) -> None:
+        """Begin a checkpoint of this moment to resume from; it is on disk once `saved` has returned."""
+        self.saver.start(folder, self.learner.progress)
+
+    @collective
+    def saved(self) -> None:
+        """Wait until the last checkpoint is written. Raises: SpmdError when it could not be."""
+        self.saver.wait()
+
+    @collective
+    def load(self, folder: str) -> int:
+        """Resume from a checkpoint, written by any number of ranks; returns its version."""
+        from spmd_rl.train import checkpoint
+
+        self._change()
+        self.learner.progress, self._caveats = checkpoint.load(folder, self.backend, self.place)
+        return self.learner.progress.version
+
+    @local
+    def caveats(self) -> list[str]:
+        """Why it does not go on, bit for bit, from what it has loaded."""
+        by_chance = self.place.world.device == "cuda" and not self.cfg.deterministic
+        order = ["gradients are summed in any order without trainer.deterministic = true"] if by_chance else []
+        return [*self._caveats, *order]
+
+    @collective
+    def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
+        """Write a folder that `transformers` loads, with the config and tokenizer of the model trained from."""
+        from spmd_rl.train.export import export_hf
+
+        export_hf(folder, self.cfg.model, self.backend, self.place, dtype)
+
+    def on_pushed(self, version: int) -> None:
+        """The weights that were just pushed are `version`, here as at the engine."""
+        self.learner.progress.version = version
+
+    def weight_source(self) -> Held:
+        """This rank's share of the master weights, updated in place by every train step."""
+        return self.backend.held()
+
+    def before_change(self, tell: Callable[[], None]) -> None:
+        """Call `tell` from now on before the weights are written: for who shares their memory."""
+        self._tell.append(tell)
+
+    def numeric_contract(self) -> dict[str, str | int]:
+        """What its forward pass's bits depend on, besides the weights."""
+        return self.backend.contract()
+
+    def _change(self) -> None:
+        for tell in self._tell:
+            tell()
+
+    def _check_fits(self, batch: Batch) -> None:
+        limit = self.backend.max_positions
+        for index, length in zip(batch.index, batch.lengths, strict=True):
+            if length > limit:
+                problem = f"{length} tokens are more than the model's {limit} positions"
+                raise DataError(f"batch, sequence {index}", problem)

@@ -1,0 +1,1 @@
+"""The nouns of a run: prompts, samples and groups, as objects, as columns and as batches."""

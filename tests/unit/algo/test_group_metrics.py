@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spmd_rl.algo.group_metrics import group_metrics, is_flat
+
+
+def test_by_hand(make_group) -> None:
+    groups = [
+        make_group([1, 1], lengths=[2, 5], version=3),
+        make_group([0, 0], lengths=[1, 2], version=1),
+        make_group([0, 1], lengths=[4, 4], version=2),
+    ]
+    metrics = group_metrics(groups, version=3)
+    assert metrics == {
+        "reward/skipped_samples": 0.0,
+        "reward/skipped_groups": 0.0,
+        "reward/mean": 0.5,
+        "reward/std": 0.5,
+        "reward/solve_none": pytest.approx(1 / 3),
+        "reward/solve_all": pytest.approx(1 / 3),
+        "rollout/response_tokens_mean": 3.0,
+        "rollout/truncated": pytest.approx(1 / 6),
+        "version/lag_mean": pytest.approx((7 * 0 + 3 * 2 + 8 * 1) / 18),
+        "version/lag_max": 2.0,
+    }
+
+
+def test_what_was_skipped_is_counted_and_in_no_statistic(make_group) -> None:
+    whole = [make_group([1, 0]), make_group([1, 1], uid=1)]
+    emptied = replace(make_group([], uid=2), skipped=["slow", "slow"])
+    part = replace(whole[0], skipped=["slow"])
+    skipped = {"reward/skipped_samples": 3.0, "reward/skipped_groups": 1.0}
+    assert group_metrics([part, whole[1], emptied], version=0) == group_metrics(whole, version=0) | skipped
+    assert group_metrics([emptied], version=0) == {"reward/skipped_samples": 2.0, "reward/skipped_groups": 1.0}
+
+
+def test_no_groups_say_nothing() -> None:
+    assert group_metrics([], version=0) == {}
+
+
+def test_the_parts_of_a_reward_are_means_over_those_that_have_them(make_group) -> None:
+    group = make_group([1, 0, 0])
+    parts = [{"reward": 1.0, "form": 1.0, "late": 4.0}, {"reward": 0.0, "form": 0.0}, {}]
+    changed = [one.changed(parts=part) for one, part in zip(group.samples, parts, strict=True)]
+    got, plain = group_metrics([replace(group, samples=changed)], version=0), group_metrics([group], version=0)
+    assert got == plain | {"reward/form": 0.5, "reward/late": 4.0}
+
+
+def test_a_part_never_stands_for_one_of_ours(make_group) -> None:
+    group = make_group([1, 0])
+    posing = [one.changed(parts={"mean": 7.0}) for one in group.samples]
+    assert group_metrics([replace(group, samples=posing)], version=0)["reward/mean"] == 0.5
+
+
+def test_what_is_flat(make_group) -> None:
+    emptied = replace(make_group([], uid=2), skipped=["slow", "slow"])
+    assert is_flat([make_group([1, 1]), emptied, make_group([0, 0, 0], uid=1), emptied])
+    assert not is_flat([make_group([1, 1]), make_group([0, 0, 1], uid=1)])
+    assert not is_flat([make_group([1]), make_group([1], uid=1)])  # nothing that could differ
+    assert not is_flat([make_group([float("nan")] * 2)])  # no rewards
+    assert not is_flat([emptied])
+    assert not is_flat([])

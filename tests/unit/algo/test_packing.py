@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.algo.advantages import group_advantage
+from spmd_rl.algo.packing import Scores, pack, pack_sft
+from spmd_rl.errors import ConfigError, ContractError, DataError
+from spmd_rl.types.batch import Batch
+from spmd_rl.types.samples import Group, Prompt, Sample
+
+
+def _groups(lengths: list[list[int]]) -> list[Group]:
+    def sample(uid: int, index: int, size: int) -> Sample:
+        tokens = np.full(size, 10 * uid + index, np.int32)
+        return Sample(
+            uid, index, tokens, -tokens.astype(np.float32), np.full(size, 3, np.int32), "stop", 0.7, reward=1.0
+        )
+
+    return [
+        Group(Prompt(uid, np.arange(1 + uid, dtype=np.int32)), [sample(uid, i, size) for i, size in enumerate(sizes)])
+        for uid, sizes in enumerate(lengths)
+    ]
+
+
+LENGTHS = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def _batch(lengths: list[list[int]], **options: object) -> tuple[Batch, list[np.ndarray]]:
+    groups = _groups(lengths)
+    rng = np.random.default_rng(0)
+    advantages = [rng.normal(size=len(group.samples)) for group in groups]
+    return pack(groups, advantages, **options), advantages
+
+
+def _loss(batch: Batch, per_token: np.ndarray) -> float:
+    return float((batch.weight * per_token * batch.mask).sum() / batch.denominator)
+
+
+def test_every_array_speaks_of_its_token() -> None:
+    batch, advantages = _batch([[2, 1], [3]])
+    assert batch.lengths.tolist() == [3, 2, 5]
+    assert batch.tokens.tolist() == [0, 0, 0, 0, 1, 0, 1, 10, 10, 10]
+    assert batch.mask.tolist() == [False, True, True, False, True, False, False, True, True, True]
+    assert batch.roll_logprobs[batch.mask].tolist() == [0, 0, -1, -10, -10, -10]
+    assert batch.versions.tolist() == [-1, 3, 3, -1, 3, -1, -1, 3, 3, 3]
+    np.testing.assert_array_equal(batch.temperature, np.full(3, 0.7, np.float32))
+    flat = np.concatenate(advantages).astype(np.float32)
+    np.testing.assert_array_equal(batch.advantages[batch.mask], flat[[0, 0, 1, 2, 2, 2]])
+    assert not batch.advantages[~batch.mask].any()
+    assert not batch.weight[~batch.mask].any()
+
+
+@given(LENGTHS, st.integers(0, 99))
+def test_aggregations_are_their_definitions(lengths: list[list[int]], seed: int) -> None:
+    sizes = [size for group in lengths for size in group]
+    rng = np.random.default_rng(seed)
+    for aggregation in ("token", "sample", "const"):
+        batch, _ = _batch(lengths, aggregation=aggregation, max_response_tokens=7)
+        per_token = rng.normal(size=batch.num_tokens)
+        pieces = np.split(per_token[batch.mask], np.cumsum(sizes)[:-1])
+        expected = {
+            "token": sum(piece.sum() for piece in pieces) / max(sum(sizes), 1),
+            "sample": np.mean([piece.mean() if len(piece) else 0.0 for piece in pieces]),
+            "const": sum(piece.sum() for piece in pieces) / (len(sizes) * 7),
+        }[aggregation]
+        # Weights are fp32, so terms of size one that cancel leave an error of that size.
+        assert _loss(batch, per_token) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_shards_hold_every_sequence_once_and_the_same_denominator(lengths: list[list[int]], num_shards: int) -> None:
+    batch, _ = _batch(lengths, aggregation="sample")
+    shards = batch.shard(num_shards)
+    assert len(shards) == num_shards
+    index = np.concatenate([shard.index for shard in shards])
+    assert sorted(index.tolist()) == list(range(batch.num_sequences))
+    assert {shard.denominator for shard in shards} == {batch.denominator}
+    restored = batch.take(index)
+    for name in ("tokens", "mask", "weight", "advantages", "roll_logprobs", "versions", "lengths", "temperature"):
+        joined = np.concatenate([getattr(shard, name) for shard in shards])
+        np.testing.assert_array_equal(joined, getattr(restored, name))
+
+
+@given(LENGTHS, st.integers(1, 5))
+def test_scores_of_shards_join_in_the_batch_s_order(lengths: list[list[int]], num_shards: int) -> None:
+    batch, _ = _batch(lengths)
+    parts = [Scores(-shard.tokens.astype(np.float32), shard.lengths, shard.index) for shard in batch.shard(num_shards)]
+    joined = Scores.join(parts)
+    np.testing.assert_array_equal(joined.logprobs, -batch.tokens.astype(np.float32))
+    np.testing.assert_array_equal(joined.lengths, batch.lengths)
+
+
+def test_sft_never_learns_a_first_token() -> None:
+    pairs = [
+        (np.array([5, 6, 7], np.int32), np.array([True, False, True])),
+        (np.array([8, 9], np.int32), np.array([False, True])),
+    ]
+    batch = pack_sft(pairs)
+    assert batch.mask.tolist() == [False, False, True, False, True]
+    assert batch.denominator == 2
+    assert set(batch.versions.tolist()) == {-1}
+    assert pairs[0][1].tolist() == [True, False, True]
+
+
+def test_bad_requests_are_refused() -> None:
+    groups = _groups([[2, 1]])
+    ones = [np.ones(2)]
+    with pytest.raises(ContractError, match="one advantage for each sample"):
+        pack(groups, [np.ones(1)])
+    with pytest.raises(ConfigError, match="token, sample, const; not 'mean'"):
+        pack(groups, ones, aggregation="mean")
+    with pytest.raises(ConfigError, match="max_response_tokens"):
+        pack(groups, ones, aggregation="const")
+    with pytest.raises(ContractError, match="no sequences"):
+        pack([], [])
+    empty = [Group(Prompt(3, np.zeros(0, np.int32)), groups[0].samples)]
+    with pytest.raises(ConfigError, match="prompt 3 has no tokens"):
+        pack(empty, ones)
+
+
+def test_skipped_samples_leave_the_batch_that_the_others_make(make_group) -> None:
+    whole, emptied = make_group([1, 0]), replace(make_group([], uid=1), skipped=["poisoned"])
+    alone, beside = (pack(groups, group_advantage(groups)) for groups in ([whole], [emptied, whole]))
+    for entry in fields(alone):
+        np.testing.assert_array_equal(getattr(alone, entry.name), getattr(beside, entry.name))
+    with pytest.raises(DataError, match="no sample of this step could be graded: poisoned"):
+        pack([emptied], group_advantage([emptied]))

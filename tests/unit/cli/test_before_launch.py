@@ -1,0 +1,129 @@
+"""What `spmd-rl run` refuses itself, before any rank is started."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.cli import main
+from spmd_rl.config.load import dump_toml
+from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
+from spmd_rl.observe.provenance import BEGAN_ENV
+from spmd_rl.observe.run_lock import claim, launching
+
+EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """How many ranks were started, each time."""
+    started: list[int] = []
+
+    def launch(num_ranks: int, *rest: object) -> int:
+        started.append(num_ranks)
+        return 0
+
+    monkeypatch.setattr(main, "launch", launch)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv(BEGAN_ENV, "")  # which a launcher sets, and the tests after this one must not see
+    monkeypatch.chdir(tmp_path)
+    return started
+
+
+def run(*words: str) -> int:
+    given = (f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--run.name=r", "--nproc=1")
+    given += ("--trainer.init=random",)
+    return main._guarded(main._main, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words])
+
+
+def test_the_folder_of_another_run(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/r")
+    folder.mkdir(parents=True)
+    assert run() == 0
+    (folder / "notes.txt").write_text("mine")
+    assert run() == 2
+    assert "runs/r exists and is not the folder of a run: add --run.name=r-2" in capfd.readouterr().err
+    (folder / "config.toml").write_text("steps = 3\n")
+    Path("runs/r-2").mkdir()
+    assert run() == 2
+    said = capfd.readouterr().err
+    assert "runs/r holds a run with another configuration (steps was 3" in said
+    assert "add --run.name=r-3 for a new run, or --run.resume=true to go on in this one" in said
+    assert run("--run.resume=true") == 0
+    (folder / "notes.txt").unlink()
+    assert run() == 0, "a start that made no step"
+    assert launched == [1, 1, 1]
+
+
+def test_a_run_without_a_name_has_its_recipes(tmp_path: Path) -> None:
+    example = str(EXAMPLE / "recipe.py")
+    for words, name in (
+        (["grpo"], "grpo"),
+        (["spmd_rl.recipes.sft"], "sft"),
+        ([example], "recipe"),
+        ([example, "--config", str(EXAMPLE / "demo.toml")], "demo"),
+        (["grpo", "--run.name=mine"], "mine"),
+    ):
+        invocation = Invocation.parse([*words, "--model=m", "--data=d"])
+        cfg = load_recipe(invocation.recipe).configure(invocation)
+        assert run_config(cfg).path == Path("runs", name)
+        assert f'name = "{name}"' in dump_toml(cfg)
+
+
+def test_input_that_does_not_serve(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    sums = str(EXAMPLE / "train.jsonl")
+    for words, said in (
+        (
+            ["--prompts.prompt_key=question"],
+            f"{sums}:1: question: no such key in this record (it has 'prompt', 'answer'",
+        ),
+        (
+            ["--prompts.answer_key=solution"],
+            f"{sums}:1: solution: no such key in this record (it has 'prompt', 'answer'",
+        ),
+        (["--trainer.init=folder"], "model holds no weights (neither model.safetensors nor "),
+    ):
+        assert run(*words) == 2
+        assert said in capfd.readouterr().err
+    assert launched == []
+
+
+def test_the_folder_of_a_run_that_goes_on(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    folder = Path("runs/r")
+    folder.mkdir(parents=True)
+    held = claim(folder)
+    assert run() == 2
+    assert "another run is going on in runs/r (host " in capfd.readouterr().err
+    os.close(held)
+    assert run() == 0
+    assert launched == [1]
+
+
+def test_the_folder_of_a_run_that_begins(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+    """Its controller is not there yet."""
+    Path("runs/r").mkdir(parents=True)
+    with launching(Path("runs/r")):
+        assert run() == 2
+    assert "another run is going on in runs/r (host " in capfd.readouterr().err
+    assert run() == 0
+    assert launched == [1]
+
+
+@pytest.fixture
+def most_files() -> Iterator[int]:
+    """The system's limit on the open files of this process, which has room for 40 now."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, before[1]))
+    yield before[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_low_limit_of_open_files_is_raised_as_far_as_allowed(launched: list[int], most_files: int) -> None:
+    assert run() == 0
+    expected = main.OPEN_FILES if most_files == resource.RLIM_INFINITY else min(most_files, main.OPEN_FILES)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, most_files)

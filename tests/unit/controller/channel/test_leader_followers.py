@@ -1,0 +1,142 @@
+"""Several threads and one pipe: each byte is handled once, by whoever is waiting."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from spmd_rl.controller.channel import leader_followers as turns_module
+from spmd_rl.controller.channel.leader_followers import Turns
+from spmd_rl.controller.channel.wakeup_fd import Waker
+
+WAIT_S = 100.0
+
+
+class Pipe:
+    """Something to poll; it remembers who handled what."""
+
+    def __init__(self) -> None:
+        self.waker = Waker()
+        self.handled: list[tuple[str, bytes]] = []
+        self.outbox: deque[str] = deque()
+        self.sent: list[str] = []
+        self.busy = threading.Lock()
+        self._out, self._in = os.pipe()
+
+    def handle(self, seconds: float) -> None:
+        assert self.busy.acquire(blocking=False), "two threads handle at once"
+        self.flush()
+        ready, _, _ = select.select([self._out, self.waker.fileno()], [], [], seconds)
+        if self._out in ready:
+            self.handled.append((threading.current_thread().name, os.read(self._out, 1)))
+        self.waker.drain()
+        self.flush()
+        self.busy.release()
+
+    def flush(self) -> None:
+        while self.outbox:
+            self.sent.append(self.outbox.popleft())
+
+    def send(self, byte: bytes) -> None:
+        os.write(self._in, byte)
+
+    def close(self) -> None:
+        self.waker.close()
+        os.close(self._out)
+        os.close(self._in)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
+
+
+@pytest.fixture
+def turns(pipe: Pipe) -> Iterator[Turns]:
+    turns = Turns(pipe.handle, pipe.waker, "stand-in")
+    turns.start()
+    yield turns
+    turns.close()
+
+
+def test_a_waiting_thread_handles_what_arrives_itself(pipe: Pipe) -> None:
+    me = threading.current_thread().name
+    turns = Turns(pipe.handle, pipe.waker, "not started")  # on a busy machine the stand-in would have some
+    for count in range(20):
+        threading.Timer(0.01, pipe.send, [b"x"]).start()
+        assert turns.until(lambda count=count: len(pipe.handled) > count, WAIT_S)  # type: ignore[misc]
+    assert {name for name, _ in pipe.handled} == {me}
+
+
+def test_the_stand_in_handles_it_while_nobody_waits(pipe: Pipe, turns: Turns) -> None:
+    pipe.send(b"x")
+    end = time.monotonic() + WAIT_S
+    while not pipe.handled and time.monotonic() < end:
+        threading.Event().wait(0.01)
+    assert pipe.handled == [("stand-in", b"x")]
+
+
+def test_a_wait_ends_in_time(turns: Turns) -> None:
+    began = time.monotonic()
+    assert not turns.until(lambda: False, 0.05)
+    assert 0.05 <= time.monotonic() - began < WAIT_S
+
+
+def test_two_threads_may_wait_for_different_things(pipe: Pipe, turns: Turns) -> None:
+    found: list[bytes] = []
+
+    def wait_for(byte: bytes) -> None:
+        if turns.until(lambda: any(seen == byte for _, seen in pipe.handled), WAIT_S):
+            found.append(byte)
+
+    waiting = [threading.Thread(target=wait_for, args=[byte]) for byte in (b"a", b"b", b"c")]
+    for thread in waiting:
+        thread.start()
+    for byte in (b"c", b"b", b"a"):
+        pipe.send(byte)
+    for thread in waiting:
+        thread.join(WAIT_S)
+    assert sorted(found) == [b"a", b"b", b"c"]
+
+
+def test_a_turn_may_be_taken_to_wait_in_another_way(pipe: Pipe, turns: Turns) -> None:
+    assert turns.take(WAIT_S)
+    pipe.send(b"x")
+    assert not pipe.busy.locked(), "two threads handle at once"
+    threading.Event().wait(2 * turns_module.ABSENCE_S)
+    assert turns.due
+    assert not pipe.handled, "the stand-in has to wait"
+    turns.leave()
+    assert turns.until(lambda: pipe.handled, WAIT_S)
+
+
+def test_what_is_queued_wakes_who_waits(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "TICK_S", WAIT_S)
+    turns = Turns(pipe.handle, pipe.waker, "not started")
+    sent = threading.Event()
+    waiting = threading.Thread(target=turns.until, args=[lambda: bool(pipe.sent), WAIT_S])
+    waiting.start()
+    while not pipe.busy.locked():
+        sent.wait(0.001)
+    began = time.monotonic()
+    pipe.outbox.append("letter")
+    turns.now_or_next(pipe.flush)
+    assert turns.due, "who waits in another way is told as well"
+    waiting.join(WAIT_S)
+    assert pipe.sent == ["letter"]
+    assert time.monotonic() - began < WAIT_S / 2, "it need not wait for the tick"
+
+
+def test_what_is_queued_while_nobody_waits_is_done_at_once(pipe: Pipe) -> None:
+    turns = Turns(pipe.handle, pipe.waker, "not started")
+    pipe.outbox.append("letter")
+    turns.now_or_next(pipe.flush)
+    assert pipe.sent == ["letter"]

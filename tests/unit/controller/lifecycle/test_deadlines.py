@@ -1,0 +1,45 @@
+"""A run that is ended from outside, and a recipe that computes for ever: when each has to end, and with what."""
+
+from __future__ import annotations
+
+import pytest
+
+from spmd_rl.controller.lifecycle.deadlines import Notice, RecipeClock
+
+
+def test_sigterm_leaves_the_grace_and_then_says_what_is_lost() -> None:
+    notice = Notice()
+    assert notice.overdue(1e9) is None
+    notice.grace_s, notice.unsaved = 25.0, "; step 8 is lost"
+    notice.take("SIGTERM", "every rank got SIGTERM", 100.0)
+    notice.take("SIGINT", "the controller got SIGINT", 101.0)
+    assert notice.overdue(124.9) is None
+    late, saved = notice.overdue(125.0), notice.and_then("; saved")
+    assert str(late) == "the run was ended from outside: every rank got SIGTERM; step 8 is lost"
+    assert str(saved) == "the run was ended from outside: every rank got SIGTERM; saved"
+    assert late is not None
+    assert late.exit_code == saved.exit_code == 143
+
+
+@pytest.mark.parametrize(("name", "grace_s", "code"), [("SIGINT", 25.0, 130), ("SIGTERM", 0.0, 143)])
+def test_an_interrupt_and_a_run_with_nothing_to_save_end_at_once(name: str, grace_s: float, code: int) -> None:
+    notice = Notice()
+    notice.grace_s, notice.unsaved = grace_s, "; step 8 did not end in time" if name == "SIGINT" else ""
+    notice.take(name, "somebody", 100.0)
+    error = notice.overdue(100.0)
+    assert str(error) == "the run was ended from outside: somebody", "nobody waited for a step"
+    assert error is not None
+    assert error.exit_code == code
+
+
+def test_a_recipe_may_compute_for_its_limit_since_it_was_last_seen_to_wait() -> None:
+    clock = RecipeClock(10.0)
+    assert clock.overdue(False, 0.0, 1e9) is None, "it has not begun"
+    with clock.running(100.0):
+        assert clock.overdue(False, 0.0, 110.0) is None
+        assert "no call for 10 s" in str(clock.overdue(False, 0.0, 110.1))
+        assert clock.overdue(True, 0.0, 150.0) is None, "a rank owes it an answer"
+        assert clock.overdue(False, 0.0, 160.0) is None
+        assert clock.overdue(False, 0.5, 200.0) is None, "it has waited in between"
+        assert clock.overdue(False, 0.5, 210.1) is not None
+    assert clock.overdue(False, 0.5, 1e9) is None, "it is over"

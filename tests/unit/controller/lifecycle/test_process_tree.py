@@ -1,0 +1,83 @@
+"""Ending processes: only children of the given launcher, only on this host."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from spmd_rl.controller.channel.wire import Hello
+from spmd_rl.controller.lifecycle.process_tree import Lives, await_end, end_children, parent_of
+
+HERE = socket.gethostname()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+def test_a_parent_is_known_and_a_missing_process_has_none(child: subprocess.Popen[bytes]) -> None:
+    assert parent_of(child.pid) == os.getpid()
+    assert parent_of(2**22 + 1) is None
+
+
+def test_an_end_is_told_once_at_the_second_look(child: subprocess.Popen[bytes]) -> None:
+    lives = Lives(os.getpid())
+    lives.watch(Hello(1, HERE, child.pid))
+    lives.watch(Hello(2, "elsewhere", child.pid))
+    assert lives.ended() == []
+    child.kill()
+    await_end([Hello(1, HERE, child.pid)])
+    assert [lives.ended() for _ in range(3)] == [[], [1], []]
+    lives.close()
+
+
+def test_the_children_of_others_are_not_watched(child: subprocess.Popen[bytes]) -> None:
+    lives = Lives(os.getppid())
+    lives.watch(Hello(1, HERE, child.pid))
+    child.kill()
+    await_end([Hello(1, HERE, child.pid)])
+    assert [lives.ended() for _ in range(3)] == [[], [], []]
+
+
+def test_a_stopped_child_is_ended(child: subprocess.Popen[bytes]) -> None:
+    child.send_signal(signal.SIGSTOP)
+    end_children(os.getpid(), [Hello(1, HERE, child.pid)])
+    assert child.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("host", [HERE, "elsewhere"])
+def test_others_are_left_alone(child: subprocess.Popen[bytes], host: str) -> None:
+    launcher = os.getppid() if host == HERE else os.getpid()
+    end_children(launcher, [Hello(1, host, child.pid)])
+    await_end([])
+    assert child.poll() is None
+
+
+def test_an_end_is_waited_for(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    await_end([Hello(1, HERE, child.pid)])
+    assert child.poll() is not None
+
+
+def test_an_end_is_waited_for_with_a_descriptor_that_select_does_not_take(child: subprocess.Popen[bytes]) -> None:
+    """A controller of many ranks has a socket for each."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, before[1]), before[1]))
+    many = [os.dup(0) for _ in range(1100)]
+    try:
+        child.kill()
+        await_end([Hello(1, HERE, child.pid)])
+        assert child.poll() is not None
+    finally:
+        for descriptor in many:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

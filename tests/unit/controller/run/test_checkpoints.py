@@ -1,0 +1,341 @@
+"""Checkpoints of a run: whole or not there, and which of them stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.handle import Handle
+from spmd_rl.controller.pending import Pending
+from spmd_rl.controller.run.checkpoints import STATE_FILE, UNFINISHED, Checkpoints, Record
+from spmd_rl.controller.run.command import rewind
+from spmd_rl.errors import ConfigError, SpmdError
+from spmd_rl.mesh.split import Placement
+from spmd_rl.observe.run_lock import claim
+
+
+class Cursor:
+    def __init__(self, drawn: int = 0) -> None:
+        self.drawn = drawn
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self.drawn}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+
+class Box:
+    """An object that writes a folder of its own."""
+
+    def __init__(self, word: str = "") -> None:
+        self.word = word
+
+    def save(self, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "word").write_text(self.word)
+
+    def load(self, folder: str) -> None:
+        self.word = (Path(folder) / "word").read_text()
+
+
+class Slow(Handle):
+    """A role whose folder appears only when `saved` is called, as one that writes behind the training."""
+
+    def __init__(self, word: str = "") -> None:
+        self.word = word
+        self.placement = Placement("trainer", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
+        self.writing: tuple[str, str] | None = None
+        self.endpoints = {"save": Here(self._save), "saved": Here(self._saved), "load": Here(self._load)}
+
+    def _save(self, folder: str) -> None:
+        self.writing = folder, self.word
+
+    def _saved(self) -> None:
+        if self.writing is not None:
+            Box(self.writing[1]).save(self.writing[0])
+            self.writing = None
+
+    def _load(self, folder: str) -> None:
+        self.word = (Path(folder) / "word").read_text()
+
+
+class Here:
+    def __init__(self, function: Any) -> None:
+        self.call = function
+
+    def start(self, *args: Any) -> Pending[Any]:
+        value = self.call(*args)
+        return Pending(lambda deadline_s: value)
+
+
+def checkpoints(folder: Path, keep: int = 2, keep_best: int = 0) -> Checkpoints:
+    return Checkpoints(folder / "checkpoints", keep, keep_best)
+
+
+def names(ours: Checkpoints) -> list[str]:
+    return [path.name for path in ours.saved()]
+
+
+def test_all_kinds_of_parts_come_back(tmp_path: Path) -> None:
+    checkpoints(tmp_path).save(Record(3, 7), {"trainer": (slow := Slow("w")), "prompts": Cursor(12), "ahead": Box("a")})
+    slow._saved()
+    parts = {"trainer": Slow(), "prompts": Cursor(), "ahead": Box()}
+    found = checkpoints(tmp_path).restore(parts)
+    assert found is not None
+    assert (found[0].name, found[1].next_step, found[1].seed) == ("step_000003", 3, 7)
+    assert found[1].roles == {"trainer": {"dp": 1, "fsdp": 2, "tp": 1}}
+    assert (parts["trainer"].word, parts["prompts"].drawn, parts["ahead"].word) == ("w", 12, "a")
+
+
+@pytest.mark.parametrize("change", [lambda word: word.write_text("b"), Path.unlink])
+def test_a_file_that_changed_is_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    ours, ahead = checkpoints(tmp_path), Box("a")
+    for step in (1, 2):
+        ours.save(Record(step, 0), {"ahead": ahead})
+    change(tmp_path / "checkpoints/step_000002/ahead/word")
+    with pytest.raises(SpmdError, match=r"ahead/word is .*the checkpoint is not as|ahead/word is not as") as told:
+        checkpoints(tmp_path).restore({"ahead": Box()})
+    assert f"`spmd-rl rewind {tmp_path} 1` and the same command" in str(told.value)
+    rewind(tmp_path / "checkpoints", "1")
+    assert checkpoints(tmp_path).restore({"ahead": (again := Box())}) is not None
+    assert again.word == "a"
+
+
+def test_nothing_saved_is_a_fresh_run(tmp_path: Path) -> None:
+    assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is None
+
+
+def test_a_checkpoint_counts_from_the_moment_that_the_last_part_is_there(tmp_path: Path) -> None:
+    ours, trainer = checkpoints(tmp_path), Slow("first")
+    ours.save(Record(1, 0), {"trainer": trainer})
+    assert names(ours) == []
+    trainer.word = "second"  # training goes on
+    ours.save(Record(2, 0), {"trainer": trainer})
+    assert names(ours) == ["step_000001"], "one is written at a time"
+    ours.settle()
+    assert names(ours) == ["step_000001", "step_000002"]
+    assert [(path / "trainer/word").read_text() for path in ours.saved()] == ["first", "second"]
+
+
+@pytest.mark.parametrize("lost", ["trainer", "ahead", STATE_FILE])
+def test_what_a_crash_left_unfinished_is_passed_over_and_removed(tmp_path: Path, lost: str) -> None:
+    ours = checkpoints(tmp_path)
+    for step in (1, 2):
+        ours.save(Record(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
+    ours.settle()
+    folder = tmp_path / "checkpoints/step_000002"
+    (folder / lost).rename(folder / f".{lost}.part")
+    (folder / UNFINISHED).touch()
+    again = {"trainer": Slow(), "ahead": Box()}
+    found = checkpoints(tmp_path).restore(again)
+    assert found is not None
+    assert (found[1].next_step, again["trainer"].word, again["ahead"].word) == (1, "1", "1")
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize("lost", ["trainer", "ahead", STATE_FILE])
+def test_a_folder_that_somebody_made_incomplete_is_laid_aside(tmp_path: Path, capsys, lost: str) -> None:
+    """A partial copy between clusters must cost no weights."""
+    ours, folder = checkpoints(tmp_path), tmp_path / "checkpoints"
+    for step in (1, 2):
+        ours.save(Record(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
+    ours.settle()
+    (folder / "step_000002" / lost).rename(tmp_path / "elsewhere")
+    found = checkpoints(tmp_path).restore({"trainer": Slow(), "ahead": Box()})
+    assert found is not None and found[1].next_step == 1
+    assert f"step_000002 is incomplete and was moved to {folder}/later/step_000002" in capsys.readouterr().out
+    left = {entry.name for entry in (folder / "later/step_000002").iterdir()}
+    assert left == {"trainer", "ahead", STATE_FILE} - {lost}
+
+
+def test_a_run_does_not_begin_anew_beside_weights_without_a_state_file(tmp_path: Path) -> None:
+    ours, folder = checkpoints(tmp_path), tmp_path / "checkpoints"
+    for step in (1, 2):
+        ours.save(Record(step, 0), {"trainer": Slow(f"{step}")})
+    ours.settle()
+    for path in folder.iterdir():
+        (path / STATE_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"step_000001 holds trainer but is incomplete, and there is no other check"):
+        checkpoints(tmp_path).restore({"trainer": Slow()})
+    assert sorted((path.name, (path / "trainer/word").read_text()) for path in folder.iterdir()) == [
+        ("step_000001", "1"),
+        ("step_000002", "2"),
+    ]
+
+
+def test_a_users_copy_is_no_checkpoint_and_stays(tmp_path: Path) -> None:
+    ours, folder = checkpoints(tmp_path, keep=1), tmp_path / "checkpoints"
+    ours.save(Record(1, 0), {"prompts": Cursor(1)})
+    ours.settle()
+    shutil.copytree(folder / "step_000001", folder / "step_000001_mine")
+    ours.save(Record(2, 0), {"prompts": Cursor(2)})
+    ours.settle()
+    assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is not None
+    assert {path.name for path in folder.iterdir()} == {"step_000001_mine", "step_000002"}
+
+
+def test_links_in_a_received_folder_lead_nowhere(tmp_path: Path) -> None:
+    """What a link points to is neither removed nor written to."""
+    precious = tmp_path / "precious"
+    (precious / "trainer").mkdir(parents=True)
+    ours, folder = checkpoints(tmp_path, keep=1), tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (1, 2):
+        (folder / f"step_{step:06d}").symlink_to(precious)
+    assert checkpoints(tmp_path).restore({"ahead": Box()}) is None
+    for step in (1, 2, 3):
+        ours.save(Record(step, 0), {"ahead": Box("mine")})
+        ours.settle()
+    assert [path.name for path in precious.rglob("*")] == ["trainer"]
+    assert names(ours) == ["step_000003"]
+
+
+def test_a_link_in_place_of_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"checkpoints is a symbolic link, which is not followed: set run\.folder"):
+        checkpoints(tmp_path).restore({"prompts": Cursor()})
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    class Full(Box):
+        def save(self, folder: str) -> None:
+            raise OSError(28, "No space left on device", folder)
+
+    ours = checkpoints(tmp_path)
+    ours.save(Record(1, 0), {"ahead": Box("one")})
+    with pytest.raises(SpmdError, match=r"cannot save .*step_000002: .*No space left on device"):
+        ours.save(Record(2, 0), {"ahead": Full()})
+    assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_a_role_that_could_not_write_ends_the_next_save(tmp_path: Path) -> None:
+    trainer = Slow("w")
+
+    def fail() -> None:
+        raise SpmdError("cannot save: No space left on device")
+
+    trainer.endpoints["saved"] = Here(fail)
+    ours = checkpoints(tmp_path)
+    ours.save(Record(1, 0), {"trainer": trainer})
+    with pytest.raises(SpmdError, match="No space left"):
+        ours.save(Record(2, 0), {"trainer": trainer})
+    assert list((tmp_path / "checkpoints").iterdir()) == [], "a torn checkpoint takes no room"
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_best", "stay"),
+    [(2, 0, [4, 5]), (1, 1, [2, 5]), (2, 2, [2, 3, 4, 5]), (1, 9, [1, 2, 3, 4, 5]), (9, 0, [1, 2, 3, 4, 5])],
+)
+def test_the_newest_and_the_best_stay(tmp_path: Path, keep: int, keep_best: int, stay: list[int]) -> None:
+    ours = checkpoints(tmp_path, keep, keep_best)
+    for step, reward in enumerate([0.1, 0.9, 0.8, 0.2, 0.3], start=1):
+        ours.save(Record(step, 0, reward), {"prompts": Cursor()})
+    ours.settle()
+    assert names(ours) == [f"step_{step:06d}" for step in stay]
+
+
+def test_no_reward_is_never_the_best(tmp_path: Path) -> None:
+    ours = checkpoints(tmp_path, keep=1, keep_best=1)
+    for step in (1, 2, 3):
+        ours.save(Record(step, 0, None), {"prompts": Cursor()})
+    ours.settle()
+    assert names(ours) == ["step_000003"]
+
+
+def test_another_recipe_is_refused(tmp_path: Path) -> None:
+    checkpoints(tmp_path).save(Record(1, 0), {"prompts": Cursor()})
+    with pytest.raises(ConfigError, match="it has no state of 'pairs'"):
+        checkpoints(tmp_path).restore({"pairs": Cursor()})
+
+
+def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
+    checkpoints(tmp_path).save(Record(1, 0), {"prompts": Cursor()})
+    deep = '{"next_step": 1, "seed": 0, "states": {"prompts": {"drawn": ' + "[" * 100_000
+    for text in ("{", deep):
+        (tmp_path / "checkpoints/step_000001" / STATE_FILE).write_text(text)
+        with pytest.raises(ConfigError, match=r"state\.json is no checkpoint's state"):
+            checkpoints(tmp_path).restore({"prompts": Cursor()})
+    shutil.rmtree(tmp_path / "checkpoints/step_000001")
+    assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"keep_checkpoints": 0},
+        {"save_every": -1},
+        {"keep_best": -1},
+        {"deadline_s": 0.0},
+        {"deadline_s": float("nan")},
+        {"lost_after_s": 1.0},
+        {"grace_s": -1.0},
+        {"seed": -1},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="or more"):
+        RunConfig(**setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "a/b", "a\\b", "..", ".", "a\0b"])
+def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="name = .*: expected the name of a folder in run.folder"):
+        RunConfig(name=name)
+
+
+@pytest.mark.parametrize("setting", [{"seed": 1 << 63}, {"grace_s": float("inf")}])
+def test_settings_beyond_all_bounds_are_refused(setting: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(setting))} = .*: expected "):
+        RunConfig(**setting)  # type: ignore[arg-type]
+
+
+def test_what_else_lies_there_is_no_checkpoint_and_steps_are_numbers(tmp_path: Path) -> None:
+    ours = checkpoints(tmp_path, keep=9)
+    for step in (999_999, 1_000_000):
+        ours.save(Record(step, 0), {"prompts": Cursor(step)})
+        ours.settle()
+    (tmp_path / "checkpoints/step_notes.txt").write_text("a person's")
+    cursor = Cursor()
+    found = checkpoints(tmp_path).restore({"prompts": cursor})
+    assert found is not None
+    assert (found[0].name, cursor.drawn) == ("step_1000000", 1_000_000)
+
+
+def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:
+    ours, folder = checkpoints(tmp_path, keep=9), tmp_path / "checkpoints"
+    for step, reward in ((1, 0.1), (2, 0.9), (3, 0.5), (4, None)):
+        ours.save(Record(step, 0, reward), {"prompts": Cursor(step)})
+        ours.settle()
+    with pytest.raises(ConfigError, match="no checkpoint '7' in .*: there are 1, 2, 3, 4, best"):
+        rewind(folder, "7")
+    chosen, aside = rewind(folder, "best")
+    assert (chosen.name, [path.name for path in aside]) == ("step_000002", ["step_000003", "step_000004"])
+    cursor = Cursor()
+    found = checkpoints(tmp_path).restore({"prompts": cursor})
+    assert found is not None
+    assert (found[1].next_step, cursor.drawn) == (2, 2)
+    ours.save(Record(3, 0), {"prompts": Cursor(33)})
+    ours.settle()
+    assert rewind(folder, "2")[1] == [folder / "later/step_000003.1"]
+    assert all((folder / "later" / name).is_dir() for name in ("step_000003", "step_000003.1", "step_000004"))
+
+
+def test_a_live_run_is_not_rewound(tmp_path: Path) -> None:
+    ours = checkpoints(tmp_path)
+    for step in (1, 2):
+        ours.save(Record(step, 0, 1.0 / step), {"prompts": Cursor(step)})
+        ours.settle()
+    live = claim(tmp_path)
+    with pytest.raises(ConfigError, match="another run is going on in"):
+        rewind(tmp_path / "checkpoints", "best")
+    assert list(ours.saved()) == [tmp_path / "checkpoints/step_000001", tmp_path / "checkpoints/step_000002"]
+    os.close(live)
+    assert rewind(tmp_path / "checkpoints", "best")[0].name == "step_000001"

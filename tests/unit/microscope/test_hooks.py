@@ -1,0 +1,62 @@
+"""Watching attention whose keys and values go into the cache before it is called, as FlashAttention's do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.kernels import KvCache
+from spmd_rl.kernels.attention.paged import _PagedBlocks
+from spmd_rl.microscope.diagnose.compare import compare
+from spmd_rl.microscope.diagnose.faults import plant
+from spmd_rl.microscope.taps.points import Point
+
+
+class PagesOnCpu:
+    """In the place of FlashAttention: its layout of the cache, and the CPU's arithmetic."""
+
+    def __init__(
+        self, table: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int
+    ) -> None:
+        self.given, self.page_size = (table, starts, lengths), size
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        cache = SimpleNamespace(num_kv_heads=keys.shape[2], page_size=self.page_size, data=keys)
+        blocks = _PagedBlocks(cache, *self.given, num_heads=q.shape[1])  # type: ignore[arg-type]
+        return blocks(q, *(x.flatten(0, 1).transpose(0, 1).contiguous() for x in (keys, values)))
+
+
+@pytest.fixture(autouse=True)
+def _flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spmd_rl.kernels.attention.paged.flash_takes", lambda *given: True)
+    monkeypatch.setattr("spmd_rl.kernels.attention.paged.flash_of_chunks", lambda *given: PagesOnCpu(*given[:4]))
+
+
+def test_the_cache_has_flashs_layout() -> None:
+    cache = KvCache(
+        num_layers=1, num_pages=5, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    assert cache.data.shape == (1, 2, 5, 4, 2, 8)
+
+
+def test_engine_and_trainer_agree_in_every_op(engine, trainer, case) -> None:
+    comparison = compare(engine(), trainer, case)
+    assert comparison.findings == ()
+    assert {point.op for point in comparison.points} >= {"q", "k", "v", "attention"}
+
+
+@pytest.mark.parametrize(("fault", "found"), [("rope-bf16", {"q", "k"}), ("norm-order", {"post_norm"})])
+def test_what_is_put_in_the_place_of_keys_goes_into_the_cache(engine, trainer, case, fault: str, found: set) -> None:
+    path = engine()
+    plant(fault, path)
+    comparison = compare(path, trainer, case)
+    assert comparison.fed == "engine"
+    assert {one.point.op for one in comparison.findings if one.status == "introduced"} == found
+    assert comparison.first is not None
+    assert comparison.first.point == Point(*((0, "q") if fault == "rope-bf16" else (1, "post_norm")))

@@ -1,0 +1,258 @@
+"""The Rollout role in one process: a model folder with a tokenizer, and transformers as the judge of greedy answers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
+from spmd_rl.observe.trace import Trace
+from spmd_rl.rewards.grade import Grader
+from spmd_rl.rollout.engine import EngineConfig, SamplingConfig
+from spmd_rl.types.samples import Prompt
+
+transformers = pytest.importorskip("transformers")
+
+
+class Seat:
+    """All that the role asks of its place."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.trace = Trace()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small Qwen3 with a character tokenizer, written by transformers itself."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("model")
+    alphabet = ["<pad>", "<eos>", *"0123456789+-=abcdefghij "]
+    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(alphabet)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(path)
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=len(alphabet),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    transformers.Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def new_role(folder):
+    from spmd_rl.rollout.rollout import Rollout
+
+    def build(**cfg):
+        return Rollout(EngineConfig(**{"model": str(folder), "max_batch": 8, **cfg}), Seat())
+
+    return build
+
+
+def prompts(role, *texts: str) -> list[Prompt]:
+    return [
+        Prompt(uid, np.array(tokens, dtype=np.int32), text=text, answer=text[::-1])
+        for uid, (text, tokens) in enumerate(zip(texts, role.tokenizer(list(texts))["input_ids"], strict=True))
+    ]
+
+
+def count_zeros(prompt: Prompt, sample) -> dict[str, float]:
+    return {"reward": sample.text.count("0") / 10, "long": float(len(sample.tokens) > 5)}
+
+
+def broken(prompt: Prompt, sample) -> float:
+    return 1 / 0
+
+
+def test_groups_come_in_prompt_and_sample_order_with_text_and_reward(new_role):
+    role = new_role()
+    role.grader = Grader(count_zeros)
+    asked = prompts(role, "1+1=", "12+3=", "a b")
+    groups = role.generate(asked, SamplingConfig(num_samples=5, max_tokens=12))
+    assert [group.prompt.uid for group in groups] == [0, 1, 2]
+    for group in groups:
+        assert [sample.index for sample in group.samples] == [0, 1, 2, 3, 4]
+        for sample in group.samples:
+            assert sample.text == role.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+            assert sample.reward == sample.text.count("0") / 10
+            assert sample.parts["long"] == (len(sample.tokens) > 5)
+            assert set(sample.versions.tolist()) == {0}
+
+
+def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
+    role = new_role()
+    role.place.trace = Trace(tmp_path, "rank 0", rank=0)
+    asked, sampling = prompts(role, "1+1=", "2+2="), SamplingConfig(num_samples=2, max_tokens=4)
+
+    def slow(prompt: Prompt, sample) -> float:
+        time.sleep(0.02)
+        return 1.0
+
+    for reward, seconds in ((slow, 0.08), (count_zeros, 0.0)):
+        role.grader = Grader(reward)
+        for _ in range(2):
+            spent = [group.graded_s for group in role.generate(asked, sampling)]
+            assert seconds <= spent[0] < seconds + 0.04, "of this call"
+            assert spent == spent[:1] * 2
+    role.place.trace.close()
+    spans = [json.loads(line) for line in (tmp_path / "rank_0.jsonl").read_text().splitlines()[1:]]
+    assert sum(span[4]["samples"] for span in spans if span[2] > 15e6) == 8
+    assert {span[0] for span in spans} == {"reward"}
+    role.grader = None
+    assert role.generate(asked, sampling)[0].graded_s == 0
+
+
+def test_two_halves_of_the_prompts_give_what_one_rank_gives(new_role):
+    role = new_role()
+    asked, sampling = prompts(role, "1+1=", "2+2=", "3+3=", "4+4="), SamplingConfig(num_samples=2, max_tokens=9)
+    together = role.generate(asked, sampling)
+    apart = new_role(max_batch=3).generate(asked[:2], sampling) + new_role(max_batch=1).generate(asked[2:], sampling)
+    for left, right in zip(together, apart, strict=True):
+        for one, other in zip(left.samples, right.samples, strict=True):
+            assert one.tokens.tobytes() == other.tokens.tobytes()
+            assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+def test_greedy_answers_are_those_of_transformers(new_role, folder):
+    role = new_role()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    asked = prompts(role, "1", "12+34=", "0123456789+abcdefghij-0123456789", "j i h g")
+    groups = role.generate(asked, SamplingConfig(temperature=0.0, max_tokens=40))
+    for group in groups:
+        expected = reference.generate(
+            torch.tensor(group.prompt.tokens, dtype=torch.int64)[None], do_sample=False, max_new_tokens=40
+        )[0, len(group.prompt.tokens) :]
+        assert group.samples[0].tokens.tolist() == expected.tolist()
+
+
+def test_stop_string_through_the_tokenizer(new_role):
+    role = new_role()
+    (free,) = role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True))
+    stop = free.samples[0].text[7:9]
+    cut = free.samples[0].text.index(stop) + 2
+    (group,) = role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True, stop=(stop,)))
+    assert group.samples[0].text == free.samples[0].text[:cut]
+    assert group.samples[0].finish == "stop"
+
+
+def test_an_end_of_the_tokenizer_that_the_model_has_no_token_for_is_left_out(new_role, monkeypatch):
+    monkeypatch.setattr("spmd_rl.rollout.rollout.end_ids", lambda tokenizer: (1, 20, 500))
+    role = new_role()
+    assert role._more_ends == (20,)
+    role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=3))
+
+
+def test_an_engine_that_is_too_large_for_the_host_names_what_asks_for_less(new_role, monkeypatch):
+    def too_large(*args, **kwargs):
+        raise MemoryError
+
+    monkeypatch.setattr("spmd_rl.rollout.native.build.NativeEngine", too_large)
+    with pytest.raises(ResidencyError, match="engine.max_batch = 8 and engine.num_pages = 9 ask for more memory"):
+        new_role(num_pages=9)
+
+
+def test_the_tokenizers_end_ends_a_sample_like_the_configs(new_role):
+    role = new_role()
+    asked, free = prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True)
+    (whole,) = role.generate(asked, free)
+    tokens = whole.samples[0].tokens.tolist()
+    role._more_ends = (tokens[9],)
+    assert role.generate(asked, free)[0].samples[0].tokens.tolist() == tokens
+    (group,) = role.generate(asked, SamplingConfig(max_tokens=30))
+    ends = [tokens.index(one) for one in (1, tokens[9]) if one in tokens]
+    assert group.samples[0].tokens.tolist() == tokens[: min(ends) + 1]
+    assert group.samples[0].finish == "stop"
+
+
+def test_ends_that_the_engine_does_not_know(new_role, folder, tmp_path):
+    assert new_role()._more_ends == ()
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / "generation_config.json").write_text('{"eos_token_id": 0}')
+    assert new_role(model=str(other))._more_ends == (1,)
+
+
+def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_role):
+    role = new_role()
+    role.grader = Grader(broken)
+    asked, sampling = prompts(role, "7+8="), SamplingConfig(num_samples=4, max_tokens=5)
+    with pytest.raises(SpmdError, match=r"prompt '7\+8=', answer '=8\+7'.*ZeroDivisionError"):
+        role.generate(asked, sampling)
+    role.grader = None
+    assert len(role.generate(asked, sampling)[0].samples) == 4
+
+
+@pytest.mark.parametrize("poisoned", [1, 3])
+def test_a_poisoned_sample_is_skipped_if_the_config_says_so(new_role, poisoned: int):
+    """Its group goes on without it, or is emptied when that leaves a single sample; other groups are as ever."""
+
+    def hangs(prompt: Prompt, sample) -> float:
+        if prompt.uid == 1 and sample.index < poisoned:
+            threading.Event().wait()
+        return float(sample.index)
+
+    role = new_role(on_reward_error="skip")
+    role.grader = Grader(hangs, 0.05)
+    asked, sampling = prompts(role, "7+8=", "1+1="), SamplingConfig(num_samples=4, max_tokens=5)
+    whole, struck = role.generate(asked, sampling)
+    assert ([sample.reward for sample in whole.samples], whole.skipped) == ([0, 1, 2, 3], [])
+    assert [sample.reward for sample in struck.samples] == ([1, 2, 3] if poisoned == 1 else [])
+    assert len(struck.skipped) == poisoned
+    assert all("prompt '1+1='" in why and why.endswith("took longer than 0.05 s") for why in struck.skipped)
+
+
+def test_two_prompts_with_one_uid_are_refused(new_role):
+    role = new_role()
+    with pytest.raises(SpmdError, match="same uid"):
+        role.generate(prompts(role, "1")[:1] * 2, SamplingConfig())
+
+
+def test_without_folder_weights_the_first_push_is_waited_for(new_role):
+    role, donor = new_role(load_weights=False), new_role()
+    asked, sampling = prompts(role, "1+1="), SamplingConfig(max_tokens=6)
+    with pytest.raises(SpmdError, match="no weights of a known version: push one"):
+        role.generate(asked, sampling)
+    sink, source = role.weight_sink(), donor.weight_sink()
+    assert sink.keys() == source.keys()
+    for name, held in sink.items():
+        held.local.copy_(source[name].local)
+    role.on_weights(3)
+    (pushed,), (own,) = role.generate(asked, sampling), donor.generate(asked, sampling)
+    assert pushed.samples[0].logprobs.tobytes() == own.samples[0].logprobs.tobytes()
+    assert set(pushed.samples[0].versions.tolist()) == {3}
+
+
+def test_sleep_wake_and_stats(new_role):
+    role = new_role()
+    role.sleep()
+    assert role.stats()[0]["kv_bytes"] == 0
+    role.wake()
+    role.generate(prompts(role, "1+1="), SamplingConfig(num_samples=3, max_tokens=4, ignore_eos=True))
+    assert role.stats()[0]["num_generated_tokens"] == 12
+
+
+def test_a_missing_folder_is_one_sentence(new_role):
+    with pytest.raises(ConfigError, match="no model folder at"):
+        new_role(model="/nowhere")

@@ -1,0 +1,127 @@
+"""Groups that came as columns are the groups that were sent, whoever looks, and whatever is done with them then."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spmd_rl.algo.advantages import group_advantage, rloo_advantage
+from spmd_rl.algo.group_metrics import group_metrics
+from spmd_rl.algo.packing import pack
+from spmd_rl.types.batch import Batch
+from spmd_rl.types.samples import Group, GroupColumns, Prompt, Sample
+
+
+def made(uid: int, sizes: list[int]) -> Group:
+    def sample(index: int, size: int) -> Sample:
+        tokens = np.arange(100 * uid + 10 * index, 100 * uid + 10 * index + size, dtype=np.int32)
+        versions = np.full(size, uid, np.int32)
+        finish = "length" if index % 2 else "stop"
+        reward = float((uid * index) % 3) / 3
+        return Sample(
+            uid, index, tokens, -tokens.astype(np.float32), versions, finish, 0.7, f"{uid}", reward, {"a": reward}
+        )
+
+    prompt = Prompt(uid, np.arange(1 + uid % 3, dtype=np.int32), f"p{uid}", f"a{uid}", "here", {"line": uid})
+    samples = [sample(index, size) for index, size in enumerate(sizes)]
+    return Group(prompt, samples, [] if sizes else ["skipped"])
+
+
+def sent(groups: list[Group]) -> list[Group]:
+    return Group.to_columns(groups).rows()
+
+
+def same_batch(one: Batch, other: Batch) -> bool:
+    values = [[getattr(batch, entry.name) for entry in fields(batch)] for batch in (one, other)]
+    return all(
+        np.asarray(a).dtype == np.asarray(b).dtype and np.array_equal(a, b) for a, b in zip(*values, strict=True)
+    )
+
+
+def plain(group: Group) -> str:
+    return repr((group.prompt, group.samples, group.skipped))
+
+
+SIZES = st.lists(st.one_of(st.just([]), st.lists(st.integers(0, 4), min_size=2, max_size=4)), min_size=1, max_size=6)
+
+
+@given(SIZES, st.data())
+def test_what_is_reckoned_does_not_depend_on_how_groups_came(sizes: list[list[int]], data: st.DataObject) -> None:
+    """From two ranks, some left out, some looked at: the same bits as of groups made here."""
+    here = [made(uid, own) for uid, own in enumerate(sizes)]
+    cut = data.draw(st.integers(0, len(here)))
+    came = sent(here[:cut]) + sent(here[cut:])
+    for group in data.draw(st.lists(st.sampled_from(came))):
+        assert group.samples is not None
+    order = data.draw(st.permutations(range(len(here))))[: data.draw(st.integers(1, len(here)))]
+    here, came = [here[i] for i in order], [came[i] for i in order]
+    for _ in range(2):
+        for estimate in (group_advantage, rloo_advantage):
+            pairs = zip(estimate(here), estimate(came), strict=True)
+            assert all(one.tobytes() == other.tobytes() for one, other in pairs)
+        assert group_metrics(came, 7) == group_metrics(here, 7)
+        assert [group.num_samples for group in came] == [len(group.samples) for group in here]
+        assert all(np.array_equal(one.rewards, other.rewards) for one, other in zip(came, here, strict=True))
+        if any(group.samples for group in here):
+            assert same_batch(pack(came, group_advantage(came)), pack(here, group_advantage(here)))
+    assert [plain(group) for group in came] == [plain(group) for group in here]
+
+
+def test_nothing_is_cut_until_somebody_looks() -> None:
+    groups = sent([made(0, [2, 3]), made(1, [1, 1])])
+    columns = Group.to_columns(groups)
+    pack(groups, group_advantage(groups))
+    assert "groups" not in vars(columns)
+    assert groups[1].samples[0].index == 0
+    assert "groups" in vars(columns)
+    assert Group.to_columns(groups) is columns, "looking changes nothing"
+
+
+def test_a_list_of_samples_may_be_changed() -> None:
+    here, groups = [made(0, [2, 3, 1]), made(1, [1, 1])], sent([made(0, [2, 3, 1]), made(1, [1, 1])])
+    for group in (here[0], groups[0]):
+        group.samples.pop(1)
+        group.samples[0] = group.samples[0].changed(reward=5.0)
+    assert [group.num_samples for group in groups] == [2, 2]
+    assert groups[0].rewards.tolist() == [5.0, here[0].samples[1].reward]
+    assert same_batch(pack(groups, group_advantage(groups)), pack(here, group_advantage(here)))
+
+
+def test_rewards_are_the_caller_s_own() -> None:
+    (group,) = sent([made(2, [1, 1, 1])])
+    before = group.rewards
+    group.rewards[:] = 7
+    assert group.rewards.tolist() == before.tolist() == [sample.reward for sample in group.samples]
+
+
+def test_a_group_is_a_dataclass_still() -> None:
+    group = made(3, [1, 2])
+    for copied in (copy.copy, copy.deepcopy, replace):
+        (came,) = sent([group])
+        assert plain(copied(came)) == plain(came) == plain(group)
+    assert replace(sent([group])[0], samples=[]).num_samples == 0
+    with pytest.raises(AttributeError, match="a Group has no answer"):
+        _ = sent([group])[0].answer  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        sent([group])[0].prompt = group.prompt  # type: ignore[misc]
+
+
+def test_columns_join_and_are_cut() -> None:
+    groups = [made(uid, [uid, 2]) for uid in range(4)]
+    whole = Group.to_columns(groups)
+    parts = GroupColumns.join([whole[:1], whole[1:3], whole[3:]])
+    assert [plain(group) for group in parts.rows()] == [plain(group) for group in groups]
+    assert [plain(group) for group in whole[2:].rows()] == [plain(group) for group in groups[2:]]
+
+
+def test_lengths_that_only_seem_to_fit_are_refused() -> None:
+    columns = Prompt.to_columns([Prompt(uid, np.zeros(int(uid == 0), np.int32)) for uid in range(3)])
+    assert len(columns.rows()) == 3
+    for lengths in ([2, -1, 0], [2**63 - 1, 2**63 - 1, 3]):  # the second's sum is 1 too, as 64 bits have it
+        with pytest.raises(ValueError, match="lengths are numbers of entries"):
+            replace(columns, lengths=np.array(lengths)).rows()
