@@ -212,6 +212,7 @@ def _rank(words: list[str]) -> int:
     """Join as a rank. Rank 0 starts the controller first, so that it loads while torch does."""
     for number in ENDINGS:
         signal.signal(number, signal.SIG_DFL)  # a launcher's handlers, inherited, would wait for C++ code, or be lost
+    exit_message.note_launcher()
     _open_many_files()
     from spmd_rl.mesh.world import World
 

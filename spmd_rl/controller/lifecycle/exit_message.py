@@ -21,8 +21,7 @@ WORDS_S, POLL_S = 3.0, 0.02  # for the controller to notice that the last rank i
 ATTEMPT = "attempt_"  # torchrun's log folder has one of these for each start of the ranks
 LEAVE_S = 5.0  # for what was started here to end, once the run has
 
-_parent = {"pid": os.getppid()}  # in a rank, its launcher; once that is gone, nobody reads the error file
-os.register_at_fork(after_in_child=lambda: _parent.update(pid=os.getppid()))
+_launchers: list[int] = []  # of this rank; empty in every other process
 
 
 def write(sentence: str) -> None:
@@ -33,7 +32,8 @@ def write(sentence: str) -> None:
     """
     sentence = "; ".join(line.strip() for line in sentence.splitlines() if line.strip())
     path = os.environ.get(ERROR_FILE_ENV)
-    if not (path and _left(Path(path), sentence)) or os.getppid() != _parent["pid"]:
+    launcher_lost = os.getppid() not in (_launchers or [os.getppid()])
+    if not (path and _left(Path(path), sentence)) or launcher_lost:
         print(sentence, file=sys.stderr)
 
 
@@ -42,6 +42,11 @@ def write_alone(sentence: str) -> None:
     write(sentence)
     if ERROR_FILE_ENV in os.environ and LAUNCHER_ENV not in os.environ:
         print(sentence, file=sys.stderr)
+
+
+def note_launcher() -> None:
+    """Remember who reads the error file of this rank: the parent that it has as it starts."""
+    _launchers[:] = [os.getppid()]
 
 
 def mark_done() -> None:

@@ -52,7 +52,7 @@ def test_words_that_no_launcher_will_read_go_to_stderr_too(
 ) -> None:
     (tmp_path / "attempt_0").mkdir()
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(tmp_path / "attempt_0/error.json"))
-    monkeypatch.setitem(exit_message._parent, "pid", os.getppid() if alive else -1)
+    monkeypatch.setattr(exit_message, "_launchers", [os.getppid() if alive else -1])
     exit_message.write("the cause")
     assert exit_message.of_the_last_start(tmp_path) == ["the cause"]
     assert capfd.readouterr().err == ("" if alive else "the cause\n")
