@@ -50,7 +50,8 @@ setup(
             "pytest-xdist>=3.6",
             "ruff>=0.9",
             "tensorboard>=2.18",
-            "triton>=3.6; sys_platform == 'linux'",  # a GPU build of torch brings the version that it wants
+            # a GPU build of torch brings the version that it wants
+            "triton>=3.6; sys_platform == 'linux'",
             "wandb>=0.19",
         ],
     },

@@ -1,8 +1,11 @@
-"""The main job on this machine: does the example learn, on every split, with no mismatched token, and how fast.
+"""The main job on this machine: does the example learn, on every split, with no mismatched token,
+and how fast.
 
-    python -m benchmarks.arithmetic --machine h200 --config examples/arithmetic/gpu.toml one split colocated --save
+    python -m benchmarks.arithmetic --machine h200 --config examples/arithmetic/gpu.toml one split
+colocated --save
 
-`one` is one rank; `split` one train and one engine rank; `colocated` two ranks that serve both roles.
+`one` is one rank; `split` one train and one engine rank; `colocated` two ranks that serve both
+roles.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ RECIPE = "examples/arithmetic/recipe.py"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("modes", nargs="+", choices=MODES)
     parser.add_argument("--machine", default="laptop")
     parser.add_argument("--config", default="examples/arithmetic/demo.toml")
@@ -46,10 +51,23 @@ def main() -> int:
 
 def measure(mode: str, config: str, folder: Path) -> Iterator[Row]:
     """Run the example once and read its metrics."""
-    command = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run", RECIPE]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from spmd_rl.cli.main import main; sys.exit(main())",
+        "run",
+        RECIPE,
+    ]
     began = time.time()
     subprocess.run(
-        [*command, f"--config={config}", f"--run.folder={folder}", f"--run.name={mode}", *MODES[mode]], check=True
+        [
+            *command,
+            f"--config={config}",
+            f"--run.folder={folder}",
+            f"--run.name={mode}",
+            *MODES[mode],
+        ],
+        check=True,
     )
     ended = time.time()
     rows = [json.loads(line) for line in (folder / mode / "metrics.jsonl").read_text().splitlines()]
@@ -61,14 +79,21 @@ def measure(mode: str, config: str, folder: Path) -> Iterator[Row]:
     rewards = column("reward/mean")
     yield measured(f"{mode}: reward of the first step", rewards[0], "", at_most=0.5)
     yield measured(
-        f"{mode}: mean reward of the last 5 of {len(steps)} steps", statistics.mean(rewards[-5:]), "", at_least=0.9
+        f"{mode}: mean reward of the last 5 of {len(steps)} steps",
+        statistics.mean(rewards[-5:]),
+        "",
+        at_least=0.9,
     )
-    yield measured(f"{mode}: mismatched tokens", sum(column("onpolicy/mismatched_tokens")), "tokens", at_most=0)
+    yield measured(
+        f"{mode}: mismatched tokens", sum(column("onpolicy/mismatched_tokens")), "tokens", at_most=0
+    )
     yield measured(f"{mode}: compared tokens", sum(column("onpolicy/compared_tokens")), "tokens")
     yield measured(f"{mode}: start to first reward", steps[0]["unix_s"] - began, "s")
     yield measured(f"{mode}: start to end", ended - began, "s")
     yield measured(f"{mode}: step, median", statistics.median(column("time/step")), "s")
-    yield measured(f"{mode}: rollout, median", statistics.median(column("rollout/tokens_per_s")), "tokens/s")
+    yield measured(
+        f"{mode}: rollout, median", statistics.median(column("rollout/tokens_per_s")), "tokens/s"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The command line that comparisons with SGLang share: each model's rows come from one pair of engines."""
+"""The command line that comparisons with SGLang share: each model's rows come from one pair of
+engines.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ from benchmarks.table import Row
 Measure = Callable[[str, Pair, int], Iterable[Row]]
 
 
-def beside_sglang(script: str, doc: str | None, models: Iterable[str], repeats: int, measure: Measure) -> int:
+def beside_sglang(
+    script: str, doc: str | None, models: Iterable[str], repeats: int, measure: Measure
+) -> int:
     """Measure and record; returns the exit code."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=list(models))
     parser.add_argument("--sglang", required=True, metavar="SITE")
     parser.add_argument("--repeats", type=int, default=repeats)

@@ -1,9 +1,11 @@
-"""What a process and its NCCL communicators take of a GPU's memory, one thing after the other, on two GPUs.
+"""What a process and its NCCL communicators take of a GPU's memory, one thing after the other, on
+two GPUs.
 
-    python -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.communicators [--save]
+    python -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.communicators
+[--save]
 
-The constants of `spmd_rl/offload/ledger.py` are compared with what is read. Communicators are made as mesh/ makes
-them: eagerly, bound to the GPU; NCCL connects them at their first collective.
+The constants of `spmd_rl/offload/ledger.py` are compared with what is read. Communicators are made
+as mesh/ makes them: eagerly, bound to the GPU; NCCL connects them at their first collective.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Steps:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     world, steps = World.from_env(), Steps()
@@ -56,24 +60,46 @@ def main() -> int:
 
     def peers(group: object) -> None:
         ring = [(world.rank + 1) % world.size, (world.rank - 1) % world.size]
-        moves = [dist.P2POp(dist.isend, one, ring[0], group), dist.P2POp(dist.irecv, other, ring[1], group)]
+        moves = [
+            dist.P2POp(dist.isend, one, ring[0], group),
+            dist.P2POp(dist.irecv, other, ring[1], group),
+        ]
         for work in dist.batch_isend_irecv(moves):
             work.wait()
 
     steps.take("a context", lambda: None)
-    steps.take("a product by cuBLAS", lambda: one[:256].view(16, 16).bfloat16() @ one[:256].view(16, 16).bfloat16())
+    steps.take(
+        "a product by cuBLAS",
+        lambda: one[:256].view(16, 16).bfloat16() @ one[:256].view(16, 16).bfloat16(),
+    )
     steps.take("join: NCCL and the world's communicator", lambda: join(world, open_store(world)))
-    alone = steps.take("two communicators of one rank, one for each", lambda: [dist.new_group([r]) for r in everybody])
+    alone = steps.take(
+        "two communicators of one rank, one for each",
+        lambda: [dist.new_group([r]) for r in everybody],
+    )
     assert alone
     first = steps.take("a second communicator", lambda: dist.new_group(everybody))
     second = steps.take("a third one", lambda: dist.new_group(everybody))
     for name, group in (("second", first), ("third", second)):
-        steps.take(f"{name}: its first all-gather", lambda group=group: dist.all_gather_into_tensor(many, one, group))
-        steps.take(f"{name}: reduce-scatter", lambda group=group: dist.reduce_scatter_tensor(one, many, group=group))
+        steps.take(
+            f"{name}: its first all-gather",
+            lambda group=group: dist.all_gather_into_tensor(many, one, group),
+        )
+        steps.take(
+            f"{name}: reduce-scatter",
+            lambda group=group: dist.reduce_scatter_tensor(one, many, group=group),
+        )
         steps.take(f"{name}: all-reduce", lambda group=group: dist.all_reduce(one, group=group))
         steps.take(f"{name}: send and receive", lambda group=group: peers(group))
-        steps.take(f"{name}: all-to-all", lambda group=group: dist.all_to_all_single(many.clone(), many, group=group))
-    code = finish(__file__, PACKAGES, steps.rows, save=options.save, machine="h200", **gpu()) if world.rank == 0 else 0
+        steps.take(
+            f"{name}: all-to-all",
+            lambda group=group: dist.all_to_all_single(many.clone(), many, group=group),
+        )
+    code = (
+        finish(__file__, PACKAGES, steps.rows, save=options.save, machine="h200", **gpu())
+        if world.rank == 0
+        else 0
+    )
     dist.destroy_process_group()
     return code
 

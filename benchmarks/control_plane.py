@@ -1,9 +1,11 @@
-"""What it costs to call all workers and hear from all of them: our controller, Ray actors and plain ZeroMQ.
+"""What it costs to call all workers and hear from all of them: our controller, Ray actors and plain
+ZeroMQ.
 
-Each worker gets an array of its own and sends it back (control/echo.py). The contenders are processes that take turns;
-each number is the median over all turns. Every worker is a process. Past 256 workers only plain ZeroMQ runs, eight
-workers' sockets in a process, to see what relays buy. Then the controller's share of the demo's step, from a short run
-of it: its metric perf/controller_share, the part of a step, from the end of the one before, in which the controller
+Each worker gets an array of its own and sends it back (control/echo.py). The contenders are
+processes that take turns; each number is the median over all turns. Every worker is a process. Past
+256 workers only plain ZeroMQ runs, eight workers' sockets in a process, to see what relays buy.
+Then the controller's share of the demo's step, from a short run of it: its metric
+perf/controller_share, the part of a step, from the end of the one before, in which the controller
 did not wait for workers.
 
     python -m benchmarks.control_plane [--quick] [--save] [--workers 8,64,256]
@@ -59,7 +61,8 @@ def contest(num_workers: int, turns: int) -> Iterator[Row]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         peers = {
-            name: stack.enter_context(_start(name, command, folder)) for name, command in _commands(num_workers).items()
+            name: stack.enter_context(_start(name, command, folder))
+            for name, command in _commands(num_workers).items()
         }
         for size in SIZES if "ours" in peers else [BAR_SIZE]:
             if size * num_workers > MAX_BYTES:
@@ -87,7 +90,9 @@ def _commands(num_workers: int) -> dict[str, list[str]]:
     if _available_bytes() > num_workers * RAY_WORKER_BYTES:
         commands["Ray"] = ["ray_actors", workers]
     else:
-        print(f"Ray is left out at {num_workers} workers: they need {num_workers * RAY_WORKER_BYTES >> 30} GiB")
+        print(
+            f"Ray is left out at {num_workers} workers: they need {num_workers * RAY_WORKER_BYTES >> 30} GiB"
+        )
     if num_workers > WORKERS_OF_A_RELAY:
         commands["ZeroMQ with relays"] = ["zeromq", workers, "--relays", relays]
     return commands
@@ -95,9 +100,18 @@ def _commands(num_workers: int) -> dict[str, list[str]]:
 
 def _start(name: str, command: list[str], folder: Path) -> Peer:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    env = {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     module, *arguments = command
-    return Peer([sys.executable, "-m", f"benchmarks.control.{module}", *arguments], env, folder / f"{name}.log")
+    return Peer(
+        [sys.executable, "-m", f"benchmarks.control.{module}", *arguments],
+        env,
+        folder / f"{name}.log",
+    )
 
 
 def _rows(num_workers: int, size: int, times: dict[str, Times]) -> Iterator[Row]:
@@ -108,7 +122,14 @@ def _rows(num_workers: int, size: int, times: dict[str, Times]) -> Iterator[Row]
     for name in ("Ray", "ZeroMQ", "ZeroMQ with CURVE"):
         if name in times and "ours" in times:
             bar = BARS.get(name) if (num_workers, size) == (BAR_WORKERS, BAR_SIZE) else None
-            yield compared(f"{call}, {SIZES[size]}", wall["ours"], "us", peer=name, peer_value=wall[name], at_most=bar)
+            yield compared(
+                f"{call}, {SIZES[size]}",
+                wall["ours"],
+                "us",
+                peer=name,
+                peer_value=wall[name],
+                at_most=bar,
+            )
     if size == BAR_SIZE and "ours" in times:
         yield compared(what, busy["ours"], "us", peer="ZeroMQ", peer_value=busy["ZeroMQ"])
     if size == BAR_SIZE and "ZeroMQ with relays" in times:
@@ -121,13 +142,33 @@ def _rows(num_workers: int, size: int, times: dict[str, Times]) -> Iterator[Row]
 def controller_share(steps: int) -> Row:
     """The median over a run of the demo of that many steps."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "spmd_rl", "run"]
+        command = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "spmd_rl",
+            "run",
+        ]
         recipe = ["examples/arithmetic/recipe.py", "--config", "examples/arithmetic/demo.toml"]
-        settings = [f"--run.folder={folder}", f"--steps={steps}", "--warmup_steps=2", "--run.save_every=0"]
-        subprocess.run([sys.executable, *command, *recipe, *settings], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        settings = [
+            f"--run.folder={folder}",
+            f"--steps={steps}",
+            "--warmup_steps=2",
+            "--run.save_every=0",
+        ]
+        subprocess.run(
+            [sys.executable, *command, *recipe, *settings],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
         lines = (Path(folder) / "demo/metrics.jsonl").read_text().splitlines()
     shares = [row["perf/controller_share"] for row in map(json.loads, lines) if row["step"] > 0]
-    return measured("controller's share of the demo's step", median(shares[1:]), "", at_most=MAX_SHARE)
+    return measured(
+        "controller's share of the demo's step", median(shares[1:]), "", at_most=MAX_SHARE
+    )
 
 
 def _available_bytes() -> int:
@@ -136,15 +177,21 @@ def _available_bytes() -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few turns, one and 8 workers")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/laptop/control_plane.json")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/laptop/control_plane.json"
+    )
     parser.add_argument("--workers", default="", help="numbers of workers, separated by commas")
     arguments = parser.parse_args()
     counts = arguments.workers or ("1,8" if arguments.quick else "1,8,64,256,512,1024")
     rows: list[Row] = []
     for count in counts.split(","):
-        rows += contest(int(count), turns=3 if arguments.quick else 12 if int(count) <= BAR_WORKERS else 4)
+        rows += contest(
+            int(count), turns=3 if arguments.quick else 12 if int(count) <= BAR_WORKERS else 4
+        )
     rows.append(controller_share(6 if arguments.quick else 30))
     return finish(__file__, ("pyzmq", "msgspec", "numpy", "ray"), rows, save=arguments.save)
 

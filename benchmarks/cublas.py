@@ -1,4 +1,6 @@
-"""Every way in which cuBLAS would multiply a shape: the one that torch takes, and what cublasLt proposes."""
+"""Every way in which cuBLAS would multiply a shape: the one that torch takes, and what cublasLt
+proposes.
+"""
 
 from __future__ import annotations
 

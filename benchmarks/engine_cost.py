@@ -1,12 +1,14 @@
-"""What bits that do not depend on the batch cost the engine: its decoding step beside engines that are free of them.
+"""What bits that do not depend on the batch cost the engine: its decoding step beside engines that
+are free of them.
 
-Three engines share scheduler, graphs and all kernels but those of products, and take turns. In the free ones a product
-of each shape is the fastest of all: cuBLAS's ways, K split or not, and ours. One of them has gate and up as shipped, in
-one kernel with what follows where rows are few, the other in a product of their own; the faster of the two is the peer.
-FlashAttention is the same in all: on Hopper it takes no more than one split (few long sequences: attention_decode.py).
+Three engines share scheduler, graphs and all kernels but those of products, and take turns. In the
+free ones a product of each shape is the fastest of all: cuBLAS's ways, K split or not, and ours.
+One of them has gate and up as shipped, in one kernel with what follows where rows are few, the
+other in a product of their own; the faster of the two is the peer. FlashAttention is the same in
+all: on Hopper it takes no more than one split (few long sequences: attention_decode.py).
 
-A step's time is the median of those that decode all sequences, clocked on the host from one to the next, as in
-hash_cost.py; of that, medians over turns.
+A step's time is the median of those that decode all sequences, clocked on the host from one to the
+next, as in hash_cost.py; of that, medians over turns.
 
     python -m benchmarks.engine_cost [--save] [0.6B 8B]
 """
@@ -82,7 +84,9 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
                     times[path].append(1e3 * step_s(engines[path], case))
         ours, *free = (statistics.median(found[1:]) for found in times.values())
         what = f"Qwen3-{name}, batch {batch}: step"
-        yield compared(what, ours, "ms", peer="free of the contract", peer_value=min(free), at_most=BAR)
+        yield compared(
+            what, ours, "ms", peer="free of the contract", peer_value=min(free), at_most=BAR
+        )
         for path, value in zip(list(PATHS)[1:], free, strict=True):
             yield measured(f"{what}, {path}", value, "ms")
 

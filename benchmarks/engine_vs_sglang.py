@@ -1,9 +1,11 @@
-"""Our engine's decode step beside SGLang's fastest, not deterministic, mode on one GPU (engines.py says how both run).
+"""Our engine's decode step beside SGLang's fastest, not deterministic, mode on one GPU (engines.py
+says how both run).
 
-Time per step is (T(512) - T(256)) / 256, T(n) the time to make n tokens for each of the batch's prompts in one call, so
-that start, prefill and hand-over cancel: medians of T over repetitions in which the two engines take turns. Prompts
-are in both engines' prefix caches after the warm-up. Our own clock around `step`, the median over the steps in which
-the whole batch decodes, is given as a check.
+Time per step is (T(512) - T(256)) / 256, T(n) the time to make n tokens for each of the batch's
+prompts in one call, so that start, prefill and hand-over cancel: medians of T over repetitions in
+which the two engines take turns. Prompts are in both engines' prefix caches after the warm-up. Our
+own clock around `step`, the median over the steps in which the whole batch decodes, is given as a
+check.
 
     python -m benchmarks.engine_vs_sglang --sglang SITE [--save] [0.6B 8B]
 """
@@ -20,14 +22,17 @@ from benchmarks.peer import Peer
 from benchmarks.record import compared, measured
 from benchmarks.table import Row
 
-CASES = {"0.6B": ((64, 128), (256, 128)), "8B": ((1, 128), (64, 128), (256, 128), (64, 2048))}  # batch, prompt
+# batch, prompt
+CASES = {"0.6B": ((64, 128), (256, 128)), "8B": ((1, 128), (64, 128), (256, 128), (64, 2048))}
 SHORT, LONG = 256, 512
 WARMUP_TOKENS, REPEATS = 24, 3
 BARS = {("0.6B", 64): 0.6}
 
 
 def run(peer: Peer, batch: int, prompt: int, new: int) -> dict[str, float]:
-    return peer.ask(prompts=[prompt] * batch, samples=1, new_tokens=[new] * batch, seed=batch + prompt)
+    return peer.ask(
+        prompts=[prompt] * batch, samples=1, new_tokens=[new] * batch, seed=batch + prompt
+    )
 
 
 def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
@@ -43,7 +48,9 @@ def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
                     times.setdefault((kind, new), []).append(reply["seconds"])
                     steps += [reply["step_s"]] if kind == "ours" else []
         ours, theirs = (
-            1e3 * (statistics.median(times[kind, LONG]) - statistics.median(times[kind, SHORT])) / (LONG - SHORT)
+            1e3
+            * (statistics.median(times[kind, LONG]) - statistics.median(times[kind, SHORT]))
+            / (LONG - SHORT)
             for kind in ("ours", "sglang")
         )
         what = f"Qwen3-{name}, batch {batch}, prompt {prompt}"

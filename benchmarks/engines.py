@@ -1,12 +1,14 @@
-"""Two engines on one GPU, each in a process of its own and started once, that take turns: ours and SGLang.
+"""Two engines on one GPU, each in a process of its own and started once, that take turns: ours and
+SGLang.
 
-Both hold the same model folder in bf16 with room for the same number of KV tokens, both run up to 512 sequences, and
-both draw at temperature 1 and ignore the end of sequence. SGLang runs in its fastest mode, which is not deterministic:
-FlashAttention 3, CUDA graphs for decoding at every batch size, graphs for prefill, its radix cache and overlapped
-schedule as by default, and no log-probs returned. Ours records every token's log-prob, always.
+Both hold the same model folder in bf16 with room for the same number of KV tokens, both run up to
+512 sequences, and both draw at temperature 1 and ignore the end of sequence. SGLang runs in its
+fastest mode, which is not deterministic: FlashAttention 3, CUDA graphs for decoding at every batch
+size, graphs for prefill, its radix cache and overlapped schedule as by default, and no log-probs
+returned. Ours records every token's log-prob, always.
 
-SGLang stands in a folder of its own (`pip install --target SITE sglang==0.5.16`, `--sglang SITE`), because it wants
-another transformers.
+SGLang stands in a folder of its own (`pip install --target SITE sglang==0.5.16`, `--sglang SITE`),
+because it wants another transformers.
 """
 
 from __future__ import annotations
@@ -58,11 +60,15 @@ def pair(name: str, sglang_site: str) -> Iterator[Pair]:
     """Both engines with random weights of a Qwen3 shape, ready."""
     with tempfile.TemporaryDirectory(prefix="shape-") as folder:
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", name, folder], check=True)
-        env = {"PYTHONPATH": f"{Path.cwd()}:{sglang_site}:{sglang_site}/nvidia_cutlass_dsl/dsl_packages"}
+        env = {
+            "PYTHONPATH": f"{Path.cwd()}:{sglang_site}:{sglang_site}/nvidia_cutlass_dsl/dsl_packages"
+        }
 
         def start(kind: str, env: dict[str, str]) -> Peer:
             command = [sys.executable, "-m", "benchmarks.engines", kind, folder]
-            return stack.enter_context(Peer(command, env, Path(tempfile.gettempdir()) / f"{kind}-{name}.log"))
+            return stack.enter_context(
+                Peer(command, env, Path(tempfile.gettempdir()) / f"{kind}-{name}.log")
+            )
 
         with ExitStack() as stack:
             with ThreadPoolExecutor() as pool:
@@ -76,13 +82,15 @@ def pair(name: str, sglang_site: str) -> Iterator[Pair]:
 def versions(pair: Pair) -> dict[str, str]:
     """SGLang's, and the settings that it runs with."""
     facts = pair.sglang.ask(facts=True)
-    return {"sglang": facts["version"]} | {f"sglang {name}": str(facts[name]) for name in SGLANG_SETTINGS}
+    return {"sglang": facts["version"]} | {
+        f"sglang {name}": str(facts[name]) for name in SGLANG_SETTINGS
+    }
 
 
 class Contender(Protocol):
     def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
-        """All of it, `new_tokens[i]` after `prompts[i]`; equal prompts are one object. What it says goes into the
-        reply."""
+        """All of it, `new_tokens[i]` after `prompts[i]`; equal prompts are one object. What it says
+        goes into the reply."""
         ...
 
     def facts(self) -> dict[str, Any]: ...
@@ -109,7 +117,9 @@ class Ours:
         from spmd_rl.rollout.engine import Request, SamplingConfig
 
         for index, (prompt, count) in enumerate(zip(prompts, new_tokens, strict=True)):
-            self.engine.submit(Request(index, 0, prompt, SamplingConfig(max_tokens=count, ignore_eos=True)))
+            self.engine.submit(
+                Request(index, 0, prompt, SamplingConfig(max_tokens=count, ignore_eos=True))
+            )
         before = self.engine.stats()
         steps, num_tokens, began = [], 0, time.perf_counter()
         while self.engine.has_work:
@@ -119,9 +129,15 @@ class Ours:
                 steps.append(ended - began)
             began = ended
         after = self.engine.stats()
-        rows, waited = (after[key] - before[key] for key in ("num_backlog_rows", "num_backlog_steps"))
+        rows, waited = (
+            after[key] - before[key] for key in ("num_backlog_rows", "num_backlog_steps")
+        )
         fill = rows / (waited * MAX_BATCH) if waited else None
-        return {"num_tokens": num_tokens, "step_s": float(np.median(steps)) if steps else None, "fill": fill}
+        return {
+            "num_tokens": num_tokens,
+            "step_s": float(np.median(steps)) if steps else None,
+            "fill": fill,
+        }
 
     def facts(self) -> dict[str, Any]:
         return self.engine.stats()
@@ -144,8 +160,13 @@ class SgLang:
         )
 
     def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
-        params = [{"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True} for count in new_tokens]
-        outs = self.engine.generate(input_ids=[prompt.tolist() for prompt in prompts], sampling_params=params)
+        params = [
+            {"temperature": 1.0, "max_new_tokens": count, "ignore_eos": True}
+            for count in new_tokens
+        ]
+        outs = self.engine.generate(
+            input_ids=[prompt.tolist() for prompt in prompts], sampling_params=params
+        )
         return {"num_tokens": sum(len(out["output_ids"]) for out in outs)}
 
     def facts(self) -> dict[str, Any]:
@@ -168,7 +189,9 @@ def serve(kind: str, folder: str) -> None:
         reply = contender.generate(prompts, request["new_tokens"])
         reply["seconds"] = time.perf_counter() - start
         if reply["num_tokens"] != sum(request["new_tokens"]):
-            raise RuntimeError(f"{kind} made {reply['num_tokens']} of {sum(request['new_tokens'])} tokens")
+            raise RuntimeError(
+                f"{kind} made {reply['num_tokens']} of {sum(request['new_tokens'])} tokens"
+            )
         laps.reply(**reply)
 
 

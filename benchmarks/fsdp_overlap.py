@@ -1,11 +1,13 @@
-"""What FSDP2's collectives cost a training step on several GPUs, and how much of them other kernels hide.
+"""What FSDP2's collectives cost a training step on several GPUs, and how much of them other kernels
+hide.
 
     torchrun --standalone --nproc-per-node=2 -m benchmarks.fsdp_overlap [4B] [--save]
 
-The step of train_step.py, its batch for each rank, weights and optimizer in shards over all ranks. `its own`: FSDP2's
-prefetch as the trainer has it; `a layer ahead`: each layer asks for the next one's weights before it runs. Times are
-medians over steps in turns, on rank 0. Hidden is the share of the time of NCCL's kernels in one step of rank 0, under a
-profiler, during which another kernel runs.
+The step of train_step.py, its batch for each rank, weights and optimizer in shards over all ranks.
+`its own`: FSDP2's prefetch as the trainer has it; `a layer ahead`: each layer asks for the next
+one's weights before it runs. Times are medians over steps in turns, on rank 0. Hidden is the share
+of the time of NCCL's kernels in one step of rank 0, under a profiler, during which another kernel
+runs.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def kernels(step: Callable[[], object]) -> tuple[list[Span], list[Span]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", default="4B")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
@@ -94,8 +98,14 @@ def main() -> int:
         collective, others = kernels(lambda: step_seconds(one, given))
         spent = sum(end - start for start, end in union(collective))
         rows.append(measured(f"{what}, {name}: NCCL's kernels", spent / 1e3, "ms"))
-        rows.append(measured(f"{what}, {name}: of them hidden", overlap(collective, others) / spent, ""))
-    code = finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu()) if world.rank == 0 else 0
+        rows.append(
+            measured(f"{what}, {name}: of them hidden", overlap(collective, others) / spent, "")
+        )
+    code = (
+        finish(__file__, PACKAGES, rows, save=options.save, machine="h200", **gpu())
+        if world.rank == 0
+        else 0
+    )
     dist.destroy_process_group()
     return code
 

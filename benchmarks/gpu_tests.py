@@ -1,4 +1,5 @@
-"""What the tests that need a GPU gave, file by file: passed, failed, skipped, and the seconds of all.
+"""What the tests that need a GPU gave, file by file: passed, failed, skipped, and the seconds of
+all.
 
     python -m pytest tests/gpu --junitxml=runs/gpu.xml
     python -m benchmarks.gpu_tests runs/gpu.xml [more.xml ...] [--save]
@@ -66,7 +67,9 @@ def counts(what: str, tests: list[Test], at_least: int | None = None) -> Iterato
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("reports", type=Path, nargs="+")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

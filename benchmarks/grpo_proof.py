@@ -1,15 +1,17 @@
-"""The proof end to end: GRPO with whole-size models on one GPU, and every token's log-prob compared bit for bit.
+"""The proof end to end: GRPO with whole-size models on one GPU, and every token's log-prob compared
+bit for bit.
 
-The recipe `grpo` (proof_recipe.py) through the command line, trainer and engine on the same GPU, random weights of
-Qwen3-0.6B and 4B that really move (answers of even token ids are rewarded): CUDA graphs, the prefix cache and
-continuous batching on. No type of numbers is asked for: the machine's must be bfloat16, and the contract must promise
-equal bits. Prompts have 8 to 400 tokens; an answer ends at 512 tokens or at one of 300 token ids, which happens after a
-few hundred, so sequences come and go all the time. Steps are short enough that prompts are cut, pages few enough that
-sequences are preempted and resumed. The bar is no unequal token, among two million of 0.6B alone.
+The recipe `grpo` (proof_recipe.py) through the command line, trainer and engine on the same GPU,
+random weights of Qwen3-0.6B and 4B that really move (answers of even token ids are rewarded): CUDA
+graphs, the prefix cache and continuous batching on. No type of numbers is asked for: the machine's
+must be bfloat16, and the contract must promise equal bits. Prompts have 8 to 400 tokens; an answer
+ends at 512 tokens or at one of 300 token ids, which happens after a few hundred, so sequences come
+and go all the time. Steps are short enough that prompts are cut, pages few enough that sequences
+are preempted and resumed. The bar is no unequal token, among two million of 0.6B alone.
 
-A chosen token's log-prob can hide what other logits differ by. So a sample of each prompt of the last step goes through
-engine and trainer once more, under the weights that the run began with, and hashes of every row after every op are
-compared, whole rows of logits among them.
+A chosen token's log-prob can hide what other logits differ by. So a sample of each prompt of the
+last step goes through engine and trainer once more, under the weights that the run began with, and
+hashes of every row after every op are compared, whole rows of logits among them.
 
     python -m benchmarks.grpo_proof [--save] [0.6B 4B]
 """
@@ -34,19 +36,31 @@ from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 from spmd_rl.controller.contracts import FILE, disagreement, not_promised
 from spmd_rl.microscope.diagnose.compare import unequal_rows
-from spmd_rl.microscope.replay.engine_pass import EnginePath
-from spmd_rl.microscope.replay.forward_pass import TrainerPath, load_model
+from spmd_rl.microscope.replay.engine_pass import EnginePass
+from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.replay.inputs import run_settings, samples_of_run
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.rollout.engine import EngineConfig
 
-PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "transformers", "numpy")
+PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "transformers",
+    "numpy",
+)
 RECIPE = "benchmarks.proof_recipe"
 TOKENIZER = Path("examples/arithmetic/model-20m")  # a token a character
 STEPS = {
     "0.6B": (8, 52, ["--engine.num_pages=450"]),
-    "4B": (4, 33, ["--engine.num_pages=450", "--trainer.recompute=cheap", "--trainer.max_tokens=8192"]),
+    "4B": (
+        4,
+        33,
+        ["--engine.num_pages=450", "--trainer.recompute=cheap", "--trainer.max_tokens=8192"],
+    ),
 }  # steps, prompts, more
 SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300
 SHORTEST, LONGEST = 8, 400
@@ -99,9 +113,17 @@ def broken_promises(run: Path) -> list[str]:
     broken = [] if any("->" in name for name in followed) else ["no link kept what its ends follow"]
     for name, kept in followed.items():
         contracts = {party: contract["facts"] for contract in kept for party in contract["by"]}
-        types = {party: facts["dtype"] for party, facts in contracts.items() if facts["dtype"] != "torch.bfloat16"}
+        types = {
+            party: facts["dtype"]
+            for party, facts in contracts.items()
+            if facts["dtype"] != "torch.bfloat16"
+        }
         clauses = [f"{party} computes in {dtype}" for party, dtype in types.items()]
-        broken += [f"{name}: {one}" for one in (disagreement(contracts), not_promised(contracts), *clauses) if one]
+        broken += [
+            f"{name}: {one}"
+            for one in (disagreement(contracts), not_promised(contracts), *clauses)
+            if one
+        ]
     return broken
 
 
@@ -109,7 +131,13 @@ def one_of_each_prompt(run: Path) -> list[str]:
     """Names of samples of the last step."""
     last = max((run / "samples").glob("step_*.jsonl"))
     rows = map(json.loads, last.read_text().split("\n")[:-1])
-    return list({row["prompt_uid"]: f"{row['prompt_uid']}:{row['index']}" for row in rows if row["tokens"]}.values())
+    return list(
+        {
+            row["prompt_uid"]: f"{row['prompt_uid']}:{row['index']}"
+            for row in rows
+            if row["tokens"]
+        }.values()
+    )
 
 
 def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
@@ -117,20 +145,33 @@ def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
     tables = Hashes(case.num_rows), Hashes(case.num_rows)
     ours, trainers = (load_model(model, DTYPE, DEVICE) for _ in range(2))
     cfg = EngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
-    for path, hashes in zip((EnginePath(ours, cfg), TrainerPath(trainers)), tables, strict=True):
+    for path, hashes in zip((EnginePass(ours, cfg), TrainerPass(trainers)), tables, strict=True):
         path.run(case, hashes)
     logits = Point(ours.spec.num_layers, "logits")
     unequal = unequal_rows(*tables)
     num_logits = int((tables[0].seen(logits) & tables[1].seen(logits))[: case.num_rows].sum())
-    yield measured(f"{what}: whole rows of logits compared", num_logits, "rows", at_least=LEAST_LOGITS)
+    yield measured(
+        f"{what}: whole rows of logits compared", num_logits, "rows", at_least=LEAST_LOGITS
+    )
     differ = sum(len(rows) for rows in unequal.values())
-    yield measured(f"{what}: rows that differ after any op, at {len(unequal)} points", differ, "rows", at_most=0)
+    yield measured(
+        f"{what}: rows that differ after any op, at {len(unequal)} points",
+        differ,
+        "rows",
+        at_most=0,
+    )
 
 
 def measure(name: str, folder: Path) -> Iterator[Row]:
     write_folder(name, folder / name, TOKENIZER)
     write_prompts(folder / "prompts.jsonl", 512)
-    command = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run", RECIPE]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from spmd_rl.cli.main import main; sys.exit(main())",
+        "run",
+        RECIPE,
+    ]
     began = time.time()
     subprocess.run([*command, "--nproc=1", *options_of(name, folder)], check=True)
     seconds = time.time() - began
@@ -149,18 +190,33 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
     least = BAR_TOKENS if name == ALONE else None
     yield measured(f"{what}: compared tokens", compared, "tokens", at_least=least)
     not_compared = steps[-1]["engine/num_generated_tokens"] - compared
-    yield measured(f"{what}: generated tokens that were not compared", not_compared, "tokens", at_most=0)
-    yield measured(f"{what}: unequal tokens", total("onpolicy/mismatched_tokens"), "tokens", at_most=0)
-    yield measured(f"{what}: largest difference", max(step["onpolicy/max_abs_dlogp"] for step in steps), "nats")
+    yield measured(
+        f"{what}: generated tokens that were not compared", not_compared, "tokens", at_most=0
+    )
+    yield measured(
+        f"{what}: unequal tokens", total("onpolicy/mismatched_tokens"), "tokens", at_most=0
+    )
+    yield measured(
+        f"{what}: largest difference", max(step["onpolicy/max_abs_dlogp"] for step in steps), "nats"
+    )
     for place, step in (("first", steps[0]), ("last", steps[-1])):
         yield measured(f"{what}: mean reward of the {place} step", step["reward/mean"], "")
-    yield measured(f"{what}: rollout, median", statistics.median(s["rollout/tokens_per_s"] for s in steps), "tokens/s")
-    yield measured(f"{what}: step, median", statistics.median(step["time/step"] for step in steps), "s")
+    yield measured(
+        f"{what}: rollout, median",
+        statistics.median(s["rollout/tokens_per_s"] for s in steps),
+        "tokens/s",
+    )
+    yield measured(
+        f"{what}: step, median", statistics.median(step["time/step"] for step in steps), "s"
+    )
     last = steps[-1]
     hits = last["engine/num_hit_tokens"] / last["engine/num_lookup_tokens"]
     yield measured(f"{what}: prompt tokens from the prefix cache", hits, "", at_least=LEAST_HITS)
     yield measured(
-        f"{what}: weights that generated, each of other bits", last["engine/num_weights"], "", at_least=len(steps)
+        f"{what}: weights that generated, each of other bits",
+        last["engine/num_weights"],
+        "",
+        at_least=len(steps),
     )
     for said, counter in USED.items():
         yield measured(f"{what}: {said}", last[f"engine/{counter}"], "", at_least=1)
@@ -169,7 +225,9 @@ def measure(name: str, folder: Path) -> Iterator[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=list(STEPS))
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

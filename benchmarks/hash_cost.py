@@ -1,9 +1,11 @@
-"""What it costs to look: the engine's decoding step with a hash of every row after every op, recorded in its graphs.
+"""What it costs to look: the engine's decoding step with a hash of every row after every op,
+recorded in its graphs.
 
-An engine of Qwen3-0.6B's shapes (random weights) generates, and the same engine replays under a tap, in turns. A
-step's time is the median of those that decode all sequences, clocked on the host from one to the next: steps are
-launched ahead of the GPU, so in steady decoding that is what a step takes. What a replay adds besides hashing, the
-scoring of the samples' tokens, is in it. An engine that nobody watches holds none of this.
+An engine of Qwen3-0.6B's shapes (random weights) generates, and the same engine replays under a
+tap, in turns. A step's time is the median of those that decode all sequences, clocked on the host
+from one to the next: steps are launched ahead of the GPU, so in steady decoding that is what a step
+takes. What a replay adds besides hashing, the scoring of the samples' tokens, is in it. An engine
+that nobody watches holds none of this.
 
     python -m benchmarks.hash_cost [--save]
 """
@@ -24,7 +26,7 @@ from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 from spmd_rl.microscope.replay.case import Case, Replayed
-from spmd_rl.microscope.replay.engine_pass import EnginePath, Replaying, requests, sized
+from spmd_rl.microscope.replay.engine_pass import EnginePass, Replaying, requests, sized
 from spmd_rl.microscope.replay.forward_pass import load_model
 from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.rollout.engine import EngineConfig
@@ -38,7 +40,9 @@ DEVICE = torch.device("cuda")
 def sequences(batch: int, vocab: int) -> Case:
     rng = np.random.default_rng(0)
     answers = (rng.integers(0, vocab, PROMPT + ANSWER).astype(np.int64) for _ in range(batch))
-    return Case(tuple(Replayed(f"{n}:0", one[:PROMPT], one[PROMPT:]) for n, one in enumerate(answers)))
+    return Case(
+        tuple(Replayed(f"{n}:0", one[:PROMPT], one[PROMPT:]) for n, one in enumerate(answers))
+    )
 
 
 def step_s(engine: NativeEngine, case: Case) -> float:
@@ -54,14 +58,14 @@ def step_s(engine: NativeEngine, case: Case) -> float:
     return statistics.median(times[WARM:])
 
 
-def plain_s(path: EnginePath, case: Case) -> float:
+def plain_s(path: EnginePass, case: Case) -> float:
     engine = NativeEngine(path.model, sized(path, case), DEVICE)
     engine.new_version(0)
     return step_s(engine, case)
 
 
 @torch.inference_mode()
-def hashed_s(path: EnginePath, case: Case) -> tuple[float, int]:
+def hashed_s(path: EnginePass, case: Case) -> tuple[float, int]:
     """And how many points a decoding step has."""
     hashes = Hashes(case.num_rows)
     replaying = Replaying(path, case, hashes)
@@ -71,7 +75,7 @@ def hashed_s(path: EnginePath, case: Case) -> tuple[float, int]:
     return seconds, sum(bool(one[decoded]) for one in hashes.table.values())
 
 
-def measure(path: EnginePath, batch: int) -> Iterator[Row]:
+def measure(path: EnginePass, batch: int) -> Iterator[Row]:
     case = sequences(batch, path.model.spec.vocab_size)
     plain, hashed = [], []
     for _ in range(TURNS):
@@ -80,7 +84,13 @@ def measure(path: EnginePath, batch: int) -> Iterator[Row]:
         hashed.append(seconds * 1e3)
     ours, peer = statistics.median(hashed), statistics.median(plain)
     name = f"Qwen3-0.6B, batch {batch}: decoding step of a replay"
-    yield compared(f"{name}, every row hashed at {num_points} points", ours, "ms", peer="the engine", peer_value=peer)
+    yield compared(
+        f"{name}, every row hashed at {num_points} points",
+        ours,
+        "ms",
+        peer="the engine",
+        peer_value=peer,
+    )
     yield measured(f"{name}, more for each point", (ours - peer) / num_points * 1e3, "us")
 
 
@@ -90,7 +100,7 @@ def main() -> int:
         folder = Path(temporary)
         write_folder("0.6B", folder)
         model = load_model(folder, torch.bfloat16, DEVICE)
-    path = EnginePath(model, EngineConfig(max_batch=max(BATCHES), max_step_tokens=8192))
+    path = EnginePass(model, EngineConfig(max_batch=max(BATCHES), max_step_tokens=8192))
     for batch in BATCHES:
         rows += measure(path, batch)
         print(*rows[-2:], sep="\n", flush=True)

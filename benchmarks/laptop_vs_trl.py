@@ -1,7 +1,8 @@
-"""One whole GRPO step on one CPU thread, ours and TRL's, doing equal work (grpo_step/work.py) at three sizes.
+"""One whole GRPO step on one CPU thread, ours and TRL's, doing equal work (grpo_step/work.py) at
+three sizes.
 
-Ours is push, rollout, reward, pack and train through the real controller, with the bitwise mismatch check on. Both
-sides stay alive and take turns; each number is the median step of all turns.
+Ours is push, rollout, reward, pack and train through the real controller, with the bitwise mismatch
+check on. Both sides stay alive and take turns; each number is the median step of all turns.
 
     python -m benchmarks.laptop_vs_trl [--quick] [--save] [--sizes 0.14,1.0]
 
@@ -72,11 +73,17 @@ def _start(name: str, folder: Path) -> Peer:
         "trl": ["-m", "benchmarks.grpo_step.trl_side", model, data],
     }
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return Peer([sys.executable, *commands[name]], ENVIRONMENT | {"PYTHONPATH": path}, folder / f"{name}.log")
+    return Peer(
+        [sys.executable, *commands[name]],
+        ENVIRONMENT | {"PYTHONPATH": path},
+        folder / f"{name}.log",
+    )
 
 
 def _check_equal(ours: dict[str, Any], trl: dict[str, Any]) -> None:
-    """Raises: SystemExit where the first step, on given completions, was not the same work with the same gradient."""
+    """Raises: SystemExit where the first step, on given completions, was not the same work with the
+    same gradient.
+    """
     for count in ("generated_tokens", "gradient_tokens", "prompt_tokens"):
         if ours[count] != trl[count]:
             raise SystemExit(f"unequal work: {count} {ours[count]} and {trl[count]}")
@@ -85,22 +92,50 @@ def _check_equal(ours: dict[str, Any], trl: dict[str, Any]) -> None:
 
 
 def _rows(size: Size, ours: Side, trl: Side) -> Iterator[Row]:
-    if ours.last["generated_tokens"] != trl.last["generated_tokens"] or ours.last["mismatched_tokens"]:
-        raise SystemExit(f"{size.millions}M: unequal work or mismatched tokens: {ours.last} {trl.last}")
+    if (
+        ours.last["generated_tokens"] != trl.last["generated_tokens"]
+        or ours.last["mismatched_tokens"]
+    ):
+        raise SystemExit(
+            f"{size.millions}M: unequal work or mismatched tokens: {ours.last} {trl.last}"
+        )
     what = f"GRPO step, {size.millions}M parameters"
     yield compared(
-        what, median(ours.seconds) * 1e3, "ms", peer="TRL", peer_value=median(trl.seconds) * 1e3, at_most=AT_MOST
+        what,
+        median(ours.seconds) * 1e3,
+        "ms",
+        peer="TRL",
+        peer_value=median(trl.seconds) * 1e3,
+        at_most=AT_MOST,
     )
-    yield compared(f"{what}, least", min(ours.seconds) * 1e3, "ms", peer="TRL", peer_value=min(trl.seconds) * 1e3)
-    yield compared(f"{what}, CPU time", median(ours.cpu_s) * 1e3, "ms", peer="TRL", peer_value=median(trl.cpu_s) * 1e3)
+    yield compared(
+        f"{what}, least",
+        min(ours.seconds) * 1e3,
+        "ms",
+        peer="TRL",
+        peer_value=min(trl.seconds) * 1e3,
+    )
+    yield compared(
+        f"{what}, CPU time",
+        median(ours.cpu_s) * 1e3,
+        "ms",
+        peer="TRL",
+        peer_value=median(trl.cpu_s) * 1e3,
+    )
     off = abs(ours.first["grad_norm"] / trl.first["grad_norm"] - 1)
-    yield measured(f"{what}: gradient norms at equal tokens differ by", off, "relative", at_most=SAME_NORM)
+    yield measured(
+        f"{what}: gradient norms at equal tokens differ by", off, "relative", at_most=SAME_NORM
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few turns")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/laptop/laptop_vs_trl.json")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/laptop/laptop_vs_trl.json"
+    )
     parser.add_argument("--sizes", default=",".join(size.millions for size in SIZES))
     arguments = parser.parse_args()
     turns, laps = (2, 2) if arguments.quick else (8, 4)
@@ -109,7 +144,9 @@ def main() -> int:
         if size.millions in arguments.sizes.split(","):
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 rows += contest(size, Path(folder), turns, laps)
-    return finish(__file__, ("torch", "transformers", "trl", "accelerate"), rows, save=arguments.save)
+    return finish(
+        __file__, ("torch", "transformers", "trl", "accelerate"), rows, save=arguments.save
+    )
 
 
 if __name__ == "__main__":

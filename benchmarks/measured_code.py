@@ -1,4 +1,6 @@
-"""Which code a benchmark runs: its commit, whether files differ from that, and the digest of its kernels."""
+"""Which code a benchmark runs: its commit, whether files differ from that, and the digest of its
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,24 @@ from pathlib import Path
 from benchmarks.table import Code
 
 ROOT = Path(__file__).parents[1]
-COMMIT_ENV = "SPMD_RL_COMMIT"  # the commit of a copy without .git, in the words of `git describe --always --dirty`
+# the commit of a copy without .git, in the words of `git describe --always --dirty`
+COMMIT_ENV = "SPMD_RL_COMMIT"
 CHANGED = "-dirty"
-MEASURED = ("spmd_rl", "benchmarks", "examples", "tests", ":!benchmarks/results")  # what can change a figure
+# what can change a figure
+MEASURED = ("spmd_rl", "benchmarks", "examples", "tests", ":!benchmarks/results")
 
 
 def measured_code() -> Code:
-    """The code in this folder; its commit is an empty string where neither git nor `SPMD_RL_COMMIT` knows it."""
+    """The code in this folder; its commit is an empty string where neither git nor `SPMD_RL_COMMIT`
+    knows it.
+    """
     given = os.environ.get(COMMIT_ENV, "")
     if given:
-        return Code(commit=given.removesuffix(CHANGED), dirty=given.endswith(CHANGED), kernels=kernels_digest())
+        return Code(
+            commit=given.removesuffix(CHANGED),
+            dirty=given.endswith(CHANGED),
+            kernels=kernels_digest(),
+        )
     if not (ROOT / ".git").exists():
         return Code(commit="", dirty=None, kernels=kernels_digest())
     changes = _git("status", "--porcelain", "--", *MEASURED)

@@ -1,10 +1,12 @@
 """The ledger of `spmd-rl plan` beside what GPUs say, phase by phase.
 
-GRPO in the shape of Qwen3-0.6B with a gauge after every phase (memory_recipe.py). Measured is what torch's allocator
-does not know of (contexts, communicators, graphs, key-value pages) and the most that the allocator had given out
-within the phase; the ledger is that of the same command line, made without a GPU.
+GRPO in the shape of Qwen3-0.6B with a gauge after every phase (memory_recipe.py). Measured is what
+torch's allocator does not know of (contexts, communicators, graphs, key-value pages) and the most
+that the allocator had given out within the phase; the ledger is that of the same command line, made
+without a GPU.
 
-In `full` an engine takes as many pages as the ledger leaves it, so that the GPU is as full as a run makes it.
+In `full` an engine takes as many pages as the ledger leaves it, so that the GPU is as full as a run
+makes it.
 
     python -m benchmarks.memory one [colocated split full] [--save]
 """
@@ -38,9 +40,7 @@ CASES = {
     "split": (2, [PAGES, "split.train.ranks=1", "split.infer.ranks=1"]),
     "full": (1, []),
 }
-CONTEXT = (
-    "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); print(total - free, total)"
-)
+CONTEXT = "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); print(total - free, total)"
 ENOUGH = 0.95  # of what is measured, the least that the ledger must have told
 
 
@@ -67,7 +67,13 @@ def settings(folder: Path) -> list[str]:
 def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
     """Readings and their moments, rank by rank."""
     num_ranks, more = CASES[name]
-    command = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run", RECIPE]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from spmd_rl.cli.main import main; sys.exit(main())",
+        "run",
+        RECIPE,
+    ]
     words = [f"--{word}" for word in [*settings(folder), *more, f"run.name={name}"]]
     subprocess.run([*command, f"--nproc={num_ranks}", *words], check=True)
     found: list[tuple[str, list[dict[str, int]]]] = json.loads((folder / name / FILE).read_text())
@@ -86,15 +92,21 @@ def measure(name: str, folder: Path, capacity_bytes: int) -> Iterator[Row]:
             one = readings[phase][rank]
             found = (one["outside_bytes"] + one["peak_bytes"]) / 2**30
             what = f"{name}, rank {rank}, {phase}: ledger"
-            yield compared(what, predicted, "GiB", peer="measured", peer_value=found, at_least=ENOUGH)
+            yield compared(
+                what, predicted, "GiB", peer="measured", peer_value=found, at_least=ENOUGH
+            )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="+", choices=CASES)
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    context, capacity_bytes = map(int, subprocess.check_output([sys.executable, "-c", CONTEXT], text=True).split())
+    context, capacity_bytes = map(
+        int, subprocess.check_output([sys.executable, "-c", CONTEXT], text=True).split()
+    )
     rows: list[Row] = [measured("a context", context / 2**20, "MiB")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

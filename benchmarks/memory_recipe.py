@@ -1,6 +1,8 @@
-"""The shipped recipe `grpo` with a gauge of GPU memory after every phase; memory.py reads what it leaves.
+"""The shipped recipe `grpo` with a gauge of GPU memory after every phase; memory.py reads what it
+leaves.
 
-spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE --reward benchmarks.proof_recipe:even
+spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE --reward
+benchmarks.proof_recipe:even
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ FILE = "memory.json"
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU's bytes: all in use, those that torch's allocator does not know of, and the most that it had given out
-    since the last reading."""
+    """One GPU's bytes: all in use, those that torch's allocator does not know of, and the most that
+    it had given out since the last reading."""
 
     used_bytes: int
     outside_bytes: int
@@ -34,7 +36,10 @@ class Gauge(rl.Role):
 
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
-        outside, peak = total - free - torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
+        outside, peak = (
+            total - free - torch.cuda.memory_reserved(),
+            torch.cuda.max_memory_allocated(),
+        )
         torch.cuda.reset_peak_memory_stats()
         return [Reading(total - free, outside, peak)]
 
@@ -49,7 +54,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     read("joined")
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    rollout = ctl.spawn(
+        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+    )
     read("spawned")
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
@@ -61,7 +68,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
             read("rollout")
         with ctl.phase("train", awake=[trainer]):
-            stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), rl.grpo_loss)
+            stats = trainer.train_step.call(
+                rl.pack(groups, rl.group_advantage(groups)), rl.grpo_loss
+            )
             read("train")
         step.log(groups, stats)
     (ctl.run_folder / FILE).write_text(json.dumps(readings))

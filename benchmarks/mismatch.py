@@ -1,9 +1,10 @@
-"""The microscope at work: known faults planted and found, and the difference from transformers taken apart.
+"""The microscope at work: known faults planted and found, and the difference from transformers
+taken apart.
 
-On a GPU a model of Qwen3-0.6B's layer shapes in bfloat16, on a CPU a small one in float32; random weights. A row's
-value is the number of outputs that differ on the same input at the first op that introduces a difference. It holds if a
-fault was found where it was planted and no other kind of op introduces a difference, and if the named arithmetic
-accounts for every row of both sides.
+On a GPU a model of Qwen3-0.6B's layer shapes in bfloat16, on a CPU a small one in float32; random
+weights. A row's value is the number of outputs that differ on the same input at the first op that
+introduces a difference. It holds if a fault was found where it was planted and no other kind of op
+introduces a difference, and if the named arithmetic accounts for every row of both sides.
 
     python -m benchmarks.mismatch [--save] [--pages DIR]
 """
@@ -24,8 +25,8 @@ from benchmarks.table import Row
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.page.report import Examined, Replay, examine, write
 from spmd_rl.microscope.replay.case import Case, Replayed
-from spmd_rl.microscope.replay.engine_pass import EnginePath
-from spmd_rl.microscope.replay.forward_pass import ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.replay.engine_pass import EnginePass
+from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, load_model
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
@@ -34,13 +35,24 @@ from spmd_rl.rollout.engine import EngineConfig
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "vocab_size")
-SHAPES = dict(zip(KEYS, (1024, 3072, 16, 128, 32768) if DEVICE.type == "cuda" else (64, 192, 4, 16, 104), strict=True))
-SIZES = ((9, 24), (9, 40), (150, 40), (600, 20), (90, 60)) if DEVICE.type == "cuda" else ((9, 7), (50, 100), (17, 5))
+SHAPES = dict(
+    zip(
+        KEYS,
+        (1024, 3072, 16, 128, 32768) if DEVICE.type == "cuda" else (64, 192, 4, 16, 104),
+        strict=True,
+    )
+)
+SIZES = (
+    ((9, 24), (9, 40), (150, 40), (600, 20), (90, 60))
+    if DEVICE.type == "cuda"
+    else ((9, 7), (50, 100), (17, 5))
+)
 EXPECTED = {
     "split-k": "layer {middle} down_proj",
     "split-k-qkv": "layer {middle} q_proj",
     "split-k-gate-up": "layer {middle} act",
-    **({"library-linear": "layer {middle} down_proj"} if DEVICE.type == "cuda" else {}),  # a CPU's contract is that
+    # a CPU's contract is that
+    **({"library-linear": "layer {middle} down_proj"} if DEVICE.type == "cuda" else {}),
     "norm-order": "layer {middle} post_norm",
     "rope-bf16": "layer 0 q",
     "logits-bf16": "logits",
@@ -83,44 +95,69 @@ def write_model(folder: Path) -> Path:
 def sequences(vocab: int) -> Case:
     rng = np.random.default_rng(0)
     stem = rng.integers(2, vocab, 1200)
-    return Case(tuple(Replayed(f"{n}:0", stem[:p], rng.integers(2, vocab, r)) for n, (p, r) in enumerate(SIZES)))
+    return Case(
+        tuple(
+            Replayed(f"{n}:0", stem[:p], rng.integers(2, vocab, r))
+            for n, (p, r) in enumerate(SIZES)
+        )
+    )
 
 
-def engine(folder: Path) -> EnginePath:
-    return EnginePath(load_model(folder, DTYPE, DEVICE), EngineConfig(max_batch=64, max_step_tokens=512))
+def engine(folder: Path) -> EnginePass:
+    return EnginePass(
+        load_model(folder, DTYPE, DEVICE), EngineConfig(max_batch=64, max_step_tokens=512)
+    )
 
 
 def comparisons(folder: Path, case: Case) -> Iterator[tuple[str, Examined]]:
     """Each fault against the trainer, and both our paths against transformers."""
-    trainer, model = TrainerPath(load_model(folder, DTYPE, DEVICE)), str(folder)
+    trainer, model = TrainerPass(load_model(folder, DTYPE, DEVICE)), str(folder)
     yield "engine, trainer", examine(Replay(case, engine(folder), trainer, model))
     for fault in EXPECTED:
         path = engine(folder)
         plant(fault, path)
         yield fault, examine(Replay(case, path, trainer, model, planted=fault))
-    yield "engine, transformers", examine(Replay(case, engine(folder), ReferencePath(folder, DTYPE, DEVICE), model))
+    yield (
+        "engine, transformers",
+        examine(Replay(case, engine(folder), ReferencePass(folder, DTYPE, DEVICE), model)),
+    )
 
 
 def rows(name: str, found: Examined) -> Iterator[Row]:
-    """One for each kind of op that introduces a difference, or the one that says that there is none."""
+    """One for each kind of op that introduces a difference, or the one that says that there is
+    none.
+    """
     if not found.comparison.findings and name in EXPECTED:
         yield Row(what=f"{name}: not found", value=0, unit="outputs", bar="explained", holds=False)
     elif not found.comparison.findings:
-        yield measured(f"{name}: {found.comparison.num_compared_rows:,} rows, differing", 0, "rows", at_most=0)
+        yield measured(
+            f"{name}: {found.comparison.num_compared_rows:,} rows, differing", 0, "rows", at_most=0
+        )
     findings = {one.point: one for one in found.comparison.findings}
     ops = {point.op for point, one in findings.items() if one.status == "introduced"}
     for point, cause in found.causes.items():
         one, expected = findings[point], EXPECTED.get(name, "").format(middle=NUM_LAYERS // 2)
         sides = cause.left.matches, cause.right.matches
-        said = "; ".join(" + ".join(f"{match.says} [{match.rows}]" for match in side) or "-" for side in sides)
+        said = "; ".join(
+            " + ".join(f"{match.says} [{match.rows}]" for match in side) or "-" for side in sides
+        )
         explained = all(sum(match.rows for match in side) == one.num_rows for side in sides)
         place = str(next(iter(found.causes)))
-        alone = not expected or (place == expected and ops == {expected.split()[-1]} | ALSO.get(name, set()))
-        result = measured(f"{name}: {point} ({said})", one.fed.unequal, f"of {one.fed.total:,} outputs")
+        alone = not expected or (
+            place == expected and ops == {expected.split()[-1]} | ALSO.get(name, set())
+        )
+        result = measured(
+            f"{name}: {point} ({said})", one.fed.unequal, f"of {one.fed.total:,} outputs"
+        )
         holds = explained and alone
-        yield Row(what=result.what, value=result.value, unit=result.unit, bar="explained", holds=holds)
+        yield Row(
+            what=result.what, value=result.value, unit=result.unit, bar="explained", holds=holds
+        )
     last = found.comparison.findings[-1:]
-    yield from (measured(f"{name}: largest change of a log-prob", one.largest_difference, "nats") for one in last)
+    yield from (
+        measured(f"{name}: largest change of a log-prob", one.largest_difference, "nats")
+        for one in last
+    )
 
 
 def main(words: list[str]) -> int:
@@ -137,7 +174,9 @@ def main(words: list[str]) -> int:
     packages, save = ("torch", "transformers"), "--save" in words
     if DEVICE.type == "cpu":
         return finish(__file__, packages, lines, save=save)
-    return finish(__file__, (*packages, "triton", "flash-attn-4"), lines, save=save, machine="h200", **gpu())
+    return finish(
+        __file__, (*packages, "triton", "flash-attn-4"), lines, save=save, machine="h200", **gpu()
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Training step of sequences of mixed lengths, whose packs fill up to 16,384 rows as far as they can, on one GPU.
+"""Training step of sequences of mixed lengths, whose packs fill up to 16,384 rows as far as they
+can, on one GPU.
 
-As train_step.py, whose packs are full to the row: our contract path beside the same trainer whose matrix products
-cuBLAS takes as it likes, in turns, medians of whole steps. The time for a token is that of the contract path's step
-over all tokens, beside what sequences of one length take. The log-probs that the step's are compared with come from
-other packs.
+As train_step.py, whose packs are full to the row: our contract path beside the same trainer whose
+matrix products cuBLAS takes as it likes, in turns, medians of whole steps. The time for a token is
+that of the contract path's step over all tokens, beside what sequences of one length take. The
+log-probs that the step's are compared with come from other packs.
 
     python -m benchmarks.mixed_lengths 0.6B 4B [--save]
 """
@@ -49,21 +50,30 @@ def measure(name: str) -> Iterator[Row]:
     cfg = config(name)
     one = learner(name, cfg)
     vocab = one.backend.scorer.model.spec.vocab_size
-    apart = Learner(one.backend, one.place, replace(cfg, max_tokens=OTHER_PACKS))
+    apart = Learner(one.backend, one.context, replace(cfg, max_tokens=OTHER_PACKS))
     mixed, even = (scored(apart, made(STEP_TOKENS, vocab)) for made in (mixed_batch, batch))
     metrics = one.train_step(mixed, grpo_loss)
     what = f"Qwen3-{name}, {len(mixed.lengths)} sequences of {min(mixed.lengths)} to {max(mixed.lengths)} tokens"
-    yield measured(f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens", metrics[MISMATCHED], "tokens", at_most=0)
+    yield measured(
+        f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens",
+        metrics[MISMATCHED],
+        "tokens",
+        at_most=0,
+    )
     works = {("mixed", "contract"): mixed, ("mixed", "free"): mixed, ("even", "contract"): even}
     times = medians(one, works)
     ours, free = times["mixed", "contract"], times["mixed", "free"]
     yield compared(f"{what}: step", ours, "s", peer="free", peer_value=free, at_most=SPEED_BAR)
     each, other = ours / sum(mixed.lengths), times["even", "contract"] / sum(even.lengths)
-    yield compared(f"{what}: a token", 1e6 * each, "us", peer="sequences of 1,024", peer_value=1e6 * other)
+    yield compared(
+        f"{what}: a token", 1e6 * each, "us", peer="sequences of 1,024", peer_value=1e6 * other
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

@@ -1,10 +1,11 @@
-"""Other ways of computing what the contract computes, as contexts that swap the trainer's operations.
+"""Other ways of computing what the contract computes, as contexts that swap the trainer's
+operations.
 
-contract  as shipped
-free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
-raced     the same, each by the fastest of all that cuBLAS has for its shape, whatever its bits
-torch     as free, and torch's own operations for norms, rotary positions and log-probs, none of them fused
-repeats   as shipped, and the backward pass too gives the same bits again (trainer.deterministic)
+contract  as shipped free      matrix products by cuBLAS as it likes, split-K allowed; all else as
+shipped raced     the same, each by the fastest of all that cuBLAS has for its shape, whatever its
+bits torch     as free, and torch's own operations for norms, rotary positions and log-probs, none
+of them fused repeats   as shipped, and the backward pass too gives the same bits again
+(trainer.deterministic)
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ def free_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torc
 
 
 class Race:
-    """Products that each take the fastest of `ways_of` their shape. The first of a shape also takes the time to find
-    it, and must not come while a graph is recorded."""
+    """Products that each take the fastest of `ways_of` their shape. The first of a shape also takes
+    the time to find it, and must not come while a graph is recorded."""
 
     def __init__(self, ways_of: Callable[[Shape], list[Way]]) -> None:
         self._ways_of = ways_of
         self._chosen: dict[Shape, Way] = {}
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         shape = Shape(*weight.shape, len(x), bias is not None, out_dtype, x.device)
         if shape not in self._chosen:
             self._chosen[shape] = fastest(self._ways_of(shape), shape)
@@ -67,13 +70,22 @@ def torch_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def torch_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def torch_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     summed = residual + x
     return torch_norm(summed, weight, eps), summed
 
 
 def torch_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, positions: Tensor, cos: Tensor, sin: Tensor
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
     cos, sin = (table.index_select(0, positions).to(q.dtype).unsqueeze(1) for table in (cos, sin))
 
@@ -84,21 +96,30 @@ def torch_norm_rope(
     return turned(torch_norm(q, q_weight, eps)), turned(torch_norm(k, k_weight, eps))
 
 
-def torch_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, Tensor]:
+def torch_logprobs(
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor
+) -> tuple[Tensor, Tensor]:
     log_probs = (logits * inv_temperature.unsqueeze(1)).log_softmax(1)
     entropy = -(log_probs.detach().exp() * log_probs.detach()).sum(1)
     return log_probs.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
 def torch_head(
-    hidden: Tensor, weight: Tensor, logits: Logits, targets: Tensor, inv_temperature: Tensor, num_rows: int
+    hidden: Tensor,
+    weight: Tensor,
+    logits: Logits,
+    targets: Tensor,
+    inv_temperature: Tensor,
+    num_rows: int,
 ) -> tuple[Tensor, Tensor]:
     def score(part: slice) -> tuple[Tensor, Tensor]:
         return torch_logprobs(logits(hidden[part]), targets[part], inv_temperature[part])
 
     parts = [slice(start, start + num_rows) for start in range(0, len(hidden), num_rows)]
     scores = [checkpoint(score, part, use_reentrant=False) for part in parts]
-    return torch.cat([logprob for logprob, _ in scores]), torch.cat([entropy for _, entropy in scores])
+    return torch.cat([logprob for logprob, _ in scores]), torch.cat(
+        [entropy for _, entropy in scores]
+    )
 
 
 FREE = ((dispatch, "matmul", free_product),)

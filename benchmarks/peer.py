@@ -1,7 +1,8 @@
-"""Measured processes, one a contender: they run laps when told to, so that a driver can take them in turn.
+"""Measured processes, one a contender: they run laps when told to, so that a driver can take them
+in turn.
 
-The driver starts each contender with `Peer`; the contender calls `Laps.lap()` at the top of its loop. They speak JSON
-lines over a Unix socket that is named in the environment.
+The driver starts each contender with `Peer`; the contender calls `Laps.lap()` at the top of its
+loop. They speak JSON lines over a Unix socket that is named in the environment.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Peer:
     """The driver's end: one contender, its process and all that this starts."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
-        """Blocks: until the contender has connected. Raises: RuntimeError with its output if it does not."""
+        """Blocks: until the contender has connected. Raises: RuntimeError with its output if it
+        does not.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         path = str(Path(self._folder.name) / "s")
         self._log = log
@@ -48,9 +51,11 @@ class Peer:
         self._lines = self._socket.makefile("r")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and return the reply, with `cpu_s` added: what all its processes used meanwhile.
+        """Send a request and return the reply, with `cpu_s` added: what all its processes used
+        meanwhile.
 
-        Blocks: until the contender replies. Raises: RuntimeError with its output if it ends instead.
+        Blocks: until the contender replies. Raises: RuntimeError with its output if it ends
+        instead.
         """
         before = cpu_seconds(self._process.pid)
         self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -73,7 +78,12 @@ class Peer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _accepted(self, listener: socket.socket) -> socket.socket:
@@ -90,7 +100,9 @@ class Peer:
 
 
 class Laps:
-    """The contender's end. The driver asks for `laps`, a number; the reply has the `seconds` of each."""
+    """The contender's end. The driver asks for `laps`, a number; the reply has the `seconds` of
+    each.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -141,7 +153,9 @@ def family(pid: int) -> list[int]:
 def cpu_seconds(pid: int) -> float:
     """Processor time of a process and its living descendants."""
     members = {pid, *family(pid)}
-    return sum(fields[11] + fields[12] for child, fields in _stats() if child in members) / TICKS_PER_S
+    return (
+        sum(fields[11] + fields[12] for child, fields in _stats() if child in members) / TICKS_PER_S
+    )
 
 
 def _stats() -> Iterator[tuple[int, list[int]]]:

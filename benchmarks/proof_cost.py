@@ -1,9 +1,10 @@
-"""What the proof costs: the comparison of every token's log-prob with the engine's, as a share of the training step.
+"""What the proof costs: the comparison of every token's log-prob with the engine's, as a share of
+the training step.
 
-The comparison is timed between two CUDA events on the stream that it runs on, so that the kernels and the gaps between
-them count; the host's time for it is reported too, though it runs while the GPU works on the backward pass. Besides,
-whole steps with it and without take turns, with no bar: those of one kind differ by more. One step is that of
-train_step.py.
+The comparison is timed between two CUDA events on the stream that it runs on, so that the kernels
+and the gaps between them count; the host's time for it is reported too, though it runs while the
+GPU works on the backward pass. Besides, whole steps with it and without take turns, with no bar:
+those of one kind differ by more. One step is that of train_step.py.
 
     python -m benchmarks.proof_cost 0.6B 4B [--save]
 """
@@ -25,7 +26,7 @@ from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train import learner as learner_module
 from spmd_rl.train.learner import COMPARED, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
-from spmd_rl.train.metric_sums import Tally
+from spmd_rl.train.metric_sums import MetricSums
 
 REPEATS, WARMUPS = 9, 2
 BAR = 0.01
@@ -58,9 +59,9 @@ class LeftOut:
     """In place of the comparison: zeros for what a step's metrics are made of."""
 
     def __init__(self) -> None:
-        self.seen: Tally | None = None
+        self.seen: MetricSums | None = None
 
-    def __call__(self, lp: Tensor, micro: object, version: int, tally: Tally) -> None:
+    def __call__(self, lp: Tensor, micro: object, version: int, tally: MetricSums) -> None:
         if tally is not self.seen:
             self.seen, zero = tally, lp.new_zeros(1)
             tally.add_each(dict.fromkeys(COUNTED, zero))
@@ -85,7 +86,9 @@ def measure(name: str) -> Iterator[Row]:
     what, median = f"Qwen3-{name}: comparison", statistics.median
     yield measured(f"{what}, share of the step", median(shares), "", at_most=BAR)
     yield measured(f"{what}, share of the host's time", median(host), "")
-    yield compared(f"{what}, whole step", median(times), "s", peer="without", peer_value=median(others))
+    yield compared(
+        f"{what}, whole step", median(times), "s", peer="without", peer_value=median(others)
+    )
 
 
 def main() -> int:

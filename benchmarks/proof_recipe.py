@@ -1,4 +1,5 @@
-"""The shipped recipe `grpo` without its checkpoints and export, which at 4B would write 64 GB; and a reward for it.
+"""The shipped recipe `grpo` without its checkpoints and export, which at 4B would write 64 GB; and
+a reward for it.
 
 spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE --reward benchmarks.proof_recipe:even
 """
@@ -32,7 +33,9 @@ def even(prompt: Prompt, sample: Sample) -> float:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    rollout = ctl.spawn(
+        Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+    )
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
     sampling = replace(cfg.sampling, seed=cfg.run.seed)

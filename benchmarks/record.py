@@ -46,7 +46,14 @@ def compared(
     )
 
 
-def measured(what: str, value: float, unit: str, *, at_most: float | None = None, at_least: float | None = None) -> Row:
+def measured(
+    what: str,
+    value: float,
+    unit: str,
+    *,
+    at_most: float | None = None,
+    at_least: float | None = None,
+) -> Row:
     """A row of its own; `at_most` or `at_least` is the bar on the value."""
     bar, holds = None, None
     if at_most is not None:
@@ -73,7 +80,13 @@ def gpu() -> dict[str, str]:
 
 
 def finish(
-    script: str, packages: Iterable[str], rows: list[Row], *, save: bool, machine: str = MACHINE, **versions: str
+    script: str,
+    packages: Iterable[str],
+    rows: list[Row],
+    *,
+    save: bool,
+    machine: str = MACHINE,
+    **versions: str,
 ) -> int:
     """Print the rows and, with `save`, write them; returns the exit code, 1 where a bar is missed.
 
@@ -93,7 +106,10 @@ def finish(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
         if not result.code.commit:
-            print(f"{path}: no commit is known here: write it into code.commit (or set {COMMIT_ENV})", file=sys.stderr)
+            print(
+                f"{path}: no commit is known here: write it into code.commit (or set {COMMIT_ENV})",
+                file=sys.stderr,
+            )
     return int(any(row.holds is False for row in rows))
 
 

@@ -1,9 +1,11 @@
-"""A whole rollout beside SGLang's: 512 prompts of 128 tokens, 8 samples each, answers of very unequal length.
+"""A whole rollout beside SGLang's: 512 prompts of 128 tokens, 8 samples each, answers of very
+unequal length.
 
-The number of new tokens of each sample is drawn once from a log-normal distribution of median 192, cut to 64..2048, so
-that a few long samples outlive the rest; both engines get the same 4,096 requests at once and no more than 512 run
-together. Tokens per second are new tokens over the time from handing over the first request to the last answer; the
-engines take turns (engines.py says how both run). While samples wait, ours is to keep its rows in use.
+The number of new tokens of each sample is drawn once from a log-normal distribution of median 192,
+cut to 64..2048, so that a few long samples outlive the rest; both engines get the same 4,096
+requests at once and no more than 512 run together. Tokens per second are new tokens over the time
+from handing over the first request to the last answer; the engines take turns (engines.py says how
+both run). While samples wait, ours is to keep its rows in use.
 
     python -m benchmarks.rollout_vs_sglang --sglang SITE [--save] [0.6B 8B]
 """
@@ -38,17 +40,32 @@ def measure(name: str, engines: Pair, repeats: int) -> Iterator[Row]:
     lengths, speed, fills = new_tokens(), {}, []
     for _, engine in engines:
         count = WARMUP * SAMPLES
-        engine.ask(prompts=[PROMPT_TOKENS] * WARMUP, samples=SAMPLES, new_tokens=list(range(1, count + 1)), seed=1)
+        engine.ask(
+            prompts=[PROMPT_TOKENS] * WARMUP,
+            samples=SAMPLES,
+            new_tokens=list(range(1, count + 1)),
+            seed=1,
+        )
     for repeat in range(repeats):
         for kind, engine in engines:
-            reply = engine.ask(prompts=[PROMPT_TOKENS] * PROMPTS, samples=SAMPLES, new_tokens=lengths, seed=2 + repeat)
+            reply = engine.ask(
+                prompts=[PROMPT_TOKENS] * PROMPTS,
+                samples=SAMPLES,
+                new_tokens=lengths,
+                seed=2 + repeat,
+            )
             speed.setdefault(kind, []).append(sum(lengths) / reply["seconds"])
             fills += [reply["fill"]] if kind == "ours" else []
-            print(f"Qwen3-{name} {kind}: {sum(lengths)} tokens in {reply['seconds']:.1f} s", flush=True)
+            print(
+                f"Qwen3-{name} {kind}: {sum(lengths)} tokens in {reply['seconds']:.1f} s",
+                flush=True,
+            )
     ours, theirs = (statistics.median(speed[kind]) for kind in ("ours", "sglang"))
     what = f"Qwen3-{name}, {PROMPTS} prompts x {SAMPLES}, {sum(lengths)} new tokens"
     yield compared(what, ours, "tokens/s", peer="SGLang", peer_value=theirs, at_least=BARS[name])
-    yield measured(f"{what}: rows in use while samples wait", statistics.median(fills), "", at_least=FILL_BAR)
+    yield measured(
+        f"{what}: rows in use while samples wait", statistics.median(fills), "", at_least=FILL_BAR
+    )
 
 
 if __name__ == "__main__":

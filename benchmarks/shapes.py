@@ -77,7 +77,9 @@ def write_folder(name: str, folder: Path, tokenizer_of: Path | None = None) -> M
 
 
 def random_weights(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, fp32: normal matrices, those that write to the residual stream scaled by the depth."""
+    """Every parameter by name, fp32: normal matrices, those that write to the residual stream
+    scaled by the depth.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)
     depth = 1 / math.sqrt(2 * spec.num_layers)
@@ -85,7 +87,9 @@ def random_weights(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, Tensor
         if len(shape) == 1:
             yield name, torch.ones(shape, device=device)
             continue
-        scale = spec.init_std * (depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+        scale = spec.init_std * (
+            depth if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+        )
         yield name, torch.randn(shape, device=device, generator=generator).mul_(scale)
 
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.table
 
-A result is `benchmarks/results/<machine>/<script>.json`; `Result` below is its schema, read strictly. The column
-"kernels" says "older" where the files of spmd_rl/kernels have changed since the figure was measured.
+A result is `benchmarks/results/<machine>/<script>.json`; `Result` below is its schema, read
+strictly. The column "kernels" says "older" where the files of spmd_rl/kernels have changed since
+the figure was measured.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Code(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The code that was measured.
 
-    `dirty` is whether files differed from the commit, null where that was not recorded. `filled_in` stands in files
-    that are older than this record: it says what was found in git's history afterwards, and how.
+    `dirty` is whether files differed from the commit, null where that was not recorded. `filled_in`
+    stands in files that are older than this record: it says what was found in git's history
+    afterwards, and how.
     """
 
     commit: str
@@ -62,7 +64,9 @@ class Result(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All results below `folder`, by machine and script. Raises: ValueError naming the file that does not fit."""
+    """All results below `folder`, by machine and script. Raises: ValueError naming the file that
+    does not fit.
+    """
     return [_read(path) for path in sorted(folder.glob("*/*.json"))]
 
 
@@ -73,7 +77,11 @@ def age(code: Code, kernels: str) -> str:
 
 def table(results: Iterable[Result], kernels: str) -> str:
     """The markdown table of all rows; `kernels` is the digest of today's."""
-    body = [(*_cells(result, row), age(result.code, kernels)) for result in results for row in result.rows]
+    body = [
+        (*_cells(result, row), age(result.code, kernels))
+        for result in results
+        for row in result.rows
+    ]
     rule = tuple("--:" if name in ("value", "ratio") else "---" for name in HEADER)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (HEADER, rule, *body))
 
@@ -91,7 +99,11 @@ def problems(path: Path, result: Result) -> Iterator[str]:
             yield f"{row.what!r}: a bar and whether it holds belong together"
         if (row.peer is None) != (row.peer_value is None):
             yield f"{row.what!r}: a peer and its value belong together"
-        if row.ratio is not None and row.peer_value and abs(row.value / row.peer_value / row.ratio - 1) > 0.01:
+        if (
+            row.ratio is not None
+            and row.peer_value
+            and abs(row.value / row.peer_value / row.ratio - 1) > 0.01
+        ):
             yield f"{row.what!r}: the ratio is not value over peer_value"
 
 
@@ -109,7 +121,16 @@ def _cells(result: Result, row: Row) -> tuple[str, ...]:
     peer = f"{row.peer} {_number(row.peer_value)}" if row.peer is not None else ""
     holds = {True: "yes", False: "**no**", None: ""}[row.holds]
     value = f"{_number(row.value)} {row.unit}".strip()
-    return result.machine, result.script, row.what, value, peer, _number(row.ratio), row.bar or "", holds
+    return (
+        result.machine,
+        result.script,
+        row.what,
+        value,
+        peer,
+        _number(row.ratio),
+        row.bar or "",
+        holds,
+    )
 
 
 def _number(value: float | None) -> str:

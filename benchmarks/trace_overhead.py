@@ -1,9 +1,11 @@
-"""What recording spans costs a run, as a share of the demo step's processor time over all its processes.
+"""What recording spans costs a run, as a share of the demo step's processor time over all its
+processes.
 
     python -m benchmarks.trace_overhead --save
 
-Runs of two lengths give the processor time and the spans of a step; recording and writing as many, as often, is timed
-by itself, since the difference between runs with and without is below their noise.
+Runs of two lengths give the processor time and the spans of a step; recording and writing as many,
+as often, is timed by itself, since the difference between runs with and without is below their
+noise.
 """
 
 from __future__ import annotations
@@ -20,15 +22,27 @@ from benchmarks.record import finish, measured
 from spmd_rl.observe.timeline import read_spans, trace_files
 from spmd_rl.observe.trace import Trace
 
-COMMAND = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run"]
-DEMO = ["examples/arithmetic/recipe.py", "--config=examples/arithmetic/demo.toml", "--nproc=2", "--warmup_steps=2"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from spmd_rl.cli.main import main; sys.exit(main())",
+    "run",
+]
+DEMO = [
+    "examples/arithmetic/recipe.py",
+    "--config=examples/arithmetic/demo.toml",
+    "--nproc=2",
+    "--warmup_steps=2",
+]
 SHORT, LONG = 10, 40
 SPANS_A_FLUSH = 8
 FLUSHES = 4000
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -40,7 +54,12 @@ def main() -> int:
         measured("processor time of a demo step, all processes", 1e3 * step_s, "ms"),
         measured("spans of a demo step, all processes", num_spans, "spans"),
         measured("recording and writing one span", 1e6 * span_s, "us"),
-        measured("recording, of the step's processor time", 100 * num_spans * span_s / step_s, "%", at_most=1.0),
+        measured(
+            "recording, of the step's processor time",
+            100 * num_spans * span_s / step_s,
+            "%",
+            at_most=1.0,
+        ),
     ]
     return finish(__file__, ("torch", "msgspec"), rows, save=options.save)
 
@@ -48,10 +67,17 @@ def main() -> int:
 def run(folder: Path, steps: int) -> tuple[float, int]:
     """Processor seconds of a whole run, and how many spans it left."""
     before = used_s()
-    words = [f"--steps={steps}", "--run.save_every=0", f"--run.folder={folder}", f"--run.name={steps}"]
+    words = [
+        f"--steps={steps}",
+        "--run.save_every=0",
+        f"--run.folder={folder}",
+        f"--run.name={steps}",
+    ]
     subprocess.run([*COMMAND, *DEMO, *words], check=True, stdout=subprocess.DEVNULL)
     files = trace_files(folder / str(steps))
-    return used_s() - before, sum(span is not None for path in files for _, span in read_spans(path))
+    return used_s() - before, sum(
+        span is not None for path in files for _, span in read_spans(path)
+    )
 
 
 def used_s() -> float:

@@ -1,18 +1,22 @@
-"""Training step of Qwen3's shapes on one GPU, 16k-token packs: our contract path beside the same trainer free of it.
+"""Training step of Qwen3's shapes on one GPU, 16k-token packs: our contract path beside the same
+trainer free of it.
 
-Five ways of computing the same step take turns, repetition by repetition, each time another one first:
+Five ways of computing the same step take turns, repetition by repetition, each time another one
+first:
 
-    contract  as shipped: every row's bits are its own
-    free      matrix products by cuBLAS as it likes, split-K allowed; all else as shipped
-    raced     the same, each by the fastest of all that cuBLAS has for its shape, whatever its bits
-    torch     as free, and torch's own operations for norms, rotary positions and log-probs, none of them fused
-    repeats   as shipped, and the backward pass too gives the same bits again (trainer.deterministic)
+    contract  as shipped: every row's bits are its own free      matrix products by cuBLAS as it
+    likes, split-K allowed; all else as shipped raced     the same, each by the fastest of all that
+    cuBLAS has for its shape, whatever its bits torch     as free, and torch's own operations for
+    norms, rotary positions and log-probs, none of them fused repeats   as shipped, and the backward
+    pass too gives the same bits again (trainer.deterministic)
 
-A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, optimizer included; medians of
-the host's clock around it, the GPU drained before and after. MFU counts 6 operations for every weight and token that
-meet, the causal half of attention, and no recomputation (spmd_rl/train/flops.py), against 989 TFLOP/s and against the
-788 that a large product reaches. Forward, backward and optimizer are times between CUDA events in the contract path,
-and peak memory is of that path. Products are swapped in the forward pass; the backward pass's are torch's in all paths.
+A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, optimizer
+included; medians of the host's clock around it, the GPU drained before and after. MFU counts 6
+operations for every weight and token that meet, the causal half of attention, and no recomputation
+(spmd_rl/train/flops.py), against 989 TFLOP/s and against the 788 that a large product reaches.
+Forward, backward and optimizer are times between CUDA events in the contract path, and peak memory
+is of that path. Products are swapped in the forward pass; the backward pass's are torch's in all
+paths.
 
     python -m benchmarks.train_step 0.6B 4B [--save] [--profile 0.6B=trace.txt]
 """
@@ -89,7 +93,12 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     given = scored(one, batch(STEP_TOKENS, spec.vocab_size))
     metrics = one.train_step(given, grpo_loss)
     what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.recompute}"
-    yield measured(f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens", metrics[MISMATCHED], "tokens", at_most=0)
+    yield measured(
+        f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens",
+        metrics[MISMATCHED],
+        "tokens",
+        at_most=0,
+    )
     torch.cuda.reset_peak_memory_stats()
     one.train_step(given, grpo_loss)
     yield measured(f"{what}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
@@ -108,7 +117,9 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
         yield compared(f"{what}: step", ours, "s", peer=path, peer_value=peer, at_most=SPEED_BAR)
     flops = train_flops(spec, given.lengths, int(given.mask.sum())) / ours
     bar = MFU_BAR if name == "4B" else None
-    yield measured(f"{what}: MFU of 989 TFLOP/s", flops / PEAK_FLOPS_PER_S["H200"], "", at_least=bar)
+    yield measured(
+        f"{what}: MFU of 989 TFLOP/s", flops / PEAK_FLOPS_PER_S["H200"], "", at_least=bar
+    )
     yield measured(f"{what}: MFU of 788 TFLOP/s", flops / MEASURED_FLOPS_PER_S, "")
     one.backend = timed = Timed(one.backend)
     one.train_step(given, grpo_loss)
@@ -125,7 +136,9 @@ def profile(one: Learner, given: Batch, path: str) -> None:
         step_seconds(one, given)
     with open(path, "w") as file:
         file.write(
-            found.key_averages().table(sort_by="self_device_time_total", row_limit=45, max_name_column_width=110)
+            found.key_averages().table(
+                sort_by="self_device_time_total", row_limit=45, max_name_column_width=110
+            )
         )
 
 
@@ -135,11 +148,15 @@ def pair_of(text: str) -> tuple[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="+")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE")
+    parser.add_argument(
+        "--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE"
+    )
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     options.profile = dict(options.profile)

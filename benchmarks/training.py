@@ -1,4 +1,6 @@
-"""A learner of a Qwen3 shape on one GPU, and a batch for it: what the training benchmarks have in common."""
+"""A learner of a Qwen3 shape on one GPU, and a batch for it: what the training benchmarks have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.shapes import random_weights, write_config
 from spmd_rl.algo.packing import pack
-from spmd_rl.mesh.role_context import Seats
+from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import TrainerConfig
@@ -29,7 +31,9 @@ ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="benchm
 
 def config(name: str) -> TrainerConfig:
     """The trainer's, which keeps all activations where they fit: at 4B what is cheap is made again."""
-    return TrainerConfig(dtype="bfloat16", max_tokens=PACK_TOKENS, recompute="cheap" if name == "4B" else "none")
+    return TrainerConfig(
+        dtype="bfloat16", max_tokens=PACK_TOKENS, recompute="cheap" if name == "4B" else "none"
+    )
 
 
 def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
@@ -44,24 +48,28 @@ def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
     if not dist.is_initialized():
         join(world, open_store(world) if world.size > 1 else dist.HashStore())
     placement = plan_split(Split(), world.size)["train"]
-    seats = Seats(world)
-    seats.build([placement])
-    place = seats.place(placement)
-    backend = Fsdp2(spec, place.mesh, cfg, place.device)
+    meshes = Meshes(world)
+    meshes.build([placement])
+    context = meshes.context(placement)
+    backend = Fsdp2(spec, context.mesh, cfg, context.device)
     backend.fill(random_weights(spec))
-    made = Learner(backend, place, cfg)
+    made = Learner(backend, context, cfg)
     gc.collect()
     gc.freeze()
     return made
 
 
 def batch(num_tokens: int, vocab: int) -> Batch:
-    """Sequences of 128 prompt and 896 response tokens, with random advantages, as one rollout would give them."""
+    """Sequences of 128 prompt and 896 response tokens, with random advantages, as one rollout would
+    give them.
+    """
     return _batch([NEW_TOKENS] * (num_tokens // (PROMPT_TOKENS + NEW_TOKENS)), vocab)
 
 
 def mixed_batch(num_tokens: int, vocab: int) -> Batch:
-    """About as many tokens in sequences of 128 prompt and 64 to 1,728 response tokens, any of them as likely."""
+    """About as many tokens in sequences of 128 prompt and 64 to 1,728 response tokens, any of them
+    as likely.
+    """
     rng = np.random.default_rng(1)
     count = num_tokens // (PROMPT_TOKENS + NEW_TOKENS)
     return _batch([int(new) for new in rng.integers(64, 2 * NEW_TOKENS - 63, count)], vocab)

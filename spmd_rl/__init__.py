@@ -2,8 +2,8 @@
 
     import spmd_rl as rl
 
-gives a recipe everything it names: the controller's types, the roles, the algorithms. Each name is imported when it
-is first used, so that importing the package costs nothing and needs no torch.
+gives a recipe everything it names: the controller's types, the roles, the algorithms. Each name is
+imported when it is first used, so that importing the package costs nothing and needs no torch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from spmd_rl.controller.endpoint import Sharded as Sharded
     from spmd_rl.controller.endpoint import collective as collective
     from spmd_rl.controller.endpoint import local as local
-    from spmd_rl.controller.prefetch import Ahead as Ahead
+    from spmd_rl.controller.prefetch import CallQueue as CallQueue
     from spmd_rl.data.prompts import PromptConfig as PromptConfig
     from spmd_rl.data.prompts import Prompts as Prompts
     from spmd_rl.data.sft import Pairs as Pairs
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
-    from spmd_rl.mesh.role_context import Place as Place
+    from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
@@ -60,14 +60,14 @@ _HOMES = {
     "algo.losses": ("grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
     "config.rules": ("at_least", "refuse_given"),
-    "controller.prefetch": ("Ahead",),
+    "controller.prefetch": ("CallQueue",),
     "config.run": ("RunConfig",),
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
     "data.sft": ("Pairs",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError"),
-    "mesh.role_context": ("Place",),
+    "mesh.role_context": ("RoleContext",),
     "mesh.split": ("RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "check.inputs": ("check_inputs",),

@@ -1,18 +1,18 @@
 """Every error a user can meet, as one tree.
 
     SpmdError
-      ConfigError          a key, value or file of the configuration is wrong (before anything starts)
-      PlanError            the split, memory or weight plan cannot work       (before anything starts)
-      DataError            a record of a data file is wrong: file, line, field
-      ContractError        ranks that must agree did not
-      RemoteError          code on a worker raised: rank, role, call, its traceback
-      DeadlineError        a wait outlasted its deadline: who, what, how long
-      LostRankError        a process of the world is gone
-      DiskError            a file could not be written: no room, or the system refuses
-      WeightMismatchError  two ends of a weight push hold different bytes
-      ResidencyError       memory used, slept or woken in the wrong state
+      ConfigError          a key, value or file of the configuration is wrong (before anything
+      starts) PlanError            the split, memory or weight plan cannot work       (before
+      anything starts) DataError            a record of a data file is wrong: file, line, field
+      ContractError        ranks that must agree did not RemoteError          code on a worker
+      raised: rank, role, call, its traceback DeadlineError        a wait outlasted its deadline:
+      who, what, how long LostRankError        a process of the world is gone DiskError            a
+      file could not be written: no room, or the system refuses WeightMismatchError  two ends of a
+      weight push hold different bytes ResidencyError       memory used, slept or woken in the wrong
+      state
 
-`exit_code` is what the process ends with, so that a launcher can tell bad input (2) from a failed run (1).
+`exit_code` is what the process ends with, so that a launcher can tell bad input (2) from a failed
+run (1).
 """
 
 from __future__ import annotations
@@ -54,12 +54,20 @@ class ContractError(SpmdError):
 class RemoteError(SpmdError):
     """Code on a worker raised.
 
-    `sentence` is the original error's own text, `remote_traceback` its whole traceback as the worker
-    printed it, `kind` the original class name.
+    `sentence` is the original error's own text, `remote_traceback` its whole traceback as the
+    worker printed it, `kind` the original class name.
     """
 
     def __init__(
-        self, *, rank: int, role: str, call: str, kind: str, sentence: str, remote_traceback: str, exit_code: int = 1
+        self,
+        *,
+        rank: int,
+        role: str,
+        call: str,
+        kind: str,
+        sentence: str,
+        remote_traceback: str,
+        exit_code: int = 1,
     ) -> None:
         super().__init__(f"rank {rank} ({role}.{call}): {kind}: {sentence}")
         self.rank = rank

@@ -13,7 +13,8 @@ MKL_ON_INTEL = "AVX2,STRICT"
 def pin_sums(environment: MutableMapping[str, str] = os.environ, cpuinfo: Path = CPUINFO) -> None:
     """Has MKL sum alike for any number of rows on an Intel processor, where it would not by itself.
 
-    MKL reads the variable at its first product. What is set stays. On other processors MKL needs no such word.
+    MKL reads the variable at its first product. What is set stays. On other processors MKL needs no
+    such word.
     """
     try:
         with cpuinfo.open(encoding="ascii", errors="replace") as file:

@@ -1,4 +1,6 @@
-"""Products that tests put in the place of torch's. Whether the library of a CPU makes such sums depends on the CPU."""
+"""Products that tests put in the place of torch's. Whether the library of a CPU makes such sums
+depends on the CPU.
+"""
 
 from __future__ import annotations
 

@@ -19,12 +19,15 @@ Call = Callable[[list[Array]], Sequence[Any]]
 def serve(num_workers: int, call: Call) -> None:
     """Run the laps that the driver asks for, at the size of array that it names.
 
-    The reply has each lap's `seconds`, and the processor time of this process, the caller's, in `caller_s` a lap.
+    The reply has each lap's `seconds`, and the processor time of this process, the caller's, in
+    `caller_s` a lap.
     """
     laps, random = Laps(), np.random.default_rng(0)
     while True:
         request = laps.request()
-        parts = [random.integers(0, 256, request["size"], dtype=np.uint8) for _ in range(num_workers)]
+        parts = [
+            random.integers(0, 256, request["size"], dtype=np.uint8) for _ in range(num_workers)
+        ]
         back, seconds, busy_s = [], [], time.process_time()
         for _ in range(request["laps"]):
             began = time.perf_counter()

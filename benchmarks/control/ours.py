@@ -1,4 +1,5 @@
-"""Ours: the real controller and the real workers' loop, CURVE on; only torch and its process groups are left out.
+"""Ours: the real controller and the real workers' loop, CURVE on; only torch and its process groups
+are left out.
 
 python -m benchmarks.control.ours WORKERS
 """
@@ -23,9 +24,9 @@ from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.channel.wire import Hello
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.controller.lifecycle.dispatcher import Switchboard
+from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.worker import Worker
-from spmd_rl.mesh.role_context import Place, Seats
+from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import Placement
 from spmd_rl.mesh.world import World
 
@@ -36,11 +37,11 @@ class Echo(Role):
         return parts
 
 
-class BareSeats(Seats):
+class BareSeats(Meshes):
     """Seats without meshes or groups."""
 
-    def place(self, placement: Placement) -> Place:
-        return Place(self.world, placement, None, None, self.neighbours)  # type: ignore[arg-type]
+    def context(self, placement: Placement) -> RoleContext:
+        return RoleContext(self.world, placement, None, None, self.neighbours)  # type: ignore[arg-type]
 
 
 def work(rank: int, num_workers: int, endpoint: str, keys: Keys, generation: int) -> None:
@@ -58,12 +59,18 @@ def main() -> None:
         keys = secret.derive(secrets.token_bytes(secret.SECRET_BYTES))
         fork = multiprocessing.get_context("fork")
         for rank in range(num_workers):
-            fork.Process(target=work, args=(rank, num_workers, endpoint, keys, generation), daemon=True).start()
+            fork.Process(
+                target=work, args=(rank, num_workers, endpoint, keys, generation), daemon=True
+            ).start()
         near, _far = socket.socketpair()
-        board = Switchboard(RunConfig(folder=folder), num_workers, endpoint, keys, generation, near)
+        board = Dispatcher(RunConfig(folder=folder), num_workers, endpoint, keys, generation, near)
         board.wait_for_all()
-        placement = Placement("echo", tuple(range(num_workers)), {"dp": num_workers, "fsdp": 1, "tp": 1})
-        handle = Controller(RunConfig(folder=folder), board).spawn(NamedEcho, RunConfig(), on=placement)
+        placement = Placement(
+            "echo", tuple(range(num_workers)), {"dp": num_workers, "fsdp": 1, "tp": 1}
+        )
+        handle = Controller(RunConfig(folder=folder), board).spawn(
+            NamedEcho, RunConfig(), on=placement
+        )
         serve(num_workers, handle.echo.call)
 
 

@@ -20,7 +20,9 @@ class Echo:
 
 def main() -> None:
     num_workers = int(sys.argv[1])
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=512 << 20)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=512 << 20
+    )
     actors = [Echo.remote() for _ in range(num_workers)]
 
     def call(parts: list[Array]) -> list[Array]:

@@ -1,9 +1,11 @@
-"""Plain ZeroMQ: a ROUTER, a DEALER a worker, raw bytes; encrypted with --curve; through relays with --relays.
+"""Plain ZeroMQ: a ROUTER, a DEALER a worker, raw bytes; encrypted with --curve; through relays with
+--relays.
 
 python -m benchmarks.control.zeromq WORKERS [--curve] [--relays N] [--per-process N]
 
-A relay takes one message for all of its workers and returns one with all of their answers, so that the caller's
-work grows with the number of relays: what a relay on each node would do for the controller.
+A relay takes one message for all of its workers and returns one with all of their answers, so that
+the caller's work grows with the number of relays: what a relay on each node would do for the
+controller.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def main() -> None:
     parser.add_argument("workers", type=int)
     parser.add_argument("--curve", action="store_true")
     parser.add_argument("--relays", type=int, default=0)
-    parser.add_argument("--per-process", type=int, default=1, help="how many workers' sockets share a process")
+    parser.add_argument(
+        "--per-process", type=int, default=1, help="how many workers' sockets share a process"
+    )
     arguments = parser.parse_args()
     num_workers, num_relays, curve = arguments.workers, arguments.relays, arguments.curve
     fork = multiprocessing.get_context("fork")
@@ -74,7 +78,9 @@ def main() -> None:
         serve(num_workers, relayed if num_relays else direct)
 
 
-def _exchange(router: zmq.Socket[bytes], names: list[bytes], parts: list[Array] | list[bytes]) -> list[bytes]:
+def _exchange(
+    router: zmq.Socket[bytes], names: list[bytes], parts: list[Array] | list[bytes]
+) -> list[bytes]:
     for name, part in zip(names, parts, strict=True):
         router.send_multipart([name, part])
     answers = dict(router.recv_multipart() for _ in names)

@@ -33,9 +33,13 @@ class Config:
     data: str
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
-    engine: rl.EngineConfig = field(default_factory=lambda: rl.EngineConfig(max_batch=PROMPTS * GROUP))
+    engine: rl.EngineConfig = field(
+        default_factory=lambda: rl.EngineConfig(max_batch=PROMPTS * GROUP)
+    )
     trainer: rl.TrainerConfig = field(
-        default_factory=lambda: rl.TrainerConfig(lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, clip_norm=CLIP_NORM)
+        default_factory=lambda: rl.TrainerConfig(
+            lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, clip_norm=CLIP_NORM
+        )
     )
 
 
@@ -60,7 +64,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
             drawn = prompts.next(PROMPTS)
-            groups = rollout.generate.call(drawn, sampling) if step.index else _given(drawn, tokenizer)
+            groups = (
+                rollout.generate.call(drawn, sampling) if step.index else _given(drawn, tokenizer)
+            )
         with ctl.phase("train", awake=[trainer]):
             batch = rl.pack(groups, rl.group_advantage(groups))
             stats = trainer.train_step.call(batch, rl.grpo_loss)
@@ -71,7 +77,10 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 def _given(prompts: list[Prompt], tokenizer: object) -> list[Group]:
     """The first step's groups: completions that no engine made."""
     return [
-        Group(prompt, [_sample(prompt, index, tokens, tokenizer) for index, tokens in enumerate(group)])
+        Group(
+            prompt,
+            [_sample(prompt, index, tokens, tokenizer) for index, tokens in enumerate(group)],
+        )
         for prompt, group in zip(prompts, given_completions(), strict=True)
     ]
 
@@ -80,7 +89,9 @@ def _sample(prompt: Prompt, index: int, tokens: list[int], tokenizer: object) ->
     text = tokenizer.decode(tokens, skip_special_tokens=True)  # type: ignore[attr-defined]
     unknown = np.full(len(tokens), -1, np.int32)
     logprobs = np.zeros(len(tokens), np.float32)
-    sample = Sample(prompt.uid, index, np.array(tokens, np.int32), logprobs, unknown, "length", text=text)
+    sample = Sample(
+        prompt.uid, index, np.array(tokens, np.int32), logprobs, unknown, "length", text=text
+    )
     return replace(sample, reward=num_digits(text))
 
 

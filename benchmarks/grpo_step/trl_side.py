@@ -1,4 +1,5 @@
-"""TRL's side: GRPOTrainer on the same work. What only costs time is off: saving, printing, recomputation.
+"""TRL's side: GRPOTrainer on the same work. What only costs time is off: saving, printing,
+recomputation.
 
 python -m benchmarks.grpo_step.trl_side MODEL DATA
 """
@@ -32,13 +33,17 @@ from benchmarks.peer import Laps
 
 
 class Counted(GRPOTrainer):
-    """Takes the first step on the given completions, and notes how many tokens each step makes and learns from."""
+    """Takes the first step on the given completions, and notes how many tokens each step makes and
+    learns from.
+    """
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.facts: dict[str, float] = {}
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *rest: Any, **named: Any) -> tuple[Any, Any]:
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *rest: Any, **named: Any
+    ) -> tuple[Any, Any]:
         if self.state.global_step == 0:
             completions: Any = [tokens for group in given_completions() for tokens in group]
             logprobs = None
@@ -62,7 +67,9 @@ class Turns(TrainerCallback):
         self.laps.lap(**self.trainer.facts)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-        self.trainer.facts |= {name: logs[name] for name in ("loss", "grad_norm", "entropy") if name in logs}
+        self.trainer.facts |= {
+            name: logs[name] for name in ("loss", "grad_norm", "entropy") if name in logs
+        }
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -1,8 +1,10 @@
-"""The work that both sides do: the same weights, prompts, group size, tokens, reward, loss and optimizer.
+"""The work that both sides do: the same weights, prompts, group size, tokens, reward, loss and
+optimizer.
 
-Each step draws exactly NEW_TOKENS tokens for every sample: no sample ends early, so that both learn from the same
-number of tokens. Before the timed steps both take one step on the same given completions, whose gradient norms must
-agree: that they compute the same thing is measured, not assumed.
+Each step draws exactly NEW_TOKENS tokens for every sample: no sample ends early, so that both learn
+from the same number of tokens. Before the timed steps both take one step on the same given
+completions, whose gradient norms must agree: that they compute the same thing is measured, not
+assumed.
 """
 
 from __future__ import annotations
@@ -78,9 +80,14 @@ def write_prompts(path: Path) -> None:
 def given_completions() -> list[list[list[int]]]:
     """For each prompt of the first step its samples, as token ids; none is special."""
     random = Random(1)
-    return [[[random.randrange(2, 104) for _ in range(NEW_TOKENS)] for _ in range(GROUP)] for _ in range(PROMPTS)]
+    return [
+        [[random.randrange(2, 104) for _ in range(NEW_TOKENS)] for _ in range(GROUP)]
+        for _ in range(PROMPTS)
+    ]
 
 
 def num_digits(text: str) -> float:
-    """The reward: of a spread that hides the constants which both sides add to the standard deviation."""
+    """The reward: of a spread that hides the constants which both sides add to the standard
+    deviation.
+    """
     return float(sum(character.isdigit() for character in text))

@@ -1,9 +1,11 @@
-"""Attention decode over pages, one new token a sequence, as a share of the bandwidth of a plain copy.
+"""Attention decode over pages, one new token a sequence, as a share of the bandwidth of a plain
+copy.
 
-Keys and values of 8 heads of 128; 16 (Qwen3-0.6B) or 32 (4B and 8B) query heads; pages of 128 tokens in random order.
-Each number is the median over replays of a graph that runs the kernel once for each of several caches, so that nothing
-is left in L2. Bytes are the keys and values read; the copy counts what it reads and what it writes. With splits, the
-time includes merging; a bar is set for the size that docs/numerics.md advises.
+Keys and values of 8 heads of 128; 16 (Qwen3-0.6B) or 32 (4B and 8B) query heads; pages of 128
+tokens in random order. Each number is the median over replays of a graph that runs the kernel once
+for each of several caches, so that nothing is left in L2. Bytes are the keys and values read; the
+copy counts what it reads and what it writes. With splits, the time includes merging; a bar is set
+for the size that docs/numerics.md advises.
 
     python -m benchmarks.kernels.attention_decode [--save]
 """
@@ -58,7 +60,10 @@ def measure(case: Case, copy: float) -> Iterator[Row]:
     pages = -(-context // PAGE_SIZE)
     num_bytes = 4 * batch * context * NUM_KV_HEADS * HEAD_DIM
     shape = (2, batch * pages, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM)
-    caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(-(-COLD_BYTES // num_bytes) + 1)]
+    caches = [
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        for _ in range(-(-COLD_BYTES // num_bytes) + 1)
+    ]
     table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
     num_keys = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     handed_out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -71,7 +76,9 @@ def measure(case: Case, copy: float) -> Iterator[Row]:
 
     spent = microseconds(run, caches * -(-CALLS // len(caches)))
     speed = num_bytes / spent * 1e6
-    what = f"{case.num_heads} heads, batch {batch}, context {context}" + (f", splits of {split}" if split else "")
+    what = f"{case.num_heads} heads, batch {batch}, context {context}" + (
+        f", splits of {split}" if split else ""
+    )
     yield measured(f"{what}: time", spent, "us")
     yield measured(f"{what}: read", speed / 1e12, "TB/s", at_least=case.least_speed)
     yield measured(f"{what}: share of copy bandwidth", speed / copy, "", at_least=case.least_share)

@@ -1,11 +1,14 @@
-"""Attention of many new tokens: packs of training, forward and backward, and chunks of prompts over pages.
+"""Attention of many new tokens: packs of training, forward and backward, and chunks of prompts over
+pages.
 
-32 query heads over 8 of 128, bf16; and 16 over 4 of 256, which our own kernel attends to (attention_triton.py). Packs
-of 16,384 tokens in sequences of one length, beside torch's scaled-dot-product attention for the same sequences as a
-batch, which promises a row no bits; chunks of 8,192 new tokens behind what their sequences have in the cache, with the
-writing of their keys and values. Each number is the median of 10 runs of 10 calls between two events: where the host
-launches more slowly than the GPU computes, it is the host's. Speeds count what a causal mask leaves: 4 floating-point
-operations a pair of query and key, head and dimension, and 2.5 times as many for the backward pass.
+32 query heads over 8 of 128, bf16; and 16 over 4 of 256, which our own kernel attends to
+(attention_triton.py). Packs of 16,384 tokens in sequences of one length, beside torch's
+scaled-dot-product attention for the same sequences as a batch, which promises a row no bits; chunks
+of 8,192 new tokens behind what their sequences have in the cache, with the writing of their keys
+and values. Each number is the median of 10 runs of 10 calls between two events: where the host
+launches more slowly than the GPU computes, it is the host's. Speeds count what a causal mask
+leaves: 4 floating-point operations a pair of query and key, head and dimension, and 2.5 times as
+many for the backward pass.
 
     python -m benchmarks.kernels.attention_prefill [--save]
 """
@@ -46,7 +49,9 @@ FLASH, OURS = Heads(32, 8, HEAD_DIM), Heads(16, 4, 256)
 
 def random(num_tokens: int, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     sizes = (heads.query, heads.key, heads.key)
-    q, k, v = (torch.randn(num_tokens, n, heads.dim, device=DEVICE, dtype=torch.bfloat16) for n in sizes)
+    q, k, v = (
+        torch.randn(num_tokens, n, heads.dim, device=DEVICE, dtype=torch.bfloat16) for n in sizes
+    )
     return q, k, v
 
 
@@ -65,15 +70,21 @@ def call_seconds(ops: list[Callable[[], object]]) -> list[float]:
 
 def packs(length: int, heads: Heads) -> Iterator[Row]:
     count = PACK_TOKENS // length
-    attend = PackedAttention(np.full(count, length), num_heads=heads.query, num_kv_heads=heads.key, device=DEVICE)
+    attend = PackedAttention(
+        np.full(count, length), num_heads=heads.query, num_kv_heads=heads.key, device=DEVICE
+    )
     ours = [x.requires_grad_() for x in random(PACK_TOKENS, heads)]
-    theirs = [x.detach().view(count, length, -1, heads.dim).transpose(1, 2).requires_grad_() for x in ours]
+    theirs = [
+        x.detach().view(count, length, -1, heads.dim).transpose(1, 2).requires_grad_() for x in ours
+    ]
 
     def packed() -> Tensor:
         return attend(0, ours[0], ours[1], ours[2])
 
     def batched() -> Tensor:
-        return F.scaled_dot_product_attention(theirs[0], theirs[1], theirs[2], is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            theirs[0], theirs[1], theirs[2], is_causal=True, enable_gqa=True
+        )
 
     def backward(forward: Callable[[], Tensor], leaves: list[Tensor]) -> None:
         out = forward()
@@ -89,7 +100,9 @@ def packs(length: int, heads: Heads) -> Iterator[Row]:
 
 
 def _speeds(what: str, flops: float, ours: float, theirs: float) -> Row:
-    return compared(what, flops / ours / 1e12, "TFLOP/s", peer="torch's SDPA", peer_value=flops / theirs / 1e12)
+    return compared(
+        what, flops / ours / 1e12, "TFLOP/s", peer="torch's SDPA", peer_value=flops / theirs / 1e12
+    )
 
 
 @torch.no_grad()

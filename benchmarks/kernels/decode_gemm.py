@@ -1,20 +1,23 @@
-"""Matrix products of Qwen3, of decoding and of packs, against cuBLAS's best, split-K allowed: microseconds.
+"""Matrix products of Qwen3, of decoding and of packs, against cuBLAS's best, split-K allowed:
+microseconds.
 
-Ours keeps one ascending chain over K (docs/numerics.md). Each number of a product of decoding is the median over
-replays of a graph that runs the product for many copies of the weight, so that they are cold in L2, for some 1 ms, ours
-and cuBLAS's in turns; ours overlap at their ends, as in the engine. cuBLAS's best is the fastest, in a shorter run
-before, of what torch.mm takes and all that cublasLt proposes, with memory for partial sums and without. It takes turns
-with itself too, recorded a second time; the farthest of these differs by what a number here may be off.
+Ours keeps one ascending chain over K (docs/numerics.md). Each number of a product of decoding is
+the median over replays of a graph that runs the product for many copies of the weight, so that they
+are cold in L2, for some 1 ms, ours and cuBLAS's in turns; ours overlap at their ends, as in the
+engine. cuBLAS's best is the fastest, in a shorter run before, of what torch.mm takes and all that
+cublasLt proposes, with memory for partial sums and without. It takes turns with itself too,
+recorded a second time; the farthest of these differs by what a number here may be off.
 
-The floor is the time to move weight, x and result once, at the speed of a large copy just before, or to do the
-arithmetic at that of a large product, whichever is longer; beside it, without a bar, stands that of the weight alone.
+The floor is the time to move weight, x and result once, at the speed of a large copy just before,
+or to do the arithmetic at that of a large product, whichever is longer; beside it, without a bar,
+stands that of the weight alone.
 
-Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined product and torch's
-two kernels.
+Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined
+product and torch's two kernels.
 
-Products of packs have 16,384 rows, those of the head the 2,048 of a chunk of the training loss. Training takes q, k, v,
-gate and up apart; the engine's prompts take them joined. There cuBLAS's best is the one of the same ways that
-`linear_library.fastest` finds.
+Products of packs have 16,384 rows, those of the head the 2,048 of a chunk of the training loss.
+Training takes q, k, v, gate and up apart; the engine's prompts take them joined. There cuBLAS's
+best is the one of the same ways that `linear_library.fastest` finds.
 
     python -m benchmarks.kernels.decode_gemm [--save]
 """
@@ -47,7 +50,11 @@ MAX_COPIES = 64
 TRIAL_ROUNDS, TRIAL_TURNS = 4, 15
 BAR = 1.02
 FLOOR_BAR = 0.85
-FLOOR, WEIGHT_FLOOR, ITSELF = "share of floor", "share of the weight's floor", "cuBLAS's best beside itself"
+FLOOR, WEIGHT_FLOOR, ITSELF = (
+    "share of floor",
+    "share of the weight's floor",
+    "cuBLAS's best beside itself",
+)
 LARGE_BYTES = 30e6
 
 
@@ -79,7 +86,9 @@ def floor_us(m: int, n: int, k: int, num_bytes: int, bytes_per_s: float) -> floa
     return 1e6 * max(num_bytes / bytes_per_s, 2 * m * n * k / MEASURED_FLOPS_PER_S)
 
 
-def cublas_best(x: Tensor, weights: list[Tensor], out_dtype: torch.dtype) -> Callable[[Tensor], object]:
+def cublas_best(
+    x: Tensor, weights: list[Tensor], out_dtype: torch.dtype
+) -> Callable[[Tensor], object]:
     shape = Shape(*weights[0].shape, len(x), False, out_dtype, x.device)
     out = x.new_empty(shape.rows, shape.n, dtype=out_dtype)
     ways = [lambda w, way=way: way(out, x, w, None) for way in every_way(shape)]
@@ -108,13 +117,19 @@ def measure(name: str, n: int, k: int, out_dtype: torch.dtype, bytes_per_s: floa
     for m in ROWS:
         x = torch.randn(m, k, device="cuda").bfloat16()
         best = cublas_best(x, weights, out_dtype)
-        ours, cublas, again = in_turns([lambda w, x=x: matmul(x, w, None, out_dtype), best, best], weights)
+        ours, cublas, again = in_turns(
+            [lambda w, x=x: matmul(x, w, None, out_dtype), best, best], weights
+        )
         what = f"{name} {n}x{k}, {m} rows"
-        found.append(compared(what, ours, "us", peer="cuBLAS's best", peer_value=cublas, at_most=BAR))
+        found.append(
+            compared(what, ours, "us", peer="cuBLAS's best", peer_value=cublas, at_most=BAR)
+        )
         found.append(measured(f"{what}, {ITSELF}", max(cublas, again) / min(cublas, again), ""))
         if m <= 64 and 2 * n * k >= LARGE_BYTES:
             weight, others = 2 * n * k, 2 * m * k + out_dtype.itemsize * m * n
-            share, of_weight = (floor_us(m, n, k, each, bytes_per_s) / ours for each in (weight + others, weight))
+            share, of_weight = (
+                floor_us(m, n, k, each, bytes_per_s) / ours for each in (weight + others, weight)
+            )
             found.append(measured(f"{what}, {FLOOR}", share, "", at_least=FLOOR_BAR))
             found.append(measured(f"{what}, {WEIGHT_FLOOR}", of_weight, ""))
     return found
@@ -133,13 +148,19 @@ def measure_gated(model: str) -> list[Row]:
 
         ours, theirs = in_turns([lambda w, x=x: silu_mul_linear(x, w), spelled], weights)
         what = f"Qwen3-{model} silu_mul_linear {2 * inner}x{hidden}, {m} rows"
-        found.append(compared(what, ours, "us", peer="cuBLAS and two kernels", peer_value=theirs, at_most=BAR))
+        found.append(
+            compared(
+                what, ours, "us", peer="cuBLAS and two kernels", peer_value=theirs, at_most=BAR
+            )
+        )
     return found
 
 
 def summary(products: Sequence[Row]) -> list[Row]:
     """Counts over what `measure` found of all products."""
-    shares, of_weight = ([row for row in products if row.what.endswith(end)] for end in (FLOOR, WEIGHT_FLOOR))
+    shares, of_weight = (
+        [row for row in products if row.what.endswith(end)] for end in (FLOOR, WEIGHT_FLOOR)
+    )
     large, beside = "large weights, up to 64 rows", [row for row in products if row.peer]
     spread = [row.value for row in products if row.what.endswith(ITSELF)]
     at_most = max(spread)
@@ -150,7 +171,10 @@ def summary(products: Sequence[Row]) -> list[Row]:
             "products of decoding: cuBLAS's best or less, to within what that differs from itself",
             [row.value <= at_most * (row.peer_value or 0) for row in beside],
         ),
-        counted(f"products of decoding: {BAR}x cuBLAS's best or less", [row.holds is True for row in beside]),
+        counted(
+            f"products of decoding: {BAR}x cuBLAS's best or less",
+            [row.holds is True for row in beside],
+        ),
         counted(
             "products of decoding: cuBLAS's best or less",
             [row.value <= (row.peer_value or 0) for row in beside],
@@ -172,7 +196,9 @@ def main() -> int:
     rows += decoding + summary(decoding)
     rows += [row for model in QWEN3 for row in measure_gated(model)]
     rows += [measure_pack(name, *shape) for name, shape in shapes().items()]
-    print(f"{sum(row.holds is True for row in rows)} of {sum(row.holds is not None for row in rows)} bars hold")
+    print(
+        f"{sum(row.holds is True for row in rows)} of {sum(row.holds is not None for row in rows)} bars hold"
+    )
     packages = ("torch", "triton", "nvidia-cutlass-dsl")
     return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
 

@@ -1,9 +1,11 @@
-"""Draws and their log-probs where rows ask for top-k, top-p or min-p, beside the same by a sort: microseconds.
+"""Draws and their log-probs where rows ask for top-k, top-p or min-p, beside the same by a sort:
+microseconds.
 
-Rows of a decoding step over Qwen3's vocabulary. Flat logits are normal: a nucleus of 0.95 is most of the vocabulary.
-Peaked ones are normal times eight, so that it is some entries, as a language model's mostly is. By a sort means torch's
-descending sort, a softmax and its running sum, exponential noise and argmax, then log_softmax. Each number is the
-median over replays of a graph that runs the op for eight inputs, larger than L2, ours and the sort's in turns.
+Rows of a decoding step over Qwen3's vocabulary. Flat logits are normal: a nucleus of 0.95 is most
+of the vocabulary. Peaked ones are normal times eight, so that it is some entries, as a language
+model's mostly is. By a sort means torch's descending sort, a softmax and its running sum,
+exponential noise and argmax, then log_softmax. Each number is the median over replays of a graph
+that runs the op for eight inputs, larger than L2, ours and the sort's in turns.
 
     python -m benchmarks.kernels.filters [--save]
 """
@@ -28,7 +30,9 @@ INPUTS = 8
 TOP_K, TOP_P, MIN_P = 50, 0.95, 0.05
 
 
-def by_sort(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> tuple[Tensor, Tensor]:
+def by_sort(
+    logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> tuple[Tensor, Tensor]:
     ordered, order = logits.sort(dim=-1, descending=True)
     dropped = torch.zeros_like(ordered, dtype=torch.bool)
     if top_k is not None:
@@ -53,7 +57,9 @@ def measure(rows: int, kind: str) -> Iterator[Row]:
         "all three": (top_k, top_p, min_p),
     }
     what = f"{rows} rows of {kind} logits"
-    plain = in_turns([lambda logits: sample_and_score(logits, one, keys, keys)], inputs, rounds=1)[0]
+    plain = in_turns([lambda logits: sample_and_score(logits, one, keys, keys)], inputs, rounds=1)[
+        0
+    ]
     yield measured(f"{what}: all of the vocabulary", plain, "us")
     for name, filters in asked.items():
         named = dict(zip(("top_k", "top_p", "min_p"), filters, strict=True))
@@ -68,7 +74,9 @@ def measure(rows: int, kind: str) -> Iterator[Row]:
 @torch.no_grad()
 def main() -> int:
     rows = [row for count in ROWS for kind in SPREADS for row in measure(count, kind)]
-    return finish(__file__, ("torch", "triton"), rows, save="--save" in sys.argv, machine="h200", **gpu())
+    return finish(
+        __file__, ("torch", "triton"), rows, save="--save" in sys.argv, machine="h200", **gpu()
+    )
 
 
 if __name__ == "__main__":

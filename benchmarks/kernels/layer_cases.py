@@ -132,7 +132,11 @@ def of_cache(rows: int, kv_heads: int = 8) -> Iterator[Case]:
         f"{rows} rows of 8 heads: write_kv",
         lambda keys, values, k, v: write_kv(keys, values, slots, k, v),
         lambda keys, values, k, v: torch_write(keys, values, slots, k, v),
-        lambda: (*some_pages(rows, kv_heads), bf16(rows, kv_heads, HEAD_DIM), bf16(rows, kv_heads, HEAD_DIM)),
+        lambda: (
+            *some_pages(rows, kv_heads),
+            bf16(rows, kv_heads, HEAD_DIM),
+            bf16(rows, kv_heads, HEAD_DIM),
+        ),
         4 * 2 * rows * kv_heads * HEAD_DIM,
     )
 
@@ -149,6 +153,9 @@ def of_splits(rows: int, count: int = 8, heads: int = 32) -> Iterator[Case]:
         f"{rows} rows of {heads} heads in {count} splits: merge_ranges",
         lambda partial, log_sum: merge_ranges(partial, log_sum, where, out),
         torch_merge,
-        lambda: (bf16(rows * count, heads, HEAD_DIM), torch.randn(rows * count, heads, device="cuda")),
+        lambda: (
+            bf16(rows * count, heads, HEAD_DIM),
+            torch.randn(rows * count, heads, device="cuda"),
+        ),
         2 * rows * (count + 1) * heads * HEAD_DIM,
     )

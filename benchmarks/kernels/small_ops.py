@@ -1,12 +1,14 @@
-"""The contract's ops between the products, beside the same op spelled in torch's own kernels, and the time of a copy.
+"""The contract's ops between the products, beside the same op spelled in torch's own kernels, and
+the time of a copy.
 
-Rows of a decoding step (64, 256) and of a pack of training (16,384). Each number is the median over replays of a
-graph that runs the op once for each of several inputs, together larger than L2, or 2,048 of them where they are tiny.
-The share of a copy is the time that what is read and written once would take at a copy's bandwidth. torch's spelling:
-indexing, F.rms_norm behind an addition, F.rms_norm and rotation head by head, then index_copy into the pages, F.silu
-times up, log_softmax and gather, Gumbel noise and argmax, results weighted by a softmax of their sums. The head's
-product with its log-probs is torch.mm and log_softmax. What a decoding step reads and leaves for the next is indexing
-and arithmetic, an op each, and copies to the host.
+Rows of a decoding step (64, 256) and of a pack of training (16,384). Each number is the median over
+replays of a graph that runs the op once for each of several inputs, together larger than L2, or
+2,048 of them where they are tiny. The share of a copy is the time that what is read and written
+once would take at a copy's bandwidth. torch's spelling: indexing, F.rms_norm behind an addition,
+F.rms_norm and rotation head by head, then index_copy into the pages, F.silu times up, log_softmax
+and gather, Gumbel noise and argmax, results weighted by a softmax of their sums. The head's product
+with its log-probs is torch.mm and log_softmax. What a decoding step reads and leaves for the next
+is indexing and arithmetic, an op each, and copies to the host.
 
     python -m benchmarks.kernels.small_ops [--save]
 """
@@ -34,7 +36,9 @@ CALLS, MOST_CALLS = 8, 2048
 def measure(case: Case, copy: float) -> Iterator[Row]:
     inputs = [case.inputs()]
     size = sum(one.numel() * one.element_size() for one in inputs[0])
-    inputs += [case.inputs() for _ in range(min(max(CALLS, -(-COLD_BYTES // size)), MOST_CALLS) - 1)]
+    inputs += [
+        case.inputs() for _ in range(min(max(CALLS, -(-COLD_BYTES // size)), MOST_CALLS) - 1)
+    ]
 
     def time(op: Op) -> float:
         return microseconds(lambda given: op(*given), inputs, case.rounds)
@@ -47,7 +51,13 @@ def measure(case: Case, copy: float) -> Iterator[Row]:
 
 def main() -> int:
     sizes = (*DECODING, TRAINING)
-    cases = [case for name in MODELS for rows in sizes for of in (of_model, of_heads) for case in of(name, rows)]
+    cases = [
+        case
+        for name in MODELS
+        for rows in sizes
+        for of in (of_model, of_heads)
+        for case in of(name, rows)
+    ]
     cases += [case for rows in sizes for case in of_cache(rows)]
     cases += [case for rows in DECODING for case in of_step(rows)]
     cases += [case for rows in DECODING for case in of_vocabulary(rows, decoding=True)]
@@ -59,7 +69,9 @@ def main() -> int:
     for case in cases:
         rows += measure(case, copy)
         torch.cuda.empty_cache()
-    return finish(__file__, ("torch", "triton"), rows, save="--save" in sys.argv, machine="h200", **gpu())
+    return finish(
+        __file__, ("torch", "triton"), rows, save="--save" in sys.argv, machine="h200", **gpu()
+    )
 
 
 if __name__ == "__main__":

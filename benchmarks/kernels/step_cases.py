@@ -1,4 +1,6 @@
-"""The ops from hidden states to tokens and log-probs, and those around a recorded step; torch's spelling of each."""
+"""The ops from hidden states to tokens and log-probs, and those around a recorded step; torch's
+spelling of each.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ LOGIT_ROWS = 2048  # of a chunk of the training loss
 
 
 def of_step(rows: int, page_size: int = 128, pages: int = 16) -> Iterator[Case]:
-    """What a recorded decoding step reads of the step before, and what it leaves for the next and for the host."""
+    """What a recorded decoding step reads of the step before, and what it leaves for the next and
+    for the host.
+    """
     from spmd_rl.kernels.attention.decode_inputs_triton import decode_inputs
     from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs
 
-    order, starts = torch.randperm(rows, device="cuda"), torch.zeros(rows, dtype=torch.int64, device="cuda")
+    order, starts = (
+        torch.randperm(rows, device="cuda"),
+        torch.zeros(rows, dtype=torch.int64, device="cuda"),
+    )
     newest, turn = (torch.zeros(count, dtype=torch.int64, device="cuda") for count in (rows + 1, 1))
     host_tokens = torch.zeros(2, rows, dtype=torch.int64, pin_memory=True)
     host_logprobs = torch.zeros(2, rows, pin_memory=True)
@@ -39,15 +46,23 @@ def of_step(rows: int, page_size: int = 128, pages: int = 16) -> Iterator[Case]:
         f"{rows} rows: decode_inputs",
         lambda positions, table: decode_inputs(newest, order, positions, starts, table, page_size),
         torch_inputs,
-        lambda: (starts.clone(), torch.arange(rows * pages, dtype=torch.int32, device="cuda").view(rows, pages)),
+        lambda: (
+            starts.clone(),
+            torch.arange(rows * pages, dtype=torch.int32, device="cuda").view(rows, pages),
+        ),
         9 * 8 * rows,
         rounds=1,
     )
     yield Case(
         f"{rows} rows: decode_outputs",
-        lambda tokens, logprobs: decode_outputs(tokens, logprobs, order, newest, host_tokens, host_logprobs, turn),
+        lambda tokens, logprobs: decode_outputs(
+            tokens, logprobs, order, newest, host_tokens, host_logprobs, turn
+        ),
         torch_outputs,
-        lambda: (torch.zeros(rows, dtype=torch.int64, device="cuda"), torch.zeros(rows, device="cuda")),
+        lambda: (
+            torch.zeros(rows, dtype=torch.int64, device="cuda"),
+            torch.zeros(rows, device="cuda"),
+        ),
         5 * 8 * rows,
         rounds=1,
     )
@@ -55,11 +70,18 @@ def of_step(rows: int, page_size: int = 128, pages: int = 16) -> Iterator[Case]:
 
 def of_head(name: str) -> Iterator[Case]:
     hidden = QWEN3[name][0]
-    one, targets = torch.ones(LOGIT_ROWS, device="cuda"), torch.randint(VOCAB, (LOGIT_ROWS,), device="cuda")
+    one, targets = (
+        torch.ones(LOGIT_ROWS, device="cuda"),
+        torch.randint(VOCAB, (LOGIT_ROWS,), device="cuda"),
+    )
     yield Case(
         f"Qwen3-{name}, {LOGIT_ROWS} rows: head_logprobs",
-        lambda x, weight: head_logprobs(x, weight, lambda rows: linear_fp32(rows, weight), targets, one, LOGIT_ROWS),
-        lambda x, weight: torch.mm(x, weight.t()).float().log_softmax(-1).gather(1, targets.unsqueeze(1)),
+        lambda x, weight: head_logprobs(
+            x, weight, lambda rows: linear_fp32(rows, weight), targets, one, LOGIT_ROWS
+        ),
+        lambda x, weight: (
+            torch.mm(x, weight.t()).float().log_softmax(-1).gather(1, targets.unsqueeze(1))
+        ),
         lambda: (bf16(LOGIT_ROWS, hidden), bf16(VOCAB, hidden)),
         2 * (LOGIT_ROWS + VOCAB) * hidden,
     )

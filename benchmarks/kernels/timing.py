@@ -1,5 +1,5 @@
-"""Times of kernels between CUDA events: of calls, and of ops that a graph runs for many inputs; several take
-turns (`kernels.turns`)."""
+"""Times of kernels between CUDA events: of calls, and of ops that a graph runs for many inputs;
+several take turns (`kernels.turns`)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import torch
 from spmd_rl.kernels.runtime.cuda_graph import record
 from spmd_rl.kernels.runtime.interleaved_timing import seconds
 
-ROUNDS = 16  # over the inputs, so that a graph runs for 1 ms and its launch, some 8 us, is no part of the result
+# over the inputs, so that a graph runs for 1 ms and its launch, some 8 us, is no part of the result
+ROUNDS = 16
 WARM_UP, REPLAYS = 5, 25
 COPY_BYTES = 4 << 30
 Op = Callable[[Any], object]
 
 
-def in_turns(ops: Sequence[Op], inputs: list[Any], rounds: int = ROUNDS, turns: int = REPLAYS) -> list[float]:
+def in_turns(
+    ops: Sequence[Op], inputs: list[Any], rounds: int = ROUNDS, turns: int = REPLAYS
+) -> list[float]:
     """Median microseconds of each for one input."""
     replays = [_recorded(op, inputs, rounds).replay for op in ops]
     return [1e6 * one / (rounds * len(inputs)) for one in seconds(replays, turns, WARM_UP)]

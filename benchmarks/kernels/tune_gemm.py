@@ -1,8 +1,10 @@
-"""Time every candidate tile and ring on every decode shape, and say where one clearly beats linear_tiles.py's.
+"""Time every candidate tile and ring on every decode shape, and say where one clearly beats
+linear_tiles.py's.
 
     python -m benchmarks.kernels.tune_gemm
 
-Only speed depends on the outcome: all give the same bits (test_rows.py and test_rings.py under tests/gpu/kernels).
+Only speed depends on the outcome: all give the same bits (test_rows.py and test_rings.py under
+tests/gpu/kernels).
 """
 
 from __future__ import annotations
@@ -16,53 +18,122 @@ from benchmarks.kernels.decode_gemm import cold_weights, floor_us, shapes
 from benchmarks.kernels.timing import microseconds
 from spmd_rl.kernels.linear.cute import shared_matmul_into
 from spmd_rl.kernels.linear.gluon import ring_matmul_into
-from spmd_rl.kernels.linear.tiles import REFERENCE, Ring, Share, Tile, choose_ring, choose_share, choose_tile
+from spmd_rl.kernels.linear.tiles import (
+    REFERENCE,
+    Ring,
+    Share,
+    Tile,
+    choose_ring,
+    choose_share,
+    choose_tile,
+)
 from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
 CLEARLY = 1.03
 CANDIDATES = {
     16: [
-        *((16, n, k, 4, stages, True) for n, k, stages in ((64, 256, 5), (64, 128, 5), (64, 128, 8), (64, 256, 3))),
-        *((16, n, k, 4, stages, True) for n, k, stages in ((128, 128, 4), (128, 128, 6), (128, 64, 8), (256, 64, 5))),
-        *((16, n, k, 4, stages) for n, k, stages in ((16, 512, 4), (16, 256, 4), (16, 256, 8), (32, 256, 4))),
-        *((16, n, k, 4, stages) for n, k, stages in ((32, 256, 6), (32, 512, 3), (64, 256, 5), (128, 128, 4))),
+        *(
+            (16, n, k, 4, stages, True)
+            for n, k, stages in ((64, 256, 5), (64, 128, 5), (64, 128, 8), (64, 256, 3))
+        ),
+        *(
+            (16, n, k, 4, stages, True)
+            for n, k, stages in ((128, 128, 4), (128, 128, 6), (128, 64, 8), (256, 64, 5))
+        ),
+        *(
+            (16, n, k, 4, stages)
+            for n, k, stages in ((16, 512, 4), (16, 256, 4), (16, 256, 8), (32, 256, 4))
+        ),
+        *(
+            (16, n, k, 4, stages)
+            for n, k, stages in ((32, 256, 6), (32, 512, 3), (64, 256, 5), (128, 128, 4))
+        ),
     ],
     32: [
-        *((32, n, k, 4, stages, True) for n, k, stages in ((64, 128, 6), (64, 128, 8), (64, 256, 4), (128, 128, 4))),
+        *(
+            (32, n, k, 4, stages, True)
+            for n, k, stages in ((64, 128, 6), (64, 128, 8), (64, 256, 4), (128, 128, 4))
+        ),
         *((32, n, k, 4, stages, True) for n, k, stages in ((128, 64, 8), (256, 64, 5))),
-        *((32, n, k, 4, stages) for n, k, stages in ((16, 256, 5), (32, 256, 5), (32, 128, 8), (64, 128, 6))),
+        *(
+            (32, n, k, 4, stages)
+            for n, k, stages in ((16, 256, 5), (32, 256, 5), (32, 128, 8), (64, 128, 6))
+        ),
         *((16, n, k, 4, stages, True) for n, k, stages in ((64, 256, 5), (64, 128, 8))),
     ],
     64: [
-        *((64, n, k, 4, stages) for n, k, stages in ((16, 256, 4), (32, 128, 5), (32, 256, 4), (64, 128, 6))),
+        *(
+            (64, n, k, 4, stages)
+            for n, k, stages in ((16, 256, 4), (32, 128, 5), (32, 256, 4), (64, 128, 6))
+        ),
         *((64, n, k, 4, stages) for n, k, stages in ((64, 64, 8), (128, 64, 8), (128, 128, 4))),
-        *((64, n, k, 4, stages, True) for n, k, stages in ((64, 128, 6), (128, 64, 8), (128, 128, 4))),
+        *(
+            (64, n, k, 4, stages, True)
+            for n, k, stages in ((64, 128, 6), (128, 64, 8), (128, 128, 4))
+        ),
         *((64, 256, 64, 8, 4, swap) for swap in (False, True)),
-        *((32, n, k, 4, stages, True) for n, k, stages in ((64, 128, 6), (128, 128, 4), (64, 128, 8))),
+        *(
+            (32, n, k, 4, stages, True)
+            for n, k, stages in ((64, 128, 6), (128, 128, 4), (64, 128, 8))
+        ),
     ],
     128: [
         *(
             (64, n, k, 4, stages)
-            for n, k, stages in ((32, 128, 6), (32, 128, 8), (64, 128, 5), (64, 128, 6), (128, 64, 6))
+            for n, k, stages in (
+                (32, 128, 6),
+                (32, 128, 8),
+                (64, 128, 5),
+                (64, 128, 6),
+                (128, 64, 6),
+            )
         ),
-        *((64, n, k, 4, stages, True) for n, k, stages in ((64, 128, 5), (128, 64, 6), (128, 128, 4))),
-        *((128, n, k, 4, stages, swap) for n, k, stages in ((64, 128, 4), (128, 64, 5)) for swap in (False, True)),
+        *(
+            (64, n, k, 4, stages, True)
+            for n, k, stages in ((64, 128, 5), (128, 64, 6), (128, 128, 4))
+        ),
+        *(
+            (128, n, k, 4, stages, swap)
+            for n, k, stages in ((64, 128, 4), (128, 64, 5))
+            for swap in (False, True)
+        ),
         *((128, n, k, 4, stages) for n, k, stages in ((32, 128, 5), (64, 64, 8))),
-        *((128, n, k, 8, stages, True) for n, k, stages in ((64, 128, 4), (128, 64, 5), (256, 64, 4))),
+        *(
+            (128, n, k, 8, stages, True)
+            for n, k, stages in ((64, 128, 4), (128, 64, 5), (256, 64, 4))
+        ),
         (128, 256, 64, 8, 4),
     ],
     256: [
         *(
             (64, n, k, 4, stages)
-            for n, k, stages in ((64, 128, 5), (64, 128, 6), (128, 64, 6), (128, 128, 4), (256, 64, 4))
+            for n, k, stages in (
+                (64, 128, 5),
+                (64, 128, 6),
+                (128, 64, 6),
+                (128, 128, 4),
+                (256, 64, 4),
+            )
         ),
-        *((64, n, k, 4, stages, True) for n, k, stages in ((64, 128, 5), (128, 64, 6), (128, 128, 4))),
-        *((128, n, k, 4, stages, swap) for n, k, stages in ((64, 128, 4), (128, 64, 5)) for swap in (False, True)),
-        *((128, n, k, 8, stages, swap) for n, k, stages in ((128, 64, 5), (256, 64, 4)) for swap in (False, True)),
+        *(
+            (64, n, k, 4, stages, True)
+            for n, k, stages in ((64, 128, 5), (128, 64, 6), (128, 128, 4))
+        ),
+        *(
+            (128, n, k, 4, stages, swap)
+            for n, k, stages in ((64, 128, 4), (128, 64, 5))
+            for swap in (False, True)
+        ),
+        *(
+            (128, n, k, 8, stages, swap)
+            for n, k, stages in ((128, 64, 5), (256, 64, 4))
+            for swap in (False, True)
+        ),
         *((256, n, k, 8, stages) for n, k, stages in ((64, 64, 5), (128, 64, 4))),
     ],
 }
-# The same with rings, whose stages are as many as fit: rows of x, rows and steps of the weight, stages, warps.
+# The same with rings, whose stages are as many as fit: rows of x, rows and steps of the weight,
+# stages, warps.
 RINGS = {
     8: [(8, 32, 512, 5), (8, 64, 128, 8), (8, 64, 256, 3), (8, 64, 256, 6), (8, 64, 512, 3)],
     16: [
@@ -84,7 +155,9 @@ RINGS = {
 
 
 def compile_all(dtype: torch.dtype) -> None:
-    """Compile every tile at once, on all cores; a table is only good if all its tiles give the same bits."""
+    """Compile every tile at once, on all cores; a table is only good if all its tiles give the same
+    bits.
+    """
     weight = torch.randn(4096, 4096, device="cuda").bfloat16()
     x = torch.randn(256, 4096, device="cuda").bfloat16()
 
@@ -114,11 +187,19 @@ def multiply(out: Tensor, x: Tensor, weight: Tensor, one: Tile | Ring | Share) -
         matmul_into(out, x, weight, None, one)
 
 
-def time_tiles(m: int, n: int, k: int, dtype: torch.dtype, weights: list[Tensor]) -> dict[Tile | Ring | Share, float]:
-    x, out = torch.randn(m, k, device="cuda").bfloat16(), torch.empty(m, n, device="cuda", dtype=dtype)
+def time_tiles(
+    m: int, n: int, k: int, dtype: torch.dtype, weights: list[Tensor]
+) -> dict[Tile | Ring | Share, float]:
+    x, out = (
+        torch.randn(m, k, device="cuda").bfloat16(),
+        torch.empty(m, n, device="cuda", dtype=dtype),
+    )
     tiles = {chosen(m, n, k, dtype), *(Tile(*one) for one in CANDIDATES[max(m, 16)])}
     tiles |= {ring for one in RINGS[m] for ring in early_and_late(one)}
-    return {tile: microseconds(lambda w, tile=tile: multiply(out, x, w, tile), weights) for tile in tiles}
+    return {
+        tile: microseconds(lambda w, tile=tile: multiply(out, x, w, tile), weights)
+        for tile in tiles
+    }
 
 
 def chosen(m: int, n: int, k: int, dtype: torch.dtype) -> Tile | Ring | Share:
@@ -134,8 +215,13 @@ def main() -> None:
         for m in RINGS:
             times, ours = time_tiles(m, n, k, dtype, weights), chosen(m, n, k, dtype)
             best = min(times, key=times.__getitem__)
-            better = f"; {best} takes {times[best]:.1f}" if times[ours] > CLEARLY * times[best] else ""
-            print(f"{n}x{k} M={m}: {times[ours]:.1f} us, floor {floor_us(m, n, k, dtype):.1f}{better}", flush=True)
+            better = (
+                f"; {best} takes {times[best]:.1f}" if times[ours] > CLEARLY * times[best] else ""
+            )
+            print(
+                f"{n}x{k} M={m}: {times[ours]:.1f} us, floor {floor_us(m, n, k, dtype):.1f}{better}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

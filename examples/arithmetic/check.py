@@ -2,8 +2,9 @@
 
 python -m examples.arithmetic.check runs/demo -- make demo
 
-runs the command first and also checks the time that it took. That is processor time, because a busy machine slows the
-clock. The clock has bars too, but they are ten times as high as what an idle machine with two cores must reach.
+runs the command first and also checks the time that it took. That is processor time, because a busy
+machine slows the clock. The clock has bars too, but they are ten times as high as what an idle
+machine with two cores must reach.
 """
 
 from __future__ import annotations
@@ -44,13 +45,21 @@ def learning(rows: list[dict[str, Any]]) -> Iterator[Figure]:
     rewards = [row["reward/mean"] for row in rows]
     missing = sum(row.get("onpolicy/mismatched_tokens") is None for row in rows)
     yield Figure("reward of the first step", rewards[0], "<= 0.5")
-    yield Figure(f"mean reward of the last {LAST} steps", sum(rewards[-LAST:]) / len(rewards[-LAST:]), ">= 0.9")
+    yield Figure(
+        f"mean reward of the last {LAST} steps",
+        sum(rewards[-LAST:]) / len(rewards[-LAST:]),
+        ">= 0.9",
+    )
     yield Figure("steps without a count of mismatched tokens", missing, "<= 0")
-    yield Figure("mismatched tokens", sum(row.get("onpolicy/mismatched_tokens") or 0 for row in rows), "<= 0")
+    yield Figure(
+        "mismatched tokens", sum(row.get("onpolicy/mismatched_tokens") or 0 for row in rows), "<= 0"
+    )
 
 
 def times(rows: list[dict[str, Any]], started: float, cpu_s: float) -> Iterator[Figure]:
-    """What the command took: processor seconds, and seconds since its launch at the unix time `started`."""
+    """What the command took: processor seconds, and seconds since its launch at the unix time
+    `started`.
+    """
     yield Figure("processor seconds", cpu_s, "<= 180")
     yield Figure("seconds to the first reward", rows[0]["unix_s"] - started, "<= 200")
     yield Figure("seconds to the last step", rows[-1]["unix_s"] - started, "<= 1800")
@@ -59,7 +68,9 @@ def times(rows: list[dict[str, Any]], started: float, cpu_s: float) -> Iterator[
 def files(run: Path, num_steps: int) -> Iterator[Figure]:
     """What must lie in the folder beside the metrics."""
     yield Figure("bytes of curves.png", _size(run / "curves.png"), ">= 10000")
-    yield Figure("steps with samples", len(list((run / "samples").glob("step_*.jsonl"))), f">= {num_steps}")
+    yield Figure(
+        "steps with samples", len(list((run / "samples").glob("step_*.jsonl"))), f">= {num_steps}"
+    )
 
 
 def exported(folder: Path, questions: list[dict[str, str]]) -> Iterator[Figure]:
@@ -69,12 +80,20 @@ def exported(folder: Path, questions: list[dict[str, str]]) -> Iterator[Figure]:
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    asked = tokenizer([question["prompt"] for question in questions], return_tensors="pt", padding=True)
+    asked = tokenizer(
+        [question["prompt"] for question in questions], return_tensors="pt", padding=True
+    )
     asked.pop("token_type_ids", None)
-    said = model.generate(**asked, max_new_tokens=8, do_sample=False)[:, asked["input_ids"].shape[1] :]
+    said = model.generate(**asked, max_new_tokens=8, do_sample=False)[
+        :, asked["input_ids"].shape[1] :
+    ]
     answers = tokenizer.batch_decode(said, skip_special_tokens=True)
-    right = sum(answer == question["answer"] for answer, question in zip(answers, questions, strict=True))
-    yield Figure("held-out prompts answered by the exported model", right / len(questions), ">= 0.8")
+    right = sum(
+        answer == question["answer"] for answer, question in zip(answers, questions, strict=True)
+    )
+    yield Figure(
+        "held-out prompts answered by the exported model", right / len(questions), ">= 0.8"
+    )
 
 
 def _size(path: Path) -> int:
@@ -88,7 +107,9 @@ def _cpu_s_of_children() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--questions", type=Path, default=HERE / "eval.jsonl")
     parser.add_argument("command", nargs="*", help="makes the run; without it no times are checked")
@@ -102,12 +123,16 @@ def main() -> int:
     if not rows:
         print(f"{args.run} holds no metrics", file=sys.stderr)
         return 1
-    questions = [json.loads(line) for line in args.questions.read_text(encoding="utf-8").splitlines()]
+    questions = [
+        json.loads(line) for line in args.questions.read_text(encoding="utf-8").splitlines()
+    ]
     figures = [*learning(rows), *files(args.run, len(rows)), *exported(args.run / "hf", questions)]
     if args.command:
         figures += times(rows, started, cpu_s)
     for figure in figures:
-        print(f"{'ok  ' if figure.holds else 'FAIL'}  {figure.what}: {figure.value:,.3f} (bar {figure.bar})")
+        print(
+            f"{'ok  ' if figure.holds else 'FAIL'}  {figure.what}: {figure.value:,.3f} (bar {figure.bar})"
+        )
     return 0 if all(figure.holds for figure in figures) else 1
 
 

@@ -1,11 +1,12 @@
 """Writes the data of this example: sums of two numbers, as prompts with their answers.
 
-    python -m examples.arithmetic.generate                      # the shipped files: 10+10= ... 39+39=
-    python -m examples.arithmetic.generate --low 100 --high 999 --num-prompts 20000 --out data/three_digits
+    python -m examples.arithmetic.generate                      # the shipped files: 10+10= ...
+    39+39= python -m examples.arithmetic.generate --low 100 --high 999 --num-prompts 20000 --out
+    data/three_digits
 
-`train.jsonl` and `eval.jsonl` share no prompt. `warmup.jsonl` holds what a careless teacher said to the training
-prompts: right less than half of the time, else off by 1 or by 10. The warm-up imitates it; reinforcement learning has
-to outgrow it.
+`train.jsonl` and `eval.jsonl` share no prompt. `warmup.jsonl` holds what a careless teacher said to
+the training prompts: right less than half of the time, else off by 1 or by 10. The warm-up imitates
+it; reinforcement learning has to outgrow it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Pair = tuple[int, int]
 
 
 def sums(low: int, high: int, num_prompts: int, rng: random.Random) -> list[Pair]:
-    """`num_prompts` different pairs of numbers from low to high, in random order; 0 means every pair there is."""
+    """`num_prompts` different pairs of numbers from low to high, in random order; 0 means every
+    pair there is.
+    """
     width = high - low + 1
     chosen = rng.sample(range(width * width), num_prompts or width * width)
     return [(low + index // width, low + index % width) for index in chosen]
@@ -41,13 +44,19 @@ def write(path: Path, records: Iterable[dict[str, str]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--low", type=int, default=10)
     parser.add_argument("--high", type=int, default=39)
     parser.add_argument("--num-prompts", type=int, default=0, help="0: every pair")
-    parser.add_argument("--held-out", type=float, default=0.1, help="share of the prompts kept for eval.jsonl")
+    parser.add_argument(
+        "--held-out", type=float, default=0.1, help="share of the prompts kept for eval.jsonl"
+    )
     parser.add_argument("--care", type=float, default=0.45, help="how often the teacher is right")
-    parser.add_argument("--demonstrations", type=int, default=4, help="warm-up answers to each training prompt")
+    parser.add_argument(
+        "--demonstrations", type=int, default=4, help="warm-up answers to each training prompt"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     args = parser.parse_args()
@@ -61,7 +70,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     write(args.out / "eval.jsonl", (record(pair, sum(pair)) for pair in held_out))
     write(args.out / "train.jsonl", (record(pair, sum(pair)) for pair in train))
-    write(args.out / "warmup.jsonl", (record(pair, careless(pair, args.care, rng)) for pair in lessons))
+    write(
+        args.out / "warmup.jsonl",
+        (record(pair, careless(pair, args.care, rng)) for pair in lessons),
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A recipe of your own, with one of everything that docs/recipes.md shows.
 
-spmd-rl run examples/own_recipe/tour.py --model PATH --data easy.jsonl --hard hard.jsonl --held_out eval.jsonl \
+spmd-rl run examples/own_recipe/tour.py --model PATH --data easy.jsonl --hard hard.jsonl --held_out
+eval.jsonl \
     --reward examples/own_recipe/tour.py:reward
 """
 
@@ -66,7 +67,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
     ref = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train, name="ref")
-    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    rollout = ctl.spawn(
+        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+    )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
     sampling = replace(cfg.sampling, seed=cfg.run.seed)
@@ -85,7 +88,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             step.log({"eval/reward": np.mean([group.rewards.mean() for group in answers])})
         num_hard = cfg.prompts_per_step * step.index // cfg.steps
         asked = easy.next(cfg.prompts_per_step - num_hard) + hard.next(num_hard)
-        asked = [one.changed(uid=uid) for uid, one in enumerate(asked, step.index * cfg.prompts_per_step)]
+        asked = [
+            one.changed(uid=uid) for uid, one in enumerate(asked, step.index * cfg.prompts_per_step)
+        ]
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(asked, sampling)
         kept = [group for group in groups if np.ptp(group.rewards) > 0] or groups

@@ -20,7 +20,7 @@ class WordCount(Role):
     @collective
     def share(self) -> str:
         """The same on every rank, or the run ends."""
-        return f"{self.place.size} ranks"
+        return f"{self.context.size} ranks"
 
 
 @dataclass(frozen=True)

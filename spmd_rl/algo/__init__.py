@@ -1,1 +1,3 @@
-"""Algorithms as pure functions: advantages, losses, packing. No process, no device, no file is touched here."""
+"""Algorithms as pure functions: advantages, losses, packing. No process, no device, no file is
+touched here.
+"""

@@ -1,8 +1,8 @@
 """Advantages from the rewards of a group. numpy only.
 
-An estimator is a function `groups -> list of [G] arrays`, one array a group in the order of its samples.
-Statistics are taken within the samples of one prompt, never over a batch, so groups may differ in size; one that
-skipping has emptied has no advantages.
+An estimator is a function `groups -> list of [G] arrays`, one array a group in the order of its
+samples. Statistics are taken within the samples of one prompt, never over a batch, so groups may
+differ in size; one that skipping has emptied has no advantages.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ EPSILON = 1e-6
 
 
 def group_advantage(groups: list[Group], *, use_std: bool = True) -> list[NDArray[np.float64]]:
-    """GRPO: (r - mean) / (std + 1e-6) with the G - 1 standard deviation; `use_std=False` is Dr.GRPO's half.
+    """GRPO: (r - mean) / (std + 1e-6) with the G - 1 standard deviation; `use_std=False` is
+    Dr.GRPO's half.
 
-    Source: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr.GRPO, which also packs with `aggregation="const"`).
+    Source: Shao et al. 2024 (GRPO); Liu et al. 2025 (Dr.GRPO, which also packs with
+    `aggregation="const"`).
     """
     columns = Group.to_columns(groups)
     centred = _centred(columns)
@@ -65,7 +67,9 @@ def _others(columns: GroupColumns) -> NDArray[np.int64]:
 
 def _check(columns: GroupColumns) -> None:
     sizes = columns.lengths.tolist()
-    for uid, size, skipped in zip(columns.prompts.uid.tolist(), sizes, columns.skipped, strict=True):
+    for uid, size, skipped in zip(
+        columns.prompts.uid.tolist(), sizes, columns.skipped, strict=True
+    ):
         if size < 2 and not (skipped and size == 0):
             raise ConfigError(
                 f"prompt {uid} has {size} sample: a group advantage compares the samples of one "

@@ -13,9 +13,10 @@ from spmd_rl.types.samples import Group
 def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     """Statistics over all samples; `version` is the trainer's, which token versions lag behind.
 
-    `reward/solve_none` is the share of groups with no sample above 0, `reward/solve_all` with every sample at 1
-    or above: both speak of rewards from 0 to 1. Groups that skipping has emptied are counted, and in no share.
-    `reward/NAME` is the mean of what reward functions returned as NAME beside the reward.
+    `reward/solve_none` is the share of groups with no sample above 0, `reward/solve_all` with every
+    sample at 1 or above: both speak of rewards from 0 to 1. Groups that skipping has emptied are
+    counted, and in no share. `reward/NAME` is the mean of what reward functions returned as NAME
+    beside the reward.
     """
     columns = Group.to_columns(groups)
     skipped = {
@@ -46,7 +47,9 @@ def is_flat(groups: list[Group]) -> bool:
     columns = Group.to_columns(groups)
     rewards = columns.samples.reward
     compared = bool(columns.lengths.max(initial=0) > 1)
-    return compared and bool((rewards == rewards[np.repeat(columns.ends[:-1], columns.lengths)]).all())
+    return compared and bool(
+        (rewards == rewards[np.repeat(columns.ends[:-1], columns.lengths)]).all()
+    )
 
 
 def _parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Losses: functions from what is known of each trained token to that token's loss.
 
-A loss takes a `LossInput` and returns the loss [M] and a dict of measurements [M]. It never averages: the trainer
-multiplies by the batch's weights and divides by its one denominator, and averages the measurements over the tokens.
-Keyword arguments are the algorithm's knobs; a recipe sets them with `functools.partial`.
+A loss takes a `LossInput` and returns the loss [M] and a dict of measurements [M]. It never
+averages: the trainer multiplies by the batch's weights and divides by its one denominator, and
+averages the measurements over the tokens. Keyword arguments are the algorithm's knobs; a recipe
+sets them with `functools.partial`.
 
 Shape letter: M tokens in the loss mask of one micro-batch, sequence after sequence.
 """
@@ -18,16 +19,19 @@ if TYPE_CHECKING:
 
 from spmd_rl.errors import ContractError
 
-TAKEN = {"loss", "tokens", "made_tokens", "ratio", "square_ratio", "square_norm"}  # sums that the trainer keeps
+# sums that the trainer keeps
+TAKEN = {"loss", "tokens", "made_tokens", "ratio", "square_ratio", "square_norm"}
 TAKEN |= {f"train/{name}" for name in ("loss", "entropy", "grad_norm", "lr")}
 
 
 @dataclass(frozen=True)
 class LossInput:
-    """All a loss may look at. Only `lp` carries gradient; a loss that asks for one of `entropy` is refused.
+    """All a loss may look at. Only `lp` carries gradient; a loss that asks for one of `entropy` is
+    refused.
 
-    lp: log-probability under the weights being trained;  old: under the weights at the start of the train step;
-    roll: the engine's, at decode time;  sequence: which sequence of the micro-batch a token belongs to.
+    lp: log-probability under the weights being trained;  old: under the weights at the start of the
+    train step; roll: the engine's, at decode time;  sequence: which sequence of the micro-batch a
+    token belongs to.
     Shape: each [M] and fp32, but `sequence`, int64.
     """
 
@@ -55,13 +59,16 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate: max(-ratio * A, -clip(ratio, 1 - clip_low, 1 + clip_high) * A).
 
-    `behaviour`: whose log-probabilities the ratio is taken against: the trainer's at the start of the step, or the
-    engine's (one pass fewer for samples that are a version behind). `tis_cap` multiplies by the detached weight
-    min(exp(old - roll), tis_cap), truncated importance sampling; it corrects `old` alone.
+    `behaviour`: whose log-probabilities the ratio is taken against: the trainer's at the start of
+    the step, or the engine's (one pass fewer for samples that are a version behind). `tis_cap`
+    multiplies by the detached weight min(exp(old - roll), tis_cap), truncated importance sampling;
+    it corrects `old` alone.
     Source: Schulman et al. 2017 (PPO); Yu et al. 2025 (DAPO, clip-higher); Yao et al. 2025 (TIS).
     """
     if behaviour == "roll" and tis_cap is not None:
-        raise ValueError("behaviour='roll' already corrects for the engine; tis_cap would correct twice")
+        raise ValueError(
+            "behaviour='roll' already corrects for the engine; tis_cap would correct twice"
+        )
     ratio = (out.lp - (out.roll if behaviour == "roll" else out.old)).exp()
     unclipped = -ratio * out.advantages
     clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * out.advantages
@@ -77,11 +84,15 @@ def sft_loss(out: LossInput) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def checked(result: object, out: LossInput, loss: Loss) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss has returned for `out`. Raises: ContractError unless each of its values is one a token."""
+    """What a loss has returned for `out`. Raises: ContractError unless each of its values is one a
+    token.
+    """
     name = getattr(getattr(loss, "func", loss), "__name__", "the loss")
     if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[1], dict):
         expected = "the loss of each token and a dict of measurements"
-        raise ContractError(f"{name} returned a {type(result).__name__}: expected two things, {expected}")
+        raise ContractError(
+            f"{name} returned a {type(result).__name__}: expected two things, {expected}"
+        )
     per_token, measured = result
     wanted = list(out.lp.shape)
     for what, values in {"the loss": per_token, **measured}.items():
@@ -93,5 +104,7 @@ def checked(result: object, out: LossInput, loss: Loss) -> tuple[Tensor, dict[st
                 "or sum (the trainer weights them and divides by the batch's denominator)"
             )
     if taken := sorted(what for what in measured if what in TAKEN or what.startswith("onpolicy/")):
-        raise ContractError(f"{name} measures {taken[0]!r}, which the trainer has: choose another name")
+        raise ContractError(
+            f"{name} measures {taken[0]!r}, which the trainer has: choose another name"
+        )
     return per_token, measured

@@ -1,7 +1,8 @@
 """From graded groups, or from prompt-answer pairs, to a `Batch`. numpy only.
 
-How per-token losses become one number is decided here, before anything is split: each token gets a weight,
-the batch gets one denominator, and the loss is sum(weight * loss) / denominator over all ranks and micro-batches.
+How per-token losses become one number is decided here, before anything is split: each token gets a
+weight, the batch gets one denominator, and the loss is sum(weight * loss) / denominator over all
+ranks and micro-batches.
 
     token   sum over tokens / number of tokens
     sample  mean over sequences of the mean over a sequence's tokens
@@ -42,13 +43,18 @@ def pack(
     columns = Group.to_columns(groups)
     prompts, samples = columns.prompts, columns.samples
     if columns.lengths.tolist() != [len(values) for values in advantages]:
-        raise ContractError("pack needs one advantage for each sample of each group, in the same order")
+        raise ContractError(
+            "pack needs one advantage for each sample of each group, in the same order"
+        )
     if not len(samples) and (reasons := [*chain(*columns.skipped)]):
         raise DataError("no sample of this step could be graded", reasons[0])
     prompt = np.repeat(np.arange(len(prompts)), columns.lengths)  # of each sample
     if (bare := prompts.uid[prompt][prompts.lengths[prompt] == 0]).size:
-        raise ConfigError(f"prompt {bare[0]} has no tokens: the first response token has nothing to be predicted from")
-    # Where prompts and samples lie behind each other, a sequence is a row of these and a row of those.
+        raise ConfigError(
+            f"prompt {bare[0]} has no tokens: the first response token has nothing to be predicted from"
+        )
+    # Where prompts and samples lie behind each other, a sequence is a row of these and a row of
+    # those.
     lengths = np.concatenate([prompts.lengths, samples.lengths])
     pairs = np.stack([prompt, len(prompts) + np.arange(len(samples))], axis=1)
     flat = places(lengths, pairs.reshape(-1))
@@ -70,7 +76,9 @@ def pack_sft(
     aggregation: Aggregation = "token",
     max_response_tokens: int | None = None,
 ) -> Batch:
-    """Lay (tokens, mask) pairs end to end for supervised training; the mask marks the tokens to learn."""
+    """Lay (tokens, mask) pairs end to end for supervised training; the mask marks the tokens to
+    learn.
+    """
     lengths = np.array([len(tokens) for tokens, _ in pairs], dtype=np.int32)
     mask = end_to_end([mask for _, mask in pairs], np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
@@ -89,7 +97,8 @@ def pack_sft(
 class Scores:
     """Log-probabilities of the sequences of a batch, as `Trainer.score` returns them.
 
-    Shape: `logprobs` is [T] like the batch's tokens, zero outside its mask; `lengths`, `index` are [N].
+    Shape: `logprobs` is [T] like the batch's tokens, zero outside its mask; `lengths`, `index` are
+    [N].
     """
 
     logprobs: NDArray[np.float32]
@@ -101,9 +110,13 @@ class Scores:
         """All parts as one, in the order of the batch before it was split."""
         lengths = np.concatenate([part.lengths for part in parts])
         index = np.concatenate([part.index for part in parts])
-        pieces = np.split(np.concatenate([part.logprobs for part in parts]), np.cumsum(lengths)[:-1])
+        pieces = np.split(
+            np.concatenate([part.logprobs for part in parts]), np.cumsum(lengths)[:-1]
+        )
         order = np.argsort(index, kind="stable")
-        logprobs = np.concatenate([pieces[i] for i in order]) if len(order) else np.zeros(0, np.float32)
+        logprobs = (
+            np.concatenate([pieces[i] for i in order]) if len(order) else np.zeros(0, np.float32)
+        )
         return Scores(logprobs, lengths[order], index[order])
 
 
@@ -120,7 +133,10 @@ class _Rows:
 
 
 def _lay_out(
-    rows: _Rows, advantages: NDArray[np.float64], aggregation: Aggregation, max_response_tokens: int | None
+    rows: _Rows,
+    advantages: NDArray[np.float64],
+    aggregation: Aggregation,
+    max_response_tokens: int | None,
 ) -> Batch:
     num_sequences = len(rows.lengths)
     if num_sequences == 0:
@@ -145,13 +161,17 @@ def _spread(values: NDArray[np.float64], rows: _Rows) -> NDArray[np.float32]:
     return np.where(rows.mask, np.repeat(values.astype(np.float32), rows.lengths), np.float32(0))
 
 
-def _sequence_weights(num_learned: NDArray[np.int64], aggregation: Aggregation) -> NDArray[np.float64]:
+def _sequence_weights(
+    num_learned: NDArray[np.int64], aggregation: Aggregation
+) -> NDArray[np.float64]:
     if aggregation == "sample":
         return 1.0 / np.maximum(num_learned, 1)
     return np.ones(len(num_learned))
 
 
-def _denominator(num_learned: NDArray[np.int64], aggregation: Aggregation, max_response_tokens: int | None) -> float:
+def _denominator(
+    num_learned: NDArray[np.int64], aggregation: Aggregation, max_response_tokens: int | None
+) -> float:
     if aggregation == "token":
         return float(max(num_learned.sum(), 1))
     if aggregation == "sample":

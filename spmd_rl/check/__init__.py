@@ -1,8 +1,8 @@
 """`spmd-rl check`: is this host fit for a run? One line a finding: ok, warn or fail, with the fix.
 
-spmd-rl check [--run.folder=runs]                              this host
-srun --ntasks-per-node=1 spmd-rl check                         every node of a job
-torchrun ... -m spmd_rl check                                  every node, and their clocks against each other
+spmd-rl check [--run.folder=runs]                              this host srun --ntasks-per-node=1
+spmd-rl check                         every node of a job torchrun ... -m spmd_rl check
+every node, and their clocks against each other
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from spmd_rl.mesh.world import World
 
 
 def check(words: list[str]) -> int:
-    """Look at this host and print what was found; `words` are those after `spmd-rl check`. 1 when anything fails.
+    """Look at this host and print what was found; `words` are those after `spmd-rl check`. 1 when
+    anything fails.
 
     Ranks: all, when under torchrun; the first of each node looks and prints.
     Blocks: for seconds, or minutes where a GPU hangs.
@@ -31,7 +32,9 @@ def check(words: list[str]) -> int:
     skew = facts.file_skew(asked.folder) if world is None else rank_skew(world)
     if world is not None and world.local_rank != 0:
         return 0
-    found = look(asked.folder, skew, world.num_nodes if world else int(os.environ.get("SLURM_NNODES", "1")))
+    found = look(
+        asked.folder, skew, world.num_nodes if world else int(os.environ.get("SLURM_NNODES", "1"))
+    )
     host = "" if world is None and "SLURM_JOB_ID" not in os.environ else f"{socket.gethostname()}  "
     print("\n".join(f"{host}{finding}" for finding in found), flush=True)
     return int(any(finding.level == "fail" for finding in found))
@@ -39,7 +42,13 @@ def check(words: list[str]) -> int:
 
 def _parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="spmd-rl check", allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--run.folder", dest="folder", type=Path, default=Path("runs"), help="where runs are written")
+    parser.add_argument(
+        "--run.folder",
+        dest="folder",
+        type=Path,
+        default=Path("runs"),
+        help="where runs are written",
+    )
     try:
         asked, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:

@@ -11,7 +11,8 @@ from spmd_rl.mesh.world import World, open_store
 def rank_skew(world: World) -> Skew:
     """How far the clocks of the world's ranks are apart, at most.
 
-    Every rank reads its clock when the last one has come; how long the store takes to tell them counts as skew.
+    Every rank reads its clock when the last one has come; how long the store takes to tell them
+    counts as skew.
     Ranks: all.
     Blocks: until every rank has come; raises after the store's timeout.
     """
@@ -30,4 +31,6 @@ def rank_skew(world: World) -> Skew:
 def spread(clocks: list[float]) -> Skew:
     """The widest gap between two of these readings."""
     early, late = min(clocks), max(clocks)
-    return Skew(late - early, f"rank {clocks.index(early)} to rank {clocks.index(late)} of {len(clocks)}")
+    return Skew(
+        late - early, f"rank {clocks.index(early)} to rank {clocks.index(late)} of {len(clocks)}"
+    )

@@ -20,7 +20,9 @@ LOOPBACK_S = 5.0
 
 @dataclass(frozen=True)
 class Gpus:
-    """`num_devices` that the kernel shows, `names` of those that torch can use, `strangers`: pairs without access."""
+    """`num_devices` that the kernel shows, `names` of those that torch can use, `strangers`: pairs
+    without access.
+    """
 
     num_devices: int
     driver: str
@@ -113,17 +115,28 @@ def ports() -> Ports:
 
 def folder(path: Path) -> Folder:
     """Try out what a run does to its folder, in the nearest folder that exists, and leave nothing."""
-    place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
+    place = next(
+        parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir()
+    )
     try:
         with tempfile.TemporaryDirectory(prefix=".spmd_rl-check-", dir=place) as inside:
-            return Folder(place, shutil.disk_usage(place).free, _renames(Path(inside)), _keeps_modes(Path(inside)))
+            return Folder(
+                place,
+                shutil.disk_usage(place).free,
+                _renames(Path(inside)),
+                _keeps_modes(Path(inside)),
+            )
     except OSError as error:
         return Folder(place, error=error.strerror or str(error))
 
 
 def file_skew(path: Path) -> Skew:
-    """This clock against that of the file system that holds `path`: on a shared one, all nodes compare with one."""
-    place = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir())
+    """This clock against that of the file system that holds `path`: on a shared one, all nodes
+    compare with one.
+    """
+    place = next(
+        parent for parent in (path.absolute(), *path.absolute().parents) if parent.is_dir()
+    )
     try:
         with tempfile.NamedTemporaryFile(prefix=".spmd_rl-check-", dir=place) as file:
             before = time.time()

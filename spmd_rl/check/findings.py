@@ -1,4 +1,6 @@
-"""What the facts of a host mean for a run: one finding each, with the fix where something is wrong. Pure."""
+"""What the facts of a host mean for a run: one finding each, with the fix where something is wrong.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Finding:
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:<4}  {self.name:<9}  {self.what}" + (f": {self.fix}" if self.fix else "")
+        return f"{self.level:<4}  {self.name:<9}  {self.what}" + (
+            f": {self.fix}" if self.fix else ""
+        )
 
 
 def python(version: tuple[int, int]) -> Finding:
@@ -50,15 +54,23 @@ def driver(gpus: Gpus) -> Finding:
         return Finding("ok", "gpus", "none: the run will use CPUs")
     seen = f"driver {gpus.driver or 'unknown'}"
     if gpus.names:
-        return Finding("ok", "gpus", f"{len(gpus.names)} x {gpus.names[0]}, {seen}, CUDA {gpus.cuda}")
+        return Finding(
+            "ok", "gpus", f"{len(gpus.names)} x {gpus.names[0]}, {seen}, CUDA {gpus.cuda}"
+        )
     if gpus.hidden:
         fix = "unset it unless the run is to use CPUs"
-        return Finding("warn", "gpus", f"{gpus.num_devices} GPUs, all hidden by CUDA_VISIBLE_DEVICES", fix)
+        return Finding(
+            "warn", "gpus", f"{gpus.num_devices} GPUs, all hidden by CUDA_VISIBLE_DEVICES", fix
+        )
     if gpus.cuda is None:
         fix = "install torch from its CUDA index (https://pytorch.org/get-started/locally)"
-        return Finding("fail", "gpus", f"{gpus.num_devices} GPUs, but this torch is built for CPUs", fix)
+        return Finding(
+            "fail", "gpus", f"{gpus.num_devices} GPUs, but this torch is built for CPUs", fix
+        )
     fix = f"a newer driver, or a torch built for an older CUDA than {gpus.cuda} ({gpus.error})"
-    return Finding("fail", "gpus", f"{gpus.num_devices} GPUs with {seen}, but torch cannot use them", fix)
+    return Finding(
+        "fail", "gpus", f"{gpus.num_devices} GPUs with {seen}, but torch cannot use them", fix
+    )
 
 
 def peers(gpus: Gpus) -> Finding:
@@ -67,7 +79,9 @@ def peers(gpus: Gpus) -> Finding:
         return Finding("ok", "p2p", "fewer than two GPUs")
     if not gpus.strangers:
         return Finding("ok", "p2p", f"every pair of {len(gpus.names)} GPUs")
-    pairs = ", ".join(f"{a}-{b}" for a, b in gpus.strangers[:4]) + (", ..." if len(gpus.strangers) > 4 else "")
+    pairs = ", ".join(f"{a}-{b}" for a, b in gpus.strangers[:4]) + (
+        ", ..." if len(gpus.strangers) > 4 else ""
+    )
     fix = "see `nvidia-smi topo -p2p r`; in a virtual machine ask for ACS to be off; weights then go through the host"
     return Finding("warn", "p2p", f"no peer access between GPUs {pairs}", fix)
 
@@ -93,7 +107,9 @@ def ipc(probe: Probe | None) -> Finding:
 
 
 def files(limits: Limits) -> Finding:
-    """Open files: a socket for every rank at the controller, a connection for every pair of ranks in gloo."""
+    """Open files: a socket for every rank at the controller, a connection for every pair of ranks
+    in gloo.
+    """
     what = f"{limits.nofile} open files at most"
     if limits.nofile >= NOFILE:
         return Finding("ok", "nofile", what)
@@ -109,18 +125,24 @@ def memlock(limits: Limits) -> Finding:
     if not limits.num_infiniband:
         return Finding("ok", "memlock", f"{what}, and no InfiniBand that needs more")
     fix = "ulimit -l unlimited, or LimitMEMLOCK=infinity in slurmd's service"
-    return Finding("fail", "memlock", f"{what}, too little for {limits.num_infiniband} InfiniBand devices", fix)
+    return Finding(
+        "fail", "memlock", f"{what}, too little for {limits.num_infiniband} InfiniBand devices", fix
+    )
 
 
 def shared_memory(limits: Limits, num_gpus: int) -> Finding:
     """/dev/shm, where NCCL and pinned weights live."""
     if limits.shm_bytes is None:
-        return Finding("fail", "shm", "there is no /dev/shm", "mount one: in a container --shm-size=16g")
+        return Finding(
+            "fail", "shm", "there is no /dev/shm", "mount one: in a container --shm-size=16g"
+        )
     what = f"/dev/shm has {limits.shm_bytes / GIB:.1f} GiB free"
     if limits.shm_bytes >= GIB:
         return Finding("ok", "shm", what)
     level: Literal["warn", "fail"] = "fail" if num_gpus > 1 else "warn"
-    return Finding(level, "shm", what, "in a container --shm-size=16g or --ipc=host; else remove what fills it")
+    return Finding(
+        level, "shm", what, "in a container --shm-size=16g or --ipc=host; else remove what fills it"
+    )
 
 
 def clock(skew: Skew) -> Finding:
@@ -129,22 +151,33 @@ def clock(skew: Skew) -> Finding:
     if skew.seconds < 1.0:
         return Finding("ok", "clock", what)
     level: Literal["warn", "fail"] = "warn" if skew.seconds < 60.0 else "fail"
-    return Finding(level, "clock", what, "start chrony or systemd-timesyncd on every node; munge refuses minutes")
+    return Finding(
+        level,
+        "clock",
+        what,
+        "start chrony or systemd-timesyncd on every node; munge refuses minutes",
+    )
 
 
 def ports(found: Ports, num_nodes: int) -> Finding:
     """Whether a socket can be opened here, and reached from here and from the other nodes."""
     if found.loopback_error:
-        return Finding("fail", "ports", f"127.0.0.1 does not work: {found.loopback_error}", "ip link set lo up")
+        return Finding(
+            "fail", "ports", f"127.0.0.1 does not work: {found.loopback_error}", "ip link set lo up"
+        )
     if found.name_error:
         fix = f"give it one in /etc/hosts or in DNS ({found.name_error})"
         return Finding("warn", "ports", f"this host's name {found.host} has no address", fix)
     if num_nodes > 1 and found.address.startswith("127."):
         fix = "name an interface that they can, in SPMD_RL_INTERFACE, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        return Finding("warn", "ports", f"{found.host} is {found.address}, which other nodes cannot reach", fix)
+        return Finding(
+            "warn", "ports", f"{found.host} is {found.address}, which other nodes cannot reach", fix
+        )
     if found.first_ephemeral < JOB_PORTS:
         fix = "sysctl net.ipv4.ip_local_port_range='32768 60999', or a client may take the port of a job's rendezvous"
-        return Finding("warn", "ports", f"client sockets begin at port {found.first_ephemeral}", fix)
+        return Finding(
+            "warn", "ports", f"client sockets begin at port {found.first_ephemeral}", fix
+        )
     return Finding("ok", "ports", f"loopback works, {found.host} is {found.address}")
 
 
@@ -156,13 +189,22 @@ def slurm(variables: Mapping[str, str], num_gpus: int, num_cpus: int) -> Finding
         if problem is not None:
             return problem
     nodes = variables.get("SLURM_NNODES", "?")
-    return Finding("ok", "slurm", f"job {variables['SLURM_JOB_ID']} on {nodes} nodes, {num_cpus} CPUs here")
+    return Finding(
+        "ok", "slurm", f"job {variables['SLURM_JOB_ID']} on {nodes} nodes, {num_cpus} CPUs here"
+    )
 
 
 def folder(found: Folder) -> Finding:
-    """The place of the run's folder: checkpoints need renames that are whole, the secret needs file modes."""
+    """The place of the run's folder: checkpoints need renames that are whole, the secret needs file
+    modes.
+    """
     if found.error:
-        return Finding("fail", "runs", f"{found.path} cannot be written ({found.error})", "set --run.folder=...")
+        return Finding(
+            "fail",
+            "runs",
+            f"{found.path} cannot be written ({found.error})",
+            "set --run.folder=...",
+        )
     if not found.renames:
         fix = "choose a POSIX file system with --run.folder=...; a checkpoint could be lost here"
         return Finding("fail", "runs", f"{found.path} has no atomic rename", fix)
@@ -171,7 +213,9 @@ def folder(found: Folder) -> Finding:
         return Finding("fail", "runs", f"{found.path} does not keep file modes", fix)
     what = f"{found.path} is writable, {found.free_bytes / GIB:.0f} GiB free"
     if found.free_bytes < 10 * GIB:
-        return Finding("warn", "runs", what, "a checkpoint of a 7B model and its optimizer takes about 90 GiB")
+        return Finding(
+            "warn", "runs", what, "a checkpoint of a 7B model and its optimizer takes about 90 GiB"
+        )
     return Finding("ok", "runs", what)
 
 
@@ -180,10 +224,20 @@ def _placement(variables: Mapping[str, str]) -> Finding | None:
     missing = [name for name in ("SLURM_NNODES", "SLURM_JOB_NODELIST") if name not in variables]
     if missing:
         fix = "start from the job's own shell or srun, not from a shell that kept only some of its variables"
-        return Finding("fail", "slurm", f"in job {variables['SLURM_JOB_ID']}, but no {' or '.join(missing)}", fix)
+        return Finding(
+            "fail",
+            "slurm",
+            f"in job {variables['SLURM_JOB_ID']}, but no {' or '.join(missing)}",
+            fix,
+        )
     tasks = variables.get("SLURM_NTASKS_PER_NODE", "1")
     if tasks != "1":
-        return Finding("fail", "slurm", f"{tasks} tasks a node", "--ntasks-per-node=1: torchrun starts the ranks")
+        return Finding(
+            "fail",
+            "slurm",
+            f"{tasks} tasks a node",
+            "--ntasks-per-node=1: torchrun starts the ranks",
+        )
     node = variables.get("SLURM_NODEID", "0")
     if int(node) >= int(variables["SLURM_NNODES"]):
         fix = "unset the SLURM_* variables of the outer job, or start with srun"
@@ -196,7 +250,9 @@ def _resources(variables: Mapping[str, str], num_gpus: int, num_cpus: int) -> Fi
     given = variables.get("SLURM_GPUS_ON_NODE")
     if given is not None and int(given) != num_gpus:
         fix = "look at CUDA_VISIBLE_DEVICES and at the --gpus* options: every rank needs one GPU that it sees"
-        return Finding("fail", "slurm", f"the job has {given} GPUs on this node, torch sees {num_gpus}", fix)
+        return Finding(
+            "fail", "slurm", f"the job has {given} GPUs on this node, torch sees {num_gpus}", fix
+        )
     if num_cpus < max(num_gpus, 1) * 2:
         fix = "--exclusive or --cpus-per-task=N: a rank needs two at least"
         return Finding("warn", "slurm", f"{num_cpus} CPUs for {max(num_gpus, 1)} ranks", fix)

@@ -24,16 +24,20 @@ def check_inputs(
     trainer: TrainerConfig | None = None,
     sampling: SamplingConfig | None = None,
 ) -> None:
-    """Read the model's config, its tokenizer, every record of the data, and the reward function's signature.
+    """Read the model's config, its tokenizer, every record of the data, and the reward function's
+    signature.
 
-    With `prompts`, each record must have the keys that they are made of, and prompts of the form that they ask for; the
-    first ones are tokenised. With `trainer`, the folder must have the weights that it begins with, by their headers.
-    With `sampling`, the model must have the ids that end a sample.
+    With `prompts`, each record must have the keys that they are made of, and prompts of the form
+    that they ask for; the first ones are tokenised. With `trainer`, the folder must have the
+    weights that it begins with, by their headers. With `sampling`, the model must have the ids that
+    end a sample.
     Raises: ConfigError or DataError with the one thing to mend.
     """
     for flag, value in (("--model", model), ("--data", data)):
         if not value:
-            raise ConfigError(f"{flag} is missing: name a {'Hugging Face folder' if flag == '--model' else 'file'}")
+            raise ConfigError(
+                f"{flag} is missing: name a {'Hugging Face folder' if flag == '--model' else 'file'}"
+            )
     spec = ModelSpec.from_folder(model)
     if sampling:
         check_stop_ids(sampling, spec.vocab_size)

@@ -1,4 +1,6 @@
-"""Trials on the GPUs, each in a process of its own, so that one which hangs or crashes is a finding like others."""
+"""Trials on the GPUs, each in a process of its own, so that one which hangs or crashes is a finding
+like others.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ PROBE_S = 90.0  # to import torch, create contexts, and try
 
 
 def run(what: str, *words: str, within_s: float = PROBE_S) -> Probe:
-    """The trial `what` in a child. Blocks: for `within_s` at most; then the child is killed, and that is the result."""
+    """The trial `what` in a child. Blocks: for `within_s` at most; then the child is killed, and
+    that is the result.
+    """
     command = [sys.executable, "-m", "spmd_rl.check.trials", what, *words]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=within_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=within_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return Probe(False, f"no result within {within_s:g} s")
     lines = done.stdout.strip().splitlines()
@@ -40,5 +46,9 @@ def gpus(torch_version: str | None) -> Gpus:
     told: dict[str, Any] = json.loads(probe.said)
     strangers = tuple((a, b) for a, b in told["strangers"])
     return dataclasses.replace(
-        seen, cuda=told["cuda"], names=tuple(told["names"]), strangers=strangers, error=told["error"]
+        seen,
+        cuda=told["cuda"],
+        names=tuple(told["names"]),
+        strangers=strangers,
+        error=told["error"],
     )

@@ -22,10 +22,15 @@ def _gpus() -> str:
         num = torch.cuda.device_count()
         names = [torch.cuda.get_device_name(index) for index in range(num)]
         pairs = [(a, b) for a in range(num) for b in range(num) if a != b]
-        strangers = [(a, b) for a, b in pairs if a < b and not torch.cuda.can_device_access_peer(a, b)]
-    except (RuntimeError, AssertionError) as raised:  # no driver, or no CUDA in this torch: the finding says so
+        strangers = [
+            (a, b) for a, b in pairs if a < b and not torch.cuda.can_device_access_peer(a, b)
+        ]
+    # no driver, or no CUDA in this torch: the finding says so
+    except (RuntimeError, AssertionError) as raised:
         error = str(raised).splitlines()[0]
-    return json.dumps({"cuda": torch.version.cuda, "names": names, "strangers": strangers, "error": error})
+    return json.dumps(
+        {"cuda": torch.version.cuda, "names": names, "strangers": strangers, "error": error}
+    )
 
 
 def _nccl() -> str:
@@ -47,12 +52,19 @@ def _ipc() -> str:
 
     numbers = torch.arange(NUMBERS, dtype=torch.float32, device="cuda")
     torch.cuda.synchronize()
-    handle = [part.hex() if isinstance(part, bytes) else part for part in numbers.untyped_storage()._share_cuda_()]
+    handle = [
+        part.hex() if isinstance(part, bytes) else part
+        for part in numbers.untyped_storage()._share_cuda_()
+    ]
     reader = probe.run("reader", json.dumps(handle), within_s=probe.PROBE_S / 2)
     if not reader.ok:
-        raise SystemExit(f"another process cannot open a handle of this GPU's memory: {reader.said}")
+        raise SystemExit(
+            f"another process cannot open a handle of this GPU's memory: {reader.said}"
+        )
     if float(reader.said) != float(numbers.double().sum()):
-        raise SystemExit(f"another process read other numbers through a handle: their sum is {reader.said}")
+        raise SystemExit(
+            f"another process read other numbers through a handle: their sum is {reader.said}"
+        )
     return "another process reads this GPU's memory through a handle"
 
 

@@ -63,7 +63,12 @@ def of_run() -> str:
 def of_recipe(recipe: str) -> str:
     """Every setting of a recipe. Raises: ConfigError when there is no such recipe."""
     keys = settable(load_recipe(recipe).config)
-    return "\n".join([USAGE, *(f"  --{key.name}={key.default}  ({key.type})  {key.doc}".rstrip() for key in keys)])
+    return "\n".join(
+        [
+            USAGE,
+            *(f"  --{key.name}={key.default}  ({key.type})  {key.doc}".rstrip() for key in keys),
+        ]
+    )
 
 
 def shipped() -> dict[str, str]:
@@ -74,7 +79,9 @@ def shipped() -> dict[str, str]:
             recipe = load_recipe(module.name)
         except ConfigError:  # it is beside them, and none
             continue
-        found[module.name] = (inspect.getdoc(inspect.getmodule(recipe.main)) or "").partition("\n")[0]
+        found[module.name] = (inspect.getdoc(inspect.getmodule(recipe.main)) or "").partition("\n")[
+            0
+        ]
     return found
 
 

@@ -1,4 +1,6 @@
-"""torchrun for the ranks of one machine: they are forked, waited for, and accounted for in a sentence."""
+"""torchrun for the ranks of one machine: they are forked, waited for, and accounted for in a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,30 @@ from spmd_rl.controller.lifecycle.orphans import Orphans
 from spmd_rl.mesh.private_folder import PrivateFolder
 
 ENDINGS = (signal.SIGTERM, signal.SIGINT)
-HANG_UP = signal.SIGHUP  # the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
+# the terminal is gone: nothing where that is ignored (nohup), else a SIGTERM
+HANG_UP = signal.SIGHUP
 END_S = 5  # for the ranks to end after the run's grace
-NO_HEARTBEAT_S = 10 * 365 * 86400  # one machine needs none, and torch's may complain after the run's last words
+# one machine needs none, and torch's may complain after the run's last words
+NO_HEARTBEAT_S = 10 * 365 * 86400
 
 Rank = Callable[[list[str]], int]
 
 
 def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grace_s: float) -> int:
-    """Be torchrun for `num_ranks` ranks of this machine (0: one a GPU, else one), and say how the run ended.
+    """Be torchrun for `num_ranks` ranks of this machine (0: one a GPU, else one), and say how the
+    run ended.
 
-    Each calls `rank(words)` for its exit code. They are forked from here, where torch is imported already and CUDA is
-    never touched: that saves every rank seconds of start-up. When one fails, all are started again, `max_restarts`
-    times at most. After a SIGTERM they have `grace_s` and a little more.
+    Each calls `rank(words)` for its exit code. They are forked from here, where torch is imported
+    already and CUDA is never touched: that saves every rank seconds of start-up. When one fails,
+    all are started again, `max_restarts` times at most. After a SIGTERM they have `grace_s` and a
+    little more.
     Blocks: until all ranks have ended.
     """
     os.environ[exit_message.LAUNCHER_ENV] = str(os.getpid())
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # counting GPUs must not initialise CUDA before the fork
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else torchrun opens a port for the ranks
+    # counting GPUs must not initialise CUDA before the fork
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # else torchrun opens a port for the ranks
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + END_S))
     import torch
     import torch._dynamo
@@ -113,17 +121,22 @@ def _pipes() -> list[int]:
 
 
 def _keep_from_children(pipes: list[int]) -> None:
-    """Have whatever is forked from here close `pipes`: the launcher waits until nobody holds those of a rank."""
+    """Have whatever is forked from here close `pipes`: the launcher waits until nobody holds those
+    of a rank.
+    """
 
     def close() -> None:
-        while pipes:  # what is forked from there in turn has none of them, and perhaps others by these numbers
+        # what is forked from there in turn has none of them, and perhaps others by these numbers
+        while pipes:
             os.close(pipes.pop())
 
     os.register_at_fork(after_in_child=close)
 
 
 def _end(orphans: Orphans) -> None:
-    """All ranks have ended: whatever would end the run comes too late, and what they left running ends."""
+    """All ranks have ended: whatever would end the run comes too late, and what they left running
+    ends.
+    """
     for number in endings():
         signal.signal(number, signal.SIG_IGN)
     orphans.end()

@@ -1,7 +1,7 @@
 """The command line: from words to what they ask for.
 
-`spmd-rl run` checks the config, then becomes torchrun's launcher; each rank that torchrun starts arrives in
-`rank_main`. Every other command is answered in this process.
+`spmd-rl run` checks the config, then becomes torchrun's launcher; each rank that torchrun starts
+arrives in `rank_main`. Every other command is answered in this process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ HELP = {"--help", "-h"}
 FAILED = 1
 FAILED_OF = {"mismatch": 3}  # whose 1 is an answer
 OPEN_FILES = 1 << 16
-SPINS = "1000"  # of a thread that waits for another: by default it keeps the core that the other needs, if all are busy
+# of a thread that waits for another: by default it keeps the core that the other needs, if all are
+# busy
+SPINS = "1000"
 
 
 def main() -> int:
@@ -77,7 +79,8 @@ def _main(words: list[str]) -> int:
         finally:
             print(end="", flush=True)
     except BrokenPipeError:  # who reads has read enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered still goes there
+        # what is buffered still goes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
@@ -115,7 +118,8 @@ def _answer(words: list[str]) -> int:
 
             return export(rest)
         case ["mismatch", *rest]:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reads it at import, and talks
+            # torch's profiler reads it at import, and talks
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
             from spmd_rl.microscope.command import main as mismatch
 
             return mismatch(rest)
@@ -145,18 +149,28 @@ def _run(words: list[str]) -> int:
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
     _say_start(num_ranks)
     with launching(run.path):
-        return launch(num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s)
+        return launch(
+            num_ranks, _forked_rank, ["run", *words], invocation.max_restarts, run.grace_s
+        )
 
 
 def _say_start(num_ranks: int) -> None:
-    """Tell whoever watches a terminal why nothing happens yet: torch is imported, and the ranks meet."""
+    """Tell whoever watches a terminal why nothing happens yet: torch is imported, and the ranks
+    meet.
+    """
     if sys.stdout.isatty():
-        print(f"starting {num_ranks or 'the'} {'rank' if num_ranks == 1 else 'ranks'} ...", flush=True)
+        print(
+            f"starting {num_ranks or 'the'} {'rank' if num_ranks == 1 else 'ranks'} ...", flush=True
+        )
 
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:
-    """End at once: nothing is started yet, and an exception could be lost in whatever is being imported."""
-    exit_message.end_process(f"the run was ended by {signal.Signals(number).name} before it began", 128 + number)
+    """End at once: nothing is started yet, and an exception could be lost in whatever is being
+    imported.
+    """
+    exit_message.end_process(
+        f"the run was ended by {signal.Signals(number).name} before it began", 128 + number
+    )
 
 
 def _stacks(words: list[str]) -> int:
@@ -211,7 +225,8 @@ def _rank_main(words: list[str]) -> int:
 def _rank(words: list[str]) -> int:
     """Join as a rank. Rank 0 starts the controller first, so that it loads while torch does."""
     for number in ENDINGS:
-        signal.signal(number, signal.SIG_DFL)  # a launcher's handlers, inherited, would wait for C++ code, or be lost
+        # a launcher's handlers, inherited, would wait for C++ code, or be lost
+        signal.signal(number, signal.SIG_DFL)
     exit_message.note_launcher()
     _open_many_files()
     from spmd_rl.mesh.world import World
@@ -221,7 +236,10 @@ def _rank(words: list[str]) -> int:
     make_importable(Invocation.parse(words).recipe)
     controller = ControllerProcess(world, words) if world.rank == 0 else None
     if world.restart and world.rank == 0:
-        print(f"start {world.restart + 1} of the ranks: {exit_message.of_the_start_before()}", file=sys.stderr)
+        print(
+            f"start {world.restart + 1} of the ranks: {exit_message.of_the_start_before()}",
+            file=sys.stderr,
+        )
     from spmd_rl.controller.worker import run_worker
 
     return exit_message.leave(f"rank {world.rank}", run_worker(world, controller))
@@ -232,7 +250,9 @@ def _forked_rank(words: list[str]) -> int:
 
 
 def _open_many_files() -> None:
-    """As many as the system lets us: the controller has a socket for every rank, gloo one for every pair of them."""
+    """As many as the system lets us: the controller has a socket for every rank, gloo one for every
+    pair of them.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:

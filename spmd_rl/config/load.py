@@ -2,10 +2,10 @@
 
     cfg = load(Config, Path("demo.toml"), ["steps=40", "trainer.lr=1e-3"])
 
-The dataclasses stand beside the classes that read them; this file only knows how to fill any of them. A table
-that names some keys of a nested dataclass changes those and keeps the parent's default for the rest. An
-override's text is read by its field's type: `true`, `3`, `1e-3`, `[1, 2]`, `{"a": 1}`, `none`, or the bare word for a
-string.
+The dataclasses stand beside the classes that read them; this file only knows how to fill any of
+them. A table that names some keys of a nested dataclass changes those and keeps the parent's
+default for the rest. An override's text is read by its field's type: `true`, `3`, `1e-3`, `[1, 2]`,
+`{"a": 1}`, `none`, or the bare word for a string.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -29,9 +29,10 @@ from spmd_rl.errors import ConfigError
 
 C = TypeVar("C")
 
-NO_KEY = {"key": False}  # metadata of a field that nobody sets: a run fills it in, and no file or `--help` shows it
+# metadata of a field that nobody sets: a run fills it in, and no file or `--help` shows it
+NO_KEY = {"key": False}
 
-MAX_BITS = 63  # of a whole number, beside its sign
+WHOLE_NUMBERS = range(-(1 << 63), 1 << 63)  # those of 64 bits
 NEAR = 0.75  # how like two keys' last words must be, of 1, for one to be meant by the other
 _SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
@@ -50,8 +51,11 @@ class _Text(str):
     """Text from the command line: its type is still to be read from the field."""
 
 
-def load(cls: type[C], toml: str | Path | None = None, overrides: Mapping[str, str] | Sequence[str] = ()) -> C:
-    """A `cls` from its defaults, then the TOML file, then the overrides (`{"a.b": "c"}` or `["a.b=c"]`).
+def load(
+    cls: type[C], toml: str | Path | None = None, overrides: Mapping[str, str] | Sequence[str] = ()
+) -> C:
+    """A `cls` from its defaults, then the TOML file, then the overrides (`{"a.b": "c"}` or
+    `["a.b=c"]`).
 
     Raises: ConfigError, which names the key and what was expected.
     """
@@ -114,7 +118,9 @@ def _convert(value: Any, hint: Any, key: str, base: Any, root: type) -> Any:
         return value
     if origin is dict and isinstance(value, dict):
         start = dict(base) if isinstance(base, dict) else {}
-        return start | {k: _convert(v, args[1], f"{key}.{k}", MISSING, root) for k, v in value.items()}
+        return start | {
+            k: _convert(v, args[1], f"{key}.{k}", MISSING, root) for k, v in value.items()
+        }
     if origin is list and isinstance(value, list):
         return [_convert(v, args[0], f"{key}[{i}]", MISSING, root) for i, v in enumerate(value)]
     if origin is tuple and isinstance(value, list):
@@ -122,8 +128,10 @@ def _convert(value: Any, hint: Any, key: str, base: Any, root: type) -> Any:
         if len(hints) == len(value):
             items = enumerate(zip(value, hints, strict=True))
             return tuple(_convert(v, h, f"{key}[{i}]", MISSING, root) for i, (v, h) in items)
-    if hint in (int, float) and type(value) is int and value.bit_length() > MAX_BITS:
-        raise ConfigError(f"{key}: expected {_words(hint)} that 64 bits hold, got one of {value.bit_length()} bits")
+    if hint in (int, float) and type(value) is int and value not in WHOLE_NUMBERS:
+        raise ConfigError(
+            f"{key}: expected {_words(hint)} that 64 bits hold, got one of {value.bit_length()} bits"
+        )
     if hint is float and type(value) is int:
         return float(value)
     if hint is Any or (hint in _SCALARS and type(value) is hint):
@@ -133,7 +141,9 @@ def _convert(value: Any, hint: Any, key: str, base: Any, root: type) -> Any:
 
 def _dataclass(value: Any, cls: type, key: str, base: Any, root: type) -> Any:
     if not isinstance(value, dict):
-        raise ConfigError(f"{key}: expected a table with keys such as {key}.{fields(cls)[0].name}, got {value!r}")
+        raise ConfigError(
+            f"{key}: expected a table with keys such as {key}.{fields(cls)[0].name}, got {value!r}"
+        )
     prefix = f"{key}." if key else ""
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in _keys(cls)}
@@ -148,8 +158,14 @@ def _dataclass(value: Any, cls: type, key: str, base: Any, root: type) -> Any:
         elif held is MISSING and is_dataclass(hints[name]):
             held = _dataclass({}, typing.cast(type, hints[name]), prefix + name, MISSING, root)
         filled[name] = held
-    if missing := [(prefix + name, _words(hints[name])) for name, held in filled.items() if held is MISSING]:
-        raise ConfigError("; ".join(f"{name} is required: say --{name} VALUE ({words})" for name, words in missing))
+    if missing := [
+        (prefix + name, _words(hints[name])) for name, held in filled.items() if held is MISSING
+    ]:
+        raise ConfigError(
+            "; ".join(
+                f"{name} is required: say --{name} VALUE ({words})" for name, words in missing
+            )
+        )
     try:
         return cls(**filled)
     except (ConfigError, ValueError) as error:
@@ -160,7 +176,8 @@ def _union(value: Any, members: tuple[Any, ...], key: str, base: Any, root: type
     if isinstance(value, _Text) and value.lower() == "none" and type(None) in members:
         return None
     rest = [m for m in members if m is not type(None)]
-    for member in sorted(rest, key=lambda m: m is str):  # every text is a string, so that is tried last
+    # every text is a string, so that is tried last
+    for member in sorted(rest, key=lambda m: m is str):
         if is_dataclass(member) and isinstance(value, dict):
             return _convert(value, member, key, base, root)
         try:
@@ -180,14 +197,16 @@ def _default(field: Field[Any]) -> Any:
 
 
 def _nearest(name: str, root: type) -> str:
-    """The end of a sentence that names the known key, or table of keys, which is most like `name`, if any really is,
-    or whose comment begins with its words.
+    """The end of a sentence that names the known key, or table of keys, which is most like `name`,
+    if any really is, or whose comment begins with its words.
     """
     last, keys = name.rpartition(".")[2], describe(root)
 
     def likeness(known: str) -> tuple[float, float]:
         same, whole = ((last, known.rpartition(".")[2]), (name, known))
-        return difflib.SequenceMatcher(None, *same).ratio(), difflib.SequenceMatcher(None, *whole).ratio()
+        return difflib.SequenceMatcher(None, *same).ratio(), difflib.SequenceMatcher(
+            None, *whole
+        ).ratio()
 
     known = [part for key in keys for part in accumulate(key.name.split("."), "{}.{}".format)]
     said = [key.name for key in keys if "_" in last and key.doc.startswith(last.replace("_", " "))]
@@ -220,27 +239,40 @@ def _words(hint: Any) -> str:
         return f"a list (each {_words(args[0])})"
     if origin is dict:
         return f"a table (each value {_words(args[1])})"
-    return "none" if hint is type(None) else _SCALARS.get(hint, getattr(hint, "__name__", str(hint)))
+    return (
+        "none" if hint is type(None) else _SCALARS.get(hint, getattr(hint, "__name__", str(hint)))
+    )
 
 
 def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint).replace("typing.", "")
+    return (
+        hint.__name__
+        if isinstance(hint, type) and not typing.get_args(hint)
+        else str(hint).replace("typing.", "")
+    )
 
 
 def _describe(cls: type, prefix: str, base: Any) -> Iterator[Key]:
     hints = typing.get_type_hints(cls)
-    docs = {name: doc for one in reversed(cls.__mro__) for name, doc in _comments(one).items() if doc}
+    docs = {
+        name: doc for one in reversed(cls.__mro__) for name, doc in _comments(one).items() if doc
+    }
     for field in _keys(cls):
         held = getattr(base, field.name) if isinstance(base, cls) else _default(field)
         name, hint = prefix + field.name, hints[field.name]
         if is_dataclass(hint):
             yield from _describe(typing.cast(type, hint), name + ".", held)
         else:
-            yield Key(name, _type_name(hint), "required" if held is MISSING else repr(held), docs.get(field.name, ""))
+            yield Key(
+                name,
+                _type_name(hint),
+                "required" if held is MISSING else repr(held),
+                docs.get(field.name, ""),
+            )
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Field name to the comment at the end of its line, or on the lines right above it."""
+    """Map a field's name to the comment at the end of its line, or on the lines right above it."""
     try:
         lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
     except (OSError, TypeError):
@@ -250,10 +282,17 @@ def _comments(cls: type) -> dict[str, str]:
     for node in body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             tail = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset or 0 :].strip()
-            above = lines[node.lineno - 2].strip()
-            comment = tail if tail.startswith("#") else above if above.startswith("#") else ""
-            found[node.target.id] = comment.lstrip("# ").strip()
+            found[node.target.id] = (
+                tail.lstrip("# ") if tail else _comment_above(lines, node.lineno)
+            )
     return found
+
+
+def _comment_above(lines: list[str], line: int) -> str:
+    """Return the text of the comment lines that end right above line number `line`."""
+    texts = (text.strip() for text in reversed(lines[: line - 1]))
+    comment = list(takewhile(lambda text: text.startswith("#"), texts))
+    return " ".join(text.lstrip("# ") for text in reversed(comment))
 
 
 def _plain(value: Any) -> Any:

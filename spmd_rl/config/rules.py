@@ -1,4 +1,6 @@
-"""What a config's values must be, said in one way: `name = value: expected ...`. For `__post_init__`s."""
+"""What a config's values must be, said in one way: `name = value: expected ...`. For
+`__post_init__`s.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ def at_least(cfg: Any, least: Mapping[str, float]) -> None:
 
 
 def refuse_given(cfg: Any) -> None:
-    """Keys of a recipe's parts (`trainer.model`) that it fills in from others (`model`), as its `given` says, are left
-    alone, so that nothing that is set is ignored; `--help` does not list them.
+    """Keys of a recipe's parts (`trainer.model`) that it fills in from others (`model`), as its
+    `given` says, are left alone, so that nothing that is set is ignored; `--help` does not list
+    them.
 
     Raises: ConfigError, which names the first that was set, and the key to set instead.
     """
@@ -37,4 +40,6 @@ def refuse_given(cfg: Any) -> None:
         part = attrgetter(owner)(cfg)
         value = getattr(part, key)
         if value != next(one.default for one in fields(part) if one.name == key):
-            raise ConfigError(f"{name} = {value!r}: this recipe takes it from {other!r}; set that instead")
+            raise ConfigError(
+                f"{name} = {value!r}: this recipe takes it from {other!r}; set that instead"
+            )

@@ -11,7 +11,13 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.observe.sinks import check_sinks
 
 # a rank says that it lives once a second, half a second late where its main thread computes
-LEAST_S = {"deadline_s": 0.1, "between_calls_s": 0.1, "lost_after_s": 2.0, "start_s": 0.1, "grace_s": 0.0}
+LEAST_S = {
+    "deadline_s": 0.1,
+    "between_calls_s": 0.1,
+    "lost_after_s": 2.0,
+    "start_s": 0.1,
+    "grace_s": 0.0,
+}
 LEAST = {"seed": 0, "save_every": 0, "keep_checkpoints": 1, "keep_best": 0}
 
 
@@ -21,8 +27,10 @@ class RunConfig:
 
     name: str = ""  # of the run, and of its folder; "" stands for the recipe's name
     folder: str = "runs"  # where the folders of runs are
-    seed: int = 0  # of the tokens that are drawn; the order of data has prompts.seed, random weights trainer.seed
-    exact: bool = True  # refuse a role's ranks, or a trainer and an engine, whose numeric contracts differ
+    # of the tokens that are drawn; the order of data has prompts.seed, random weights trainer.seed
+    seed: int = 0
+    # refuse a role's ranks, or a trainer and an engine, whose numeric contracts differ
+    exact: bool = True
     deadline_s: float = 600.0  # how long one call may take, unless the call says otherwise
     between_calls_s: float = 1800.0  # how long the recipe's own code may take between two calls
     lost_after_s: float = 20.0  # a rank silent for this long is lost
@@ -42,7 +50,9 @@ class RunConfig:
         if math.isinf(self.grace_s):
             raise ConfigError("grace_s = inf: expected a number of seconds that ends")
         is_plain = not {"/", "\\", "\0"} & set(self.name) and self.name not in (".", "..")
-        require(is_plain, "name", self.name, "the name of a folder in run.folder, without a separator")
+        require(
+            is_plain, "name", self.name, "the name of a folder in run.folder, without a separator"
+        )
         check_sinks(self.sinks)
 
     @property

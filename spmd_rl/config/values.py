@@ -1,6 +1,7 @@
 """A setting's value as text: as the command line has it, and as TOML.
 
-JSON is read too, for tables, which many know better in that form: `{"a": [1, 2]}` is `{a = [1, 2]}`.
+JSON is read too, for tables, which many know better in that form: `{"a": [1, 2]}` is `{a = [1,
+2]}`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def parse(text: str, hint: Any) -> Any:
 
 
 def _parse_json(text: str) -> Any:
-    """The value that `text` spells in JSON if TOML, in which a run keeps its config, can hold it: it has no null."""
+    """The value that `text` spells in JSON if TOML, in which a run keeps its config, can hold it:
+    it has no null.
+    """
     try:
         value = json.loads(text)
         kept = tomllib.loads(f"value = {toml_value(value)}")["value"]
@@ -55,7 +58,11 @@ def toml_lines(table: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def _toml_key(name: str) -> str:
-    return name if name.replace("_", "").replace("-", "").isalnum() and name.isascii() else toml_value(name)
+    return (
+        name
+        if name.replace("_", "").replace("-", "").isalnum() and name.isascii()
+        else toml_value(name)
+    )
 
 
 def toml_value(value: Any) -> str:
@@ -67,5 +74,11 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None) + "}"
+        return (
+            "{"
+            + ", ".join(
+                f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items() if v is not None
+            )
+            + "}"
+        )
     return str(value) if isinstance(value, int) else repr(float(value))

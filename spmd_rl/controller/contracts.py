@@ -1,7 +1,9 @@
-"""Numeric contracts: what ranks and roles must share to have the same bits, compared where they first meet.
+"""Numeric contracts: what ranks and roles must share to have the same bits, compared where they
+first meet.
 
-A role that has one (`numeric_contract`) says it when it is built, and its ranks are held to each other. Both ends of a
-link say theirs once more when it is made: what one role sets for its process may change what the other follows.
+A role that has one (`numeric_contract`) says it when it is built, and its ranks are held to each
+other. Both ends of a link say theirs once more when it is made: what one role sets for its process
+may change what the other follows.
 """
 
 from __future__ import annotations
@@ -42,16 +44,23 @@ def disagreement(contracts: Mapping[str, Contract]) -> str:
         if keys:
             values = [(key, expected.get(key), contract.get(key)) for key in keys]
             facts = "; ".join(
-                f"{key} is {one!r} in the first and {other!r} in the second" for key, one, other in values
+                f"{key} is {one!r} in the first and {other!r} in the second"
+                for key, one, other in values
             )
             return f"{first} and {name} follow different numeric contracts: {facts}"
     return ""
 
 
 def not_promised(contracts: Mapping[str, Contract]) -> str:
-    """Where a contract of equal bits promises none, or was not seen to keep it, as a clause; empty where all holds."""
-    facts = {(key, str(value)) for contract in contracts.values() for key, value in contract.items()}
-    return "; ".join(f"{key} is {value!r}" for key, value in sorted(facts) if any(weak in value for weak in WEAK))
+    """Where a contract of equal bits promises none, or was not seen to keep it, as a clause; empty
+    where all holds.
+    """
+    facts = {
+        (key, str(value)) for contract in contracts.values() for key, value in contract.items()
+    }
+    return "; ".join(
+        f"{key} is {value!r}" for key, value in sorted(facts) if any(weak in value for weak in WEAK)
+    )
 
 
 def followed(contracts: Mapping[str, Contract]) -> list[dict[str, Any]]:

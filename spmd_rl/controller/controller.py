@@ -1,4 +1,6 @@
-"""What a recipe is given: it splits the world, spawns roles, links their weights, and counts steps and phases."""
+"""What a recipe is given: it splits the world, spawns roles, links their weights, and counts steps
+and phases.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from spmd_rl.controller.contracts import Contract, agree
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.deadlines import Notice
-from spmd_rl.controller.lifecycle.dispatcher import Switchboard
+from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.link import Link, connect
 from spmd_rl.controller.run.checkpoints import Checkpoints, Part, Record
 from spmd_rl.controller.run.steps import Observer, Step
@@ -31,14 +33,16 @@ _CONTRACT = Codec(Contract | None)
 class ControllerWorld:
     """The ranks of the run, seen from the controller."""
 
-    def __init__(self, board: Switchboard) -> None:
+    def __init__(self, board: Dispatcher) -> None:
         self._board = board
         self.size = board.roster.world_size
 
     def split(self, split: Any) -> Placements:
-        """Place the roles that `split` (a dataclass or mapping of RoleSplit) names, and build their meshes.
+        """Place the roles that `split` (a dataclass or mapping of RoleSplit) names, and build their
+        meshes.
 
-        Blocks: until every rank of the world has built them. Raises: PlanError when they do not fit.
+        Blocks: until every rank of the world has built them. Raises: PlanError when they do not
+        fit.
         """
         placements = plan_split(split, self.size)
         self.build(list(placements.values()))
@@ -53,21 +57,27 @@ class ControllerWorld:
     def build(self, placements: list[Placement]) -> None:
         """Build the meshes of `placements` on every rank of the world."""
         record = self._board.calls.open("world.split", tuple(range(self.size)))
-        self._board.issue(record, encode(Split(placements, self._board.traces)), [(record.ranks, NOTHING)])
+        self._board.issue(
+            record, encode(Split(placements, self._board.traces)), [(record.ranks, NOTHING)]
+        )
         self._board.collect(record)
 
 
 class Controller:
-    """The recipe's hands. `run_folder` and `seed` are the run's; `observer` is told of every phase and step."""
+    """The recipe's hands. `run_folder` and `seed` are the run's; `observer` is told of every phase
+    and step.
+    """
 
-    def __init__(self, run: RunConfig, board: Switchboard, observer: Observer | None = None) -> None:
+    def __init__(self, run: RunConfig, board: Dispatcher, observer: Observer | None = None) -> None:
         self.world = ControllerWorld(board)
         self.run_folder: Path = run.path
         self.seed = run.seed
         self._save_every = run.save_every
         self._grace_s = run.grace_s
         self._exact = run.exact
-        self._checkpoints = Checkpoints(run.path / "checkpoints", run.keep_checkpoints, run.keep_best)
+        self._checkpoints = Checkpoints(
+            run.path / "checkpoints", run.keep_checkpoints, run.keep_best
+        )
         self._parts: dict[str, Part] = {}
         self.observer = observer
         self._board = board
@@ -78,8 +88,9 @@ class Controller:
     def spawn(self, role: type[R], cfg: Any, *, on: Placement, name: str | None = None) -> R:
         """Build a role on every rank of a placement; what comes back has its endpoints.
 
-        Blocks: until all are built. Raises: PlanError when the name is taken, or what a constructor raised;
-        ContractError when its ranks could not have the same bits and `run.exact` asks for them.
+        Blocks: until all are built. Raises: PlanError when the name is taken, or what a constructor
+        raised; ContractError when its ranks could not have the same bits and `run.exact` asks for
+        them.
         """
         name = name or on.name
         if name in self._handles:
@@ -87,22 +98,27 @@ class Controller:
         handle = Handle(name, role, on, self._board)
         value = pack(cfg)
         record = self._board.calls.open(f"{name}.__init__", on.ranks)
-        self._board.issue(record, encode(Spawn(name, name_of(role), on, name_of(type(cfg)))), [(on.ranks, value)])
+        self._board.issue(
+            record, encode(Spawn(name, name_of(role), on, name_of(type(cfg)))), [(on.ranks, value)]
+        )
         answers = self._board.collect(record)
         self._handles[name] = handle
         said = {f"{name} on rank {rank}": _CONTRACT.unpack(answers[rank]) for rank in on.ranks}
-        if contracts := {party: contract for party, contract in said.items() if contract is not None}:
+        if contracts := {
+            party: contract for party, contract in said.items() if contract is not None
+        }:
             agree(self.run_folder, name, contracts, self._exact)
         return cast(R, handle)
 
     def link(self, source: Role, destination: Role, *, alias: bool = True) -> Link:
         """Connect two roles' weights, so that `push` brings the destination those of the source.
 
-        With `alias` they are one memory where both hold the same box in the same type in one process. The destination
-        then cannot generate once the source has changed, until the next push; without it, it goes on with what it has.
+        With `alias` they are one memory where both hold the same box in the same type in one
+        process. The destination then cannot generate once the source has changed, until the next
+        push; without it, it goes on with what it has.
 
-        Blocks: until both ends have agreed on the plan. Raises: PlanError when it cannot work; ContractError when the
-        two could not have the same bits and `run.exact` asks for them.
+        Blocks: until both ends have agreed on the plan. Raises: PlanError when it cannot work;
+        ContractError when the two could not have the same bits and `run.exact` asks for them.
         """
         return connect(self, cast(Handle, source), cast(Handle, destination), self._exact, alias)
 
@@ -122,11 +138,14 @@ class Controller:
             calls.phase = outer
 
     def resume(self, **parts: Part) -> int:
-        """Name what checkpoints hold, and load the newest into it; returns the step to go on with, 0 in a fresh run.
+        """Name what checkpoints hold, and load the newest into it; returns the step to go on with,
+        0 in a fresh run.
 
-        A part is a role with endpoints `save(folder)` and `load(folder)`, an object with methods of these names, or one
-        with `state()` and `restore(state)`. A role's endpoint `caveats()` says what keeps it from going on exactly.
-        Blocks: until every role has loaded. Raises: ConfigError when the checkpoint is of another recipe.
+        A part is a role with endpoints `save(folder)` and `load(folder)`, an object with methods of
+        these names, or one with `state()` and `restore(state)`. A role's endpoint `caveats()` says
+        what keeps it from going on exactly.
+        Blocks: until every role has loaded. Raises: ConfigError when the checkpoint is of another
+        recipe.
         """
         self._parts = parts
         self._board.farewell.newest = self._checkpoints.newest
@@ -134,13 +153,17 @@ class Controller:
         if found is None:
             return 0
         path, record = found
-        print(f"resuming at step {record.next_step + 1} from {path}{self._caveat(record)}", flush=True)
+        print(
+            f"resuming at step {record.next_step + 1} from {path}{self._caveat(record)}", flush=True
+        )
         return record.next_step
 
     def warmup(self, num_steps: int, start: int) -> Iterator[Step]:
-        """Steps before step 1, such as supervised ones; none in a run that goes on from step `start`.
+        """Steps before step 1, such as supervised ones; none in a run that goes on from step
+        `start`.
 
-        Each is timed, and what it logs is kept. Nothing is saved: a run that ends here begins again.
+        Each is timed, and what it logs is kept. Nothing is saved: a run that ends here begins
+        again.
         """
         if start:
             return
@@ -156,16 +179,20 @@ class Controller:
     def steps(self, num_steps: int, start: int = 0) -> Iterator[Step]:
         """Steps `start` to `num_steps - 1`, each timed; checkpoints are begun between them.
 
-        Blocks: after the last, until its checkpoint is whole. Raises: the run's end, saved, if a SIGTERM asked for it.
+        Blocks: after the last, until its checkpoint is whole. Raises: the run's end, saved, if a
+        SIGTERM asked for it.
         """
         notice, calls = self._board.notice, self._board.calls
         if self.observer is not None:
             self.observer.on_steps(start, num_steps)
             calls.meanwhile = self.observer.catch_up
         notice.grace_s = self._grace_s if self._parts else 0.0
-        began, waited_s = time.monotonic(), calls.waited_s  # a step begins where the one before it ended
+        # a step begins where the one before it ended
+        began, waited_s = time.monotonic(), calls.waited_s
         for index in range(start, num_steps):
-            notice.unsaved = f"; step {index + 1} did not end within {self._grace_s:g} s and is lost"
+            notice.unsaved = (
+                f"; step {index + 1} did not end within {self._grace_s:g} s and is lost"
+            )
             self._step = step = Step(index, self.observer, began)
             try:
                 yield step
@@ -178,7 +205,8 @@ class Controller:
         notice.grace_s = 0.0  # what follows is done by the same command, should it be ended
 
     def close(self) -> None:
-        """The recipe has returned, perhaps from within its loop: the step it left is written and saved as the last is.
+        """The recipe has returned, perhaps from within its loop: the step it left is written and
+        saved as the last is.
 
         Blocks: until the last checkpoint is whole.
         """
@@ -189,7 +217,9 @@ class Controller:
     def _end(self, step: Step, *, last: bool) -> None:
         """Write what is known of a step, and begin its checkpoint if one is due."""
         notice, ended = self._board.notice, step.began + step.elapsed_s
-        self._board.trace.add("step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1)
+        self._board.trace.add(
+            "step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1
+        )
         if self.observer is not None:
             self.observer.on_step(step)
         self._board.trace.flush()
@@ -205,7 +235,9 @@ class Controller:
                 self._checkpoints.save(record, self._parts)
 
     def _save_and_end(self, record: Record, notice: Notice) -> NoReturn:
-        """The last act of a run that is ended from outside: what remains of its grace is for this checkpoint."""
+        """The last act of a run that is ended from outside: what remains of its grace is for this
+        checkpoint.
+        """
         if not self._parts:
             raise notice.and_then("")
         notice.unsaved = f"; the checkpoint after step {record.next_step} was not whole in time"
@@ -217,7 +249,11 @@ class Controller:
 
     def _caveat(self, record: Record) -> str:
         """Why the run will not go on bit for bit as it would have; empty when it will."""
-        axes = {name: part.placement.axes for name, part in self._parts.items() if isinstance(part, Handle)}
+        axes = {
+            name: part.placement.axes
+            for name, part in self._parts.items()
+            if isinstance(part, Handle)
+        }
         changes = [
             f"{name} from {_written(record.roles[name])} to {_written(now)}"
             for name, now in axes.items()
@@ -228,12 +264,16 @@ class Controller:
         for part in self._parts.values():
             if isinstance(part, Handle) and "caveats" in part.endpoints:
                 changes += part.caveats.call()
-        return f": not bit for bit as it would have gone on ({', '.join(changes)})" if changes else ""
+        return (
+            f": not bit for bit as it would have gone on ({', '.join(changes)})" if changes else ""
+        )
 
     def _rouse(self, awake: list[Handle]) -> None:
         """Put to sleep who shares ranks with `awake` without being listed, then wake who sleeps."""
         busy = {rank for handle in awake for rank in handle.placement.ranks}
-        resting = [h for h in self._handles.values() if h not in awake and busy & set(h.placement.ranks)]
+        resting = [
+            h for h in self._handles.values() if h not in awake and busy & set(h.placement.ranks)
+        ]
         for handle in resting:
             if "sleep" in handle.endpoints and handle.name not in self._asleep:
                 with self._timed("sleep"):

@@ -4,8 +4,8 @@
         @collective
         def count(self, words: Sharded[list[str]]) -> Sharded[list[int]]: ...
 
-`Sharded` arguments are split over the role's data axis and `Sharded` results joined in its order; anything else
-goes to every rank, and must come back the same from every rank.
+`Sharded` arguments are split over the role's data axis and `Sharded` results joined in its order;
+anything else goes to every rank, and must come back the same from every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 from spmd_rl.controller.channel.codec import Codec
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,13 +38,15 @@ Sharded = Annotated[T, _SHARDED]
 class Role:
     """Base of everything that lives on ranks. Subclasses take their config and their seat."""
 
-    def __init__(self, cfg: Any, place: Place) -> None:
+    def __init__(self, cfg: Any, context: RoleContext) -> None:
         self.cfg = cfg
-        self.place = place
+        self.context = context
 
 
 class Bound(Generic[P, R]):
-    """An endpoint of one role instance: on a worker a plain method; a handle's `.call` and `.start` reach all ranks."""
+    """An endpoint of one role instance: on a worker a plain method; a handle's `.call` and `.start`
+    reach all ranks.
+    """
 
     def __init__(self, endpoint: Endpoint[P, R], role: Role) -> None:
         self._endpoint = endpoint
@@ -59,11 +61,15 @@ class Bound(Generic[P, R]):
 
     def start(self, *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Issue the endpoint and go on; calls on one role run in the order they were issued."""
-        raise ContractError(f"{self._endpoint.name} is called through its handle, by the controller only")
+        raise ContractError(
+            f"{self._endpoint.name} is called through its handle, by the controller only"
+        )
 
 
 class Endpoint(Generic[P, R]):
-    """A method that the controller may call. `local`: any one rank serves it; else all ranks do, together."""
+    """A method that the controller may call. `local`: any one rank serves it; else all ranks do,
+    together.
+    """
 
     def __init__(self, function: Callable[Concatenate[Any, P], R], local: bool) -> None:
         self.function = function
@@ -80,7 +86,9 @@ class Endpoint(Generic[P, R]):
 
 
 def collective(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]:
-    """Mark a method that every rank of the role enters together, in the order the controller issued."""
+    """Mark a method that every rank of the role enters together, in the order the controller
+    issued.
+    """
     return Endpoint(function, local=False)
 
 
@@ -95,7 +103,9 @@ def endpoints(role: type[Role]) -> dict[str, Endpoint[Any, Any]]:
 
 
 class Signature:
-    """An endpoint's parameters and result as the wire sees them: all arguments of a call are one tuple, in order."""
+    """An endpoint's parameters and result as the wire sees them: all arguments of a call are one
+    tuple, in order.
+    """
 
     def __init__(self, endpoint: Endpoint[Any, Any]) -> None:
         self.where = endpoint.function.__qualname__
@@ -104,10 +114,17 @@ class Signature:
         hints = self._hints(endpoint)
         parameters = list(self._signature.parameters.values())[1:]
         for parameter in parameters:
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name not in hints:
-                raise ConfigError(f"{self.where}: parameter '{parameter.name}' needs a name and a type to cross by")
+            if (
+                parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+                or parameter.name not in hints
+            ):
+                raise ConfigError(
+                    f"{self.where}: parameter '{parameter.name}' needs a name and a type to cross by"
+                )
         self.names = tuple(parameter.name for parameter in parameters)
-        self._by_name = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        self._by_name = [
+            parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+        ]
         if "return" not in hints:
             raise ConfigError(f"{self.where} needs a return type to cross by")
         self.sharded = {name: _element(hint) for name, hint in hints.items() if _is_sharded(hint)}
@@ -115,7 +132,9 @@ class Signature:
         self.scatters = any(self._is_sharded)
         self.gathers = "return" in self.sharded
         if endpoint.local and self.sharded:
-            raise ConfigError(f"{self.where} is @local: one rank serves it, so nothing of it can be Sharded")
+            raise ConfigError(
+                f"{self.where} is @local: one rank serves it, so nothing of it can be Sharded"
+            )
         self.result = Codec(hints["return"], functions=False)
         self.arguments = Codec(tuple[tuple(hints[name] for name in self.names)])  # type: ignore[misc]
 
@@ -133,13 +152,15 @@ class Signature:
         if not by_name:
             return method
         num_placed = len(self.names) - len(by_name)
-        return lambda *values: method(*values[:num_placed], **dict(zip(by_name, values[num_placed:], strict=True)))
+        return lambda *values: method(
+            *values[:num_placed], **dict(zip(by_name, values[num_placed:], strict=True))
+        )
 
     def scatter(self, arguments: tuple[Any, ...], num_shards: int) -> list[tuple[Any, ...]]:
         """Each shard's arguments."""
         columns = []
-        for place, is_sharded in enumerate(self._is_sharded):
-            value = arguments[place]
+        for context, is_sharded in enumerate(self._is_sharded):
+            value = arguments[context]
             columns.append(shard(value, num_shards) if is_sharded else [value] * num_shards)
         return list(zip(*columns))  # noqa: B905  as long as each other, all of them
 
@@ -151,19 +172,27 @@ class Signature:
         try:
             return typing.get_type_hints(endpoint.function, include_extras=True)
         except NameError as error:
-            raise ConfigError(f"{self.where}: {error}: import the types of an endpoint at run time too") from error
+            raise ConfigError(
+                f"{self.where}: {error}: import the types of an endpoint at run time too"
+            ) from error
 
 
 def shard(value: Any, num_shards: int) -> list[Any]:
-    """Cut a list, tuple or array into contiguous, nearly equal parts; a class may bring its own `.shard(n)`."""
+    """Cut a list, tuple or array into contiguous, nearly equal parts; a class may bring its own
+    `.shard(n)`.
+    """
     if isinstance(value, _SLICED):
         return [value[cut] for cut in _cuts(len(value), num_shards)]
     if hasattr(value, "shard"):
         parts = list(value.shard(num_shards))
         if len(parts) != num_shards:
-            raise ContractError(f"{type(value).__name__}.shard({num_shards}) gave {len(parts)} parts")
+            raise ContractError(
+                f"{type(value).__name__}.shard({num_shards}) gave {len(parts)} parts"
+            )
         return parts
-    raise ContractError(f"a {type(value).__name__} cannot be sharded: it is no list or array and has no shard(n)")
+    raise ContractError(
+        f"a {type(value).__name__} cannot be sharded: it is no list or array and has no shard(n)"
+    )
 
 
 @functools.lru_cache(64)
@@ -186,7 +215,9 @@ def join(parts: list[Any], annotation: Any) -> Any:
         return tuple(item for part in parts for item in part)
     if hasattr(annotation, "join"):
         return annotation.join(parts)
-    raise ContractError(f"{annotation} results cannot be joined: it is no list or array and has no join(parts)")
+    raise ContractError(
+        f"{annotation} results cannot be joined: it is no list or array and has no join(parts)"
+    )
 
 
 def _is_sharded(hint: Any) -> bool:

@@ -11,16 +11,20 @@ from spmd_rl.controller.channel.router import Values
 from spmd_rl.controller.channel.wire import Call, encode
 from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.lifecycle.calls import CallRecord
-from spmd_rl.controller.lifecycle.dispatcher import Switchboard
+from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.split import Placement
 
 
 class Handle:
-    """One spawned role. To the type checker it is the role's class, whose endpoints have the same faces."""
+    """One spawned role. To the type checker it is the role's class, whose endpoints have the same
+    faces.
+    """
 
-    def __init__(self, name: str, role: type[Role], placement: Placement, board: Switchboard) -> None:
+    def __init__(
+        self, name: str, role: type[Role], placement: Placement, board: Dispatcher
+    ) -> None:
         self.name = name
         self.placement = placement
         self.board = board
@@ -28,12 +32,16 @@ class Handle:
         for rank in placement.ranks:
             by_data_rank[placement.data_rank(rank)].append(rank)
         self.shards = [tuple(ranks) for ranks in by_data_rank]
-        self.endpoints = {key: RemoteEndpoint(self, endpoint) for key, endpoint in endpoints(role).items()}
+        self.endpoints = {
+            key: RemoteEndpoint(self, endpoint) for key, endpoint in endpoints(role).items()
+        }
 
     def __getattr__(self, name: str) -> RemoteEndpoint:
         if name.startswith("_") or name not in self.endpoints:
             near = difflib.get_close_matches(name, self.endpoints, 1) or sorted(self.endpoints)
-            raise AttributeError(f"{self.name} has no endpoint '{name}': did you mean {' or '.join(near)}?")
+            raise AttributeError(
+                f"{self.name} has no endpoint '{name}': did you mean {' or '.join(near)}?"
+            )
         return self.endpoints[name]
 
 
@@ -48,7 +56,9 @@ class RemoteEndpoint(Bound[..., Any]):
         self._headers: dict[str, bytes] = {}  # by phase
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ContractError(f"{self._what} lives on workers: use {self._what}.call(...) or .start(...)")
+        raise ContractError(
+            f"{self._what} lives on workers: use {self._what}.call(...) or .start(...)"
+        )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Issue the call and wait for its value."""
@@ -66,7 +76,9 @@ class RemoteEndpoint(Bound[..., Any]):
         record = board.calls.open(self._what, ranks)
         header = self._headers.get(record.phase)
         if header is None:
-            header = self._headers[record.phase] = encode(Call(self._handle.name, self._endpoint.name, record.phase))
+            header = self._headers[record.phase] = encode(
+                Call(self._handle.name, self._endpoint.name, record.phase)
+            )
         board.issue(record, header, values)
         return record
 
@@ -96,5 +108,7 @@ class RemoteEndpoint(Bound[..., Any]):
 
 
 def _same(one: Packed, other: Packed) -> bool:
-    """Whether two values have the same bytes; parts of large frames, which are no `bytes`, would compare slowly."""
+    """Whether two values have the same bytes; parts of large frames, which are no `bytes`, would
+    compare slowly.
+    """
     return one[0] == other[0] and bytes(one[1]) == bytes(other[1])

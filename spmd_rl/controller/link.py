@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from spmd_rl.controller.contracts import agree, not_promised
 from spmd_rl.controller.handle import Handle
-from spmd_rl.controller.weight_sync import Bridge, Ends, PlanSummary
+from spmd_rl.controller.weight_sync import Ends, PlanSummary, WeightSync
 from spmd_rl.mesh.split import Placement
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PushStats:
-    """What a push moved, in how long, and by which route: "alias", "copy", "buckets" or "copy+buckets"."""
+    """What a push moved, in how long, and by which route: "alias", "copy", "buckets" or
+    "copy+buckets".
+    """
 
     bytes_moved: int
     seconds: float
@@ -27,14 +29,16 @@ class PushStats:
 class Link:
     """Two roles' weights, connected. `plan` says what a push moves."""
 
-    def __init__(self, bridge: Bridge, plan: PlanSummary) -> None:
+    def __init__(self, bridge: WeightSync, plan: PlanSummary) -> None:
         self._bridge = bridge
         self.plan = plan
 
     def push(self, version: int) -> PushStats:
-        """Bring the destination the source's weights and commit them as `version`, on all ranks or none.
+        """Bring the destination the source's weights and commit them as `version`, on all ranks or
+        none.
 
-        Blocks: until both ends are idle, then until every rank has committed; the run's deadline ends it.
+        Blocks: until both ends are idle, then until every rank has committed; the run's deadline
+        ends it.
         """
         began = time.monotonic()
         self._bridge.ready.call()
@@ -42,7 +46,10 @@ class Link:
         self._bridge.commit.call(version)
         copied = sum(rank.copied_bytes for rank in moved)
         received = sum(rank.received_bytes for rank in moved)
-        route = "+".join(name for name, size in (("copy", copied), ("buckets", received)) if size) or "alias"
+        route = (
+            "+".join(name for name, size in (("copy", copied), ("buckets", received)) if size)
+            or "alias"
+        )
         return PushStats(copied + received, time.monotonic() - began, route)
 
 
@@ -52,9 +59,11 @@ def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool, a
     Raises: ContractError if they must be `exact` and could not have the same bits.
     """
     ranks = tuple(sorted({*source.placement.ranks, *destination.placement.ranks}))
-    union = Placement(f"{source.name}->{destination.name}", ranks, {"dp": len(ranks), "fsdp": 1, "tp": 1})
+    union = Placement(
+        f"{source.name}->{destination.name}", ranks, {"dp": len(ranks), "fsdp": 1, "tp": 1}
+    )
     ctl.world.build([union])
-    bridge = ctl.spawn(Bridge, Ends(source.name, destination.name, alias), on=union)
+    bridge = ctl.spawn(WeightSync, Ends(source.name, destination.name, alias), on=union)
     ends = bridge.layouts.call()
     parties = {
         f"{name} on rank {rank}": contract

@@ -1,4 +1,6 @@
-"""Calls issued before their values are needed: what lets a loop run ahead of itself, and still resume where it was."""
+"""Calls issued before their values are needed: what lets a loop run ahead of itself, and still
+resume where it was.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ R = TypeVar("R")
 VALUES_FILE = "values.msgpack"
 
 
-class Ahead(Generic[P, R]):
-    """Calls of one endpoint, first in, first out; its length is how many are still to be waited for.
+class CallQueue(Generic[P, R]):
+    """Calls of one endpoint, first in, first out; its length is how many are still to be waited
+    for.
 
-    Named as a part in `Controller.resume`, it is in every checkpoint with the values of those calls: what made them
-    (the weights of that moment, say) may be gone by the time of a resume.
+    Named as a part in `Controller.resume`, it is in every checkpoint with the values of those
+    calls: what made them (the weights of that moment, say) may be gone by the time of a resume.
     """
 
     def __init__(self, endpoint: Bound[P, R]) -> None:
@@ -61,7 +64,9 @@ class Ahead(Generic[P, R]):
             values = msgspec.msgpack.decode(path.read_bytes(), type=list[Packed])
             self._calls = deque(_finished(self._returns.unpack(value)) for value in values)
         except (OSError, msgspec.MsgspecError, ContractError) as error:
-            raise ConfigError(f"{path} does not hold what this recipe would have saved: {error}") from error
+            raise ConfigError(
+                f"{path} does not hold what this recipe would have saved: {error}"
+            ) from error
 
 
 def _finished(value: R) -> Pending[R]:

@@ -1,4 +1,6 @@
-"""A worker: one torchrun rank. Its main thread runs the controller's commands in order, one at a time."""
+"""A worker: one torchrun rank. Its main thread runs the controller's commands in order, one at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.connection_proof import prove
-from spmd_rl.mesh.role_context import Seats
+from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.observe.trace import Trace, now_ns
 
@@ -60,11 +62,11 @@ class _Served:
 class Worker:
     """The roles of one rank, by name."""
 
-    def __init__(self, seats: Seats) -> None:
-        self._seats = seats
+    def __init__(self, meshes: Meshes) -> None:
+        self._meshes = meshes
         self._pid = os.getpid()
         self._trace = Trace()
-        self._roles = seats.neighbours
+        self._roles = meshes.neighbours
         self._known: dict[tuple[str, str], _Served] = {}
 
     def serve(self, dealer: Dealer) -> None:
@@ -85,7 +87,8 @@ class Worker:
                     result = self._call(command, value, number)
                 else:
                     result = self._build(command, value)
-            except BaseException as error:  # user code may raise anything: the controller decides what it ends
+            # user code may raise anything: the controller decides what it ends
+            except BaseException as error:
                 if os.getpid() != self._pid:  # in a process that it forked
                     raise
                 header = encode(failure_of(error))
@@ -94,7 +97,9 @@ class Worker:
             reply = header, result, number
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed:
-        served = self._known.get((call.name, call.endpoint)) or self._learn(call.name, call.endpoint)
+        served = self._known.get((call.name, call.endpoint)) or self._learn(
+            call.name, call.endpoint
+        )
         began_ns = now_ns() if self._trace.on else 0
         try:
             try:
@@ -104,7 +109,9 @@ class Worker:
             return served.result.pack(served.run(*arguments))
         finally:
             if self._trace.on:
-                self._trace.add(served.what, began_ns, now_ns(), role=call.name, phase=call.phase, call=number)
+                self._trace.add(
+                    served.what, began_ns, now_ns(), role=call.name, phase=call.phase, call=number
+                )
 
     def _learn(self, name: str, endpoint: str) -> _Served:
         role = self._roles[name]
@@ -118,15 +125,20 @@ class Worker:
         """The numeric contract of the role that was built, or nothing."""
         if isinstance(command, Spawn):
             config = Codec(resolve(command.cfg_type)).unpack(value)
-            role = self._roles[command.name] = resolve(command.role)(config, self._seats.place(command.placement))
+            role = self._roles[command.name] = resolve(command.role)(
+                config, self._meshes.context(command.placement)
+            )
             gc.collect()
-            gc.freeze()  # roles and what they imported stay: a full collection would look through all of it
+            # roles and what they imported stay: a full collection would look through all of it
+            gc.freeze()
             return pack(role.numeric_contract() if hasattr(role, "numeric_contract") else None)
         if isinstance(command, Split):
             if command.traces and not self._trace.on:
-                rank = self._seats.world.rank
-                self._trace = self._seats.trace = Trace(Path(command.traces), f"rank {rank}", rank=rank)
-            self._seats.build(command.placements)
+                rank = self._meshes.world.rank
+                self._trace = self._meshes.trace = Trace(
+                    Path(command.traces), f"rank {rank}", rank=rank
+                )
+            self._meshes.build(command.placements)
         return NOTHING
 
 
@@ -146,7 +158,8 @@ def _encodable(text: str) -> str:
 
 
 def run_worker(world: World, controller: ControllerProcess | None) -> int:
-    """One rank's life, from torchrun's environment to its exit code. Rank 0 brings the controller it started.
+    """One rank's life, from torchrun's environment to its exit code. Rank 0 brings the controller
+    it started.
 
     Blocks: until the controller ends the run.
     """
@@ -161,7 +174,7 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
         controller.farewell = dealer.farewell
     join(world, store)
     prove(world)
-    Worker(Seats(world)).serve(dealer)
+    Worker(Meshes(world)).serve(dealer)
     dist.destroy_process_group()
     dealer.post(Bye())
     late = dealer.close()
@@ -172,12 +185,15 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
 
 
 def _newest(checkpoints: str) -> int | None:
-    """The step that a run with this folder goes on after; it is "" until the controller has told it."""
+    """The step that a run with this folder goes on after; it is "" until the controller has told
+    it.
+    """
     return Checkpoints(Path(checkpoints), 1, 0).newest() if checkpoints else None
 
 
 def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:
-    """Dial where rank 0 says the controller is. Whoever else may write to the store, only the secret opens the socket.
+    """Dial where rank 0 says the controller is. Whoever else may write to the store, only the
+    secret opens the socket.
 
     Raises: SpmdError when rank 0 does not say it, or the store holds no address.
     """
@@ -186,7 +202,9 @@ def _dial(world: World, store: Store, controller: ControllerProcess | None) -> D
     try:
         text = store.get(ENDPOINT_KEY)
     except RuntimeError as error:  # DistError is one
-        raise DeadlineError(f"rank {world.rank} did not hear from rank 0 where the controller is: {error}") from error
+        raise DeadlineError(
+            f"rank {world.rank} did not hear from rank 0 where the controller is: {error}"
+        ) from error
     keys = secret.derive(secret.given() or secret.read(secret.made_file()))
     hello = Hello(world.rank, socket.gethostname(), os.getpid())
     abandon = controller.kill if controller is not None else lambda: None

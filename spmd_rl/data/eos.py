@@ -1,4 +1,5 @@
-"""Where texts end: by the ids that a model's config and its tokenizer name, or by nothing but a limit.
+"""Where texts end: by the ids that a model's config and its tokenizer name, or by nothing but a
+limit.
 
 Engines end a sample at any of these ids, supervised answers are learned with one of them.
 """
@@ -36,7 +37,9 @@ class Limits(Protocol):
 
 
 def end_ids(names: Names) -> tuple[int, ...]:
-    """All that end a sample. The first is what a supervised answer ends with: the tokenizer's, if it has one."""
+    """All that end a sample. The first is what a supervised answer ends with: the tokenizer's, if
+    it has one.
+    """
     own = () if names.eos_token_id is None else (names.eos_token_id,)
     return tuple(dict.fromkeys((*own, *names.model_ends)))
 
@@ -50,8 +53,12 @@ def differ(names: Names) -> str:
     return f"the model's config ends a text with token {written}, its tokenizer with {own}"
 
 
-def odd_samples(names: Names, limits: Limits, context: int, lengths: Sequence[int], path: str) -> Iterator[str]:
-    """What is to be told of samples of prompts of these lengths: a line for each way in which they may be cut."""
+def odd_samples(
+    names: Names, limits: Limits, context: int, lengths: Sequence[int], path: str
+) -> Iterator[str]:
+    """What is to be told of samples of prompts of these lengths: a line for each way in which they
+    may be cut.
+    """
     if not limits.ignore_eos and (sentence := differ(names)):
         yield f"{sentence}: samples end with either"
     stops = limits.ignore_eos or limits.stop or limits.stop_ids or end_ids(names)
@@ -59,5 +66,7 @@ def odd_samples(names: Names, limits: Limits, context: int, lengths: Sequence[in
         advice = f"every sample goes on to sampling.max_tokens = {limits.max_tokens}"
         yield f"this model has no end-of-text token, and there is no sampling.stop or sampling.stop_ids: {advice}"
     if num_long := sum(length + limits.max_tokens > context for length in lengths):
-        of_all = f"{num_long} of {len(lengths)} prompts and sampling.max_tokens = {limits.max_tokens}"
+        of_all = (
+            f"{num_long} of {len(lengths)} prompts and sampling.max_tokens = {limits.max_tokens}"
+        )
         yield f"{path}: {of_all} are more than the model's context of {context}: their samples are cut there"

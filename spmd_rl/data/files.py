@@ -36,7 +36,11 @@ class Record:
 
     def text_or_number(self, key: str) -> str:
         """The string under `key`, or a finite number as its text. Raises: DataError, as `text`."""
-        return str(self.row[key]) if self.has_number(key) else self.text(key, "a string or a finite number")
+        return (
+            str(self.row[key])
+            if self.has_number(key)
+            else self.text(key, "a string or a finite number")
+        )
 
     def has_number(self, key: str) -> bool:
         """Whether a finite number is under `key`."""
@@ -54,11 +58,14 @@ class Record:
 def read_records(path: str) -> list[Record]:
     """All records of the file or slice, in file order; never empty.
 
-    Raises: DataError (missing file, malformed line, no record), ConfigError (kind of file not read here).
+    Raises: DataError (missing file, malformed line, no record), ConfigError (kind of file not read
+    here).
     """
     file, wanted = _split_slice(path)
     if not file.is_file():
-        raise DataError(str(file), "this is a folder, not a file" if file.is_dir() else "no such file")
+        raise DataError(
+            str(file), "this is a folder, not a file" if file.is_dir() else "no such file"
+        )
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
         raise ConfigError(f"{file}: data files end in {' or '.join(readers)}")
@@ -74,7 +81,9 @@ def _split_slice(path: str) -> tuple[Path, slice]:
     match = _SLICE.fullmatch(path)
     if match is None:
         if path.endswith("]") and "@" in path:
-            raise ConfigError(f"{path}: a slice is written path@[start:stop], either end may be left out")
+            raise ConfigError(
+                f"{path}: a slice is written path@[start:stop], either end may be left out"
+            )
         return Path(path), slice(None)
     start, stop = (int(text) if text else None for text in match.group("start", "stop"))
     return Path(match["path"]), slice(start, stop)
@@ -95,7 +104,9 @@ def _read_parquet(file: Path) -> list[Record]:
     try:
         from pyarrow import lib, parquet
     except ImportError as error:
-        raise ConfigError(f"reading {file} needs pyarrow: pip install -e '.[parquet]' in its repository") from error
+        raise ConfigError(
+            f"reading {file} needs pyarrow: pip install -e '.[parquet]' in its repository"
+        ) from error
     try:
         rows = parquet.read_table(file).to_pylist()
     except (lib.ArrowInvalid, OSError) as error:

@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 
 from spmd_rl.config.rules import at_least
 from spmd_rl.data.eos import Limits, odd_samples
-from spmd_rl.data.epoch_order import Order
+from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.types.samples import Prompt
 
-OTHERS = (
-    "not those the saved position was taken in: bring back the file as it was, or start another run with --run.name"
-)
+OTHERS = "not those the saved position was taken in: bring back the file as it was, or start another run with --run.name"
 
-CHECKED_PROMPTS, CHECKED_CHARACTERS = 1000, 1 << 18  # whose tokens are counted before a run starts: some 0.1 s
+# whose tokens are counted before a run starts: some 0.1 s
+CHECKED_PROMPTS, CHECKED_CHARACTERS = 1000, 1 << 18
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -80,14 +79,20 @@ class PromptConfig:
 class Prompts:
     """An endless stream of prompts; `len()` is one epoch, `num_dropped` how many were too long.
 
-    Given how they are sampled, it prints what would cut the samples: no end-of-text token, or a short context.
+    Given how they are sampled, it prints what would cut the samples: no end-of-text token, or a
+    short context.
     Raises: DataError (file, line, field) or ConfigError while it is built, never later.
     """
 
-    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer, sampling: Limits | None = None) -> None:
+    def __init__(
+        self, cfg: PromptConfig, tokenizer: Tokenizer, sampling: Limits | None = None
+    ) -> None:
         records = read_records(cfg.path)
         encoded = encode_prompts(records, cfg, tokenizer)
-        hidden, source = {cfg.prompt_key, cfg.answer_key}, Path(records[0].where.rpartition(":")[0]).stem
+        hidden, source = (
+            {cfg.prompt_key, cfg.answer_key},
+            Path(records[0].where.rpartition(":")[0]).stem,
+        )
         kept = [
             Prompt(
                 uid=-1,  # of no draw yet
@@ -101,7 +106,10 @@ class Prompts:
             if not is_dropped(cfg, len(tokens))
         ]
         if not kept:
-            raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
+            raise DataError(
+                cfg.path,
+                f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens",
+            )
         self.num_dropped = len(records) - len(kept)
         tell_dropped(cfg, self.num_dropped, len(records))
         tell_numbers(cfg, records)
@@ -111,7 +119,7 @@ class Prompts:
                 print(line, flush=True)
         self._path = cfg.path
         self._entries = kept
-        self._order = Order(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
+        self._order = EpochOrder(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -121,7 +129,9 @@ class Prompts:
         return [self._draw() for _ in range(num_prompts)]
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs, as plain data: where the stream stands and which data it is over."""
+        """All that `restore` needs, as plain data: where the stream stands and which data it is
+        over.
+        """
         return {"drawn": self._order.drawn, "digest": self._digest}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -140,14 +150,18 @@ class Prompts:
         """Of all that a draw gives: an answer that was mended is another reward."""
         digest = hashlib.sha256()
         for entry in self._entries:
-            rest = json.dumps([entry.text, entry.answer, entry.meta], sort_keys=True, default=repr).encode()
+            rest = json.dumps(
+                [entry.text, entry.answer, entry.meta], sort_keys=True, default=repr
+            ).encode()
             for part in (entry.tokens.tobytes(), rest):
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 
 
 def _meta(record: Record, hidden: set[str]) -> dict[str, Any]:
-    """What a record holds beside `hidden`. Raises: DataError for a value that could not go to another process."""
+    """What a record holds beside `hidden`. Raises: DataError for a value that could not go to
+    another process.
+    """
     meta = {key: value for key, value in record.row.items() if key not in hidden}
     for item in meta.items():
         try:
@@ -169,14 +183,20 @@ def encode_prompts(
     encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
     for record, tokens in zip(records, encoded, strict=True):
         _check_length(record, cfg, len(tokens), tokenizer.context)
-    return [(text, np.array(tokens, dtype=np.int32)) for text, tokens in zip(texts, encoded, strict=True)]
+    return [
+        (text, np.array(tokens, dtype=np.int32))
+        for text, tokens in zip(texts, encoded, strict=True)
+    ]
 
 
-def check_prompts(records: Sequence[Record], cfg: PromptConfig, tokenizer: LightTokenizer | None) -> None:
-    """Refuse prompts that `encode_prompts` would refuse, as far as a short look tells; needs no transformers.
+def check_prompts(
+    records: Sequence[Record], cfg: PromptConfig, tokenizer: LightTokenizer | None
+) -> None:
+    """Refuse prompts that `encode_prompts` would refuse, as far as a short look tells; needs no
+    transformers.
 
-    The form of every prompt is looked at. Tokens are counted of the first ones, where they need no chat template and
-    the tokenizer is at hand. Raises: DataError, ConfigError.
+    The form of every prompt is looked at. Tokens are counted of the first ones, where they need no
+    chat template and the tokenizer is at hand. Raises: DataError, ConfigError.
     """
     if cfg.chat_template and tokenizer is not None:
         _require_template(tokenizer)
@@ -196,7 +216,10 @@ def is_dropped(cfg: PromptConfig, num_tokens: int) -> bool:
 def tell_dropped(cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
     if num_dropped:
         limit = cfg.max_prompt_tokens
-        print(f"{cfg.path}: {num_dropped} of {num_records} prompts have more than {limit} tokens: dropped", flush=True)
+        print(
+            f"{cfg.path}: {num_dropped} of {num_records} prompts have more than {limit} tokens: dropped",
+            flush=True,
+        )
 
 
 def tell_numbers(cfg: PromptConfig, records: Sequence[Record]) -> None:
@@ -218,7 +241,10 @@ def _check_length(record: Record, cfg: PromptConfig, num_tokens: int, context: i
         raise DataError(where, "the prompt is empty")
     if num_tokens >= context and not is_dropped(cfg, num_tokens):
         room = f"the model's context of {context} tokens is for its answer too"
-        raise DataError(where, f"has {num_tokens} tokens, and {room}: prompts.max_prompt_tokens drops longer ones")
+        raise DataError(
+            where,
+            f"has {num_tokens} tokens, and {room}: prompts.max_prompt_tokens drops longer ones",
+        )
 
 
 def prompt_of(record: Record, cfg: PromptConfig) -> str | list[dict[str, Any]]:
@@ -229,11 +255,15 @@ def prompt_of(record: Record, cfg: PromptConfig) -> str | list[dict[str, Any]]:
     where = f"{record.where}: {cfg.prompt_key}"
     if not cfg.chat_template:
         raise DataError(where, "a list of messages needs chat_template = true")
-    if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
+    if not messages or not all(
+        isinstance(m, dict) and "role" in m and "content" in m for m in messages
+    ):
         raise DataError(where, "expected messages, each with 'role' and 'content'")
     for content in (message["content"] for message in messages):
         if isinstance(content, (int, float)):
-            raise DataError(where, f"expected a string as the content of a message, got {content!r}")
+            raise DataError(
+                where, f"expected a string as the content of a message, got {content!r}"
+            )
     return messages
 
 
@@ -242,5 +272,7 @@ def _render(prompt: str | list[dict[str, Any]], cfg: PromptConfig, tokenizer: To
         if not cfg.chat_template:
             return prompt
         prompt = [{"role": "user", "content": prompt}]
-    text: str = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs)
+    text: str = tokenizer.apply_chat_template(
+        prompt, tokenize=False, add_generation_prompt=True, **cfg.template_kwargs
+    )
     return text

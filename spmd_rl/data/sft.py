@@ -1,4 +1,6 @@
-"""Prompt and answer pairs for supervised training: the answer's tokens are learned, the prompt's only read."""
+"""Prompt and answer pairs for supervised training: the answer's tokens are learned, the prompt's
+only read.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.data.eos import differ, end_ids
-from spmd_rl.data.epoch_order import Order
+from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files import Record, read_records
 from spmd_rl.data.prompts import (
     OTHERS,
@@ -25,7 +27,9 @@ from spmd_rl.errors import ConfigError, DataError
 
 
 class Pair(NamedTuple):
-    """One sequence to imitate. Shape: both are [T]; `mask` is true on the answer and the end-of-text token."""
+    """One sequence to imitate. Shape: both are [T]; `mask` is true on the answer and the
+    end-of-text token.
+    """
 
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
@@ -49,11 +53,14 @@ class Pairs:
             if not is_dropped(cfg, len(prompt))
         ]
         if not self._pairs:
-            raise DataError(cfg.path, f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens")
+            raise DataError(
+                cfg.path,
+                f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens",
+            )
         self.num_dropped = len(records) - len(self._pairs)
         tell_dropped(cfg, self.num_dropped, len(records))
         self._source = cfg.path
-        self._order = Order(len(self._pairs), seed=cfg.seed, shuffle=cfg.shuffle)
+        self._order = EpochOrder(len(self._pairs), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -81,9 +88,13 @@ class Pairs:
         return digest.hexdigest()
 
 
-def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokenizer) -> list[list[int]]:
+def _encode_answers(
+    records: list[Record], cfg: PromptConfig, tokenizer: Tokenizer
+) -> list[list[int]]:
     if not (ends := end_ids(tokenizer)):
-        raise ConfigError("this model's tokenizer has no end-of-text token, so an answer could not end")
+        raise ConfigError(
+            "this model's tokenizer has no end-of-text token, so an answer could not end"
+        )
     if sentence := differ(tokenizer):
         print(f"{sentence}: answers are learned with {ends[0]} at their end", flush=True)
     tell_numbers(cfg, records)
@@ -92,9 +103,13 @@ def _encode_answers(records: list[Record], cfg: PromptConfig, tokenizer: Tokeniz
     return [[*tokens, ends[0]] for tokens in encoded]
 
 
-def _join(record: Record, prompt: NDArray[np.int32], answer: list[int], tokenizer: Tokenizer) -> Pair:
+def _join(
+    record: Record, prompt: NDArray[np.int32], answer: list[int], tokenizer: Tokenizer
+) -> Pair:
     tokens = np.concatenate([prompt, np.array(answer, dtype=np.int32)])
     if len(tokens) > tokenizer.context:
         room = f"the model's context is {tokenizer.context}"
-        raise DataError(str(record.where), f"prompt and answer have {len(tokens)} tokens, and {room}")
+        raise DataError(
+            str(record.where), f"prompt and answer have {len(tokens)} tokens, and {room}"
+        )
     return Pair(tokens, np.arange(len(tokens)) >= len(prompt))

@@ -1,4 +1,6 @@
-"""One op, one file. Trainer and engine call the same ops, so that their bits agree (docs/numerics.md)."""
+"""One op, one file. Trainer and engine call the same ops, so that their bits agree
+(docs/numerics.md).
+"""
 
 from spmd_rl.kernels.attention.blocked import blocked_attention
 from spmd_rl.kernels.attention.kv_write import KvPlace, write_kv

@@ -1,4 +1,6 @@
-"""The numeric contract as data: what must be the same on every rank and in both roles for bits to agree."""
+"""The numeric contract as data: what must be the same on every rank and in both roles for bits to
+agree.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ from spmd_rl.kernels.vocab.sampling import RANDOM_SCHEME
 
 CONTRACT_VERSION = 2
 AMPERE = 8  # the first compute capability with bfloat16
-CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")  # what torch's wheels bring: for CUDA 13, and before
+# what torch's wheels bring: for CUDA 13, and before
+CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
 
 
 def contract(
     device: torch.device, dtype: torch.dtype, head_dim: int | None = None, attention_split: int = 0
 ) -> dict[str, str | int]:
-    """Every fact that can change a bit of a forward pass or a draw here; `head_dim` settles which attention runs.
+    """Every fact that can change a bit of a forward pass or a draw here; `head_dim` settles which
+    attention runs.
 
     The version of a package that is not installed is an empty string.
     """
@@ -57,7 +61,9 @@ def digest_of(sources: tuple[Path, ...]) -> str:
 
 
 def dtype_of(asked: str, device: torch.device) -> Literal["float32", "bfloat16"]:
-    """The type of numbers that a config asks for; for "auto", that in which the contract is kept on such a device."""
+    """The type of numbers that a config asks for; for "auto", that in which the contract is kept on
+    such a device.
+    """
     if asked == "auto" and device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device)[0] >= AMPERE else "float32"
     return "bfloat16" if asked == "bfloat16" else "float32"
@@ -80,7 +86,9 @@ def _cpu_facts() -> dict[str, str | int]:
     }
 
 
-def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -> dict[str, str | int]:
+def _gpu_facts(
+    device: torch.device, dtype: torch.dtype, head_dim: int | None
+) -> dict[str, str | int]:
     from triton import __version__ as triton_version
 
     from spmd_rl.kernels.attention.blocked_triton import block_tile
@@ -92,10 +100,18 @@ def _gpu_facts(device: torch.device, dtype: torch.dtype, head_dim: int | None) -
     attention: dict[str, str | int]
     if flash_takes(dim, dtype, device):
         known = "" if flash_version() == FLASH["flash-attn-4"] else ", version not compared"
-        attention = {"attention": f"flash-attn-4 {flash_version()} causal, one split{known}", "kv_block": TILE[1]}
+        attention = {
+            "attention": f"flash-attn-4 {flash_version()} causal, one split{known}",
+            "kv_block": TILE[1],
+        }
     else:
-        blocks = "keys in ascending blocks" if compared else "keys in ascending blocks, not compared"
-        attention = {"attention": blocks, "attention_tile": ", ".join(map(str, block_tile(dtype, dim)))}
+        blocks = (
+            "keys in ascending blocks" if compared else "keys in ascending blocks, not compared"
+        )
+        attention = {
+            "attention": blocks,
+            "attention_tile": ", ".join(map(str, block_tile(dtype, dim))),
+        }
     chain = "one ascending chain" if compared else "one ascending chain, tiles not compared"
     return attention | {
         "linear": chain if keeps_chain(dtype, device) else "library, no promise",

@@ -1,1 +1,3 @@
-"""Who sits where: torchrun's environment, the split into roles, meshes and process groups. Nothing else makes them."""
+"""Who sits where: torchrun's environment, the split into roles, meshes and process groups. Nothing
+else makes them.
+"""

@@ -1,7 +1,8 @@
 """Proof that every connection of a process group leads to a rank of this start.
 
-gloo listens on a port that any process of the host can dial, and takes whoever dials first for the rank that it waits
-for. On one machine each rank therefore shows the others that it can read the private file in which they met.
+gloo listens on a port that any process of the host can dial, and takes whoever dials first for the
+rank that it waits for. On one machine each rank therefore shows the others that it can read the
+private file in which they met.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ KEY = "spmd_rl/key"
 
 
 def prove(world: World, group: ProcessGroup | None = None) -> None:
-    """Exchange proofs over each connection of a new group, by default that of the world, before anything else does.
+    """Exchange proofs over each connection of a new group, by default that of the world, before
+    anything else does.
 
     Ranks: all of the group.
     Blocks: until each has called; the deadline of the call that this is part of ends it.
@@ -37,14 +39,19 @@ def prove(world: World, group: ProcessGroup | None = None) -> None:
         return
     key = open_store(world).compare_set(KEY, "", secrets.token_hex(32))
     theirs = {rank: torch.zeros(hashlib.sha256().digest_size, dtype=torch.uint8) for rank in peers}
-    ours = {rank: torch.tensor([*_proof(key, group, world.rank, rank)], dtype=torch.uint8) for rank in peers}
+    ours = {
+        rank: torch.tensor([*_proof(key, group, world.rank, rank)], dtype=torch.uint8)
+        for rank in peers
+    }
     under_way = [dist.irecv(proof, rank, group) for rank, proof in theirs.items()]
     under_way += [dist.isend(proof, rank, group) for rank, proof in ours.items()]
     for one in filter(None, under_way):
         one.wait()
     for rank, proof in theirs.items():
         if not hmac.compare_digest(proof.numpy().tobytes(), _proof(key, group, rank, world.rank)):
-            raise SpmdError(f"another process has taken the place of rank {rank} in a connection to rank {world.rank}")
+            raise SpmdError(
+                f"another process has taken the place of rank {rank} in a connection to rank {world.rank}"
+            )
 
 
 def _proof(key: bytes, group: ProcessGroup, sender: int, receiver: int) -> bytes:

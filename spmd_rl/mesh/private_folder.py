@@ -1,7 +1,7 @@
 """Folders of a run, on its host, that no other user can enter.
 
-Every process that enters one holds a lock on it until it ends. A folder without a lock is thus one that killed
-processes left.
+Every process that enters one holds a lock on it until it ends. A folder without a lock is thus one
+that killed processes left.
 """
 
 from __future__ import annotations
@@ -62,14 +62,18 @@ class PrivateFolder:
 
 
 def meeting_folder() -> PrivateFolder:
-    """The folder in which the ranks of one host find each other: the same for all of them, and new in every start.
+    """The folder in which the ranks of one host find each other: the same for all of them, and new
+    in every start.
 
-    Its name follows from torchrun's log folder of this start. The last of the ranks to end removes it.
+    Its name follows from torchrun's log folder of this start. The last of the ranks to end removes
+    it.
     Raises: ConfigError when torchrun has none.
     """
     start = Path(os.environ.get(ERROR_FILE_ENV, "")).parent.parent
     if not start.name.startswith("attempt_"):
-        raise ConfigError(f"{ERROR_FILE_ENV} names no log folder of torchrun: start torchrun with another --log-dir")
+        raise ConfigError(
+            f"{ERROR_FILE_ENV} names no log folder of torchrun: start torchrun with another --log-dir"
+        )
     return _meeting_folder(str(start))
 
 
@@ -87,7 +91,9 @@ def _meeting_folder(start: str) -> PrivateFolder:
 
 
 def leave_meeting_folder() -> None:
-    """Leave the folder in which the ranks met, if this process has entered it; before an end without exit handlers."""
+    """Leave the folder in which the ranks met, if this process has entered it; before an end
+    without exit handlers.
+    """
     while _leave:
         _leave.pop()()
 
@@ -95,7 +101,8 @@ def leave_meeting_folder() -> None:
 def sweep() -> None:
     """Remove the private folders of this user that no living process has entered."""
     for path in _where().glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, or one that is in use, or has just been removed
+        # another user's, or one that is in use, or has just been removed
+        with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 if os.fstat(descriptor).st_uid == os.geteuid():

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 MESH_AXES = ("dp", "fsdp")
 
 
-class Place:
-    """One role instance's seat. Roles of one process share `neighbours`, filled in as they are built, and `trace`."""
+class RoleContext:
+    """One role instance's seat. Roles of one process share `neighbours`, filled in as they are
+    built, and `trace`.
+    """
 
     def __init__(
         self,
@@ -64,7 +66,11 @@ class Place:
     def device(self) -> torch.device:
         import torch
 
-        return torch.device("cuda", self.world.local_rank) if self.world.device == "cuda" else torch.device("cpu")
+        return (
+            torch.device("cuda", self.world.local_rank)
+            if self.world.device == "cuda"
+            else torch.device("cpu")
+        )
 
     def neighbour(self, role_name: str) -> Any | None:
         """The instance of another role in this process, if it has one here."""
@@ -95,7 +101,8 @@ class Place:
         return int(largest.item())
 
     def all_gather_bytes(self, blob: bytes, group: ProcessGroup | None = None) -> list[bytes]:
-        """The `blob` of each of the role's ranks, in their order; over `group` where that is another of these ranks.
+        """The `blob` of each of the role's ranks, in their order; over `group` where that is
+        another of these ranks.
 
         Ranks: all of the role. Blocks: until each has called.
         """
@@ -112,14 +119,17 @@ class Place:
         return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
 
     def side_group(self) -> ProcessGroup:
-        """A new group of the role's ranks on the host, for collectives of a thread beside the main one.
+        """A new group of the role's ranks on the host, for collectives of a thread beside the main
+        one.
 
         Ranks: all of the role. Blocks: until each has called.
         """
         import torch.distributed as dist
 
         ranks = list(self.placement.ranks)
-        group = dist.new_group(ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(
+            ranks, COLLECTIVE_TIMEOUT, backend="gloo", use_local_synchronization=True
+        )
         prove(self.world, group)
         return group
 
@@ -128,7 +138,7 @@ class Place:
         self.all_reduce_max(0)
 
 
-class Seats:
+class Meshes:
     """The meshes of one process, and the roles living in it."""
 
     def __init__(self, world: World) -> None:
@@ -161,7 +171,7 @@ class Seats:
                         prove(self.world, mesh.get_group(axis))
                 self._built[_key(placement)] = (mesh, group)
 
-    def place(self, placement: Placement) -> Place:
+    def context(self, placement: Placement) -> RoleContext:
         """This process's seat in `placement`, whose mesh `build` has made.
 
         Raises: PlanError when it has not.
@@ -169,7 +179,7 @@ class Seats:
         if _key(placement) not in self._built:
             raise PlanError(f"placement '{placement.name}' was not made by this world's split")
         mesh, group = self._built[_key(placement)]
-        return Place(self.world, placement, mesh, group, self.neighbours, self.trace)
+        return RoleContext(self.world, placement, mesh, group, self.neighbours, self.trace)
 
 
 def _key(placement: Placement) -> tuple[Any, ...]:

@@ -27,9 +27,12 @@ AXES = ("dp", "fsdp", "tp")
 class RoleSplit:
     """Ranks and axis sizes of one role; `fsdp = 0` takes whatever dp and tp leave."""
 
-    ranks: str = "all"  # "all", a count such as "4" (the next that no count before took), or a range such as "2-5"
+    # "all", a count such as "4" (the next that no count before took), or a range such as "2-5"
+    ranks: str = "all"
     dp: int = 1  # copies of the model, among which data is split
-    fsdp: int = 0  # ranks that share data and, of a trainer, a copy (an engine's hold one each); 0: all that is left
+    # ranks that share data and, of a trainer, a copy (an engine's hold one each); 0: all that is
+    # left
+    fsdp: int = 0
     tp: int = 1  # named, but not yet built: 1
 
 
@@ -74,7 +77,9 @@ class Placements(Mapping[str, Placement]):
 
     def __getattr__(self, name: str) -> Placement:
         if name.startswith("_") or name not in self._by_name:
-            raise AttributeError(f"the split names no role '{name}' (it names {', '.join(self._by_name)})")
+            raise AttributeError(
+                f"the split names no role '{name}' (it names {', '.join(self._by_name)})"
+            )
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -97,7 +102,12 @@ def plan_split(split: Any, world_size: int) -> Placements:
         if role.ranks.isdigit():
             taken = ranks_of[name].stop
     _require_world(roles, max((ranks.stop for ranks in ranks_of.values()), default=0), world_size)
-    return Placements([Placement(name, tuple(of), _axes(name, roles[name], len(of))) for name, of in ranks_of.items()])
+    return Placements(
+        [
+            Placement(name, tuple(of), _axes(name, roles[name], len(of)))
+            for name, of in ranks_of.items()
+        ]
+    )
 
 
 def disjoint(a: Placement, b: Placement) -> bool:
@@ -120,8 +130,12 @@ def _ranks(name: str, ranks: str, taken: int, world_size: int) -> range:
         return range(world_size)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", ranks)
     if match is None:
-        raise PlanError(f"split.{name}.ranks = '{ranks}' is neither 'all', a count like '4' nor a range like '0-3'")
-    found = range(int(match[1]), int(match[2]) + 1) if match[2] else range(taken, taken + int(match[1]))
+        raise PlanError(
+            f"split.{name}.ranks = '{ranks}' is neither 'all', a count like '4' nor a range like '0-3'"
+        )
+    found = (
+        range(int(match[1]), int(match[2]) + 1) if match[2] else range(taken, taken + int(match[1]))
+    )
     if not found:
         raise PlanError(f"split.{name}.ranks = '{ranks}' is empty")
     return found
@@ -129,7 +143,9 @@ def _ranks(name: str, ranks: str, taken: int, world_size: int) -> range:
 
 def _require_world(roles: Mapping[str, RoleSplit], needed: int, world_size: int) -> None:
     if needed > world_size:
-        asked = ", ".join(f"{name} {role.ranks}" for name, role in roles.items() if role.ranks != "all")
+        asked = ", ".join(
+            f"{name} {role.ranks}" for name, role in roles.items() if role.ranks != "all"
+        )
         raise PlanError(
             f"the split asks for {needed} ranks ({asked}), and the world has {world_size} "
             "(`run` starts as many as --nproc says)"
@@ -138,9 +154,13 @@ def _require_world(roles: Mapping[str, RoleSplit], needed: int, world_size: int)
 
 def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:
     if role.tp != 1:
-        raise PlanError(f"split.{name}.tp = {role.tp}: tensor parallelism is not built yet, use the axes dp and fsdp")
+        raise PlanError(
+            f"split.{name}.tp = {role.tp}: tensor parallelism is not built yet, use the axes dp and fsdp"
+        )
     if role.dp < 1 or role.fsdp < 0:
-        raise PlanError(f"split.{name} needs dp >= 1 and fsdp >= 0, not dp = {role.dp}, fsdp = {role.fsdp}")
+        raise PlanError(
+            f"split.{name} needs dp >= 1 and fsdp >= 0, not dp = {role.dp}, fsdp = {role.fsdp}"
+        )
     axes = {"dp": role.dp, "fsdp": role.fsdp or max(size // role.dp, 1), "tp": role.tp}
     product = math.prod(axes.values())
     if product != size:

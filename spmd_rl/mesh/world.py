@@ -14,13 +14,16 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 JOIN_TIMEOUT = timedelta(minutes=5)
-COLLECTIVE_TIMEOUT = timedelta(days=7)  # the call that a collective is part of ends it: torch would end whoever waits
+# the call that a collective is part of ends it: torch would end whoever waits
+COLLECTIVE_TIMEOUT = timedelta(days=7)
 FLIGHT_ENTRIES = "TORCH_FR_BUFFER_SIZE"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's seat, as torchrun told it. `run_id` and `restart` together name one life of the run."""
+    """This process's seat, as torchrun told it. `run_id` and `restart` together name one life of
+    the run.
+    """
 
     rank: int
     size: int
@@ -65,11 +68,13 @@ class World:
 def open_store(world: World) -> Store:
     """The key-value store in which the ranks of this start find each other.
 
-    On one node it is a file that only this user can reach. The store of several nodes is torchrun's own: whoever
-    reaches its port can read and write it, so that nothing in it is secret or to be trusted.
+    On one node it is a file that only this user can reach. The store of several nodes is torchrun's
+    own: whoever reaches its port can read and write it, so that nothing in it is secret or to be
+    trusted.
 
-    torchrun may keep one store for all starts of the ranks, with what the dead left there. Its count of starts tells
-    them apart, but only on the node where a rank failed: the agents of other nodes do not count that start.
+    torchrun may keep one store for all starts of the ranks, with what the dead left there. Its
+    count of starts tells them apart, but only on the node where a rank failed: the agents of other
+    nodes do not count that start.
 
     Blocks: until the store answers; raises after `JOIN_TIMEOUT`.
     Raises: ConfigError when ranks of several nodes could meet in a store with old keys.
@@ -94,7 +99,8 @@ def open_store(world: World) -> Store:
 def join(world: World, store: Store) -> None:
     """Initialise torch.distributed: gloo for host tensors, and NCCL beside it on GPUs.
 
-    torch records the last collectives of either, which controller/lifecycle/stacks.py saves when one of them hangs.
+    torch records the last collectives of either, which controller/lifecycle/stacks.py saves when
+    one of them hangs.
     Ranks: all.
     Blocks: until every rank came; the deadline of the run's first call ends it.
     """

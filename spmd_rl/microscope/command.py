@@ -18,8 +18,8 @@ from spmd_rl.microscope.diagnose.faults import FAULTS, plant
 from spmd_rl.microscope.page.report import Replay, examine, write
 from spmd_rl.microscope.replay import inputs, weights
 from spmd_rl.microscope.replay.case import Case
-from spmd_rl.microscope.replay.engine_pass import EnginePath
-from spmd_rl.microscope.replay.forward_pass import Path, ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.replay.engine_pass import EnginePass
+from spmd_rl.microscope.replay.forward_pass import Path, ReferencePass, TrainerPass, load_model
 from spmd_rl.microscope.replay.weights import Weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run_folder import refuse_links
@@ -27,7 +27,15 @@ from spmd_rl.rollout.engine import EngineConfig
 
 PATHS = ("engine", "trainer", "transformers")
 SPLIT = "attention_split"
-ENGINE_KEYS = ("page_size", "num_pages", "max_batch", "max_step_tokens", "prefix_cache", "cuda_graphs", SPLIT)
+ENGINE_KEYS = (
+    "page_size",
+    "num_pages",
+    "max_batch",
+    "max_step_tokens",
+    "prefix_cache",
+    "cuda_graphs",
+    SPLIT,
+)
 TRAINER_KEYS = ("max_tokens", "logit_rows", "recompute", SPLIT)
 AGREE, PART = 0, 1
 
@@ -38,8 +46,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(words: list[str]) -> int:
-    """`spmd-rl mismatch`: exit code 0 when all bits agree, every sequence reads its own history and nothing is NaN,
-    1 when not, 2 for bad input, 3 when it could not be found out."""
+    """`spmd-rl mismatch`: exit code 0 when all bits agree, every sequence reads its own history and
+    nothing is NaN, 1 when not, 2 for bad input, 3 when it could not be found out."""
     options = _parser().parse_args(words)
     _refuse(options)
     run = Folder(options.run) if options.run else None
@@ -49,7 +57,9 @@ def main(words: list[str]) -> int:
     with TemporaryDirectory() as temporary:
         case, under = _case(options, run, settings, Folder(temporary) / "model")
         out = _folder(Folder(options.out) if options.out else (run or Folder()) / "mismatch")
-        replay = _replay(options, run, settings, case, under, shlex.join(["spmd-rl", "mismatch", *words]))
+        replay = _replay(
+            options, run, settings, case, under, shlex.join(["spmd-rl", "mismatch", *words])
+        )
         for note in replay.notes:
             print(note)
         found = examine(replay)
@@ -59,11 +69,17 @@ def main(words: list[str]) -> int:
     return AGREE if found.comparison.agree else PART
 
 
-def drop_splits(settings: dict[str, Any], head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Take attention in splits out of a run's settings where it cannot run; returns whether there was any."""
+def drop_splits(
+    settings: dict[str, Any], head_dim: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Take attention in splits out of a run's settings where it cannot run; returns whether there
+    was any.
+    """
     if flash_takes(head_dim, dtype, device):
         return False
-    dropped = [role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))]
+    dropped = [
+        role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))
+    ]
     return any(dropped)
 
 
@@ -76,7 +92,9 @@ def _refuse(options: argparse.Namespace) -> None:
     if options.model is None and options.run is None:
         raise ConfigError("name the folder of a run, or a model with --model and --prompts")
     if options.prompts and (options.samples or options.step is not None):
-        raise ConfigError("--prompts are replayed instead of samples: leave out --samples and --step")
+        raise ConfigError(
+            "--prompts are replayed instead of samples: leave out --samples and --step"
+        )
     if not (options.prompts or options.run):
         raise ConfigError("--model needs --prompts, or the folder of a run whose samples to replay")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -98,7 +116,9 @@ def _case(
     options: argparse.Namespace, run: Folder | None, settings: dict[str, Any], temporary: Folder
 ) -> tuple[Case, Weights]:
     """What is replayed, and under which weights; `temporary` is where those of a checkpoint go."""
-    named = Weights(Folder(options.model), f"the weights in {options.model}") if options.model else None
+    named = (
+        Weights(Folder(options.model), f"the weights in {options.model}") if options.model else None
+    )
     if options.prompts or run is None:
         under = named or weights.of_run(run or Folder())
         return inputs.prompts_given(options.prompts, under.folder), under
@@ -125,15 +145,25 @@ def _replay(
         name: _dtype(name, other, options.dtype, device, settings)
         for name, other in zip(names, names[::-1], strict=True)
     }
-    counted = inputs.mismatched_tokens(run) if run and not options.prompts and "transformers" not in names else {}
-    types = " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes.values()))
+    counted = (
+        inputs.mismatched_tokens(run)
+        if run and not options.prompts and "transformers" not in names
+        else {}
+    )
+    types = " and ".join(
+        dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes.values())
+    )
     if options.step is not None:
         notes.append(f"Replayed under {under.says}.")
-    if drop_splits(settings, ModelSpec.from_folder(under.folder).head_dim, dtypes[options.left], device):
-        notes.append("The run's attention_split needs FlashAttention-4: both paths attend to all keys at once here.")
+    if drop_splits(
+        settings, ModelSpec.from_folder(under.folder).head_dim, dtypes[options.left], device
+    ):
+        notes.append(
+            "The run's attention_split needs FlashAttention-4: both paths attend to all keys at once here."
+        )
     left, right = (_path(name, under.folder, dtypes[name], device, settings) for name in names)
     if options.plant:
-        assert isinstance(left, EnginePath)
+        assert isinstance(left, EnginePass)
         plant(options.plant, left)
     return Replay(
         case,
@@ -146,7 +176,9 @@ def _replay(
         command=command,
         run=str(settings.get("run", {}).get("name") or (run or Folder()).name),
         notes=tuple(notes),
-        doubt=_doubt(counted, len(case.sequences), f"on {device.type} in {types} under {under.says}"),
+        doubt=_doubt(
+            counted, len(case.sequences), f"on {device.type} in {types} under {under.says}"
+        ),
     )
 
 
@@ -161,21 +193,29 @@ def _doubt(counted: dict[int, int], num_samples: int, where: str) -> str:
     )
 
 
-def _dtype(name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]) -> torch.dtype:
+def _dtype(
+    name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]
+) -> torch.dtype:
     """That of the role in the run; `transformers` takes that of the other side."""
     role = other if name == "transformers" else name
-    dtype: torch.dtype = getattr(torch, dtype_of(asked or settings.get(role, {}).get("dtype", "auto"), device))
+    dtype: torch.dtype = getattr(
+        torch, dtype_of(asked or settings.get(role, {}).get("dtype", "auto"), device)
+    )
     return dtype
 
 
-def _path(name: str, model: Folder, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]) -> Path:
+def _path(
+    name: str, model: Folder, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]
+) -> Path:
     if name == "transformers":
-        return ReferencePath(model, dtype, device)
+        return ReferencePass(model, dtype, device)
     engine, trainer = settings.get("engine", {}), settings.get("trainer", {})
     network = load_model(model, dtype, device)
     if name == "engine":
-        return EnginePath(network, EngineConfig(**{key: engine[key] for key in ENGINE_KEYS if key in engine}))
-    return TrainerPath(network, **{key: trainer[key] for key in TRAINER_KEYS if key in trainer})
+        return EnginePass(
+            network, EngineConfig(**{key: engine[key] for key in ENGINE_KEYS if key in engine})
+        )
+    return TrainerPass(network, **{key: trainer[key] for key in TRAINER_KEYS if key in trainer})
 
 
 def _parser() -> _Parser:
@@ -188,16 +228,27 @@ def _parser() -> _Parser:
         help="samples of this step, and the weights that drew them, if a checkpoint has",
     )
     parser.add_argument(
-        "--samples", default="", metavar="UID:INDEX,...", help="default: one of each of the last step's first 8 prompts"
+        "--samples",
+        default="",
+        metavar="UID:INDEX,...",
+        help="default: one of each of the last step's first 8 prompts",
     )
     parser.add_argument("--left", choices=PATHS, default="engine")
     parser.add_argument("--right", choices=PATHS, default="trainer")
-    parser.add_argument("--model", metavar="PATH", help="a Hugging Face folder; default: the run's hf/")
-    parser.add_argument("--prompts", nargs="+", metavar="TEXT", help="replay these instead of samples")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), help="default: each role's in the run, or bfloat16 on GPUs"
+        "--model", metavar="PATH", help="a Hugging Face folder; default: the run's hf/"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")
+    parser.add_argument(
+        "--prompts", nargs="+", metavar="TEXT", help="replay these instead of samples"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="default: each role's in the run, or bfloat16 on GPUs",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: a GPU where there is one"
+    )
     parser.add_argument("--plant", choices=tuple(FAULTS), help="plant a fault in the engine's path")
     parser.add_argument("--out", metavar="DIR", help="default: RUN/mismatch")
     return parser

@@ -36,18 +36,25 @@ _SIDE_FILES = (
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's weight files, one at a time, on the CPU. Raises: as `stored_tensors`."""
+    """Every tensor of the folder's weight files, one at a time, on the CPU. Raises: as
+    `stored_tensors`.
+    """
     return _read(stored_tensors(folder))
 
 
-def model_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+def model_weights(
+    folder: str | Path, shapes: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, Tensor]]:
     """Every weight of a model with these `shapes`, out of the folder, in its order and type.
 
-    Raises: as `stored_weights`, before the first; ConfigError if a tied head differs from the embedding.
+    Raises: as `stored_weights`, before the first; ConfigError if a tied head differs from the
+    embedding.
     """
     stored = stored_weights(folder, shapes)
     if HEAD not in shapes and HEAD in stored:
-        head, embedding = (tensor for _, tensor in _read({key: stored[key] for key in (HEAD, EMBEDDING)}))
+        head, embedding = (
+            tensor for _, tensor in _read({key: stored[key] for key in (HEAD, EMBEDDING)})
+        )
         if head.dtype != embedding.dtype or not torch.equal(head, embedding):
             raise ConfigError(
                 f"{folder}: tie_word_embeddings is true, and {HEAD} is not {EMBEDDING}: "
@@ -66,15 +73,20 @@ def _read(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill every parameter of `model` from the folder, cast to the parameter's dtype. Raises: as `model_weights`."""
+    """Fill every parameter of `model` from the folder, cast to the parameter's dtype. Raises: as
+    `model_weights`.
+    """
     wanted = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in model_weights(folder, {name: one.shape for name, one in wanted.items()}):
+        for name, tensor in model_weights(
+            folder, {name: one.shape for name, one in wanted.items()}
+        ):
             wanted[name].copy_(tensor)
 
 
 def random_weights(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """A model's first weights, fp32, a function of the seed and each name: normal matrices, zero biases, unit norms.
+    """A model's first weights, fp32, a function of the seed and each name: normal matrices, zero
+    biases, unit norms.
 
     The two projections that write to the residual stream are scaled down by the depth.
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
@@ -91,9 +103,13 @@ def random_weights(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_folder(
-    folder: str | Path, like: str | Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    like: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write a folder that `transformers` loads: weights from `tensors`, config and tokenizer files copied from `like`.
+    """Write a folder that `transformers` loads: weights from `tensors`, config and tokenizer files
+    copied from `like`.
 
     It appears under its name only when whole: written beside, then renamed over an earlier one.
     """
@@ -133,7 +149,9 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: to
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Give the shards Hugging Face's names, which hold their number, and write the index if there are several."""
+    """Give the shards Hugging Face's names, which hold their number, and write the index if there
+    are several.
+    """
     if len(shards) == 1:
         os.rename(folder / "shard-0.safetensors", folder / "model.safetensors")
         return

@@ -15,14 +15,20 @@ ATTENTION = "sdpa"
 
 
 def reference_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """`transformers`' own network with the folder's weights. Raises: ConfigError when it does not load."""
+    """`transformers`' own network with the folder's weights. Raises: ConfigError when it does not
+    load.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype, attn_implementation=ATTENTION, trust_remote_code=False, local_files_only=True
+            str(folder),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            trust_remote_code=False,
+            local_files_only=True,
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"transformers does not load {folder}: {error}") from None
@@ -33,8 +39,8 @@ def reference_model(folder: str | Path, dtype: torch.dtype, device: torch.device
 def attention_through(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While it is open, `transformers` calls `wrap(its attention function)`.
 
-    The function is called with (module, query, key, value, mask, ...), heads before tokens, and returns (output,
-    weights), tokens before heads.
+    The function is called with (module, query, key, value, mask, ...), heads before tokens, and
+    returns (output, weights), tokens before heads.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

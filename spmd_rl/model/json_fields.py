@@ -1,4 +1,6 @@
-"""The keys of a JSON file of a model folder, each read with the type and the range that it must have."""
+"""The keys of a JSON file of a model folder, each read with the type and the range that it must
+have.
+"""
 
 from __future__ import annotations
 

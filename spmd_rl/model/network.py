@@ -1,10 +1,11 @@
 """The network that trainer and engine share: a dense decoder over a flat dimension of tokens.
 
-There is no batch dimension. Sequences lie end to end, and the caller's `attend` object says which tokens see
-which: packed sequences for training, pages of a cache for generation. Everything else is a function of its row.
+There is no batch dimension. Sequences lie end to end, and the caller's `attend` object says which
+tokens see which: packed sequences for training, pages of a cache for generation. Everything else is
+a function of its row.
 
-Shape letters: T tokens (padded to the row tile inside, where the ops want it), C hidden, H heads, K key-value heads,
-D head size, F intermediate, V vocabulary.
+Shape letters: T tokens (padded to the row tile inside, where the ops want it), C hidden, H heads, K
+key-value heads, D head size, F intermediate, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ from spmd_rl.kernels import (
     rope_table,
 )
 from spmd_rl.kernels.contract import digest_of
-from spmd_rl.model.fused_projections import Joined, join, lay_out, project, project_gated
+from spmd_rl.model.fused_projections import FusedProjections, join, lay_out, project, project_gated
 from spmd_rl.model.rope_frequencies import inverse_frequencies
 from spmd_rl.model.spec import ModelSpec
 
-SOURCES = tuple(Path(__file__).with_name(f"{name}.py") for name in ("network", "fused_projections", "rope_frequencies"))
+SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.py")
+    for name in ("network", "fused_projections", "rope_frequencies")
+)
 
 
 class Attend(Protocol):
@@ -85,13 +89,19 @@ class Attention(nn.Module):
         self.eps = spec.rms_eps
         self.q_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
         self.k_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
-        self.joined: Joined | None = None
+        self.joined: FusedProjections | None = None
 
     def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         projected = project(x, self.joined, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
-        q_weight, k_weight = (None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm))
-        if isinstance(attend, PagedAttention) and not torch.is_grad_enabled() and (place := attend.place(self.layer)):
+        q_weight, k_weight = (
+            None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)
+        )
+        if (
+            isinstance(attend, PagedAttention)
+            and not torch.is_grad_enabled()
+            and (place := attend.place(self.layer))
+        ):
             q = qk_norm_rope_into(q, k, v, q_weight, k_weight, self.eps, *rotary, place)
             return self.o_proj(attend.read(self.layer, q).flatten(1))
         q, k = qk_norm_rope(q, k, q_weight, k_weight, self.eps, *rotary)
@@ -104,7 +114,7 @@ class Mlp(nn.Module):
         self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
-        self.joined: Joined | None = None
+        self.joined: FusedProjections | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(project_gated(x, self.joined, self.gate_proj, self.up_proj))
@@ -118,7 +128,9 @@ class Block(nn.Module):
         self.input_layernorm = RmsNorm(spec.hidden_size, spec.rms_eps)
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
-    def forward(self, x: Tensor, residual: Tensor | None, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
         """The layer's input is residual + x, and so is its output: the next norm takes the sum."""
         normed, residual = self.input_layernorm(x, residual)
         x = self.self_attn(normed, rotary, attend)
@@ -143,35 +155,52 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """Parameters carry their Hugging Face names; a tied head has no parameter of its own.
 
-    Build it under `torch.device("meta")` to allocate nothing, or plainly for random weights (`random_weights`). The
-    rotary table is made on the host in fp32 at first use on a device and shared from then on.
+    Build it under `torch.device("meta")` to allocate nothing, or plainly for random weights
+    (`random_weights`). The rotary table is made on the host in fp32 at first use on a device and
+    shared from then on.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
         self.model = Decoder(spec)
-        self.lm_head = None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.lm_head = (
+            None if spec.tie_embeddings else Linear(spec.hidden_size, spec.vocab_size, bias=False)
+        )
         self._rope: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def contract(self, device: torch.device, dtype: torch.dtype, attention_split: int = 0) -> dict[str, str | int]:
-        """The numeric contract of its forward pass there: that of the kernels, and of the model that is made of them.
+    def contract(
+        self, device: torch.device, dtype: torch.dtype, attention_split: int = 0
+    ) -> dict[str, str | int]:
+        """The numeric contract of its forward pass there: that of the kernels, and of the model
+        that is made of them.
 
-        The rotary table is made by the host's own cosine, which has other bits on another kind of processor.
+        The rotary table is made by the host's own cosine, which has other bits on another kind of
+        processor.
         """
-        table = hashlib.sha256(b"".join(half.cpu().numpy().tobytes() for half in self.rope_tables(device)))
+        table = hashlib.sha256(
+            b"".join(half.cpu().numpy().tobytes() for half in self.rope_tables(device))
+        )
         facts = contract(device, dtype, self.spec.head_dim, attention_split)
-        ours = {"network": digest_of(SOURCES), "model": self.spec.arithmetic, "rotary_table": table.hexdigest()[:16]}
+        ours = {
+            "network": digest_of(SOURCES),
+            "model": self.spec.arithmetic,
+            "rotary_table": table.hexdigest()[:16],
+        }
         return facts | ours
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
         """Hidden states after the last norm or, with `rows`, the logits of those tokens.
 
-        Logits are part of the forward so that a sharding wrapper around the module gathers the head too.
+        Logits are part of the forward so that a sharding wrapper around the module gathers the head
+        too.
         Shape: tokens and positions [T] int64, rows [M] int64; returns [T, C], or [M, V] fp32.
         """
         num_tokens = tokens.shape[0]
-        if torch.is_grad_enabled() or not is_exact(self.head):  # the contract's kernels take any number of rows
+        # the contract's kernels take any number of rows
+        if torch.is_grad_enabled() or not is_exact(self.head):
             tokens, positions = pad_rows(tokens), pad_rows(positions)
         rotary = Rotary(positions, *self.rope_tables(positions.device))
         hidden = cut_rows(self.model(tokens, rotary, attend), num_tokens)
@@ -187,12 +216,16 @@ class CausalLM(nn.Module):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def lay_out_projections(self) -> None:
-        """Move the weights that one product can serve next to each other; before anything else refers to them."""
+        """Move the weights that one product can serve next to each other; before anything else
+        refers to them.
+        """
         for _, projections in self._joinable():
             lay_out(projections)
 
     def join_projections(self) -> None:
-        """Use one product for several projections wherever their weights are next to each other now."""
+        """Use one product for several projections wherever their weights are next to each other
+        now.
+        """
         for module, projections in self._joinable():
             module.joined = join(projections)
 
@@ -206,9 +239,12 @@ class CausalLM(nn.Module):
     def rope_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions, [P, D/2] fp32 each."""
         if device not in self._rope:
-            with torch.device("cpu"), torch.inference_mode(False):  # whoever asks first, gradients may follow
+            # whoever asks first, gradients may follow
+            with torch.device("cpu"), torch.inference_mode(False):
                 cos, sin = rope_table(
-                    inverse_frequencies(self.spec), self.spec.max_positions, self.spec.rope.attention_factor
+                    inverse_frequencies(self.spec),
+                    self.spec.max_positions,
+                    self.spec.rope.attention_factor,
                 )
                 self._rope[device] = (cos.to(device), sin.to(device))
         return self._rope[device]

@@ -1,7 +1,7 @@
 """The frequencies of rotary positions for each way of stretching them.
 
-Source: the definitions that Hugging Face configs refer to: Llama 3.1's model card (llama3) and Peng et al., YaRN
-(2023). Tested against transformers.
+Source: the definitions that Hugging Face configs refer to: Llama 3.1's model card (llama3) and Peng
+et al., YaRN (2023). Tested against transformers.
 """
 
 from __future__ import annotations
@@ -43,10 +43,16 @@ def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """A ramp over the dimensions between those that turn `beta_fast` and `beta_slow` times in the original context."""
+    """A ramp over the dimensions between those that turn `beta_fast` and `beta_slow` times in the
+    original context.
+    """
 
     def dimension(turns: float) -> float:
-        return head_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return (
+            head_dim
+            * math.log(rope.original_positions / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
 
     first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:

@@ -32,7 +32,9 @@ SPELLINGS = ("rope_scaling", "rope_parameters")  # before transformers 5, and si
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions: base, and how the model stretches them (`kind` is Hugging Face's rope_type)."""
+    """Rotary positions: base, and how the model stretches them (`kind` is Hugging Face's
+    rope_type).
+    """
 
     theta: float
     kind: str = "default"
@@ -47,7 +49,9 @@ class RopeSpec:
 
 
 def rope_spec(config: Fields) -> RopeSpec:
-    """Raises: ConfigError naming a key that is not read, is wrong, or is contradicted by the other spelling."""
+    """Raises: ConfigError naming a key that is not read, is wrong, or is contradicted by the other
+    spelling.
+    """
     read = {key: _read(config, key) for key in SPELLINGS if config.raw.get(key)}
     if len(set(read.values())) > 1:
         raise ConfigError(
@@ -70,7 +74,9 @@ def _read(config: Fields, spelling: str) -> RopeSpec:
             raise ConfigError(f"{rope.where}: {key} is not supported with rope_type {kind!r}")
     for place in (config, rope):
         if place.raw.get("partial_rotary_factor", 1) != 1:
-            raise place.wrong("partial_rotary_factor", "1, as rotation of a part of each head is not supported")
+            raise place.wrong(
+                "partial_rotary_factor", "1, as rotation of a part of each head is not supported"
+            )
     theta = (rope if "rope_theta" in raw else config).number("rope_theta", 10000.0, above=1.0)
     match kind:
         case "linear":
@@ -83,14 +89,18 @@ def _read(config: Fields, spelling: str) -> RopeSpec:
 
 
 def _original_positions(config: Fields, rope: Fields) -> int:
-    """transformers lets the key outside win over that inside; without either, the model was never stretched."""
+    """transformers lets the key outside win over that inside; without either, the model was never
+    stretched.
+    """
     key = "original_max_position_embeddings"
     place = next((place for place in (config, rope) if key in place.raw), None)
     return place.count(key) if place else config.count("max_position_embeddings")
 
 
 def _llama3(theta: float, rope: Fields, original_positions: int) -> RopeSpec:
-    factor, low, high = (rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (
+        rope.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     if high <= low:
         raise rope.wrong("high_freq_factor", f"more than low_freq_factor {low:g}")
     return RopeSpec(theta, "llama3", factor, original_positions, low, high)
@@ -98,9 +108,15 @@ def _llama3(theta: float, rope: Fields, original_positions: int) -> RopeSpec:
 
 def _yarn(theta: float, rope: Fields, original_positions: int) -> RopeSpec:
     factor = rope.number("factor")
-    attention, mscale, all_dim = (rope.optional(key) for key in ("attention_factor", "mscale", "mscale_all_dim"))
+    attention, mscale, all_dim = (
+        rope.optional(key) for key in ("attention_factor", "mscale", "mscale_all_dim")
+    )
     if attention is None:
-        attention = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor)
+        attention = (
+            _mscale(factor, mscale) / _mscale(factor, all_dim)
+            if mscale and all_dim
+            else _mscale(factor)
+        )
     return RopeSpec(
         theta,
         "yarn",

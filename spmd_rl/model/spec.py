@@ -11,7 +11,8 @@ from spmd_rl.model.json_fields import Fields, read_object
 from spmd_rl.model.rope_spec import RopeSpec, rope_spec
 
 FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}
-NO_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}  # no bit of a forward pass depends on these, given its table
+# no bit of a forward pass depends on these, given its table
+NO_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FULL = "full_attention"
 CHANGES = {  # keys by which transformers would compute something else, or with other weights
@@ -48,7 +49,9 @@ class ModelSpec:
 
     @staticmethod
     def from_folder(folder: str | Path) -> ModelSpec:
-        """Raises: ConfigError if the folder, its config.json or a field is missing, broken or of another family."""
+        """Raises: ConfigError if the folder, its config.json or a field is missing, broken or of
+        another family.
+        """
         path = model_folder(folder) / "config.json"
         if not path.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no config.json")
@@ -61,8 +64,12 @@ class ModelSpec:
 
     @property
     def arithmetic(self) -> str:
-        """All that a forward pass depends on beside weights and rotary table: `vocab_size=104, hidden_size=64, ...`."""
-        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if name not in NO_ARITHMETIC)
+        """All that a forward pass depends on beside weights and rotary table: `vocab_size=104,
+        hidden_size=64, ...`.
+        """
+        return ", ".join(
+            f"{name}={value}" for name, value in vars(self).items() if name not in NO_ARITHMETIC
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -70,10 +77,15 @@ class ModelSpec:
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter of the network by its canonical name, in the network's order; needs no torch."""
+        """Every parameter of the network by its canonical name, in the network's order; needs no
+        torch.
+        """
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
-            shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in self._block_shapes().items()}
+            shapes |= {
+                f"model.layers.{layer}.{name}": shape
+                for name, shape in self._block_shapes().items()
+            }
         shapes["model.norm.weight"] = (self.hidden_size,)
         if not self.tie_embeddings:
             shapes[HEAD] = (self.vocab_size, self.hidden_size)
@@ -97,14 +109,20 @@ class ModelSpec:
             if bias:
                 shapes[f"{name}.bias"] = (rows,)
         if self.qk_norm:
-            shapes |= {f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")}
-        return shapes | {f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+            shapes |= {
+                f"self_attn.{name}.weight": (self.head_dim,) for name in ("q_norm", "k_norm")
+            }
+        return shapes | {
+            f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")
+        }
 
 
 def model_folder(folder: str | Path) -> Path:
     """Raises: ConfigError if there is no such folder."""
     if not Path(folder).is_dir():
-        raise ConfigError(f"no model folder at {folder}: models are read from disk (`hf download` brings one there)")
+        raise ConfigError(
+            f"no model folder at {folder}: models are read from disk (`hf download` brings one there)"
+        )
     return Path(folder)
 
 
@@ -113,26 +131,38 @@ def _refuse_unread(config: Fields, family: str) -> None:
     for key, why in CHANGES.items():
         if config.raw.get(key):
             raise ConfigError(f"{config.where}: {key} is set, and {why}")
-    if config.raw.get("use_sliding_window") or (family == "llama" and config.raw.get("sliding_window") is not None):
+    if config.raw.get("use_sliding_window") or (
+        family == "llama" and config.raw.get("sliding_window") is not None
+    ):
         key = "use_sliding_window" if config.raw.get("use_sliding_window") else "sliding_window"
-        raise ConfigError(f"{config.where}: {key} is set, and sliding-window attention is not supported")
+        raise ConfigError(
+            f"{config.where}: {key} is set, and sliding-window attention is not supported"
+        )
     if config.raw.get("hidden_act", "silu") != "silu":
         raise config.wrong("hidden_act", '"silu", the only activation that is supported')
     if config.raw.get("is_causal", True) is not True:
         raise config.wrong("is_causal", "true, as each token sees only those before it")
     layers = config.raw.get("layer_types")
     if layers is not None and layers != [FULL] * config.count("num_hidden_layers"):
-        raise config.wrong("layer_types", f"{FULL!r} for each of the layers, the only type that is supported")
+        raise config.wrong(
+            "layer_types", f"{FULL!r} for each of the layers, the only type that is supported"
+        )
 
 
 def _from_config(config: Fields, family: str, eos_ids: tuple[int, ...]) -> ModelSpec:
-    """Keys that transformers ignores in a family are ignored here too, and absent ones have its defaults."""
+    """Keys that transformers ignores in a family are ignored here too, and absent ones have its
+    defaults.
+    """
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     if family == "llama" and hidden % heads:
-        raise ConfigError(f"{config.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        raise ConfigError(
+            f"{config.where}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
     head_dim = _head_dim(config, family, hidden // heads)
     if head_dim % 2:
-        raise ConfigError(f"{config.where}: head_dim {head_dim} is odd, and rotary positions turn pairs")
+        raise ConfigError(
+            f"{config.where}: head_dim {head_dim} is odd, and rotary positions turn pairs"
+        )
     kv_heads = heads
     if config.raw.get("num_key_value_heads", 0) is not None:
         kv_heads = config.count("num_key_value_heads", heads if family == "llama" else 32)

@@ -1,8 +1,8 @@
 """Tokenizers of model folders.
 
-A folder with a tokenizer.json is read by the `tokenizers` library alone, in milliseconds; transformers, which takes
-seconds to import, is asked only for what it alone can do: other tokenizer files, those of which it makes another
-tokenizer than is written there, and chat templates.
+A folder with a tokenizer.json is read by the `tokenizers` library alone, in milliseconds;
+transformers, which takes seconds to import, is asked only for what it alone can do: other tokenizer
+files, those of which it makes another tokenizer than is written there, and chat templates.
 """
 
 from __future__ import annotations
@@ -49,14 +49,22 @@ class FolderTokenizer:
     @cached_property
     def chat_template(self) -> str | None:
         file = self.folder / "chat_template.jinja"
-        return file.read_text(encoding="utf-8") if file.is_file() else self._config.get("chat_template")
+        return (
+            file.read_text(encoding="utf-8")
+            if file.is_file()
+            else self._config.get("chat_template")
+        )
 
-    def __call__(self, text: list[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool = True
+    ) -> dict[str, list[list[int]]]:
         encodings = self._rust.encode_batch(text, add_special_tokens=add_special_tokens)
         return {"input_ids": [encoding.ids for encoding in encodings]}
 
     def num_tokens(self, text: str) -> int:
-        """Tokens of a text with its special ones, counted in this thread alone: a process that forks may ask."""
+        """Tokens of a text with its special ones, counted in this thread alone: a process that
+        forks may ask.
+        """
         return len(self._rust.encode(text).ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -86,7 +94,8 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
 
 
 def light_tokenizer(folder: Path) -> FolderTokenizer | None:
-    """The folder's tokenizer.json; nothing where there is none, or transformers makes another tokenizer of it.
+    """The folder's tokenizer.json; nothing where there is none, or transformers makes another
+    tokenizer of it.
 
     Raises: ConfigError if the file does not load.
     """
@@ -106,7 +115,9 @@ def light_tokenizer(folder: Path) -> FolderTokenizer | None:
 
 
 def check_has_tokenizer(folder: str | Path) -> None:
-    """Raises: ConfigError when the folder has no file with a vocabulary: transformers would make one of nothing."""
+    """Raises: ConfigError when the folder has no file with a vocabulary: transformers would make
+    one of nothing.
+    """
     if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
         raise ConfigError(
             f"{folder} holds no tokenizer: there is no tokenizer.json, nor any other file with a vocabulary"
@@ -117,10 +128,15 @@ def _auto_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a missing or broken file; all mean the same here
+        return AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+    # transformers raises many kinds for a missing or broken file; all mean the same here
+    except Exception as error:
         said = " ".join(str(error).split())
-        raise ConfigError(f"{folder} holds no tokenizer that loads: {type(error).__name__}: {said}") from error
+        raise ConfigError(
+            f"{folder} holds no tokenizer that loads: {type(error).__name__}: {said}"
+        ) from error
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

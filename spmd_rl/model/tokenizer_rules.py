@@ -1,7 +1,7 @@
 """Whether transformers' tokenizer of a folder is its tokenizer.json as it is written.
 
-transformers may build another one of its vocabulary, as the tokenizer's class says, and add tokens that other files
-name. It is asked itself where one of these rules is not met.
+transformers may build another one of its vocabulary, as the tokenizer's class says, and add tokens
+that other files name. It is asked itself where one of these rules is not met.
 Source: transformers 5.17, AutoTokenizer, TokenizersBackend and Qwen2Tokenizer.
 """
 
@@ -13,18 +13,31 @@ from typing import Any
 
 PLAIN = {"PreTrainedTokenizer", "TokenizersBackend"}
 QWEN2 = "Qwen2Tokenizer"
-QWEN2_SPECIAL = {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-QWEN2_MODEL = {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
+QWEN2_SPECIAL = {
+    "unk_token": "<|endoftext|>",
+    "eos_token": "<|endoftext|>",
+    "pad_token": "<|endoftext|>",
+}
+QWEN2_MODEL = {
+    "dropout": None,
+    "unk_token": None,
+    "fuse_unk": False,
+    "byte_fallback": False,
+    "ignore_merges": False,
+}
 QWEN2_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
-QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_PARTS: dict[str, Any] = {
     "normalizer": {"type": "NFC"},
     "pre_tokenizer": {
         "type": "Sequence",
         "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": QWEN2_SPLIT}, "behavior": "Isolated", "invert": False},
+            {
+                "type": "Split",
+                "pattern": {"Regex": QWEN2_SPLIT},
+                "behavior": "Isolated",
+                "invert": False,
+            },
             {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
         ],
     },
@@ -32,13 +45,24 @@ QWEN2_PARTS: dict[str, Any] = {
 }
 DECODER_IGNORES = {"add_prefix_space", "use_regex"}
 TOKEN_LISTS = ("extra_special_tokens", "additional_special_tokens")
-LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")  # read where the config lists no added tokens
+# read where the config lists no added tokens
+LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")
 FORCED_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-SET_ASIDE = ("auto_map", "split_special_tokens", "fix_mistral_regex", "init_inputs", FORCED_CLEAN_UP)
+SET_ASIDE = (
+    "auto_map",
+    "split_special_tokens",
+    "fix_mistral_regex",
+    "init_inputs",
+    FORCED_CLEAN_UP,
+)
 
 
-def is_as_written(rust: Any, model: Mapping[str, Any], config: Mapping[str, Any], files: set[str]) -> bool:
-    """`rust` is the tokenizer.json as `tokenizers` reads it, beside config.json and tokenizer_config.json."""
+def is_as_written(
+    rust: Any, model: Mapping[str, Any], config: Mapping[str, Any], files: set[str]
+) -> bool:
+    """`rust` is the tokenizer.json as `tokenizers` reads it, beside config.json and
+    tokenizer_config.json.
+    """
     name = _class(model, config)
     added = {index: _facts(token) for index, token in rust.get_added_tokens_decoder().items()}
     listed = config.get("added_tokens_decoder")
@@ -48,13 +72,19 @@ def is_as_written(rust: Any, model: Mapping[str, Any], config: Mapping[str, Any]
         and not any(config.get(key) for key in SET_ASIDE)
         and not (config.get("clean_up_tokenization_spaces") and type(rust.model).__name__ != "BPE")
         and (not files & set(LEGACY_FILES) if listed is None else _same_tokens(listed, added))
-        and all(isinstance(token, str) and token in special for token in _special_tokens(rust, name, config))
+        and all(
+            isinstance(token, str) and token in special
+            for token in _special_tokens(rust, name, config)
+        )
     )
 
 
 def _class(model: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """The class that AutoTokenizer takes, by the family and the class that a config names."""
-    family, named = model.get("model_type"), config.get("tokenizer_class") or model.get("tokenizer_class")
+    family, named = (
+        model.get("model_type"),
+        config.get("tokenizer_class") or model.get("tokenizer_class"),
+    )
     if family == "qwen2" or (family == "qwen3" and named is None):
         return QWEN2
     return "TokenizersBackend" if named is None else str(named).removesuffix("Fast")
@@ -84,16 +114,25 @@ def _part(part: Any, name: str) -> Any:
 
 def _facts(token: Any) -> dict[str, Any]:
     """An added token, as a config lists it."""
-    return {key: getattr(token, key) for key in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")}
+    return {
+        key: getattr(token, key)
+        for key in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    }
 
 
 def _same_tokens(listed: Any, added: Mapping[int, dict[str, Any]]) -> bool:
-    return isinstance(listed, dict) and listed == {str(index): facts for index, facts in added.items()}
+    return isinstance(listed, dict) and listed == {
+        str(index): facts for index, facts in added.items()
+    }
 
 
 def _special_tokens(rust: Any, name: str, config: Mapping[str, Any]) -> Iterator[Any]:
     """Every token that transformers would add to the vocabulary if it were not there."""
-    named = {key: value for key, value in config.items() if key.endswith("_token") and not isinstance(value, bool)}
+    named = {
+        key: value
+        for key, value in config.items()
+        if key.endswith("_token") and not isinstance(value, bool)
+    }
     named = QWEN2_SPECIAL | named if name == QWEN2 else named
     yield from (_content(value) for value in named.values() if value is not None)
     for key in TOKEN_LISTS:

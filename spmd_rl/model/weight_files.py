@@ -1,4 +1,6 @@
-"""Which safetensors files of a model folder hold its weights, and what their headers say; needs no torch."""
+"""Which safetensors files of a model folder hold its weights, and what their headers say; needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,17 @@ def has_weights(folder: str | Path) -> bool:
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The files that transformers reads: model.safetensors or, without it, those that the index names.
+    """The files that transformers reads: model.safetensors or, without it, those that the index
+    names.
 
-    Raises: ConfigError if there are neither, a file of the index is missing or outside the folder, or an adapter waits
-    to be applied.
+    Raises: ConfigError if there are neither, a file of the index is missing or outside the folder,
+    or an adapter waits to be applied.
     """
     single, index = Path(folder) / SINGLE, Path(folder) / INDEX
     if (Path(folder) / ADAPTER).is_file():
-        raise ConfigError(f"{folder} holds {ADAPTER}, and adapters are not applied: merge it into the weights first")
+        raise ConfigError(
+            f"{folder} holds {ADAPTER}, and adapters are not applied: merge it into the weights first"
+        )
     if single.is_file():
         return [single]
     if not index.is_file():
@@ -45,7 +50,11 @@ def weight_files(folder: str | Path) -> list[Path]:
             f"{folder} holds no weights (neither {SINGLE} nor {INDEX}; a run with --trainer.init=random needs none)"
         )
     names = read_object(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+    if (
+        not isinstance(names, dict)
+        or not names
+        or not all(isinstance(name, str) for name in names.values())
+    ):
         raise ConfigError(f"{index} has no object weight_map of file names")
     return [_inside(index, name) for name in sorted(set(names.values()))]
 
@@ -62,7 +71,8 @@ def _inside(index: Path, name: str) -> Path:
 def stored_tensors(folder: str | Path) -> dict[str, Stored]:
     """Every tensor of the folder's weight files, by its name in them; only headers are read.
 
-    Raises: ConfigError if a file is broken, two hold the same tensor, or one is no plain floating-point number.
+    Raises: ConfigError if a file is broken, two hold the same tensor, or one is no plain
+    floating-point number.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -73,9 +83,13 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
                 for key in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     part = file.get_slice(key)
                     if key in found:
-                        raise ConfigError(f"{folder}: {path.name} and {found[key].path.name} both hold {key}")
+                        raise ConfigError(
+                            f"{folder}: {path.name} and {found[key].path.name} both hold {key}"
+                        )
                     if part.get_dtype() not in DTYPES:
-                        raise ConfigError(f"{path} holds {key} as {part.get_dtype()}: quantized weights are not read")
+                        raise ConfigError(
+                            f"{path} holds {key} as {part.get_dtype()}: quantized weights are not read"
+                        )
                     found[key] = Stored(path, key, tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
@@ -83,10 +97,11 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
 
 
 def stored_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
-    """Where every weight of a model with these `shapes` lies, in the order of the files; only headers are read.
+    """Where every weight of a model with these `shapes` lies, in the order of the files; only
+    headers are read.
 
-    A model with a tied head may be stored with the head alone. If both are there, the head is given too, as a weight
-    beside `shapes`: its values must be compared.
+    A model with a tied head may be stored with the head alone. If both are there, the head is given
+    too, as a weight beside `shapes`: its values must be compared.
     Raises: ConfigError naming the first weight that is unknown, of another shape, or missing.
     """
     found = {key: one for key, one in stored_tensors(folder).items() if not key.endswith(UNUSED)}
@@ -98,9 +113,15 @@ def stored_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> d
             wanted[HEAD] = wanted[EMBEDDING]
     for key, one in found.items():
         if key not in wanted:
-            raise ConfigError(f"{folder} holds {key}, which the model of its config.json does not have")
+            raise ConfigError(
+                f"{folder} holds {key}, which the model of its config.json does not have"
+            )
         if tuple(wanted[key]) != one.shape:
-            raise ConfigError(f"{folder}: {one.key} is {list(one.shape)}, and the config asks for {list(wanted[key])}")
+            raise ConfigError(
+                f"{folder}: {one.key} is {list(one.shape)}, and the config asks for {list(wanted[key])}"
+            )
     if missing := set(wanted) - set(found):
-        raise ConfigError(f"{folder} lacks {len(missing)} weights of its config, first {min(missing)}")
+        raise ConfigError(
+            f"{folder} lacks {len(missing)} weights of its config, first {min(missing)}"
+        )
     return found

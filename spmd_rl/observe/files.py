@@ -12,7 +12,9 @@ from typing import BinaryIO
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in an error of the system, which knows it when a file is opened, not when the disk is full."""
+    """Name the file in an error of the system, which knows it when a file is opened, not when the
+    disk is full.
+    """
     try:
         yield
     except OSError as error:
@@ -21,9 +23,11 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the name `path`, and the place of what has it, once the block is left without an error.
+    """A new file that takes the name `path`, and the place of what has it, once the block is left
+    without an error.
 
-    Until then it has a name that nobody can have guessed. A link of the name `path` is replaced, not followed.
+    Until then it has a name that nobody can have guessed. A link of the name `path` is replaced,
+    not followed.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     with naming(path):

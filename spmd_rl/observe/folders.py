@@ -1,4 +1,6 @@
-"""Folders that appear under their name only when they are whole, and removal that never follows a symbolic link."""
+"""Folders that appear under their name only when they are whole, and removal that never follows a
+symbolic link.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""JSON that others may have written or damaged: each value is parsed, or refused with one sentence that names it."""
+"""JSON that others may have written or damaged: each value is parsed, or refused with one sentence
+that names it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _MOST_DIGITS = 308  # of a whole number that a float can hold
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, with their numbers from 1.
 
-    Only a newline ends a line: a JSON string may hold U+2028 and the other separators at which `str.splitlines` cuts.
+    Only a newline ends a line: a JSON string may hold U+2028 and the other separators at which
+    `str.splitlines` cuts.
     """
     with path.open("rb") as file:
         yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
@@ -25,7 +28,8 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def parse(where: str, content: bytes, **hooks: Any) -> Any:
     """The value of a line or a file; `hooks` are those of `json.loads`. Raises: DataError."""
     try:
-        return json.loads(content.decode("utf-8-sig"), **hooks)  # from bytes it would guess at UTF-16
+        # from bytes it would guess at UTF-16
+        return json.loads(content.decode("utf-8-sig"), **hooks)
     except UnicodeDecodeError as error:
         raise DataError(where, f"not UTF-8 at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:
@@ -37,7 +41,9 @@ def parse(where: str, content: bytes, **hooks: Any) -> Any:
 
 
 def parse_finite(where: str, content: bytes, beyond: Callable[[str], Any] = lambda _: None) -> Any:
-    """As `parse`; NaN, infinities and numbers that no float can hold become what `beyond` makes of their text."""
+    """As `parse`; NaN, infinities and numbers that no float can hold become what `beyond` makes of
+    their text.
+    """
 
     def real(text: str) -> Any:
         return value if math.isfinite(value := float(text)) else beyond(text)

@@ -18,7 +18,9 @@ from spmd_rl.observe.jsonl import lines, parse_finite
 
 @dataclass(frozen=True)
 class Metric:
-    """A name with its unit ("" for a plain ratio or count), a chart's title and one line on what it says."""
+    """A name with its unit ("" for a plain ratio or count), a chart's title and one line on what it
+    says.
+    """
 
     name: str
     unit: str
@@ -26,7 +28,8 @@ class Metric:
     meaning: str
 
 
-# beside these, reward/NAME is the mean of what a reward function's dict calls NAME; the line of step 1 has the seconds
+# beside these, reward/NAME is the mean of what a reward function's dict calls NAME; the line of
+# step 1 has the seconds
 # before it: before/all since the run began, before/NAME in a phase of that name
 METRICS = (
     Metric("reward/mean", "", "Reward", "mean reward of the step's samples"),
@@ -44,7 +47,10 @@ METRICS = (
         "share of prompts all samples of which were rewarded with 1 or more",
     ),
     Metric(
-        "reward/skipped_samples", "samples", "Samples left out", "samples that could not be graded, and were left out"
+        "reward/skipped_samples",
+        "samples",
+        "Samples left out",
+        "samples that could not be graded, and were left out",
     ),
     Metric(
         "reward/skipped_groups",
@@ -66,7 +72,12 @@ METRICS = (
         "Mismatched tokens",
         "tokens whose trainer and engine log-probs differ in any bit",
     ),
-    Metric("onpolicy/compared_tokens", "tokens", "Compared tokens", "tokens whose log-probs were compared"),
+    Metric(
+        "onpolicy/compared_tokens",
+        "tokens",
+        "Compared tokens",
+        "tokens whose log-probs were compared",
+    ),
     Metric(
         "onpolicy/max_abs_dlogp",
         "nats",
@@ -74,7 +85,10 @@ METRICS = (
         "largest |trainer - engine| log-prob of a token",
     ),
     Metric(
-        "onpolicy/mean_abs_dlogp", "nats", "Mean log-prob difference", "mean |trainer - engine| log-prob of a token"
+        "onpolicy/mean_abs_dlogp",
+        "nats",
+        "Mean log-prob difference",
+        "mean |trainer - engine| log-prob of a token",
     ),
     Metric(
         "onpolicy/k1",
@@ -84,7 +98,10 @@ METRICS = (
     ),
     Metric("onpolicy/k3", "nats", "KL divergence, k3 estimate", "k3 estimate of the same"),
     Metric(
-        "onpolicy/chi2", "", "Chi-square divergence", "mean square of the ratio trainer / engine of a token, less 1"
+        "onpolicy/chi2",
+        "",
+        "Chi-square divergence",
+        "mean square of the ratio trainer / engine of a token, less 1",
     ),
     Metric(
         "onpolicy/ess",
@@ -97,7 +114,9 @@ METRICS = (
     Metric("train/entropy", "nats", "Entropy", "mean entropy of the policy per response token"),
     Metric("train/clip_frac", "", "Clip fraction", "share of tokens whose ratio was clipped"),
     Metric("train/lr", "", "Learning rate", "learning rate of the step"),
-    Metric("train/tokens", "tokens", "Trained tokens", "tokens of the step's batch, prompts included"),
+    Metric(
+        "train/tokens", "tokens", "Trained tokens", "tokens of the step's batch, prompts included"
+    ),
     Metric("warmup/loss", "", "Loss of the warm-up", "loss of a step before step 1"),
     Metric("time/warmup", "s", "Time per warm-up step", "whole step before step 1"),
     Metric("time/step", "s", "Time per step", "whole step"),
@@ -117,11 +136,24 @@ METRICS = (
     Metric("time/sync", "s", "Time of the weight sync", "weights from trainer to engine"),
     Metric("time/sleep", "s", "Time to give memory back", "giving memory back"),
     Metric("time/wake", "s", "Time to take memory again", "taking memory again"),
-    Metric("time/save", "s", "Time to copy a checkpoint", "copying a checkpoint; writing it goes on behind the steps"),
-    Metric("perf/train_tokens_per_s", "tokens/s", "Speed of training", "trained tokens per second of training"),
+    Metric(
+        "time/save",
+        "s",
+        "Time to copy a checkpoint",
+        "copying a checkpoint; writing it goes on behind the steps",
+    ),
+    Metric(
+        "perf/train_tokens_per_s",
+        "tokens/s",
+        "Speed of training",
+        "trained tokens per second of training",
+    ),
     Metric("perf/mfu", "", "Model FLOPs utilisation", "model FLOPs over the device's dense peak"),
     Metric(
-        "perf/controller_share", "", "Controller's share of the step", "share of the step in which no worker had work"
+        "perf/controller_share",
+        "",
+        "Controller's share of the step",
+        "share of the step in which no worker had work",
     ),
     Metric(
         "memory/gpu_peak_gib",
@@ -130,10 +162,16 @@ METRICS = (
         "device memory in use after training, by whomever; the highest of all ranks",
     ),
     Metric(
-        "version/lag_mean", "versions", "Mean age of the tokens", "mean age of the step's tokens in weight versions"
+        "version/lag_mean",
+        "versions",
+        "Mean age of the tokens",
+        "mean age of the step's tokens in weight versions",
     ),
     Metric(
-        "version/lag_max", "versions", "Age of the oldest token", "age of the step's oldest token in weight versions"
+        "version/lag_max",
+        "versions",
+        "Age of the oldest token",
+        "age of the step's oldest token in weight versions",
     ),
 )
 
@@ -143,8 +181,8 @@ KNOWN = {metric.name: metric for metric in METRICS}
 class MetricsLog:
     """`metrics.jsonl`: one line a step, in the file once `write` returns.
 
-    A value that is not finite is written as null, with a warning: JSON has no NaN, and a reader must not
-    mistake one for a number.
+    A value that is not finite is written as null, with a warning: JSON has no NaN, and a reader
+    must not mistake one for a number.
     """
 
     def __init__(self, path: Path) -> None:
@@ -152,19 +190,27 @@ class MetricsLog:
         self._file = open_to_append(path)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """Append the line of `step`, with the time of writing as `unix_s`; the row as `read_metrics` gives it.
+        """Append the line of `step`, with the time of writing as `unix_s`; the row as
+        `read_metrics` gives it.
 
         Raises: DataError for a metric that is no number, or has a name that a line has already.
         """
         try:
             bad = sorted(name for name, value in metrics.items() if not math.isfinite(value))
         except TypeError:
-            raise DataError(f"step {step}", f"logged what is no number: {', '.join(_no_numbers(metrics))}") from None
+            raise DataError(
+                f"step {step}", f"logged what is no number: {', '.join(_no_numbers(metrics))}"
+            ) from None
         if bad:
-            warnings.warn(f"step {step}: not a finite number, written as null: {', '.join(bad)}", stacklevel=2)
+            warnings.warn(
+                f"step {step}: not a finite number, written as null: {', '.join(bad)}", stacklevel=2
+            )
         row: dict[str, Any] = {"step": step, "unix_s": round(time.time(), 3)}
         if taken := row.keys() & metrics.keys():
-            raise DataError(f"step {step}", f"logged {min(taken)!r}, which each line has already: choose another name")
+            raise DataError(
+                f"step {step}",
+                f"logged {min(taken)!r}, which each line has already: choose another name",
+            )
         row |= {name: None if name in bad else _number(value) for name, value in metrics.items()}
         with naming(self.path):
             self._file.write((json.dumps(row, allow_nan=False) + "\n").encode())
@@ -186,7 +232,8 @@ def _no_numbers(metrics: Mapping[str, object]) -> Iterator[str]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl` as dicts.
 
-    A damaged line is skipped with a warning: the other steps are whole. A last line that was cut short is left out.
+    A damaged line is skipped with a warning: the other steps are whole. A last line that was cut
+    short is left out.
     """
     rows = []
     for number, line in lines(path) if path.exists() else ():
@@ -199,7 +246,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def holds_steps(path: Path) -> bool:
-    """Whether there is a step from 1, or a line that cannot be read. A run begins a warm-up alone again."""
+    """Whether there is a step from 1, or a line that cannot be read. A run begins a warm-up alone
+    again.
+    """
     try:
         return path.exists() and any(_row(str(path), line)["step"] > 0 for _, line in lines(path))
     except DataError:
@@ -214,7 +263,9 @@ def _row(where: str, line: bytes) -> dict[str, Any]:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines after `step`, which a resumed run will write again; of a run that begins anew, all."""
+    """Drop the lines after `step`, which a resumed run will write again; of a run that begins anew,
+    all.
+    """
     kept = [json.dumps(row) + "\n" for row in read_metrics(path) if 0 < step >= row["step"]]
     write_whole(path, "".join(kept))
 

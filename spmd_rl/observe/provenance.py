@@ -1,4 +1,6 @@
-"""What a run was made of, as far as its config does not say: command, commit, host, machine and versions."""
+"""What a run was made of, as far as its config does not say: command, commit, host, machine and
+versions.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def began_unix_s() -> float:
 
 
 def provenance(words: Sequence[str], began_s: float) -> dict[str, Any]:
-    """The facts of this start as plain data; `words` are those after `spmd-rl run`. What is not known is left out."""
+    """The facts of this start as plain data; `words` are those after `spmd-rl run`. What is not
+    known is left out.
+    """
     source = Path(__file__).parents[2]
     known = {
         "command": shlex.join(["spmd-rl", "run", *words]) if words else "",
@@ -51,11 +55,21 @@ def provenance(words: Sequence[str], began_s: float) -> dict[str, Any]:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the git repository around `folder`, with `-dirty` where a tracked file was changed; "" if none.
+    """The commit of the git repository around `folder`, with `-dirty` where a tracked file was
+    changed; "" if none.
 
     Blocks: until git answers, at most `GIT_S`.
     """
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+        "--exclude=*",
+    ]
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # what is only read is not locked
     try:
         done = subprocess.run(
@@ -86,7 +100,9 @@ def machine() -> str:
 def _field(path: Path, name: str) -> str:
     """The first value called `name` in one of the kernel's files; "" where there is none."""
     try:
-        found = re.search(rf"^{name}\s*:\s*(.*?)\s*$", path.read_text(errors="replace"), re.MULTILINE)
+        found = re.search(
+            rf"^{name}\s*:\s*(.*?)\s*$", path.read_text(errors="replace"), re.MULTILINE
+        )
     except OSError:
         return ""
     return found[1] if found else ""

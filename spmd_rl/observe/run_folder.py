@@ -32,7 +32,17 @@ from spmd_rl.types.samples import Group
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 OF_EVERY_START = {
-    *("config.toml", "plan.json", "run.json", "contract.json", "logs", "stacks", "traces", "tensorboard", "wandb"),
+    *(
+        "config.toml",
+        "plan.json",
+        "run.json",
+        "contract.json",
+        "logs",
+        "stacks",
+        "traces",
+        "tensorboard",
+        "wandb",
+    ),
     *("curves.png", "report.html"),
 }
 WRITTEN = OF_EVERY_START | {
@@ -40,14 +50,23 @@ WRITTEN = OF_EVERY_START | {
     *("controller.json", CLAIM_FILE, LAUNCH_FILE),
 }
 NOT_OF_THE_RUN = {
-    *("run.resume", "run.name", "run.folder", "run.save_every", "run.keep_checkpoints", "run.keep_best"),
+    *(
+        "run.resume",
+        "run.name",
+        "run.folder",
+        "run.save_every",
+        "run.keep_checkpoints",
+        "run.keep_best",
+    ),
     *("run.deadline_s", "run.between_calls_s", "run.lost_after_s", "run.start_s", "run.grace_s"),
     *("run.sinks", "run.trace"),
 }  # settings that no step of a run depends on: how long it waits, what it keeps, who is told
 
 
 class RunFolder:
-    """Paths of one run's files. Whole files appear at once: what is there under its name is complete."""
+    """Paths of one run's files. Whole files appear at once: what is there under its name is
+    complete.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,15 +79,17 @@ class RunFolder:
         self.stacks = path / "stacks"
 
     @classmethod
-    def open(cls, path: str | Path, config: str, plan: Mapping[str, Any], *, resume: bool = False) -> RunFolder:
-        """Make the folder, or continue in one that holds a run of the same configuration, or one without a step.
+    def open(
+        cls, path: str | Path, config: str, plan: Mapping[str, Any], *, resume: bool = False
+    ) -> RunFolder:
+        """Make the folder, or continue in one that holds a run of the same configuration, or one
+        without a step.
 
-        A new folder is this user's alone.
-        `NOT_OF_THE_RUN` is no part of a configuration.
-        No other process can open it while this object lives. `config` is the TOML of the run, `plan` what it resolved
-        to. `resume` accepts a changed configuration.
-        Raises: ConfigError when the folder holds something else, which is not touched then, or a live run, or cannot
-        be made.
+        A new folder is this user's alone. `NOT_OF_THE_RUN` is no part of a configuration. No other
+        process can open it while this object lives. `config` is the TOML of the run, `plan` what it
+        resolved to. `resume` accepts a changed configuration.
+        Raises: ConfigError when the folder holds something else, which is not touched then, or a
+        live run, or cannot be made.
         """
         run = cls(Path(path))
         run.refuse_other(config, resume)
@@ -77,7 +98,8 @@ class RunFolder:
         run.refuse_other(config, resume)  # again: another may have begun meanwhile
         if not run._holds_work():
             (run.path / "contract.json").unlink(missing_ok=True)
-        write_whole(run.path / "config.toml", config)  # first: it is what makes this the folder of a run
+        # first: it is what makes this the folder of a run
+        write_whole(run.path / "config.toml", config)
         for folder in (run.samples, run.logs, run.stacks):
             folder.mkdir(exist_ok=True)
         write_whole(run.path / "plan.json", json.dumps(plan, indent=2) + "\n")
@@ -91,7 +113,9 @@ class RunFolder:
             raise ConfigError(f"{self.path} cannot be made: {error.strerror}") from None
 
     def write_samples(self, step: int, groups: Sequence[Group]) -> None:
-        """One line a sample: what was asked, answered and rewarded, with tokens, log-probs and versions."""
+        """One line a sample: what was asked, answered and rewarded, with tokens, log-probs and
+        versions.
+        """
         write_whole(self.samples / f"step_{step:05d}.jsonl", _json_lines(_sample_rows(groups)))
 
     def drop_samples(self, after: int) -> None:
@@ -102,17 +126,23 @@ class RunFolder:
                 path.unlink()
 
     def refuse_other(self, config: str, resume: bool) -> None:
-        """Raises: ConfigError when what is there is no run, one of another configuration and not to be resumed, or one
-        with a symbolic link in the place of what it writes.
+        """Raises: ConfigError when what is there is no run, one of another configuration and not to
+        be resumed, or one with a symbolic link in the place of what it writes.
         """
         refuse_links(self.path)
-        if not self.path.exists() or (self.path.is_dir() and all(_before_a_run(f) for f in self.path.iterdir())):
+        if not self.path.exists() or (
+            self.path.is_dir() and all(_before_a_run(f) for f in self.path.iterdir())
+        ):
             return
         held = self.path / "config.toml"
         if not held.is_file():
-            raise ConfigError(f"{self.path} exists and is not the folder of a run: add {self._free_name()}")
+            raise ConfigError(
+                f"{self.path} exists and is not the folder of a run: add {self._free_name()}"
+            )
         if self._holds_work() and not resume:
-            changed = list(_changes(tomllib.loads(held.read_text(encoding="utf-8")), tomllib.loads(config)))
+            changed = list(
+                _changes(tomllib.loads(held.read_text(encoding="utf-8")), tomllib.loads(config))
+            )
             if changed:
                 raise ConfigError(
                     f"{self.path} holds a run with another configuration ({changed[0]}): "
@@ -122,10 +152,14 @@ class RunFolder:
     def _free_name(self) -> str:
         """The flag that starts a run of the same name with a number that no folder here has."""
         names = (f"{self.path.name}-{number}" for number in count(2))
-        return f"--run.name={next(name for name in names if not self.path.with_name(name).exists())}"
+        return (
+            f"--run.name={next(name for name in names if not self.path.with_name(name).exists())}"
+        )
 
     def _holds_work(self) -> bool:
-        """Whether there is more than what every start makes at once: a step, a checkpoint, a model, a user's file."""
+        """Whether there is more than what every start makes at once: a step, a checkpoint, a model,
+        a user's file.
+        """
         made = (self.samples, self.checkpoints, self.hf)
         known = (*made, self.metrics)
         return (
@@ -143,12 +177,16 @@ def has_content(path: Path) -> bool:
 
 
 def _before_a_run(path: Path) -> bool:
-    """What may lie in the folder before its run: half-written files, its locks, the logs that a batch system opens."""
+    """What may lie in the folder before its run: half-written files, its locks, the logs that a
+    batch system opens.
+    """
     return path.suffix == ".part" or path.name in ("logs", CLAIM_FILE, LAUNCH_FILE)
 
 
 def refuse_links(run: Path) -> None:
-    """Raises: ConfigError when what a run writes to is a symbolic link, through which it would write elsewhere."""
+    """Raises: ConfigError when what a run writes to is a symbolic link, through which it would
+    write elsewhere.
+    """
     for path in (*(run / name for name in sorted(WRITTEN)), *(run / "checkpoints").glob("*")):
         if path.is_symlink():
             raise ConfigError(
@@ -183,7 +221,9 @@ class _SampleRow(msgspec.Struct, omit_defaults=True):
 
 
 def _json_lines(rows: list[_SampleRow]) -> str:
-    """As `json.dumps` has them: msgspec is ten times as fast, but knows no NaN, and no half of a surrogate pair."""
+    """As `json.dumps` has them: msgspec is ten times as fast, but knows no NaN, and no half of a
+    surrogate pair.
+    """
     try:
         lines = _encode_lines(rows)
     except UnicodeEncodeError:

@@ -1,6 +1,8 @@
-"""One run at a time in a folder: the controller holds a lock there, which the system takes back when it ends.
+"""One run at a time in a folder: the controller holds a lock there, which the system takes back
+when it ends.
 
-Before that, and as long as it lives, `spmd-rl run` holds another: a second start need not wait for the controller.
+Before that, and as long as it lives, `spmd-rl run` holds another: a second start need not wait for
+the controller.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ CLAIM_FILE = "controller.lock"
 LAUNCH_FILE = "launcher.lock"
 WAIT_S = 15.0  # for a controller that is ending, before a restart of its ranks
 LOOK_S = 0.1
-UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # a file system without locks cannot tell
+# a file system without locks cannot tell
+UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _HOLDER = re.compile(r"host (?P<host>.*), pid (?P<pid>\d+)\nstarted by pid (?P<parent>\d+)\n")
 
 
 def claim(folder: Path, wait_s: float = WAIT_S, name: str = CLAIM_FILE) -> int:
-    """Lock the file `name` of `folder` until the descriptor that comes back is closed, or the process ends.
+    """Lock the file `name` of `folder` until the descriptor that comes back is closed, or the
+    process ends.
 
     Blocks: for `wait_s` at most, and not for a run of this host that nobody has ended.
     Raises: ConfigError naming who holds it.
@@ -50,7 +54,8 @@ def claim(folder: Path, wait_s: float = WAIT_S, name: str = CLAIM_FILE) -> int:
 
 @contextlib.contextmanager
 def launching(folder: Path) -> Iterator[None]:
-    """Hold a launcher's lock of `folder`; what is forked meanwhile lets go of it, and may outlive the launcher.
+    """Hold a launcher's lock of `folder`; what is forked meanwhile lets go of it, and may outlive
+    the launcher.
 
     Raises: ConfigError naming the launcher that holds it.
     """
@@ -68,7 +73,9 @@ def launching(folder: Path) -> Iterator[None]:
 
 
 def refuse_live(folder: Path) -> None:
-    """Raises: ConfigError when a run of this host is going on in `folder`; of others the controller will know."""
+    """Raises: ConfigError when a run of this host is going on in `folder`; of others the controller
+    will know.
+    """
     try:
         file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # there is none, or the folder is not ours: the controller says so
@@ -83,11 +90,15 @@ def refuse_live(folder: Path) -> None:
 
 def _refusal(folder: Path, holder: str) -> ConfigError:
     who = holder.partition("\n")[0] or "which has just begun"
-    return ConfigError(f"another run is going on in {folder} ({who}): end it, or choose another name")
+    return ConfigError(
+        f"another run is going on in {folder} ({who}): end it, or choose another name"
+    )
 
 
 def _goes_on(holder: str) -> bool:
-    """Whether the holder is seen to be no controller that is ending: the rank 0 that started it is there still."""
+    """Whether the holder is seen to be no controller that is ending: the rank 0 that started it is
+    there still.
+    """
     found = _HOLDER.fullmatch(holder)
     if found is None or found["host"] != socket.gethostname():
         return False

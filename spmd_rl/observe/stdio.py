@@ -1,4 +1,6 @@
-"""stdout and stderr of a run, which lasts longer than who reads them may: a pager, `tee`, a terminal, a full disk."""
+"""stdout and stderr of a run, which lasts longer than who reads them may: a pager, `tee`, a
+terminal, a full disk.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from typing import Any, TextIO, cast
 
 
 class Lasting:
-    """A standard stream: once the system takes no more of it, what is written goes nowhere, and who writes goes on."""
+    """A standard stream: once the system takes no more of it, what is written goes nowhere, and who
+    writes goes on.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -34,11 +38,16 @@ class Lasting:
         except OSError as error:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())  # what is buffered goes there too
-            print(f"{self._stream.name} takes no more ({error.strerror}): this goes on without", file=sys.stderr)
+            print(
+                f"{self._stream.name} takes no more ({error.strerror}): this goes on without",
+                file=sys.stderr,
+            )
 
 
 def let_streams_last() -> None:
-    """Have stdout and stderr of this process be `Lasting`; those that were closed before it began go nowhere."""
+    """Have stdout and stderr of this process be `Lasting`; those that were closed before it began
+    go nowhere.
+    """
     sys.stdout, sys.stderr = (
         cast(TextIO, Lasting(stream or open(os.devnull, "w")))  # noqa: SIM115  for as long as the process lives
         for stream in (sys.stdout, sys.stderr)

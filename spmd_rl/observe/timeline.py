@@ -1,4 +1,5 @@
-"""The spans of all processes of a run on one time axis, and `trace.json`, which Perfetto and chrome://tracing open.
+"""The spans of all processes of a run on one time axis, and `trace.json`, which Perfetto and
+chrome://tracing open.
 
 spmd-rl trace RUN [RUN ...]
 """
@@ -70,9 +71,11 @@ def _first(path: Path) -> Process:
 
 
 def read_spans(path: Path) -> Iterator[tuple[Process, Span | None]]:
-    """A file's spans in the order they ended, each with the process that recorded it; None where a process begins.
+    """A file's spans in the order they ended, each with the process that recorded it; None where a
+    process begins.
 
-    A line that the death of its process cut short is left out. Raises: DataError for one that says something else.
+    A line that the death of its process cut short is left out. Raises: DataError for one that says
+    something else.
     """
     process = Process(path.stem)
     with path.open("rb") as file:
@@ -89,18 +92,22 @@ def read_spans(path: Path) -> Iterator[tuple[Process, Span | None]]:
                     name, start_ns, length_ns, lane, args = msgspec.convert(record, _SPAN)
                     yield process, Span(name, process.began_ns + start_ns, length_ns, lane, args)
             except msgspec.ValidationError:
-                raise DataError(f"{path}:{number}", "neither the header nor a span of a trace") from None
+                raise DataError(
+                    f"{path}:{number}", "neither the header nor a span of a trace"
+                ) from None
 
 
 def tracks(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
     """Spans of one lane by start, each with its track and its depth there.
 
-    On a track every span lies within or beside every other, as viewers demand of a thread; spans that merely overlap,
-    as calls in flight do, go on different tracks.
+    On a track every span lies within or beside every other, as viewers demand of a thread; spans
+    that merely overlap, as calls in flight do, go on different tracks.
     """
     ends_of_track: list[list[int]] = []
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.length_ns)):
-        track = next((i for i, ends in enumerate(ends_of_track) if _has_room(ends, span)), len(ends_of_track))
+        track = next(
+            (i for i, ends in enumerate(ends_of_track) if _has_room(ends, span)), len(ends_of_track)
+        )
         if track == len(ends_of_track):
             ends_of_track.append([])
         ends_of_track[track].append(span.end_ns)
@@ -108,14 +115,17 @@ def tracks(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
 
 
 def _has_room(ends: list[int], span: Span) -> bool:
-    """Whether `span`, no earlier than those before it, fits a track whose spans end at `ends`, the outermost first."""
+    """Whether `span`, no earlier than those before it, fits a track whose spans end at `ends`, the
+    outermost first.
+    """
     while ends and ends[-1] <= span.start_ns:
         ends.pop()
     return not ends or span.end_ns <= ends[-1]
 
 
 def write_chrome(run: Path) -> int:
-    """Write `trace.json` from what the processes recorded, one process at a time; the number of spans.
+    """Write `trace.json` from what the processes recorded, one process at a time; the number of
+    spans.
 
     Raises: ConfigError when they recorded nothing.
     """
@@ -126,12 +136,15 @@ def write_chrome(run: Path) -> int:
     began_ns = min(process.began_ns for process in files.values())
     with whole_file(run / "trace.json") as out:
         out.write(
-            b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n' % (began_ns / 1e9)
+            b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n'
+            % (began_ns / 1e9)
         )
         for number, (path, process) in enumerate(files.items(), 1):
             events = list(_events(path, process, number, began_ns))
             num_spans += sum(event["ph"] == "X" for event in events)
-            out.write((b",\n" if number > 1 else b"") + b",\n".join(map(msgspec.json.encode, events)))
+            out.write(
+                (b",\n" if number > 1 else b"") + b",\n".join(map(msgspec.json.encode, events))
+            )
         out.write(b"\n]}\n")
     return num_spans
 
@@ -144,14 +157,26 @@ def _events(path: Path, process: Process, number: int, began_ns: int) -> Iterato
             lanes.setdefault(span.lane, []).append(span)
     title = process.name + (f" on {process.host}" if process.host else "")
     yield {"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": title}}
-    yield {"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index", "args": {"sort_index": number}}
+    yield {
+        "ph": "M",
+        "pid": number,
+        "tid": 0,
+        "name": "process_sort_index",
+        "args": {"sort_index": number},
+    }
     thread_of: dict[tuple[str, int], int] = {}
     for lane, spans in lanes.items():
         for track, _, span in tracks(spans):
             if (lane, track) not in thread_of:
                 thread = thread_of[lane, track] = len(thread_of) + 1
                 name = lane if track == 0 else f"{lane} ({track + 1})"
-                yield {"ph": "M", "pid": number, "tid": thread, "name": "thread_name", "args": {"name": name}}
+                yield {
+                    "ph": "M",
+                    "pid": number,
+                    "tid": thread,
+                    "name": "thread_name",
+                    "args": {"name": name},
+                }
             yield {
                 "ph": "X",
                 "pid": number,
@@ -176,5 +201,7 @@ def main(argv: list[str]) -> int:
             num_spans = write_chrome(run)
         except OSError as error:
             raise ConfigError(f"trace.json cannot be written: {error}") from None
-        print(f"{run / 'trace.json'}: {num_spans:,} spans; open it at ui.perfetto.dev or in chrome://tracing")
+        print(
+            f"{run / 'trace.json'}: {num_spans:,} spans; open it at ui.perfetto.dev or in chrome://tracing"
+        )
     return 0

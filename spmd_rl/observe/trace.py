@@ -1,18 +1,22 @@
-"""What a process did and when: named spans, kept in memory and appended to a file of the process's own.
+"""What a process did and when: named spans, kept in memory and appended to a file of the process's
+own.
 
     trace = Trace(run_folder / "traces", "rank 3", rank=3)
     with trace.span("trainer.train_step", role="trainer", phase="train", step=7):
         ...
     trace.flush()                                             # where nobody waits for this process
 
-The file is `traces/<process>.jsonl`. Every start of the process appends a header, an object, then its spans, arrays:
+The file is `traces/<process>.jsonl`. Every start of the process appends a header, an object, then
+its spans, arrays:
 
-    {"process": "rank 3", "rank": 3, "host": "node1", "pid": 4711, "began_unix_ns": 1700000000000000000}
-    ["trainer.train_step", 1200300, 95000000, "MainThread", {"role": "trainer", "phase": "train", "step": 7}]
+    {"process": "rank 3", "rank": 3, "host": "node1", "pid": 4711, "began_unix_ns":
+    1700000000000000000} ["trainer.train_step", 1200300, 95000000, "MainThread", {"role": "trainer",
+    "phase": "train", "step": 7}]
 
-that is name, start in ns since `began_unix_ns`, length in ns, lane (a thread, or whatever does one thing at a time)
-and arguments. A span is timed on the monotonic clock, and the header says when in unix time the recording began, so
-that the files of all processes share one time axis, as far as their hosts' clocks agree. `timeline.py` reads them.
+that is name, start in ns since `began_unix_ns`, length in ns, lane (a thread, or whatever does one
+thing at a time) and arguments. A span is timed on the monotonic clock, and the header says when in
+unix time the recording began, so that the files of all processes share one time axis, as far as
+their hosts' clocks agree. `timeline.py` reads them.
 """
 
 from __future__ import annotations
@@ -51,12 +55,17 @@ _THREAD = _Thread()
 class Trace:
     """Records spans of one process, from any of its threads. Without a folder it is off.
 
-    At most `capacity` spans wait in memory: the span that fills it writes them all. A full disk ends the recording
-    with a warning, and never the run.
+    At most `capacity` spans wait in memory: the span that fills it writes them all. A full disk
+    ends the recording with a warning, and never the run.
     """
 
     def __init__(
-        self, folder: Path | None = None, process: str = "", *, rank: int | None = None, capacity: int = CAPACITY
+        self,
+        folder: Path | None = None,
+        process: str = "",
+        *,
+        rank: int | None = None,
+        capacity: int = CAPACITY,
     ) -> None:
         self._spans: deque[tuple[str, int, int, str, dict[str, Any]]] = deque()
         self._capacity = capacity
@@ -80,12 +89,16 @@ class Trace:
         return _OFF if self._path is None else _Span(self, name, args)
 
     def add(self, name: str, start_ns: int, end_ns: int, lane: str = "", **args: Any) -> None:
-        """Record what began and ended at two readings of `now_ns`, for what no `with` can hold: calls in flight."""
+        """Record what began and ended at two readings of `now_ns`, for what no `with` can hold:
+        calls in flight.
+        """
         if self._path is not None:
             self._take(name, start_ns, end_ns, lane or _THREAD.lane, args)
 
     def flush(self, every_s: float = 0.0) -> None:
-        """Append the spans recorded so far to the file, unless that was done less than `every_s` ago."""
+        """Append the spans recorded so far to the file, unless that was done less than `every_s`
+        ago.
+        """
         if now_ns() - self._flushed_ns < every_s * 1e9:
             return
         with self._flushing:
@@ -140,7 +153,9 @@ class _Span(AbstractContextManager[None]):
 
 
 def unix_offset_ns(num_readings: int = 5) -> int:
-    """What to add to `now_ns` for unix time, from the reading that the fewest nanoseconds passed around."""
+    """What to add to `now_ns` for unix time, from the reading that the fewest nanoseconds passed
+    around.
+    """
     readings = []
     for _ in range(num_readings):
         before, unix_ns, after = now_ns(), time.time_ns(), now_ns()

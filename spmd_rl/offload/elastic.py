@@ -1,10 +1,12 @@
-"""GPU memory that can be given back while its address stays, through CUDA's virtual memory management.
+"""GPU memory that can be given back while its address stays, through CUDA's virtual memory
+management.
 
-A range of addresses is reserved once; physical memory is mapped into it and taken out again. So tensors over it, and
-CUDA graphs that were recorded over those, stay valid from one mapping to the next. Contents do not survive.
+A range of addresses is reserved once; physical memory is mapped into it and taken out again. So
+tensors over it, and CUDA graphs that were recorded over those, stay valid from one mapping to the
+next. Contents do not survive.
 
-Source: CUDA driver API, Virtual Memory Management; the idea of keeping addresses for recorded graphs is
-torch_memory_saver's.
+Source: CUDA driver API, Virtual Memory Management; the idea of keeping addresses for recorded
+graphs is torch_memory_saver's.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class _AccessDesc(ctypes.Structure):
 class ElasticMemory:
     """`num_bytes` of one GPU's memory, mapped when made.
 
-    Tensors over `bytes` may be used only while it is mapped. The addresses are freed with the object.
+    Tensors over `bytes` may be used only while it is mapped. The addresses are freed with the
+    object.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -54,7 +57,12 @@ class ElasticMemory:
         self._location = _Location(DEVICE, index)
         self._prop = _AllocationProp(type=PINNED, location=self._location)
         granularity = ctypes.c_size_t()
-        _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._prop), ctypes.c_int(0))
+        _call(
+            "cuMemGetAllocationGranularity",
+            ctypes.byref(granularity),
+            ctypes.byref(self._prop),
+            ctypes.c_int(0),
+        )
         self._size = -(-num_bytes // granularity.value) * granularity.value
         address = ctypes.c_uint64()
         size, none = ctypes.c_size_t(self._size), ctypes.c_uint64(0)
@@ -63,7 +71,9 @@ class ElasticMemory:
         self._handles: list[int] = []
         weakref.finalize(self, _release, self._address, self._size, self._handles).atexit = False
         self.map()
-        self.bytes: Tensor = torch.as_tensor(_Array(self._address, num_bytes), device=torch.device("cuda", index))
+        self.bytes: Tensor = torch.as_tensor(
+            _Array(self._address, num_bytes), device=torch.device("cuda", index)
+        )
 
     @property
     def is_mapped(self) -> bool:
@@ -78,9 +88,13 @@ class ElasticMemory:
             return
         torch.cuda.empty_cache()  # what torch keeps for later is ours now
         if (free_bytes := torch.cuda.mem_get_info(self._location.id)[0]) < self._size:
-            raise ResidencyError(f"{as_size(self._size)} are asked for, and the GPU has {as_size(free_bytes)} left")
+            raise ResidencyError(
+                f"{as_size(self._size)} are asked for, and the GPU has {as_size(free_bytes)} left"
+            )
         handle, size = ctypes.c_uint64(), ctypes.c_size_t(self._size)
-        _call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._prop), ctypes.c_uint64(0))
+        _call(
+            "cuMemCreate", ctypes.byref(handle), size, ctypes.byref(self._prop), ctypes.c_uint64(0)
+        )
         at, access = ctypes.c_uint64(self._address), _AccessDesc(self._location, READ_WRITE)
         try:
             _call("cuMemMap", at, size, ctypes.c_size_t(0), handle, ctypes.c_uint64(0))

@@ -10,8 +10,9 @@ import torch
 class HostMemory:
     """`num_bytes` of this process's memory, zero at first; what is never touched takes no room.
 
-    `unmap` leaves it to the system, which takes pages of it only when it runs short (MADV_FREE): after `map` each page
-    is as it was, or zero. So a short sleep costs nothing, where clearing pages anew costs 0.1 ms a MiB.
+    `unmap` leaves it to the system, which takes pages of it only when it runs short (MADV_FREE):
+    after `map` each page is as it was, or zero. So a short sleep costs nothing, where clearing
+    pages anew costs 0.1 ms a MiB.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -56,20 +56,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="as in `spmd-rl run`")
     parser.add_argument(
-        "--world", type=int, metavar="N", help=f"number of ranks, up to {MOST_RANKS}; default: as --nproc N says"
+        "--world",
+        type=int,
+        metavar="N",
+        help=f"number of ranks, up to {MOST_RANKS}; default: as --nproc N says",
     )
     parser.add_argument(
-        "--gpu-gib", type=float, metavar="G", help="memory of one GPU; a run that needs more is refused"
+        "--gpu-gib",
+        type=float,
+        metavar="G",
+        help="memory of one GPU; a run that needs more is refused",
     )
-    parser.add_argument("--config", type=Path, metavar="F.toml", help="settings of the run, as a file")
+    parser.add_argument(
+        "--config", type=Path, metavar="F.toml", help="settings of the run, as a file"
+    )
     return parser
 
 
 def lines(resolved: Resolved) -> Iterator[str]:
     """The plan as text: split, groups, routes, memory."""
     yield f"world of {resolved.world_size}"
-    for place in resolved.placements.values():
-        yield f"  {place.name:8} {_held(place):28} ranks {_ranks(place.ranks)}"
+    for placement in resolved.placements.values():
+        yield f"  {placement.name:8} {_held(placement):28} ranks {_ranks(placement.ranks)}"
     if idle := resolved.idle:
         yield f"  {'idle':8} {'no role':28} ranks {_ranks(idle)}"
     yield "process groups"
@@ -87,33 +95,44 @@ def lines(resolved: Resolved) -> Iterator[str]:
 def _routes(routes: Routes) -> Iterator[str]:
     if routes:
         yield f"weight push  {as_size(routes.within_bytes)} within ranks, {as_size(routes.between_bytes)} between ranks"
-        rows = (f"  rank {source:>3} -> {target:<3} {as_size(routes[source, target])}" for source, target in routes)
+        rows = (
+            f"  rank {source:>3} -> {target:<3} {as_size(routes[source, target])}"
+            for source, target in routes
+        )
         yield from _first(rows, len(routes))
 
 
 def _memory(resolved: Resolved) -> Iterator[str]:
     for roles, rank in resolved.peak_ranks().items():
-        yield from _table(f"memory of {' + '.join(roles)}, most on rank {rank}", resolved.ledgers[rank])
+        yield from _table(
+            f"memory of {' + '.join(roles)}, most on rank {rank}", resolved.ledgers[rank]
+        )
 
 
 def _table(title: str, ledger: Ledger) -> Iterator[str]:
     yield f"{title:42}" + "".join(f"{phase:>12}" for phase in PHASES)
     for entry in filter(lambda entry: entry.num_bytes, ledger.entries):
-        cells = "".join(f"{as_size(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES)
+        cells = "".join(
+            f"{as_size(entry.num_bytes) if phase in entry.phases else '-':>12}" for phase in PHASES
+        )
         yield f"  {entry.tag:40}{cells}"
-    yield f"  {'all':40}" + "".join(f"{as_size(ledger.resident_bytes(phase)):>12}" for phase in PHASES)
+    yield f"  {'all':40}" + "".join(
+        f"{as_size(ledger.resident_bytes(phase)):>12}" for phase in PHASES
+    )
 
 
-def _held(place: Placement) -> str:
+def _held(placement: Placement) -> str:
     """How the ranks of a role hold its model; an engine's are not cut along any axis."""
-    if place.name == "infer":
-        return f"{place.size} whole {'copies' if place.size > 1 else 'copy'}"
-    return " x ".join(f"{axis} {size}" for axis, size in place.axes.items())
+    if placement.name == "infer":
+        return f"{placement.size} whole {'copies' if placement.size > 1 else 'copy'}"
+    return " x ".join(f"{axis} {size}" for axis, size in placement.axes.items())
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1))
-    return f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
+    return (
+        f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
+    )
 
 
 def _first(rows: Iterator[str], num_rows: int) -> Iterator[str]:

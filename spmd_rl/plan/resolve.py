@@ -1,7 +1,8 @@
 """From a recipe's config and a world size to the resolved plan, as plain data.
 
-A recipe is planned by the parts of its config that this room knows: `split` places roles, `model` gives shapes,
-`trainer` and `engine` say how they are held, `engine_sleeps` whether one makes room for the other.
+A recipe is planned by the parts of its config that this room knows: `split` places roles, `model`
+gives shapes, `trainer` and `engine` say how they are held, `engine_sleeps` whether one makes room
+for the other.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.weights.layout import ITEM_BYTES
 
-PARTS = {"train": ("trainer", TrainerConfig), "infer": ("engine", EngineConfig)}  # what a role is planned by
+# what a role is planned by
+PARTS = {"train": ("trainer", TrainerConfig), "infer": ("engine", EngineConfig)}
 
 
 @dataclass(frozen=True)
@@ -51,34 +53,41 @@ class Resolved:
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
         """Process groups by name: each role's mesh dims that hold several ranks, and the link."""
         found = [
-            (f"{place.name}.{axis}", ranks) for place in self.placements.values() for axis, ranks in _axis_groups(place)
+            (f"{placement.name}.{axis}", ranks)
+            for placement in self.placements.values()
+            for axis, ranks in _axis_groups(placement)
         ]
         if self.routes:
-            union = {rank for place in self.placements.values() for rank in place.ranks}
+            union = {rank for placement in self.placements.values() for rank in placement.ranks}
             found.append(("link", tuple(sorted(union))))
         return found
 
     @property
     def idle(self) -> tuple[int, ...]:
         """The ranks that serve no role."""
-        busy = {rank for place in self.placements.values() for rank in place.ranks}
+        busy = {rank for placement in self.placements.values() for rank in placement.ranks}
         return tuple(rank for rank in range(self.world_size) if rank not in busy)
 
     def beside_bytes(self) -> int:
-        """What all that is counted beside an engine's pages takes at most, on any of its ranks while they are there."""
+        """What all that is counted beside an engine's pages takes at most, on any of its ranks
+        while they are there.
+        """
         return max(self.ledgers[rank].beside_bytes("kv") for rank in self.placements.infer.ranks)
 
     def peak_ranks(self) -> dict[tuple[str, ...], int]:
-        """For each set of roles that share ranks, the one of these that needs most memory, the lowest of equals."""
+        """For each set of roles that share ranks, the one of these that needs most memory, the
+        lowest of equals.
+        """
         roles_of: dict[int, tuple[str, ...]] = {}
-        for place in self.placements.values():
-            for rank in place.ranks:
-                roles_of[rank] = (*roles_of.get(rank, ()), place.name)
+        for placement in self.placements.values():
+            for rank in placement.ranks:
+                roles_of[rank] = (*roles_of.get(rank, ()), placement.name)
         ranks_of: dict[tuple[str, ...], list[int]] = {}
         for rank in sorted(roles_of):
             ranks_of.setdefault(roles_of[rank], []).append(rank)
         return {
-            roles: max(ranks, key=lambda rank: self.ledgers[rank].peak_bytes()) for roles, ranks in ranks_of.items()
+            roles: max(ranks, key=lambda rank: self.ledgers[rank].peak_bytes())
+            for roles, ranks in ranks_of.items()
         }
 
     def require(self, capacity_bytes: int) -> None:
@@ -91,9 +100,11 @@ class Resolved:
 
 
 def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Resolved:
-    """The plan for devices of this memory, of which an engine takes its part; None where that is not known.
+    """The plan for devices of this memory, of which an engine takes its part; None where that is
+    not known.
 
-    Raises: PlanError when the split does not fit; ConfigError when the model folder does not serve."""
+    Raises: PlanError when the split does not fit; ConfigError when the model folder does not
+    serve."""
     split = getattr(cfg, "split", None)
     if split is None:
         raise PlanError("this recipe's config has no `split`, so there is nothing to plan")
@@ -101,23 +112,33 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Res
     model = getattr(cfg, "model", "")
     spec = ModelSpec.from_folder(model) if model and isinstance(model, str) else None
     for name, (part, kind) in PARTS.items():
-        if spec is not None and name in placements and not isinstance(getattr(cfg, part, None), kind):
-            raise PlanError(f"split.{name} cannot be planned: this recipe's config has no `{part}: {kind.__name__}`")
+        if (
+            spec is not None
+            and name in placements
+            and not isinstance(getattr(cfg, part, None), kind)
+        ):
+            raise PlanError(
+                f"split.{name} cannot be planned: this recipe's config has no `{part}: {kind.__name__}`"
+            )
     routes = _routes(placements, spec, cfg, world_size)
     on_gpu = spec is not None and _on_gpu(placements, cfg)
-    ledgers = {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size, on_gpu))
+    ledgers = (
+        {} if spec is None else dict(_ledgers(placements, spec, cfg, routes, world_size, on_gpu))
+    )
     resolved = Resolved(world_size, placements, spec, routes, ledgers, on_gpu)
     if spec is None or "infer" not in placements:
         return resolved
     kv_bytes = _kv_bytes(spec, cfg.engine, capacity_bytes, resolved.beside_bytes())
-    return replace(resolved, ledgers={rank: ledger.sized("kv", kv_bytes) for rank, ledger in ledgers.items()})
+    return replace(
+        resolved, ledgers={rank: ledger.sized("kv", kv_bytes) for rank, ledger in ledgers.items()}
+    )
 
 
 def counted(cfg: Any, world_size: int) -> Any:
     """The config of a run, whose engine is told what the ledger counts beside its pages.
 
-    `cfg` itself where their number is given, or where the ledger does not know all that shares their ranks; what keeps
-    a run from starting is told elsewhere.
+    `cfg` itself where their number is given, or where the ledger does not know all that shares
+    their ranks; what keeps a run from starting is told elsewhere.
     """
     engine = getattr(cfg, "engine", None)
     if not isinstance(engine, EngineConfig) or engine.num_pages:
@@ -127,8 +148,12 @@ def counted(cfg: Any, world_size: int) -> Any:
     except (ConfigError, PlanError):
         return cfg
     infer = resolved.placements.get("infer")
-    others = [place for name, place in resolved.placements.items() if name not in PARTS]
-    if infer is None or not resolved.ledgers or not all(disjoint(infer, place) for place in others):
+    others = [placement for name, placement in resolved.placements.items() if name not in PARTS]
+    if (
+        infer is None
+        or not resolved.ledgers
+        or not all(disjoint(infer, placement) for placement in others)
+    ):
         return cfg
     return replace(cfg, engine=replace(engine, beside_bytes=resolved.beside_bytes()))
 
@@ -142,7 +167,7 @@ def _ledgers(
     """
     num_communicators = _num_communicators(placements, routes)
     of_roles = cache(lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu)))
-    ranks = {name: set(place.ranks) for name, place in placements.items()}
+    ranks = {name: set(placement.ranks) for name, placement in placements.items()}
     for rank in range(world_size):
         roles = tuple(name for name in ranks if rank in ranks[name])
         ledger = of_roles(roles) + buckets_ledger(routes.bucket_bytes(rank))
@@ -150,7 +175,9 @@ def _ledgers(
             axes = placements.train.axes if "train" in roles else {}
             summed_by_peers = axes["fsdp"] - 1 if axes and cfg.trainer.deterministic else 0
             num_rings = sum(size > 1 for size in axes.values())
-            ledger += device_ledger(num_communicators, num_rings, routes.num_peers(rank) + summed_by_peers)
+            ledger += device_ledger(
+                num_communicators, num_rings, routes.num_peers(rank) + summed_by_peers
+            )
         yield rank, ledger
 
 
@@ -179,7 +206,11 @@ def _role_ledgers(
         )
     if "infer" in roles:
         element_bytes = ITEM_BYTES[_dtype(cfg.engine)]
-        aliased = "train" in roles and placements.train.axes["fsdp"] == 1 and _dtype(cfg.engine) == "float32"
+        aliased = (
+            "train" in roles
+            and placements.train.axes["fsdp"] == 1
+            and _dtype(cfg.engine) == "float32"
+        )
         yield engine_ledger(
             spec.num_parameters,
             0 if aliased else element_bytes,  # the engine can be the trainer's own memory
@@ -191,7 +222,9 @@ def _role_ledgers(
 
 def _on_gpu(placements: Placements, cfg: Any) -> bool:
     """Whether the run is planned for GPUs: any role that computes in bfloat16 does so there."""
-    return any(_dtype(getattr(cfg, PARTS[name][0])) == "bfloat16" for name in placements if name in PARTS)
+    return any(
+        _dtype(getattr(cfg, PARTS[name][0])) == "bfloat16" for name in placements if name in PARTS
+    )
 
 
 def _dtype(cfg: TrainerConfig | EngineConfig) -> str:
@@ -200,10 +233,14 @@ def _dtype(cfg: TrainerConfig | EngineConfig) -> str:
 
 
 def _num_communicators(placements: Placements, routes: Routes) -> int:
-    """The world's, and three of each placement: of its axes dp and fsdp, and of all its ranks. A link is placed too."""
-    seats = {(place.ranks, *place.axes.values()) for place in placements.values()}
+    """The world's, and three of each placement: of its axes dp and fsdp, and of all its ranks. A
+    link is placed too.
+    """
+    seats = {(placement.ranks, *placement.axes.values()) for placement in placements.values()}
     if routes:
-        union = tuple(sorted({rank for place in placements.values() for rank in place.ranks}))
+        union = tuple(
+            sorted({rank for placement in placements.values() for rank in placement.ranks})
+        )
         seats.add((union, len(union), 1, 1))
     return 1 + 3 * len(seats)
 
@@ -224,27 +261,42 @@ def _step_bytes(cfg: EngineConfig, spec: ModelSpec) -> int:
 
 
 def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
-    """What the head keeps for the backward pass: on a CPU, which computes in float32, little enough to leave out."""
+    """What the head keeps for the backward pass: on a CPU, which computes in float32, little enough
+    to leave out.
+    """
     if _dtype(cfg) == "float32" or cfg.recompute == "all":
         return 0
     return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[_dtype(cfg)]
 
 
-def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, place: Placement) -> int:
-    """Parameters that FSDP holds whole at once: all where it takes the model as one, or where it cuts nothing, for they
-    are kept till the step's end; else the root's, and a layer with the next."""
+def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> int:
+    """Parameters that FSDP holds whole at once: all where it takes the model as one, or where it
+    cuts nothing, for they are kept till the step's end; else the root's, and a layer with the
+    next."""
     num_bytes = spec.num_parameters * ITEM_BYTES["float32"]
-    if place.axes["fsdp"] == 1 or gathers_whole(cfg, num_bytes, len(place.ranks)):
+    if placement.axes["fsdp"] == 1 or gathers_whole(cfg, num_bytes, len(placement.ranks)):
         return spec.num_parameters
-    layer = sum(prod(shape) for name, shape in spec.parameter_shapes().items() if name.startswith("model.layers.0."))
+    layer = sum(
+        prod(shape)
+        for name, shape in spec.parameter_shapes().items()
+        if name.startswith("model.layers.0.")
+    )
     return spec.num_parameters - max(spec.num_layers - 2, 0) * layer
 
 
-def _kv_bytes(spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, beside_bytes: int) -> int:
+def _kv_bytes(
+    spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, beside_bytes: int
+) -> int:
     """What one engine's pages take: those given, else as many as it finds room for beside all else."""
-    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, ITEM_BYTES[_dtype(cfg)])
+    token_bytes = kv_token_bytes(
+        spec.num_layers, spec.num_kv_heads, spec.head_dim, ITEM_BYTES[_dtype(cfg)]
+    )
     page_size = cfg.page_size or GPU_PAGE_SIZE
-    budget = None if capacity_bytes is None else kv_budget(capacity_bytes, cfg.memory_fraction, beside_bytes)
+    budget = (
+        None
+        if capacity_bytes is None
+        else kv_budget(capacity_bytes, cfg.memory_fraction, beside_bytes)
+    )
     pages = cfg.num_pages or kv_pages(
         token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget
     )
@@ -255,15 +307,17 @@ def _routes(placements: Placements, spec: ModelSpec | None, cfg: Any, world_size
     train, infer = placements.get("train"), placements.get("infer")
     if spec is None or train is None or infer is None:
         return Routes.none(world_size)
-    return push_routes(train, infer, Counter(spec.parameter_shapes().values()), _dtype(cfg.engine), world_size)
+    return push_routes(
+        train, infer, Counter(spec.parameter_shapes().values()), _dtype(cfg.engine), world_size
+    )
 
 
-def _axis_groups(place: Placement) -> list[tuple[str, tuple[int, ...]]]:
+def _axis_groups(placement: Placement) -> list[tuple[str, tuple[int, ...]]]:
     """The groups of ranks that differ in one axis alone, for axes of more than one rank."""
-    dp, fsdp = place.axes["dp"], place.axes["fsdp"]
+    dp, fsdp = placement.axes["dp"], placement.axes["fsdp"]
     groups = []
     if fsdp > 1:
-        groups += [("fsdp", place.ranks[i * fsdp : (i + 1) * fsdp]) for i in range(dp)]
+        groups += [("fsdp", placement.ranks[i * fsdp : (i + 1) * fsdp]) for i in range(dp)]
     if dp > 1:
-        groups += [("dp", place.ranks[i::fsdp]) for i in range(fsdp)]
+        groups += [("dp", placement.ranks[i::fsdp]) for i in range(fsdp)]
     return groups

@@ -1,7 +1,7 @@
 """What one push of weights moves between which ranks, for worlds of thousands of them.
 
-The moves of `weights.plan` from rows that a trainer shards to whole copies, without naming one by one the moves that
-grow with the square of the world: a destination's shards are chosen all at once.
+The moves of `weights.plan` from rows that a trainer shards to whole copies, without naming one by
+one the moves that grow with the square of the world: a destination's shards are chosen all at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from spmd_rl.weights.plan import BUCKET_BYTES
 
 @dataclass(frozen=True)
 class Routes:
-    """Shape: `sizes` is [world, world], the bytes that a push moves from the rank of a row to that of a column."""
+    """Shape: `sizes` is [world, world], the bytes that a push moves from the rank of a row to that
+    of a column.
+    """
 
     sizes: NDArray[np.int64]
 
@@ -56,12 +58,18 @@ class Routes:
     def bucket_bytes(self, rank: int) -> int:
         """What it packs at once for those it sends to, and for those it receives from."""
         own = min(self[rank, rank], BUCKET_BYTES)
-        sent, received = (int(np.minimum(line, BUCKET_BYTES).sum()) for line in (self.sizes[rank], self.sizes[:, rank]))
+        sent, received = (
+            int(np.minimum(line, BUCKET_BYTES).sum())
+            for line in (self.sizes[rank], self.sizes[:, rank])
+        )
         return sent + received - 2 * own
 
 
-def push_routes(train: Placement, infer: Placement, tensors: Mapping[Dims, int], dtype: str, world_size: int) -> Routes:
-    """The routes of a push to whole copies in `dtype`; `tensors` says how many there are of each shape.
+def push_routes(
+    train: Placement, infer: Placement, tensors: Mapping[Dims, int], dtype: str, world_size: int
+) -> Routes:
+    """The routes of a push to whole copies in `dtype`; `tensors` says how many there are of each
+    shape.
 
     The plan is made for one tensor of each shape, and counted as often as the shape occurs.
     """
@@ -76,8 +84,11 @@ def push_routes(train: Placement, infer: Placement, tensors: Mapping[Dims, int],
     return routes
 
 
-def _sources(holders: NDArray[np.int64], ranks: tuple[int, ...]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """For each of `ranks` in turn, who sends it which shard: itself, else those that hold it, in turns.
+def _sources(
+    holders: NDArray[np.int64], ranks: tuple[int, ...]
+) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """For each of `ranks` in turn, who sends it which shard: itself, else those that hold it, in
+    turns.
 
     Shape: `holders` is [replicas, shards], what is yielded [shards].
     """

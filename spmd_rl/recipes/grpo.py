@@ -1,4 +1,5 @@
-"""GRPO, synchronous and on-policy: every sample is drawn from the very weights its gradient is taken at.
+"""GRPO, synchronous and on-policy: every sample is drawn from the very weights its gradient is
+taken at.
 
 spmd-rl run grpo --model PATH --data train.jsonl --reward module:function
 """
@@ -19,7 +20,8 @@ class Config:
     reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
-    clip_low: float = 0.2  # a token's ratio of new probability to old counts as 1 - clip_low at least
+    # a token's ratio of new probability to old counts as 1 - clip_low at least
+    clip_low: float = 0.2
     clip_high: float = 0.2  # and as 1 + clip_high at most
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
@@ -34,10 +36,17 @@ class Config:
         "prompts.path": "data",
         "sampling.seed": "run.seed",
     }
-    engine_sleeps: ClassVar[bool] = True  # the train phase names the trainer alone as awake, which the plan counts on
+    # the train phase names the trainer alone as awake, which the plan counts on
+    engine_sleeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        least = {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2, "clip_low": 0, "clip_high": 0}
+        least = {
+            "steps": 0,
+            "prompts_per_step": 1,
+            "sampling.num_samples": 2,
+            "clip_low": 0,
+            "clip_high": 0,
+        }
         rl.at_least(self, least)
         rl.refuse_greedy(self.sampling)
         rl.refuse_given(self)
@@ -58,10 +67,14 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    rollout = ctl.spawn(
+        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+    )
     weights = ctl.link(trainer, rollout)
     sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model), sampling)
+    prompts = rl.Prompts(
+        replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model), sampling
+    )
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):

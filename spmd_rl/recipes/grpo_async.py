@@ -1,7 +1,8 @@
-"""GRPO one step ahead: while the trainer learns from step k, the engine already generates step k + 1.
+"""GRPO one step ahead: while the trainer learns from step k, the engine already generates step k +
+1.
 
-For disjoint meshes (`--split.train.ranks=1 --split.infer.ranks=1`): colocated roles take turns either way. Samples are
-one version old; the ratio is taken against the engine's own log-probs.
+For disjoint meshes (`--split.train.ranks=1 --split.infer.ranks=1`): colocated roles take turns
+either way. Samples are one version old; the ratio is taken against the engine's own log-probs.
 """
 
 from __future__ import annotations
@@ -25,13 +26,17 @@ class Config(grpo.Config):
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    rollout = ctl.spawn(
+        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+    )
     weights = ctl.link(trainer, rollout)
     sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model), sampling)
+    prompts = rl.Prompts(
+        replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model), sampling
+    )
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="roll")
 
-    ahead = rl.Ahead(rollout.generate)
+    ahead = rl.CallQueue(rollout.generate)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead)):
         if not ahead:

@@ -25,7 +25,8 @@ class Config:
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
-    # Every token is a target here, so steps may be larger than those of a policy gradient: the rate of verl's sft.
+    # Every token is a target here, so steps may be larger than those of a policy gradient: the rate
+    # of verl's sft.
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
     given: ClassVar[dict[str, str]] = {"trainer.model": "model", "prompts.path": "data"}
 
@@ -46,6 +47,8 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):
-            stats = trainer.train_step.call(rl.pack_sft(pairs.next(cfg.pairs_per_step)), rl.sft_loss)
+            stats = trainer.train_step.call(
+                rl.pack_sft(pairs.next(cfg.pairs_per_step)), rl.sft_loss
+            )
         step.log(stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

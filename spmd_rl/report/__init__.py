@@ -1,6 +1,7 @@
 """`report.html`: a run, or several side by side, as one page that needs no network.
 
-Each file here reads one thing from a run folder and makes it small enough for a page; `page/` is the page itself.
+Each file here reads one thing from a run folder and makes it small enough for a page; `page/` is
+the page itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What a run was made of, for the head of its page: model, data, ranks, machine, versions, command and commit."""
+"""What a run was made of, for the head of its page: model, data, ranks, machine, versions, command
+and commit.
+"""
 
 from __future__ import annotations
 

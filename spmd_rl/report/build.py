@@ -2,7 +2,8 @@
 
     spmd-rl report RUN [RUN ...] [--out FILE]
 
-writes RUN/report.html, or for several runs `compare.html` beside the first of them, and prints their differences.
+writes RUN/report.html, or for several runs `compare.html` beside the first of them, and prints
+their differences.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def main(argv: list[str]) -> int:
     try:
         page = write_report(runs, out)
     except OSError as error:
-        raise ConfigError(f"the report cannot be written ({error}): name another place with --out") from None
+        raise ConfigError(
+            f"the report cannot be written ({error}): name another place with --out"
+        ) from None
     if len(runs) > 1:
         from spmd_rl.report.terminal import print_comparison
 
@@ -55,7 +58,8 @@ def main(argv: list[str]) -> int:
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write the page of a run, or the comparison of several; where it is.
 
-    Raises: ConfigError for what is not a run folder, DataError for a file in one that does not parse.
+    Raises: ConfigError for what is not a run folder, DataError for a file in one that does not
+    parse.
     """
     page = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / "compare.html")
     write_whole(page, render(gather(runs)))
@@ -66,17 +70,24 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
     """All that the page shows, as plain data; `small` leaves out samples and timelines."""
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"a report shows 1 to {MAX_RUNS} runs, not {len(runs)}")
-    shown = [_run(run, name, len(runs), small) for run, name in zip(runs, _names(runs), strict=True)]
+    shown = [
+        _run(run, name, len(runs), small) for run, name in zip(runs, _names(runs), strict=True)
+    ]
     values = zip(FIGURES, *(run["figures"] for run in shown), strict=True)
     return {
         "title": " · ".join(run["name"] for run in shown),
         "made_unix_s": int(time.time()),
-        "metrics": {one.name: vars(one) | {"colour": colour_of(one.name).variable} for one in METRICS},
+        "metrics": {
+            one.name: vars(one) | {"colour": colour_of(one.name).variable} for one in METRICS
+        },
         "phase_colours": {name: colour.variable for name, colour in PHASES.items()},
         "part_colours": [colour.variable for colour in PARTS],
-        "figures": [vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values],
+        "figures": [
+            vars(figure) | {"winner": winner(figure, of_runs)} for figure, *of_runs in values
+        ],
         "differences": differences(
-            [run["settings"] | without_command(run["about"]) for run in shown], [Path(run["folder"]) for run in shown]
+            [run["settings"] | without_command(run["about"]) for run in shown],
+            [Path(run["folder"]) for run in shown],
         ),
         "runs": shown,
     }
@@ -84,10 +95,14 @@ def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
 
 def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
     if not (run / "config.toml").is_file() and not (run / "metrics.jsonl").is_file():
-        raise ConfigError(f"{run} is not the folder of a run: it has neither config.toml nor metrics.jsonl")
+        raise ConfigError(
+            f"{run} is not the folder of a run: it has neither config.toml nor metrics.jsonl"
+        )
     rows, config = read_metrics(run / "metrics.jsonl"), read_config(run)
     plan, facts, room = read_plan(run), read_provenance(run), Room()
-    room = replace(room, num_steps=room.num_steps // num_runs, num_tokens=room.num_tokens // num_runs)
+    room = replace(
+        room, num_steps=room.num_steps // num_runs, num_tokens=room.num_tokens // num_runs
+    )
     return {
         "name": name,
         "folder": str(facts.get("folder", "")),

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Colour:
-    """As matplotlib wants it on white, and as the report's style sheet calls it, which has a dark one too."""
+    """As matplotlib wants it on white, and as the report's style sheet calls it, which has a dark
+    one too.
+    """
 
     code: str
     variable: str
@@ -17,7 +19,14 @@ BLUE, AMBER = Colour("#2667c9", "--c0"), Colour("#d9822b", "--c1")
 GREEN, VIOLET = Colour("#2a9d6f", "--c2"), Colour("#7a5cc2", "--c3")
 RED, GREY = Colour("#d1495b", "--c4"), Colour("#a7b1ba", "--rest")
 
-PHASES = {"rollout": BLUE, "train": AMBER, "sync": GREEN, "sleep": VIOLET, "wake": RED, "other": GREY}
+PHASES = {
+    "rollout": BLUE,
+    "train": AMBER,
+    "sync": GREEN,
+    "sleep": VIOLET,
+    "wake": RED,
+    "other": GREY,
+}
 PARTS = (BLUE, AMBER, GREEN, VIOLET)  # of what a reward function returns beside the reward, by name
 
 _OTHERS = {

@@ -3,9 +3,11 @@
     reward            response length      mismatched tokens
     loss, entropy     seconds a step       tokens per second
 
-A panel that the run has no number for is left out; a reward that returns other values too has one more, for them.
+A panel that the run has no number for is left out; a reward that returns other values too has one
+more, for them.
 
-Drawing happens in a process of its own, the last in line for a core, so that no step waits for a plot:
+Drawing happens in a process of its own, the last in line for a core, so that no step waits for a
+plot:
 
     python -m spmd_rl.report.curves metrics.jsonl curves.png TITLE
 """
@@ -38,7 +40,9 @@ _TITLE_PAD = 20  # points between a title and the frame: room for a legend
 
 
 class CurvePainter:
-    """Draws in the background, the newest state only: a request during a drawing waits for nothing and is dropped."""
+    """Draws in the background, the newest state only: a request during a drawing waits for nothing
+    and is dropped.
+    """
 
     def __init__(self, metrics: Path, path: Path, title: str) -> None:
         self._metrics = metrics
@@ -73,9 +77,15 @@ def draw(rows: Rows, path: Path, title: str) -> None:
 
 
 def picture(rows: Rows, title: str) -> Any:
-    """The matplotlib figure of the steps from 1, with at most three panels side by side; None without a number."""
+    """The matplotlib figure of the steps from 1, with at most three panels side by side; None
+    without a number.
+    """
     rows = [row for row in rows if row["step"] > 0]
-    panels = [panel for panel, names in _PANELS if any(np.isfinite(_column(rows, name)).any() for name in names)]
+    panels = [
+        panel
+        for panel, names in _PANELS
+        if any(np.isfinite(_column(rows, name)).any() for name in names)
+    ]
     panels += [_parts] if _part_names(rows) else []
     if not panels:
         return None
@@ -84,7 +94,9 @@ def picture(rows: Rows, title: str) -> Any:
 
     down = math.ceil(len(panels) / 3)
     across = math.ceil(len(panels) / down)
-    figure = Figure(figsize=(4.4 * across, 0.3 + 3.2 * down), layout="constrained", facecolor="white")
+    figure = Figure(
+        figsize=(4.4 * across, 0.3 + 3.2 * down), layout="constrained", facecolor="white"
+    )
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
     steps = np.array([row["step"] for row in rows])
@@ -119,10 +131,18 @@ def _length(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 
 
 def _mismatch(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
-    tokens, compared = (_column(rows, f"onpolicy/{what}_tokens") for what in ("mismatched", "compared"))
+    tokens, compared = (
+        _column(rows, f"onpolicy/{what}_tokens") for what in ("mismatched", "compared")
+    )
     tokens = np.where(compared == 0, np.nan, tokens)
     total, of_all = np.nansum(tokens), np.nansum(compared)
-    said = f"{total:,.0f} of {of_all:,.0f}" if of_all else f"{total:,.0f}" if total else "no tokens compared"
+    said = (
+        f"{total:,.0f} of {of_all:,.0f}"
+        if of_all
+        else f"{total:,.0f}"
+        if total
+        else "no tokens compared"
+    )
     _title(axes, f"mismatched tokens: {said}")
     colour = _code("onpolicy/mismatched_tokens") if total else GREEN.code
     _line(axes, steps, tokens, colour, "trainer vs engine")
@@ -173,20 +193,29 @@ def _throughput(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 def _parts(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
     names = _part_names(rows)
     shown = names[: len(PARTS)]
-    _title(axes, "beside the reward" + (f": {len(shown)} of {len(names)}" if len(shown) < len(names) else ""))
+    _title(
+        axes,
+        "beside the reward"
+        + (f": {len(shown)} of {len(names)}" if len(shown) < len(names) else ""),
+    )
     for name, colour in zip(shown, PARTS, strict=False):
-        _raw_and_smooth(axes, steps, _column(rows, name), colour.code, name.partition("/")[2][:_PART_CHARACTERS])
+        _raw_and_smooth(
+            axes, steps, _column(rows, name), colour.code, name.partition("/")[2][:_PART_CHARACTERS]
+        )
     _legend(axes)
 
 
 def _part_names(rows: Rows) -> list[str]:
     """The metrics that are means of what a reward function returned beside the reward."""
-    return sorted({name for row in rows for name in row if name.startswith("reward/")} - KNOWN.keys())
+    return sorted(
+        {name for row in rows for name in row if name.startswith("reward/")} - KNOWN.keys()
+    )
 
 
 Panel = Callable[[Any, NDArray[Any], Rows], None]
 
-_PANELS: tuple[tuple[Panel, tuple[str, ...]], ...] = (  # each with the metrics of which it needs one
+# each with the metrics of which it needs one
+_PANELS: tuple[tuple[Panel, tuple[str, ...]], ...] = (
     (_reward, ("reward/mean",)),
     (_length, ("rollout/response_tokens_mean",)),
     (_mismatch, ("onpolicy/mismatched_tokens",)),
@@ -240,14 +269,23 @@ def _second_axis(axes: Any, steps: NDArray[Any], rows: Rows, metric: str, label:
     return right
 
 
-def _line(axes: Any, steps: NDArray[Any], values: NDArray[np.float64], colour: str, label: str, **style: Any) -> None:
+def _line(
+    axes: Any,
+    steps: NDArray[Any],
+    values: NDArray[np.float64],
+    colour: str,
+    label: str,
+    **style: Any,
+) -> None:
     if known := np.isfinite(values).sum():
         marker = "o" if known == 1 else ""  # a line shows nothing of a single value
         whole = {"clip_on": False, "marker": marker, "markersize": 4}  # also on the frame
         axes.plot(steps, values, color=colour, linewidth=1.4, label=label, **whole, **style)
 
 
-def _raw_and_smooth(axes: Any, steps: NDArray[Any], values: NDArray[np.float64], colour: str, label: str) -> None:
+def _raw_and_smooth(
+    axes: Any, steps: NDArray[Any], values: NDArray[np.float64], colour: str, label: str
+) -> None:
     """Every step pale, their running mean in full colour once there are enough of them."""
     window = len(values) // 20
     if window < 2:
@@ -269,11 +307,21 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
 
 def _legend(*all_axes: Any) -> None:
     """Name the lines between title and frame, where they hide none of them."""
-    named = [pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    named = [
+        pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)
+    ]
     if named:
-        room = {"borderpad": 0, "borderaxespad": 0.4, "handlelength": 1.2, "handletextpad": 0.4, "columnspacing": 1.0}
+        room = {
+            "borderpad": 0,
+            "borderaxespad": 0.4,
+            "handlelength": 1.2,
+            "handletextpad": 0.4,
+            "columnspacing": 1.0,
+        }
         where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(named)}
-        all_axes[0].legend(*zip(*named, strict=True), fontsize=8, frameon=False, labelcolor=_INK, **where, **room)
+        all_axes[0].legend(
+            *zip(*named, strict=True), fontsize=8, frameon=False, labelcolor=_INK, **where, **room
+        )
 
 
 if __name__ == "__main__":

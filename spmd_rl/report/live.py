@@ -12,12 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spmd_rl.report.progress import Metrics, Progress, duration, number, sparkline
+from spmd_rl.report.progress import Metrics, RunProgress, duration, number, sparkline
 from spmd_rl.types import samples
 
 _LABELS = 9  # columns
 _BESIDE = _LABELS + 6  # of a row: its label, the frame and the space between
-_ECHO = 2  # columns that are left free: a terminal writes ^C behind the frame, which must not become a line
+# columns that are left free: a terminal writes ^C behind the frame, which must not become a line
+_ECHO = 2
 _PHASES = {"rollout": "blue", "train": "yellow", "sync": "green", "sleep": "magenta", "wake": "red"}
 _OTHER = "bright_black"
 _MUCH_GRADING = 0.1  # of the rollout's time
@@ -36,7 +37,7 @@ _POLICY = (
 class LiveView:
     """Redraws itself a few times a second until closed; the last state stays on the screen."""
 
-    def __init__(self, progress: Progress, title: str, console: Console | None = None) -> None:
+    def __init__(self, progress: RunProgress, title: str, console: Console | None = None) -> None:
         self._progress = progress
         self._title = title
         self._console = console or Console()
@@ -74,7 +75,7 @@ class LiveView:
         return Panel(shown, title=self._title, title_align="left", border_style="blue", width=frame)
 
 
-def _bar(progress: Progress) -> Table:
+def _bar(progress: RunProgress) -> Table:
     row = Table.grid(padding=(0, 2), expand=True)
     row.add_column(ratio=1)
     row.add_column(no_wrap=True)
@@ -87,16 +88,23 @@ def _bar(progress: Progress) -> Table:
     return row
 
 
-def _phase(progress: Progress) -> Text:
+def _phase(progress: RunProgress) -> Text:
     if not progress.phase:
         _, done, total = progress.count
-        return Text("done" if done >= total else "between phases" if progress.index else "starting", style="dim")
+        return Text(
+            "done" if done >= total else "between phases" if progress.index else "starting",
+            style="dim",
+        )
     seconds = progress.clock() - progress.phase_since
-    return Text.assemble((progress.phase, f"bold {_PHASES.get(progress.phase, _OTHER)}"), f"  {seconds:.1f} s")
+    return Text.assemble(
+        (progress.phase, f"bold {_PHASES.get(progress.phase, _OTHER)}"), f"  {seconds:.1f} s"
+    )
 
 
 def _time_bar(metrics: Metrics, room: int) -> Text | None:
-    """The last step's seconds as one bar, a colour a phase, and their shares, below it where `room` is short."""
+    """The last step's seconds as one bar, a colour a phase, and their shares, below it where `room`
+    is short.
+    """
     whole, width = metrics.get("time/step", 0.0), max(8, min(40, room - 12))
     if whole <= 0:
         return None
@@ -115,7 +123,7 @@ def _time_bar(metrics: Metrics, room: int) -> Text | None:
     return Text.assemble(bar, "   " if len(bar) + 3 + len(words) <= room else "\n", words)
 
 
-def _reward(progress: Progress, room: int) -> Text | None:
+def _reward(progress: RunProgress, room: int) -> Text | None:
     """The last step's, the course of all, and the first."""
     if not progress.rewards:
         return None
@@ -127,11 +135,13 @@ def _reward(progress: Progress, room: int) -> Text | None:
     )  # fmt: skip
 
 
-def _mismatch(progress: Progress) -> Text | None:
+def _mismatch(progress: RunProgress) -> Text | None:
     if "onpolicy/mismatched_tokens" not in progress.metrics:
         return None
     if not progress.compared_tokens:
-        return Text("no token was drawn from the weights in training: none to compare", style="yellow")
+        return Text(
+            "no token was drawn from the weights in training: none to compare", style="yellow"
+        )
     of_all = f"{progress.mismatched_tokens:,.0f} of {progress.compared_tokens:,.0f} tokens"
     if not progress.mismatched_tokens:
         return Text(f"{of_all}: trainer and engine agree bit for bit", style="green")
@@ -154,7 +164,9 @@ def _speed(metrics: Metrics) -> Text | None:
 
 
 def _known(metrics: Metrics) -> Text | None:
-    parts = [form.format(number(metrics[name], spec)) for name, form, spec in _POLICY if name in metrics]
+    parts = [
+        form.format(number(metrics[name], spec)) for name, form, spec in _POLICY if name in metrics
+    ]
     return Text(" · ".join(parts)) if parts else None
 
 

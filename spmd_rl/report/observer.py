@@ -1,4 +1,6 @@
-"""The one who watches a run: every phase and step goes through here to the screen and the run folder."""
+"""The one who watches a run: every phase and step goes through here to the screen and the run
+folder.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,12 @@ from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report import write_report
 from spmd_rl.report.curves import CurvePainter
 from spmd_rl.report.plain import PlainView
-from spmd_rl.report.progress import Progress
+from spmd_rl.report.progress import RunProgress
 from spmd_rl.types.samples import Group
 
 
 class View(Protocol):
-    """What is shown after a step; what is shown in between is read from `Progress`."""
+    """What is shown after a step; what is shown in between is read from `RunProgress`."""
 
     def show(self, groups: Sequence[Group]) -> None: ...
 
@@ -35,7 +37,8 @@ class _Step(NamedTuple):
 
 
 class Observer:
-    """Steps count from 1, those of a warm-up up to 0. Lines after `resume_at`, the last step done, are dropped.
+    """Steps count from 1, those of a warm-up up to 0. Lines after `resume_at`, the last step done,
+    are dropped.
 
     The run began at `began_unix_s`; `before_s` are the seconds of phases that ended already.
 
@@ -66,9 +69,11 @@ class Observer:
         self._log = MetricsLog(run.metrics)
         self._painter = CurvePainter(run.metrics, run.curves, title=str(run.path))
         gone_s = 0.0 if began_unix_s is None else time.time() - began_unix_s
-        self._progress = Progress(0, clock, index=resume_at, gone_s=gone_s)
+        self._progress = RunProgress(0, clock, index=resume_at, gone_s=gone_s)
         self._before: dict[str, float] = {}
-        self._view = _view(self._progress, str(run.path), sys.stdout.isatty() if tty is None else tty)
+        self._view = _view(
+            self._progress, str(run.path), sys.stdout.isatty() if tty is None else tty
+        )
         self._step_began = clock()
 
     def begin_warmup(self, num_steps: int) -> None:
@@ -77,7 +82,9 @@ class Observer:
         self._step_began = self._clock()
 
     def begin_steps(self, num_steps: int) -> None:
-        """The loop begins, with step 1 or where a resumed run goes on. What came before is in the line of step 1."""
+        """The loop begins, with step 1 or where a resumed run goes on. What came before is in the
+        line of step 1.
+        """
         self.catch_up()
         self._progress.begin_steps(num_steps)
         if self._progress.index == 0:
@@ -100,7 +107,9 @@ class Observer:
         groups: Sequence[Group] = (),
         more: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """A step has ended, and the next one's clock starts; `catch_up` writes it, and asks for `more` metrics."""
+        """A step has ended, and the next one's clock starts; `catch_up` writes it, and asks for
+        `more` metrics.
+        """
         self.catch_up()
         self._unwritten = _Step(index, self._timed(index) | dict(metrics), groups, more)
 
@@ -125,7 +134,9 @@ class Observer:
         self._view.close()
 
     def close(self) -> None:
-        """Write the last step, draw the last curves and give the terminal back; also after a run that failed."""
+        """Write the last step, draw the last curves and give the terminal back; also after a run
+        that failed.
+        """
         try:
             self.catch_up()
         finally:
@@ -136,12 +147,16 @@ class Observer:
         write_report([self._run.path])
 
     def _timed(self, index: int) -> dict[str, float]:
-        """What the clock here knows of the step: its phases, and the whole; what is before step 1 is in its line."""
+        """What the clock here knows of the step: its phases, and the whole; what is before step 1
+        is in its line.
+        """
         now = self._clock()
         whole_s, self._step_began = now - self._step_began, now
         if index <= 0:
             return {"time/warmup": whole_s}
-        times = {f"time/{name}": seconds for name, seconds in self._phases_s.items()} | {"time/step": whole_s}
+        times = {f"time/{name}": seconds for name, seconds in self._phases_s.items()} | {
+            "time/step": whole_s
+        }
         times, self._before, self._phases_s = times | self._before, {}, {}
         return times
 
@@ -149,8 +164,8 @@ class Observer:
 def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
     """The rate of generation, where there was any, and how long the slowest rank graded.
 
-    Samples older than their step were generated while others were trained on: their phase is the end of that, a wait,
-    and a step's time is what each step's samples take.
+    Samples older than their step were generated while others were trained on: their phase is the
+    end of that, a wait, and a step's time is what each step's samples take.
     """
     if not groups:
         return {}
@@ -163,7 +178,7 @@ def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, f
     return rates | {"rollout/tokens_per_s": len(columns.samples.tokens) / seconds}
 
 
-def _view(progress: Progress, title: str, tty: bool) -> View:
+def _view(progress: RunProgress, title: str, tty: bool) -> View:
     if not tty:
         return PlainView(progress)
     from spmd_rl.report.live import LiveView

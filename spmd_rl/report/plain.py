@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from spmd_rl.report.progress import Metrics, Progress, duration, number
+from spmd_rl.report.progress import Metrics, RunProgress, duration, number
 from spmd_rl.types.samples import Group
 
 _COMPARED = "onpolicy/compared_tokens"
@@ -24,7 +24,7 @@ _COLUMNS = (
 class PlainView:
     """Prints a finished step and is silent in between."""
 
-    def __init__(self, progress: Progress, out: TextIO | None = None) -> None:
+    def __init__(self, progress: RunProgress, out: TextIO | None = None) -> None:
         self._progress = progress
         self._out = out
 
@@ -35,15 +35,18 @@ class PlainView:
         pass
 
 
-def step_line(progress: Progress) -> str:
-    """`step  12/150  reward 0.523  mismatched 0 of 5,120  loss +0.0021  8,123 tok/s  0.37 s/step  ETA 0:51`."""
+def step_line(progress: RunProgress) -> str:
+    """`step  12/150  reward 0.523  mismatched 0 of 5,120  loss +0.0021  8,123 tok/s  0.37 s/step
+    ETA 0:51`.
+    """
     what, done, total = progress.count
     head = f"{what} {done:>{len(str(total))}}/{total}"
     return "  ".join([head, *_columns(progress.metrics), f"ETA {duration(progress.left_s)}"])
 
 
 def _columns(metrics: Metrics) -> list[str]:
-    known = {name for name, value in metrics.items() if value or name != _COMPARED}  # 0 of 0 is no agreement
+    # 0 of 0 is no agreement
+    known = {name for name, value in metrics.items() if value or name != _COMPARED}
     return [
         form.format(*(number(metrics[name], spec) for name in names))
         for names, form, spec in _COLUMNS

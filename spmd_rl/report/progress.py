@@ -16,8 +16,9 @@ _RECENT = 20  # steps that the time left is reckoned from
 
 
 @dataclass
-class Progress:
-    """What has happened so far. `index` is the last step done, below 1 in a warm-up of `num_warmup` steps.
+class RunProgress:
+    """What has happened so far. `index` is the last step done, below 1 in a warm-up of `num_warmup`
+    steps.
 
     Units: `clock` is in seconds; `gone_s` of them had passed when this began.
     """
@@ -51,11 +52,15 @@ class Progress:
         self.phase = ""
 
     def take(self, index: int, metrics: Metrics) -> None:
-        """Account for a finished step, or for one of the warm-up, which counts from `1 - num_warmup` to 0."""
+        """Account for a finished step, or for one of the warm-up, which counts from `1 -
+        num_warmup` to 0.
+        """
         self.index, self.metrics = index, metrics
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
-        self.step_times_s += [metrics[name] for name in ("time/step", "time/warmup") if name in metrics]
+        self.step_times_s += [
+            metrics[name] for name in ("time/step", "time/warmup") if name in metrics
+        ]
         self.mismatched_tokens += metrics.get("onpolicy/mismatched_tokens", 0)
         self.compared_tokens += metrics.get("onpolicy/compared_tokens", 0)
 
@@ -65,7 +70,9 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the end, or to that of the warm-up, at the pace of the latest steps; None before the first."""
+        """Seconds to the end, or to that of the warm-up, at the pace of the latest steps; None
+        before the first.
+        """
         recent, (_, done, total) = self.step_times_s[-_RECENT:], self.count
         return (total - done) * sum(recent) / len(recent) if recent else None
 
@@ -78,7 +85,9 @@ class Progress:
 
 
 def number(value: float, spec: str) -> str:
-    """`value` by `spec`, or in four digits where it is large; a count, which has commas, is always written out."""
+    """`value` by `spec`, or in four digits where it is large; a count, which has commas, is always
+    written out.
+    """
     return f"{value:.4g}" if abs(value) > LARGE and "," not in spec else format(value, spec)
 
 
@@ -92,7 +101,9 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """All of `values` in at most `width` bars, neighbours averaged; rewards in [0, 1] keep that scale."""
+    """All of `values` in at most `width` bars, neighbours averaged; rewards in [0, 1] keep that
+    scale.
+    """
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return ""

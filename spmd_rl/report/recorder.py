@@ -1,4 +1,6 @@
-"""What a run leaves behind: the controller's account of steps and phases, written to the run folder and the screen."""
+"""What a run leaves behind: the controller's account of steps and phases, written to the run folder
+and the screen.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from spmd_rl.observe.provenance import FILE, began_unix_s, provenance
 from spmd_rl.observe.run_folder import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report.observer import Observer
-from spmd_rl.report.reward_warnings import RewardWatch
+from spmd_rl.report.reward_warnings import RewardWarnings
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types.samples import Group
 
@@ -30,12 +32,17 @@ LEAVES = ("report.html", "curves.png", "metrics.jsonl", "samples", "checkpoints"
 
 
 class Recorder:
-    """The controller's observer. Recipes log `groups` (a list of Group) and metrics (dicts), in any order."""
+    """The controller's observer. Recipes log `groups` (a list of Group) and metrics (dicts), in any
+    order.
+    """
 
-    def __init__(self, run: RunConfig, cfg: Any, world_size: int, words: Sequence[str] = ()) -> None:
+    def __init__(
+        self, run: RunConfig, cfg: Any, world_size: int, words: Sequence[str] = ()
+    ) -> None:
         """`words` are those after `spmd-rl run`.
 
-        Raises: ConfigError when the run's folder holds another run; PlanError when the split does not fit.
+        Raises: ConfigError when the run's folder holds another run; PlanError when the split does
+        not fit.
         """
         config = dump_toml(cfg)
         resolved = _resolved(cfg, world_size)
@@ -47,9 +54,10 @@ class Recorder:
         facts = provenance(words, self._began_s) | _parameters(cfg)
         write_whole(run.path / FILE, json.dumps(facts, indent=1) + "\n")
         self._sinks = Sinks(run.sinks, run.path, settings)
-        self._reward_watch = RewardWatch(settings, self._folder.path / "samples")
+        self._reward_watch = RewardWarnings(settings, self._folder.path / "samples")
         self._observer: Observer | None = None
-        self._before_s: dict[str, float] = {}  # seconds of the phases that ended before there was an observer
+        # seconds of the phases that ended before there was an observer
+        self._before_s: dict[str, float] = {}
         self._phase: str | None = None  # which was under way then
         self._steps_left = 1  # or more: `on_steps` says how many
         self._logged: dict[int, tuple[list[Group], dict[str, float]]] = {}
@@ -64,13 +72,20 @@ class Recorder:
         self._folder.drop_samples(after=start)
         self._steps_left = num_steps - start
         if self._steps_left <= 0 < num_steps:
-            print(f"all {num_steps} steps are done: more of them, with --run.resume=true, go on from here", flush=True)
+            print(
+                f"all {num_steps} steps are done: more of them, with --run.resume=true, go on from here",
+                flush=True,
+            )
         self._observer = self._observer or self._observe(start)
         self._observer.begin_steps(num_steps)
 
     def _observe(self, start: int) -> Observer:
         return Observer(
-            self._folder, sinks=self._sinks, resume_at=start, began_unix_s=self._began_s, before_s=self._before_s
+            self._folder,
+            sinks=self._sinks,
+            resume_at=start,
+            began_unix_s=self._began_s,
+            before_s=self._before_s,
         )
 
     def on_phase(self, name: str, seconds: float | None) -> None:
@@ -99,12 +114,20 @@ class Recorder:
             self._steps_left -= 1
             metrics["perf/controller_share"] = step.controller_share
         if self._observer is not None:
-            self._observer.on_step(step.index + 1, metrics, groups, partial(self._account, groups, step.index))
+            self._observer.on_step(
+                step.index + 1, metrics, groups, partial(self._account, groups, step.index)
+            )
 
     def _account(self, groups: list[Group], version: int) -> dict[str, float]:
-        """What the groups of the step that learned from them say of it; on stderr what it goes on without."""
+        """What the groups of the step that learned from them say of it; on stderr what it goes on
+        without.
+        """
         for reason in chain(*Group.to_columns(groups).skipped):
-            print(f"step {version + 1} goes on without a sample: {reason}", file=sys.stderr, flush=True)
+            print(
+                f"step {version + 1} goes on without a sample: {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
         metrics = group_metrics(groups, version)
         if "reward/mean" in metrics:
             for hint in self._reward_watch.take(metrics["reward/mean"], is_flat(groups)):
@@ -120,7 +143,9 @@ class Recorder:
             self._observer.leave_screen()
 
     def close(self) -> None:
-        """Draw the last curves and give the terminal back, also after a run that failed; of a whole one, say where."""
+        """Draw the last curves and give the terminal back, also after a run that failed; of a whole
+        one, say where.
+        """
         if self._observer is not None:
             self._observer.close()
             if self._steps_left <= 0:
@@ -142,12 +167,17 @@ def _parameters(cfg: Any) -> dict[str, int]:
 
 
 def _resolved(cfg: Any, world_size: int) -> dict[str, Any]:
-    """The plan of the run as plain data: which ranks serve which role, on which axes, and what is to be known of it."""
+    """The plan of the run as plain data: which ranks serve which role, on which axes, and what is
+    to be known of it.
+    """
     split = getattr(cfg, "split", None)
     roles = {} if split is None else plan_split(split, world_size)
     return {
         "world_size": world_size,
-        "roles": {name: {"ranks": list(place.ranks), "axes": place.axes} for name, place in roles.items()},
+        "roles": {
+            name: {"ranks": list(placement.ranks), "axes": placement.axes}
+            for name, placement in roles.items()
+        },
         "notes": _notes(cfg),
     }
 

@@ -1,4 +1,6 @@
-"""Tells, once each, that nothing can be learned from a run's samples, and that its reward has not moved."""
+"""Tells, once each, that nothing can be learned from a run's samples, and that its reward has not
+moved.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ ERRORS = 2.0  # standard errors that the halves' means must differ by to count a
 PAGE = "docs/hyperparameters.md"
 
 
-class RewardWatch:
+class RewardWarnings:
     """Takes each step's mean reward, and whether all samples of every prompt had the same one."""
 
     def __init__(self, settings: Mapping[str, Any], samples: Path) -> None:
@@ -46,12 +48,16 @@ class RewardWatch:
 
     def _named(self, *keys: str) -> str:
         """The settings with their values; a recipe of one's own need not have them all."""
-        found = [f"{key} = {value}" for key in keys if (value := _value(self._settings, key)) is not None]
+        found = [
+            f"{key} = {value}" for key in keys if (value := _value(self._settings, key)) is not None
+        ]
         return ", ".join(found) or "the recipe's settings"
 
 
 def moved(rewards: Sequence[float]) -> bool:
-    """Whether the mean of the later half differs from that of the earlier one by more than chance explains."""
+    """Whether the mean of the later half differs from that of the earlier one by more than chance
+    explains.
+    """
     half = len(rewards) // 2
     before, after = rewards[:half], rewards[half:]
     error = (variance(before) / len(before) + variance(after) / len(after)) ** 0.5

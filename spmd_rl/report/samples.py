@@ -18,7 +18,9 @@ TOKENS_BESIDES = 30  # as much as the rest of a sample takes of a page
 
 
 class _Row(msgspec.Struct):
-    """A line of the samples, as far as the page shows it; None stands for a number that is not finite."""
+    """A line of the samples, as far as the page shows it; None stands for a number that is not
+    finite.
+    """
 
     prompt_uid: int | str | None = None
     index: int | None = None
@@ -53,7 +55,9 @@ def read_samples(run: Path, config: dict[str, Any], room: Room) -> dict[str, Any
     steps, left = [], room.num_tokens
     for i in coarse_to_fine(len(chosen)):
         if left > 0:
-            step = _read_step(files[chosen[i]], tokenizer, room, min(left, room.num_tokens // len(chosen)))
+            step = _read_step(
+                files[chosen[i]], tokenizer, room, min(left, room.num_tokens // len(chosen))
+            )
             left -= step.pop("num_tokens")
             steps.append({"step": chosen[i]} | step)
     return {"steps": sorted(steps, key=lambda step: step["step"]), "num_steps": len(files)}
@@ -109,7 +113,12 @@ def _sample(row: _Row, tokenizer: Any, most: int) -> Sample:
         "num_tokens": len(tokens),
         "known": known,
     }
-    per_token: dict[str, list[Any]] = {"pieces": parts, "tokens": tokens, "logprobs": logprobs, "versions": versions}
+    per_token: dict[str, list[Any]] = {
+        "pieces": parts,
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "versions": versions,
+    }
     if len(parts) > most:  # the beginning and the end
         sample["left_out_at"] = half = most // 2
         per_token = {name: values[:half] + values[-half:] for name, values in per_token.items()}

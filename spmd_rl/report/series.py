@@ -18,7 +18,9 @@ MAX_POINTS = 600
 
 @dataclass(frozen=True)
 class Figure:
-    """One number that stands for a whole run. `better` is +1 where more is better, -1 where less is, else 0."""
+    """One number that stands for a whole run. `better` is +1 where more is better, -1 where less
+    is, else 0.
+    """
 
     label: str
     metric: str
@@ -42,7 +44,8 @@ FIGURES = (
     Figure("peak device memory", "memory/gpu_peak_gib", "largest"),
 )
 
-AMONG = {"onpolicy/mismatched_tokens": "onpolicy/compared_tokens"}  # says nothing in a step where that one is 0
+# says nothing in a step where that one is 0
+AMONG = {"onpolicy/mismatched_tokens": "onpolicy/compared_tokens"}
 
 CLEARLY = 0.05  # by how much of the larger one two values must differ to say that one is better
 
@@ -50,11 +53,14 @@ CLEARLY = 0.05  # by how much of the larger one two values must differ to say th
 def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Every metric at no more than `max_points` points.
 
-    A point covers the steps `first` to `last` and has their mean; where it covers several it has their lowest and
-    highest value too, so that a lone spike is never averaged away. `ends` says where it ends on the other axes.
+    A point covers the steps `first` to `last` and has their mean; where it covers several it has
+    their lowest and highest value too, so that a lone spike is never averaged away. `ends` says
+    where it ends on the other axes.
     """
     num_points = min(len(rows), max_points)
-    edges = [i * len(rows) // num_points for i in range(num_points)] + [len(rows)] if num_points else []
+    edges = (
+        [i * len(rows) // num_points for i in range(num_points)] + [len(rows)] if num_points else []
+    )
     parts = [rows[a:b] for a, b in pairwise(edges)]
     return {
         "num_steps": len(loop(rows)),
@@ -67,7 +73,9 @@ def curves(rows: Sequence[Row], max_points: int = MAX_POINTS) -> dict[str, Any]:
 
 def names(rows: Iterable[Row]) -> list[str]:
     """The metrics that have a value somewhere: the project's in their order, then the user's own."""
-    found = {name for row in rows for name in row if _is_known(row, name) and not name.startswith(BEFORE)}
+    found = {
+        name for row in rows for name in row if _is_known(row, name) and not name.startswith(BEFORE)
+    }
     found -= {"step", "unix_s"}
     return [name for name in KNOWN if name in found] + sorted(found - KNOWN.keys())
 
@@ -78,8 +86,13 @@ def figures(rows: Sequence[Row]) -> list[float | None]:
 
 
 def winner(figure: Figure, values: Sequence[float | None]) -> int | None:
-    """Which of several runs has the best value, clearly better than every other; None where none has."""
-    known = sorted(((figure.better * value, i) for i, value in enumerate(values) if value is not None), reverse=True)
+    """Which of several runs has the best value, clearly better than every other; None where none
+    has.
+    """
+    known = sorted(
+        ((figure.better * value, i) for i, value in enumerate(values) if value is not None),
+        reverse=True,
+    )
     if not figure.better or len(known) < 2:
         return None
     (best, index), (second, _) = known[:2]

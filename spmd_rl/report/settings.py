@@ -18,7 +18,9 @@ def read_config(run: Path) -> dict[str, Any]:
     """`config.toml` by dotted key. Raises: DataError when it does not parse."""
     path = run / "config.toml"
     try:
-        return dict(_leaves(tomllib.loads(path.read_text(encoding="utf-8")))) if path.exists() else {}
+        return (
+            dict(_leaves(tomllib.loads(path.read_text(encoding="utf-8")))) if path.exists() else {}
+        )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise DataError(str(path), f"not TOML: {error}") from None
     except RecursionError:
@@ -34,23 +36,36 @@ def read_plan(run: Path) -> Any:
 def differences(
     configs: Sequence[dict[str, Any]], folders: Sequence[Path] | None = None
 ) -> list[tuple[str, list[str | None]]]:
-    """The keys whose values are not the same in all `configs`, each with its values as text; None where unset.
+    """The keys whose values are not the same in all `configs`, each with its values as text; None
+    where unset.
 
-    Paths of one file are the same value; relative ones begin in `folders`, in which the runs were started.
+    Paths of one file are the same value; relative ones begin in `folders`, in which the runs were
+    started.
     """
     folders = folders or [Path()] * len(configs)
     keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [(key, [as_text(config[key]) if key in config else None for config in configs]) for key in keys]
+    rows = [
+        (key, [as_text(config[key]) if key in config else None for config in configs])
+        for key in keys
+    ]
     return [
-        (key, values) for key, values in rows if len(set(values)) > 1 and len(set(map(_same_file, values, folders))) > 1
+        (key, values)
+        for key, values in rows
+        if len(set(values)) > 1 and len(set(map(_same_file, values, folders))) > 1
     ]
 
 
 def _same_file(value: str | None, folder: Path) -> str | None:
-    """A path that exists in its one spelling; a slice of its records or a function in it stays as written."""
+    """A path that exists in its one spelling; a slice of its records or a function in it stays as
+    written.
+    """
     path = re.sub(r"(@\[[^\]]*\]|:\w+)\Z", "", value or "")
     place = os.path.join(folder, path)
-    return os.path.realpath(place) + (value or "")[len(path) :] if path and os.path.exists(place) else value
+    return (
+        os.path.realpath(place) + (value or "")[len(path) :]
+        if path and os.path.exists(place)
+        else value
+    )
 
 
 def as_text(value: Any) -> str:

@@ -18,14 +18,20 @@ MAX_SPANS = 20_000
 Recorded = tuple[Process, Span]
 
 
-def read_timeline(run: Path, max_steps: int = MAX_STEPS, max_spans: int = MAX_SPANS) -> dict[str, Any]:
-    """Steps with their spans, evenly spread over the run, as many as fit; one too full keeps its longest spans."""
+def read_timeline(
+    run: Path, max_steps: int = MAX_STEPS, max_spans: int = MAX_SPANS
+) -> dict[str, Any]:
+    """Steps with their spans, evenly spread over the run, as many as fit; one too full keeps its
+    longest spans.
+    """
     windows = _windows(run)
     chosen = [windows[i] for i in spread(list(range(len(windows))), max_steps)]
     per_step: list[list[Recorded]] = [[] for _ in chosen]
     starts = [step.start_ns for step in chosen]
     for process, span in _recorded(run):
-        for i in range(max(0, bisect_right(starts, span.start_ns) - 1), bisect_right(starts, span.end_ns)):
+        for i in range(
+            max(0, bisect_right(starts, span.start_ns) - 1), bisect_right(starts, span.end_ns)
+        ):
             if span.start_ns < chosen[i].end_ns and span.end_ns > chosen[i].start_ns:
                 per_step[i].append((process, span))
     names: dict[str, int] = {}
@@ -35,12 +41,21 @@ def read_timeline(run: Path, max_steps: int = MAX_STEPS, max_spans: int = MAX_SP
         spans = sorted(per_step[i], key=lambda item: -item[1].length_ns)[:max_spans]
         if len(spans) <= num_left or not steps:
             num_left -= len(spans)
-            steps.append({"order": i, "num_left_out": len(per_step[i]) - len(spans)} | _step(chosen[i], spans, names))
-    return {"steps": sorted(steps, key=lambda step: step["order"]), "num_steps": len(windows), "names": list(names)}
+            steps.append(
+                {"order": i, "num_left_out": len(per_step[i]) - len(spans)}
+                | _step(chosen[i], spans, names)
+            )
+    return {
+        "steps": sorted(steps, key=lambda step: step["order"]),
+        "num_steps": len(windows),
+        "names": list(names),
+    }
 
 
 def _recorded(run: Path) -> Iterator[Recorded]:
-    """The run's spans, from the processes' files or, where only that was kept, from trace.json. Raises: DataError."""
+    """The run's spans, from the processes' files or, where only that was kept, from trace.json.
+    Raises: DataError.
+    """
     files = trace_files(run)
     for path in files:
         yield from ((process, span) for process, span in read_spans(path) if span is not None)
@@ -49,7 +64,9 @@ def _recorded(run: Path) -> Iterator[Recorded]:
         try:
             yield from list(_from_chrome(parse_finite(str(chrome), chrome.read_bytes())))
         except (LookupError, TypeError, ValueError, AttributeError):
-            raise DataError(str(chrome), "not a trace that spmd-rl trace wrote: remove it") from None
+            raise DataError(
+                str(chrome), "not a trace that spmd-rl trace wrote: remove it"
+            ) from None
 
 
 def _from_chrome(trace: dict[str, Any]) -> Iterator[Recorded]:
@@ -64,11 +81,21 @@ def _from_chrome(trace: dict[str, Any]) -> Iterator[Recorded]:
             start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
             name, _, host = titles[event["pid"], 0].partition(" on ")
             process = Process(name, event["pid"], host)
-            yield process, Span(str(event["name"]), began_ns + start_ns, length_ns, titles[where], dict(event["args"]))
+            yield (
+                process,
+                Span(
+                    str(event["name"]),
+                    began_ns + start_ns,
+                    length_ns,
+                    titles[where],
+                    dict(event["args"]),
+                ),
+            )
 
 
 def _windows(run: Path) -> list[Span]:
-    """The spans called "step", by time; a step that a restarted run did again counts as it was done last.
+    """The spans called "step", by time; a step that a restarted run did again counts as it was done
+    last.
 
     Without any, one span over all there is.
     """
@@ -85,12 +112,16 @@ def _windows(run: Path) -> list[Span]:
 
 
 def _step(step: Span, spans: list[Recorded], names: dict[str, int]) -> dict[str, Any]:
-    """One step's lanes. A span is [row in its lane, start and length in us, index of its name, arguments]."""
+    """One step's lanes. A span is [row in its lane, start and length in us, index of its name,
+    arguments].
+    """
     lanes: dict[tuple[Process, str], list[Span]] = {}
     for process, span in spans:
         lanes.setdefault((process, span.lane), []).append(span)
     drawn = []
-    for process, lane in sorted(lanes, key=lambda key: (key[0].order, key[1] != "MainThread", key[1])):
+    for process, lane in sorted(
+        lanes, key=lambda key: (key[0].order, key[1] != "MainThread", key[1])
+    ):
         rows = _rows(lanes[process, lane])
         drawn.append(
             {
@@ -110,11 +141,17 @@ def _step(step: Span, spans: list[Recorded], names: dict[str, int]) -> dict[str,
                 ],
             }
         )
-    return {"step": step.args.get("step"), "length_us": round(step.length_ns / 1e3, 1), "lanes": drawn}
+    return {
+        "step": step.args.get("step"),
+        "length_us": round(step.length_ns / 1e3, 1),
+        "lanes": drawn,
+    }
 
 
 def _rows(spans: list[Span]) -> list[tuple[int, Span]]:
-    """Each span of a lane with its row: a track's rows are its depths, and tracks lie under one another."""
+    """Each span of a lane with its row: a track's rows are its depths, and tracks lie under one
+    another.
+    """
     placed = list(tracks(spans))
     depths: dict[int, int] = {}
     for track, depth, _ in placed:

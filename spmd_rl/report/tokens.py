@@ -9,8 +9,14 @@ from typing import Any
 
 
 def find_tokenizer(run: Path, config: dict[str, Any]) -> Any | None:
-    """The tokenizer of the exported model, or of the model the config names; None if neither is at hand."""
-    models = [value for key, value in config.items() if key.rpartition(".")[2] == "model" and isinstance(value, str)]
+    """The tokenizer of the exported model, or of the model the config names; None if neither is at
+    hand.
+    """
+    models = [
+        value
+        for key, value in config.items()
+        if key.rpartition(".")[2] == "model" and isinstance(value, str)
+    ]
     for folder in [run / "hf", *map(Path, filter(None, models))]:
         file = folder / "tokenizer.json"
         if file.is_file():
@@ -24,7 +30,8 @@ def find_tokenizer(run: Path, config: dict[str, Any]) -> Any | None:
 
 
 def pieces(tokenizer: Any | None, tokens: Sequence[int], text: str) -> tuple[list[str], bool]:
-    """The text of each token, and whether that is known; if not, `text` is cut into as many parts of even length.
+    """The text of each token, and whether that is known; if not, `text` is cut into as many parts
+    of even length.
 
     A character made of several tokens belongs to the last of them; the others are empty.
     """

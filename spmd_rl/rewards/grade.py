@@ -1,4 +1,6 @@
-"""Calling a reward function on samples, so that whatever it does ends in a number or a clear sentence."""
+"""Calling a reward function on samples, so that whatever it does ends in a number or a clear
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,13 @@ LONGEST_SHOWN = 200  # characters
 
 
 class Grader(AbstractContextManager["Grader"]):
-    """Calls `reward` on one sample after the other, for each of which it may take `deadline_s`; 0 is for ever.
+    """Calls `reward` on one sample after the other, for each of which it may take `deadline_s`; 0
+    is for ever.
 
-    One alarm serves all that are graded while this is entered: where it rings before the present sample is overdue,
-    it is set again for what that has left. The main thread's only, which keeps the alarm's handler. A function that
-    sets an alarm of its own, as math_verify does, ends ours for the sample at hand.
+    One alarm serves all that are graded while this is entered: where it rings before the present
+    sample is overdue, it is set again for what that has left. The main thread's only, which keeps
+    the alarm's handler. A function that sets an alarm of its own, as math_verify does, ends ours
+    for the sample at hand.
     """
 
     def __init__(self, reward: Reward, deadline_s: float = 0.0) -> None:
@@ -46,17 +50,23 @@ class Grader(AbstractContextManager["Grader"]):
     def grade(self, prompt: Prompt, sample: Sample) -> Sample:
         """The sample with its reward and, where the function returned a dict, the named parts.
 
-        The arrays of both are read-only from here on: what the trainer learns is what the engine made.
-        Blocks: until its deadline at most; where C code never returns to Python, the call's deadline ends it.
-        Raises: DataError that shows the sample when the function raises, takes longer, or returns no finite number.
+        The arrays of both are read-only from here on: what the trainer learns is what the engine
+        made.
+        Blocks: until its deadline at most; where C code never returns to Python, the call's
+        deadline ends it.
+        Raises: DataError that shows the sample when the function raises, takes longer, or returns
+        no finite number.
         """
         for array in (prompt.tokens, sample.tokens, sample.logprobs, sample.versions):
             array.setflags(write=False)
         try:
             result = self._timed(prompt, sample)
         except _Overdue:
-            raise DataError(self._where(prompt, sample), f"took longer than {self._deadline_s:g} s") from None
-        except BaseException as error:  # the function is the user's: whatever it raises is told with the sample it met
+            raise DataError(
+                self._where(prompt, sample), f"took longer than {self._deadline_s:g} s"
+            ) from None
+        # the function is the user's: whatever it raises is told with the sample it met
+        except BaseException as error:
             if os.getpid() != self._pid:  # a process that it forked ends as it likes
                 raise
             problem = f"raised {type(error).__name__}: {_shown(error, str)}{self._line(error)}"
@@ -64,12 +74,15 @@ class Grader(AbstractContextManager["Grader"]):
         if not isinstance(result, Mapping):
             return sample.changed(reward=self._number(result, "reward", prompt, sample))
         if "reward" not in result:
-            raise DataError(self._where(prompt, sample), f"returned a dict without the key 'reward': {_shown(result)}")
-        parts = {str(key): self._number(value, str(key), prompt, sample) for key, value in result.items()}
-        if taken := [key for key in parts if f"reward/{key}" in KNOWN]:
-            problem = (
-                f"returned a value called {taken[0]!r}: the metric reward/{taken[0]} is another, choose another name"
+            raise DataError(
+                self._where(prompt, sample),
+                f"returned a dict without the key 'reward': {_shown(result)}",
             )
+        parts = {
+            str(key): self._number(value, str(key), prompt, sample) for key, value in result.items()
+        }
+        if taken := [key for key in parts if f"reward/{key}" in KNOWN]:
+            problem = f"returned a value called {taken[0]!r}: the metric reward/{taken[0]} is another, choose another name"
             raise DataError(self._where(prompt, sample), problem)
         return sample.changed(reward=parts["reward"], parts=parts)
 
@@ -82,7 +95,8 @@ class Grader(AbstractContextManager["Grader"]):
         switches, began = _torch_switches(), time.monotonic()
         try:
             result = self._reward(prompt, sample)
-            if os.getpid() != self._pid:  # a process that it forked came back: the ranks' work is not for that one
+            # a process that it forked came back: the ranks' work is not for that one
+            if os.getpid() != self._pid:
                 os._exit(0)
             return result
         finally:
@@ -111,7 +125,11 @@ class Grader(AbstractContextManager["Grader"]):
     def _line(self, error: BaseException) -> str:
         """Where in the function's own file, as far as it goes."""
         code = getattr(inspect.unwrap(self._reward), "__code__", None)
-        frames = [one for one in extract_tb(error.__traceback__) if code and one.filename == code.co_filename]
+        frames = [
+            one
+            for one in extract_tb(error.__traceback__)
+            if code and one.filename == code.co_filename
+        ]
         return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
     def _where(self, prompt: Prompt, sample: Sample) -> str:
@@ -126,7 +144,9 @@ class _Overdue(BaseException):
 
 
 def _torch_switches() -> tuple[bool, Any] | None:
-    """What engine and trainer compute by in this process, and a judge that is a model may set: gradients, the dtype."""
+    """What engine and trainer compute by in this process, and a judge that is a model may set:
+    gradients, the dtype.
+    """
     torch = sys.modules.get("torch")
     return (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
 
@@ -138,7 +158,9 @@ def _set_torch_switches(gradients: bool, dtype: Any) -> None:
 
 
 def _shown(value: object, as_text: Callable[[object], str] = repr) -> str:
-    """A value of the user's in a sentence: the beginning of a long one, the type of one that raises when shown."""
+    """A value of the user's in a sentence: the beginning of a long one, the type of one that raises
+    when shown.
+    """
     try:
         text = as_text(value)
     except Exception:  # noqa: BLE001  whatever a type of the user's raises here, the sample at hand is the news

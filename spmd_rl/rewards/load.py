@@ -24,11 +24,18 @@ def resolve_reward(name: str) -> Reward:
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
-        raise ConfigError(f"reward {name!r}: write it as package.module:function or path/to/file.py:function")
-    module = _import_file(name, Path(where)) if where.endswith(".py") else _import_module(name, where)
+        raise ConfigError(
+            f"reward {name!r}: write it as package.module:function or path/to/file.py:function"
+        )
+    module = (
+        _import_file(name, Path(where)) if where.endswith(".py") else _import_module(name, where)
+    )
     function = getattr(module, attribute, None)
     if function is None:
-        have = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        have = (
+            ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
+            or "none"
+        )
         raise ConfigError(f"reward {name!r}: {where} has no {attribute!r} (its functions: {have})")
     _check_signature(name, function)
     return function
@@ -44,7 +51,8 @@ def _import_module(name: str, module: str) -> ModuleType:
                 "or start from the folder it is in"
             ) from error
         raise _broken(name, error) from error
-    except (Exception, SystemExit) as error:  # any error of the user's own module becomes one sentence
+    # any error of the user's own module becomes one sentence
+    except (Exception, SystemExit) as error:
         raise _broken(name, error) from error
 
 
@@ -61,14 +69,17 @@ def _import_file(name: str, path: Path) -> ModuleType:
     sys.modules[key] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # any error of the user's own file becomes one sentence
+    # any error of the user's own file becomes one sentence
+    except (Exception, SystemExit) as error:
         del sys.modules[key]
         raise _broken(name, error) from error
     return module
 
 
 def _broken(name: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"reward {name!r}: importing it raised {type(error).__name__}: {error}{source_line(error)}")
+    return ConfigError(
+        f"reward {name!r}: importing it raised {type(error).__name__}: {error}{source_line(error)}"
+    )
 
 
 def _check_signature(name: str, function: Any) -> None:

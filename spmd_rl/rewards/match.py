@@ -25,7 +25,9 @@ def contains(prompt: Prompt, sample: Sample) -> float:
 
 
 def last_number(prompt: Prompt, sample: Sample) -> float:
-    """1 when the last number of the response equals that of the answer (`1,000` is `1000`, and `1e3` too)."""
+    """1 when the last number of the response equals that of the answer (`1,000` is `1000`, and
+    `1e3` too).
+    """
     said, wanted = _last_number(sample.text), _last_number(prompt.answer)
     return float(said is not None and said == wanted)
 

@@ -1,7 +1,8 @@
 """What every engine is: requests go in one by one, tokens come out step by step.
 
-A request is known by (uid, index): the prompt's uid and the sample's index under it. What was generated so far can be
-submitted again, so an answer may be ended by `abort` and go on later, under the same weights or others.
+A request is known by (uid, index): the prompt's uid and the sample's index under it. What was
+generated so far can be submitted again, so an answer may be ended by `abort` and go on later, under
+the same weights or others.
 """
 
 from __future__ import annotations
@@ -20,27 +21,35 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.types.samples import FinishReason, Sample
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import Held
+    from spmd_rl.weights.local_tensors import LocalTensors
 
 
 GPU_PAGE_SIZE = 128  # tokens: what FlashAttention's copies of keys and values take whole
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e30  # float32, in which logits are divided, holds both and their inverses
-ALL_TOKENS = {"top_k": 0, "top_p": 1, "min_p": 0}  # with these values, each of the vocabulary may be drawn
+# float32, in which logits are divided, holds both and their inverses
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e30
+# with these values, each of the vocabulary may be drawn
+ALL_TOKENS = {"top_k": 0, "top_p": 1, "min_p": 0}
 UNDECODED = "\ufffd"  # what a decoder shows for bytes that are no text
 GPU_STEP_TOKENS = 8192  # decoding and chunks of prompts together
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn. top_k, top_p and min_p change what is drawn, never the recorded log-prob."""
+    """How tokens are drawn. top_k, top_p and min_p change what is drawn, never the recorded
+    log-prob.
+    """
 
     num_samples: int = 1  # of each prompt
-    temperature: float = 1.0  # 0 takes the most likely token and records its log-prob at temperature 1
-    top_p: float = 1.0  # the likeliest tokens whose probabilities sum to this are drawn from; 1 is all
+    # 0 takes the most likely token and records its log-prob at temperature 1
+    temperature: float = 1.0
+    # the likeliest tokens whose probabilities sum to this are drawn from; 1 is all
+    top_p: float = 1.0
     top_k: int = 0  # 0 is all
-    min_p: float = 0.0  # tokens of less than this share of the likeliest one's probability are not drawn; 0 is all
+    # tokens of less than this share of the likeliest one's probability are not drawn; 0 is all
+    min_p: float = 0.0
     max_tokens: int = 128  # of a sample, besides its prompt
-    stop_ids: tuple[int, ...] = ()  # end a sample and stay in it, like the model's own end-of-sequence ids
+    # end a sample and stay in it, like the model's own end-of-sequence ids
+    stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # strings that end a sample and stay in it
     ignore_eos: bool = False  # go on past the model's end-of-sequence ids
     seed: int = 0  # of the draws
@@ -51,14 +60,26 @@ class SamplingConfig:
         expected = f"0 (greedy), or at least {MIN_TEMPERATURE:g} and at most {MAX_TEMPERATURE:g}"
         require(fits, "temperature", self.temperature, expected)
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require(0 <= self.top_k < 1 << 63, "top_k", self.top_k, "0 (all) or more, and less than 2^63")
+        require(
+            0 <= self.top_k < 1 << 63, "top_k", self.top_k, "0 (all) or more, and less than 2^63"
+        )
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
         require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
-        require(all(0 <= one < 1 << 31 for one in self.stop_ids), "stop_ids", self.stop_ids, "token ids, in [0, 2^31)")
+        require(
+            all(0 <= one < 1 << 31 for one in self.stop_ids),
+            "stop_ids",
+            self.stop_ids,
+            "token ids, in [0, 2^31)",
+        )
         require(all(self.stop), "stop", self.stop, "strings that are not empty")
         is_text = not any(UNDECODED in one for one in self.stop)
-        require(is_text, "stop", self.stop, "strings without U+FFFD, which stands for bytes that are no text")
+        require(
+            is_text,
+            "stop",
+            self.stop,
+            "strings without U+FFFD, which stands for bytes that are no text",
+        )
 
     @property
     def scored_temperature(self) -> float:
@@ -68,19 +89,31 @@ class SamplingConfig:
     @property
     def truncation(self) -> dict[str, float]:
         """The settings, if any, that leave tokens out of what is drawn from."""
-        return {name: value for name, all_tokens in ALL_TOKENS.items() if (value := getattr(self, name)) != all_tokens}
+        return {
+            name: value
+            for name, all_tokens in ALL_TOKENS.items()
+            if (value := getattr(self, name)) != all_tokens
+        }
 
 
 def refuse_greedy(sampling: SamplingConfig) -> None:
-    """For recipes that learn from the samples. Raises: ConfigError at temperature 0, which makes them all equal."""
-    expected = "more than 0, because else all samples of a prompt are the same and nothing is learned"
+    """For recipes that learn from the samples. Raises: ConfigError at temperature 0, which makes
+    them all equal.
+    """
+    expected = (
+        "more than 0, because else all samples of a prompt are the same and nothing is learned"
+    )
     require(sampling.temperature > 0, "sampling.temperature", sampling.temperature, expected)
 
 
 def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
-    """Raises: ConfigError when one of the ids is no token of the model, so that it could never end a sample."""
+    """Raises: ConfigError when one of the ids is no token of the model, so that it could never end
+    a sample.
+    """
     if unknown := [one for one in sampling.stop_ids if one >= vocab_size]:
-        raise ConfigError(f"sampling.stop_ids holds {unknown[0]}: the ids of this model end at {vocab_size - 1}")
+        raise ConfigError(
+            f"sampling.stop_ids holds {unknown[0]}: the ids of this model end at {vocab_size - 1}"
+        )
 
 
 @dataclass(frozen=True)
@@ -90,15 +123,22 @@ class EngineConfig:
     model: str = ""  # a Hugging Face folder
     kind: str = "native"  # the only one there is
     page_size: int = 0  # tokens; 0: 128 where FlashAttention runs, else 16
-    num_pages: int = 0  # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
-    memory_fraction: float = 0.9  # of a GPU's memory: what these pages and all that is counted beside them may take
-    beside_bytes: int = field(default=0, metadata=NO_KEY)  # what a run's ledger counts beside the pages; 0: nobody did
+    # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
+    num_pages: int = 0
+    # of a GPU's memory: what these pages and all that is counted beside them may take
+    memory_fraction: float = 0.9
+    # what a run's ledger counts beside the pages; 0: nobody did
+    beside_bytes: int = field(default=0, metadata=NO_KEY)
     max_batch: int = 256  # sequences running at once
-    max_step_tokens: int = 0  # shared by decoding (one a sequence) and chunks of prompts; 0: 8192 (GPU) or 2048 (CPU)
-    prefix_cache: bool = True  # keys and values of a beginning that sequences share are computed and held once
-    cuda_graphs: bool = True  # where FlashAttention runs: decoding steps are recorded and launched one ahead
+    # shared by decoding (one a sequence) and chunks of prompts; 0: 8192 (GPU) or 2048 (CPU)
+    max_step_tokens: int = 0
+    # keys and values of a beginning that sequences share are computed and held once
+    prefix_cache: bool = True
+    # where FlashAttention runs: decoding steps are recorded and launched one ahead
+    cuda_graphs: bool = True
     dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
-    attention_split: int = 0  # tokens whose keys are seen at once, as in the trainer; 0: all (docs/numerics.md)
+    # tokens whose keys are seen at once, as in the trainer; 0: all (docs/numerics.md)
+    attention_split: int = 0
     load_weights: bool = True  # false leaves the parameters to the first push
     reward: str = ""  # "module:function", called with (prompt, sample)
     reward_deadline_s: float = 30.0  # for one sample; 0: none but the call's
@@ -106,8 +146,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require(self.kind == "native", "kind", self.kind, '"native"')
-        fits = self.page_size == 0 or (self.page_size > 0 and (64 % self.page_size == 0 or self.page_size % 64 == 0))
-        require(fits, "page_size", self.page_size, "0 (automatic), or a divisor or a multiple of 64")
+        fits = self.page_size == 0 or (
+            self.page_size > 0 and (64 % self.page_size == 0 or self.page_size % 64 == 0)
+        )
+        require(
+            fits, "page_size", self.page_size, "0 (automatic), or a divisor or a multiple of 64"
+        )
         unit = math.lcm(GPU_PAGE_SIZE, self.page_size or GPU_PAGE_SIZE)
         fits = self.attention_split >= 0 and self.attention_split % unit == 0
         require(fits, "attention_split", self.attention_split, f"0 (all), or a multiple of {unit}")
@@ -115,7 +159,9 @@ class EngineConfig:
         require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
         require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
         enough = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
-        require(enough, "max_step_tokens", self.max_step_tokens, "0 (automatic), or at least max_batch")
+        require(
+            enough, "max_step_tokens", self.max_step_tokens, "0 (automatic), or at least max_batch"
+        )
         fits = 0 <= self.reward_deadline_s < math.inf
         require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
         known = self.on_reward_error in ("raise", "skip")
@@ -125,11 +171,13 @@ class EngineConfig:
 
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
-_NO_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")  # a changed copy takes less than a new one
+# a changed copy takes less than a new one
+_NO_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One sample to generate; `tokens`, `logprobs` and `versions` are what it already has from an earlier start.
+    """One sample to generate; `tokens`, `logprobs` and `versions` are what it already has from an
+    earlier start.
 
     A struct, because two are made for each sample: a frozen dataclass takes six times as long.
     Shape: `prompt` [P]; `tokens`, `logprobs`, `versions` [R].
@@ -148,7 +196,9 @@ class Request(msgspec.Struct, frozen=True):
         return len(self.prompt) + len(self.tokens)
 
     def resumed(self, partial: Sample) -> Request:
-        """The same request, going on after `partial` with the random stream it would have had without the pause."""
+        """The same request, going on after `partial` with the random stream it would have had
+        without the pause.
+        """
         answer = partial.tokens, partial.logprobs, partial.versions
         return Request(self.uid, self.index, self.prompt, self.sampling, *answer)
 
@@ -166,7 +216,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Progress:
+class RequestOutput:
     """What one step added: token m belongs to sample (uids[m], indices[m]).
 
     Shape: `uids`, `indices`, `tokens`, `logprobs` are [M].
@@ -188,11 +238,12 @@ class Engine(Protocol):
     def submit(self, request: Request) -> None:
         """Queue one request.
 
-        Raises: DataError when prompt or pages can never fit; SpmdError when (uid, index) is already here.
+        Raises: DataError when prompt or pages can never fit; SpmdError when (uid, index) is already
+        here.
         """
         ...
 
-    def step(self) -> Progress:
+    def step(self) -> RequestOutput:
         """Compute one batch of tokens; an engine that launches ahead returns the batch before."""
         ...
 
@@ -201,11 +252,15 @@ class Engine(Protocol):
         ...
 
     def new_version(self, version: int) -> None:
-        """The weights changed: forget all KV; requests in flight go on by recomputing theirs under the new weights."""
+        """The weights changed: forget all KV; requests in flight go on by recomputing theirs under
+        the new weights.
+        """
         ...
 
     def outdate(self) -> None:
-        """The weights are being changed in place: until the next `new_version`, `step` raises an error."""
+        """The weights are being changed in place: until the next `new_version`, `step` raises an
+        error.
+        """
         ...
 
     def sleep(self) -> None:
@@ -216,7 +271,7 @@ class Engine(Protocol):
         """Take the KV memory again. Raises: ResidencyError where too little is left."""
         ...
 
-    def weights(self) -> Held:
+    def weights(self) -> LocalTensors:
         """The engine's own parameters, where a push puts new ones."""
         ...
 

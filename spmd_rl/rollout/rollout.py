@@ -1,6 +1,7 @@
 """The Rollout role: prompts in, graded groups of samples out.
 
-The controller imports this module too, for the endpoints: torch comes in with the instance, on workers only.
+The controller imports this module too, for the endpoints: torch comes in with the instance, on
+workers only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.data.eos import end_ids
 from spmd_rl.errors import DataError, SpmdError
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.observe.trace import now_ns
@@ -23,7 +24,7 @@ from spmd_rl.rollout.engine import Engine, EngineConfig, Request, SamplingConfig
 from spmd_rl.types.samples import Group, Prompt, Sample
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import Held
+    from spmd_rl.weights.local_tensors import LocalTensors
 
 SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 
@@ -31,29 +32,37 @@ SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 class Rollout(Role):
     """One engine a rank, each with the whole model; prompts are spread over the data axis."""
 
-    def __init__(self, cfg: EngineConfig, place: Place) -> None:
-        super().__init__(cfg, place)
+    def __init__(self, cfg: EngineConfig, context: RoleContext) -> None:
+        super().__init__(cfg, context)
         self.tokenizer = load_tokenizer(cfg.model)
-        self.grader = Grader(resolve_reward(cfg.reward), cfg.reward_deadline_s) if cfg.reward else None
+        self.grader = (
+            Grader(resolve_reward(cfg.reward), cfg.reward_deadline_s) if cfg.reward else None
+        )
         from spmd_rl.rollout.native.build import build
 
-        self.engine: Engine = build(cfg, place.device, self._decode)
+        self.engine: Engine = build(cfg, context.device, self._decode)
         known, vocab_size = self.tokenizer.model_ends, ModelSpec.from_folder(cfg.model).vocab_size
-        self._more_ends = tuple(one for one in end_ids(self.tokenizer) if one not in known and one < vocab_size)
+        self._more_ends = tuple(
+            one for one in end_ids(self.tokenizer) if one not in known and one < vocab_size
+        )
 
     @collective
-    def generate(self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig) -> Sharded[list[Group]]:
+    def generate(
+        self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig
+    ) -> Sharded[list[Group]]:
         """All samples of all prompts, graded where there is a reward function.
 
-        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. A group that this leaves
-        with a single sample, which nothing compares with, is emptied.
+        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. A
+        group that this leaves with a single sample, which nothing compares with, is emptied.
         Blocks: until the last sample of this rank's prompts is finished; nobody else is waited for.
         """
         if self._more_ends and not sampling.ignore_eos:
             sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
         groups = {prompt.uid: Group(prompt, []) for prompt in prompts}
         if len(groups) < len(prompts):
-            raise SpmdError("two prompts of one call have the same uid, so their samples would be drawn alike")
+            raise SpmdError(
+                "two prompts of one call have the same uid, so their samples would be drawn alike"
+            )
         graded_before_s = self._graded_s()
         try:
             for prompt in prompts:
@@ -86,7 +95,7 @@ class Rollout(Role):
         """What the engine's bits depend on, besides the weights."""
         return self.engine.contract()
 
-    def weight_sink(self) -> Held:
+    def weight_sink(self) -> LocalTensors:
         """Where pushed weights go: this engine's own parameters."""
         return self.engine.weights()
 
@@ -106,16 +115,20 @@ class Rollout(Role):
         return self.grader.spent_s if self.grader else 0.0
 
     def _file_all(self, samples: Sequence[Sample], groups: dict[int, Group]) -> None:
-        """File what one step of the engine has finished, which waits meanwhile: what takes long is in the trace."""
+        """File what one step of the engine has finished, which waits meanwhile: what takes long is
+        in the trace.
+        """
         began_ns = now_ns()
         for sample in samples:
             self._file(sample, groups[sample.prompt_uid])
         if self.grader and (ended_ns := now_ns()) - began_ns >= SHOWN_NS:
-            self.place.trace.add("reward", began_ns, ended_ns, samples=len(samples))
+            self.context.trace.add("reward", began_ns, ended_ns, samples=len(samples))
 
     def _file(self, sample: Sample, group: Group) -> None:
         """Complete a sample with its text and reward, and put it into its group."""
-        sample = sample.changed(text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True))
+        sample = sample.changed(
+            text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
+        )
         try:
             if self.grader:
                 sample = self.grader.grade(group.prompt, sample)

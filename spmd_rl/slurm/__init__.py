@@ -1,6 +1,7 @@
 """`spmd-rl submit`: a run as a Slurm job, checked before it queues.
 
-    spmd-rl submit RECIPE [--config F.toml] [--a.b=c ...] --nodes N --time T --partition P [--dry-run]
+    spmd-rl submit RECIPE [--config F.toml] [--a.b=c ...] --nodes N --time T --partition P
+[--dry-run]
 
 The words of `spmd-rl run`, plus Slurm's. The same command again resumes the run.
 """
@@ -48,11 +49,19 @@ def submit(words: list[str]) -> int:
 
 
 def plan_job(asked: argparse.Namespace, run_words: list[str]) -> Job:
-    """The job for these words, once the recipe has accepted its part of them. Raises: ConfigError, PlanError."""
+    """The job for these words, once the recipe has accepted its part of them. Raises: ConfigError,
+    PlanError.
+    """
     invocation = Invocation.parse(run_words)
     cfg = load_recipe(invocation.recipe).accept(invocation)
     _check_counts(asked)
-    nproc = asked.nproc_per_node or invocation.nproc or asked.gpus_per_node or getattr(cfg, "nproc", 0) or 0
+    nproc = (
+        asked.nproc_per_node
+        or invocation.nproc
+        or asked.gpus_per_node
+        or getattr(cfg, "nproc", 0)
+        or 0
+    )
     if nproc and hasattr(cfg, "split"):
         plan_split(cfg.split, asked.nodes * nproc)
     run = run_config(cfg)
@@ -77,7 +86,11 @@ def _options(asked: argparse.Namespace) -> dict[str, str | None]:
     """What was asked of Slurm, as options of sbatch."""
     values = {flag: getattr(asked, flag.replace("-", "_")) for flag in FLAGS}
     requeue: dict[str, str | None] = {"requeue" if asked.requeue else "no-requeue": None}
-    return {flag: str(value) for flag, value in values.items() if value} | requeue | dict(map(_option, asked.slurm))
+    return (
+        {flag: str(value) for flag, value in values.items() if value}
+        | requeue
+        | dict(map(_option, asked.slurm))
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -90,17 +103,33 @@ def _parser() -> argparse.ArgumentParser:
         exit_on_error=False,
     )
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--time", help="time limit, such as 4:00:00; shortly before it the run saves and queues again")
+    parser.add_argument(
+        "--time",
+        help="time limit, such as 4:00:00; shortly before it the run saves and queues again",
+    )
     parser.add_argument("--partition")
     parser.add_argument("--gpus-per-node", type=int)
-    parser.add_argument("--nproc-per-node", type=int, help="ranks a node (default: one a GPU, else one)")
+    parser.add_argument(
+        "--nproc-per-node", type=int, help="ranks a node (default: one a GPU, else one)"
+    )
     parser.add_argument("--account")
     parser.add_argument("--qos")
     parser.add_argument("--job-name", help="default: the run's name")
-    parser.add_argument("--requeue", action=argparse.BooleanOptionalAction, default=True, help="(default: --requeue)")
-    parser.add_argument("--max-restarts", type=int, default=3, help="of all ranks before the job fails (default: 3)")
-    parser.add_argument("--slurm", action="append", default=[], metavar="--X=Y", help="any other option of sbatch")
-    parser.add_argument("--dry-run", action="store_true", help="print the script and submit nothing")
+    parser.add_argument(
+        "--requeue",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="(default: --requeue)",
+    )
+    parser.add_argument(
+        "--max-restarts", type=int, default=3, help="of all ranks before the job fails (default: 3)"
+    )
+    parser.add_argument(
+        "--slurm", action="append", default=[], metavar="--X=Y", help="any other option of sbatch"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the script and submit nothing"
+    )
     parser.add_argument("--help", "-h", action="store_true")
     return parser
 
@@ -118,9 +147,13 @@ def _option(text: str) -> tuple[str, str | None]:
 def _sbatch(script: str) -> str:
     """Submit; the job's number."""
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=os.fsencode(script), capture_output=True, check=False)
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=os.fsencode(script), capture_output=True, check=False
+        )
     except FileNotFoundError:
-        raise ConfigError("there is no sbatch here: submit from a login node, or look at --dry-run") from None
+        raise ConfigError(
+            "there is no sbatch here: submit from a login node, or look at --dry-run"
+        ) from None
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().replace("\n", "; ")
         raise ConfigError(f"Slurm refused the job: {reason}")

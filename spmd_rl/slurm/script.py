@@ -19,7 +19,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Job:
-    """A run as Slurm is to start it. `options` are sbatch's, by name; None stands for an option without a value."""
+    """A run as Slurm is to start it. `options` are sbatch's, by name; None stands for an option
+    without a value.
+    """
 
     words: tuple[str, ...]  # what follows `spmd-rl run`
     folder: Path  # of the run, absolute
@@ -54,7 +56,9 @@ def directive(name: str, value: str | None) -> str:
     if value is None:
         return f"#SBATCH --{name}"
     if _CONTROL.search(value) or '"' in value or "\\" in value:
-        raise ConfigError(f"--{name}={value!r}: Slurm reads no quotes, backslashes or control characters there")
+        raise ConfigError(
+            f"--{name}={value!r}: Slurm reads no quotes, backslashes or control characters there"
+        )
     return f"#SBATCH --{name}={value}" if _PLAIN.fullmatch(value) else f'#SBATCH --{name}="{value}"'
 
 
@@ -68,5 +72,7 @@ def quote(word: str) -> str:
 
 def _options(job: Job) -> dict[str, str | None]:
     if "%" in str(job.folder):
-        raise ConfigError(f"the run's folder {job.folder} holds a '%', which Slurm would expand: choose another")
+        raise ConfigError(
+            f"the run's folder {job.folder} holds a '%', which Slurm would expand: choose another"
+        )
     return {"output": log_path(job), **job.options}

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.contract import dtype_of
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import model_weights, random_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
@@ -14,18 +14,20 @@ from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
 
 
-def build(cfg: TrainerConfig, place: Place) -> Learner:
-    """The model of `cfg.model`, sharded over the role's ranks. A rank holds its part, and of weights that come one
-    whole tensor at a time.
+def build(cfg: TrainerConfig, context: RoleContext) -> Learner:
+    """The model of `cfg.model`, sharded over the role's ranks. A rank holds its part, and of
+    weights that come one whole tensor at a time.
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
-    cfg = replace(cfg, dtype=dtype_of(cfg.dtype, place.device))
+    cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
     if not cfg.model:
         raise ConfigError("trainer.model is empty: name a Hugging Face model folder")
     spec = ModelSpec.from_folder(cfg.model)
-    backend = Fsdp2(spec, place.mesh, cfg, place.device)
+    backend = Fsdp2(spec, context.mesh, cfg, context.device)
     backend.fill(
-        random_weights(spec, cfg.seed) if cfg.init == "random" else model_weights(cfg.model, spec.parameter_shapes())
+        random_weights(spec, cfg.seed)
+        if cfg.init == "random"
+        else model_weights(cfg.model, spec.parameter_shapes())
     )
-    return Learner(backend, place, cfg)
+    return Learner(backend, context, cfg)

@@ -1,13 +1,14 @@
-"""The index of a trainer's checkpoint: which box of which tensor lies in which file. Pure, no torch.
+"""The index of a trainer's checkpoint: which box of which tensor lies in which file. Pure, no
+torch.
 
     trainer/
         index.json                        this index: written last, read first
-        weights-00000-000.safetensors     what rank 0 wrote of the weights, cut into files of about a GiB
-        exp_avg-00000-000.safetensors     the same of the optimizer's first moments
+        weights-00000-000.safetensors     what rank 0 wrote of the weights, cut into files of about
+        a GiB exp_avg-00000-000.safetensors     the same of the optimizer's first moments
 
-A tensor is one or more boxes. A box lies in a file under a key, and no two boxes of a tensor overlap. So any number of
-ranks reads what any other number wrote. The schema is closed: an unknown field, a missing box or an odd name of a file
-is refused.
+A tensor is one or more boxes. A box lies in a file under a key, and no two boxes of a tensor
+overlap. So any number of ranks reads what any other number wrote. The schema is closed: an unknown
+field, a missing box or an odd name of a file is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Annotated
 import msgspec
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.train.progress import Progress
+from spmd_rl.train.progress import TrainerState
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Piece, disjoint
 
 INDEX_FILE = "index.json"
@@ -56,7 +57,9 @@ class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank wrote: the CRC-32 of each file, and its shards by kind and tensor. Or why it could not."""
+    """What one rank wrote: the CRC-32 of each file, and its shards by kind and tensor. Or why it
+    could not.
+    """
 
     files: dict[FileName, Count] = {}
     shards: dict[str, dict[str, list[Shard]]] = {}
@@ -64,10 +67,12 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tensors` go by kind and canonical name; `files` are the CRC-32 of each file; `contract` is the numeric one."""
+    """`tensors` go by kind and canonical name; `files` are the CRC-32 of each file; `contract` is
+    the numeric one.
+    """
 
     format: int
-    progress: Progress
+    progress: TrainerState
     contract: dict[str, str | int]
     files: dict[FileName, Count]
     tensors: dict[str, dict[str, SavedTensor]]
@@ -84,7 +89,9 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_index(folder: Path) -> Index:
-    """Raises: ConfigError where there is no checkpoint or one of an older version; SpmdError where it is damaged."""
+    """Raises: ConfigError where there is no checkpoint or one of an older version; SpmdError where
+    it is damaged.
+    """
     path = folder / INDEX_FILE
     if not path.is_file():
         if any((folder / name).is_file() for name in OLD_FILES):
@@ -98,20 +105,27 @@ def read_index(folder: Path) -> Index:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise SpmdError(f"{path} is not as it was written: {error}") from error
     if index.format != FORMAT:
-        raise ConfigError(f"{path} has format {index.format}, and this version of spmd_rl reads format {FORMAT}")
+        raise ConfigError(
+            f"{path} has format {index.format}, and this version of spmd_rl reads format {FORMAT}"
+        )
     if problem := index.problem():
         raise SpmdError(f"{path} is not as it was written: {problem}")
     return index
 
 
 def merged(
-    progress: Progress, contract: Mapping[str, str | int], layouts: Sequence[Pieces], written: Sequence[Written]
+    progress: TrainerState,
+    contract: Mapping[str, str | int],
+    layouts: Sequence[Pieces],
+    written: Sequence[Written],
 ) -> Index:
     """The index of what all ranks wrote, whose pieces `layouts` describe.
 
     Raises: SpmdError where the shards of a tensor do not cover it, which is a fault of the backend.
     """
-    facts = {(kind, piece.name): piece for layout in layouts for kind in layout for piece in layout[kind]}
+    facts = {
+        (kind, piece.name): piece for layout in layouts for kind in layout for piece in layout[kind]
+    }
     tensors: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
     for (kind, name), piece in facts.items():
         shards = [shard for rank in written for shard in rank.shards.get(kind, {}).get(name, [])]
@@ -124,7 +138,9 @@ def merged(
 
 
 def share(layouts: Sequence[Pieces], rank: int) -> dict[str, list[int]]:
-    """Which of its pieces `rank` writes, as positions in its layout. Ranks that hold the same box take turns."""
+    """Which of its pieces `rank` writes, as positions in its layout. Ranks that hold the same box
+    take turns.
+    """
     holders: dict[tuple[str, str, Box], list[tuple[int, int]]] = defaultdict(list)
     for holder, layout in enumerate(layouts):
         for kind, pieces in layout.items():
@@ -149,7 +165,11 @@ def _problem(tensor: SavedTensor, files: Mapping[str, int]) -> str:
             return "has a shard that reaches beyond it"
         if shard.file not in files:
             return f"lies in {shard.file}, which is none of its files"
-    return "" if _tile(tensor.shape, [shard.box for shard in tensor.shards]) else "is not covered by its shards once"
+    return (
+        ""
+        if _tile(tensor.shape, [shard.box for shard in tensor.shards])
+        else "is not covered by its shards once"
+    )
 
 
 def _tile(shape: Dims, boxes: Sequence[Box]) -> bool:

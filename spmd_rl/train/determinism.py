@@ -1,7 +1,8 @@
 """Train steps whose bits are a function of weights and batch: `trainer.deterministic`.
 
-Our own kernels sum in a fixed order anyhow. What is left to chance, in the backward pass, is FlashAttention's order of
-key blocks, torch ops that add atomically, cuBLAS beside other streams, and how NCCL sums over ranks.
+Our own kernels sum in a fixed order anyhow. What is left to chance, in the backward pass, is
+FlashAttention's order of key blocks, torch ops that add atomically, cuBLAS beside other streams,
+and how NCCL sums over ranks.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_takes
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-WORKSPACES = (":4096:8", ":16:8")  # with any other, cuBLAS may choose another product beside other streams
+# with any other, cuBLAS may choose another product beside other streams
+WORKSPACES = (":4096:8", ":16:8")
 
 
-def require_deterministic(device: torch.device, dtype: torch.dtype, head_dim: int, num_replicas: int) -> None:
+def require_deterministic(
+    device: torch.device, dtype: torch.dtype, head_dim: int, num_replicas: int
+) -> None:
     """Refuse what has no fixed order of sums, and fix cuBLAS's workspace, before its first product.
 
     Raises: ConfigError with what would have to be otherwise.
@@ -47,12 +51,17 @@ def require_deterministic(device: torch.device, dtype: torch.dtype, head_dim: in
 
 @contextmanager
 def deterministic(chosen: bool = True) -> Iterator[None]:
-    """Within, where `chosen`, torch's ops and FlashAttention (flash.py) sum in a fixed order, or raise."""
+    """Within, where `chosen`, torch's ops and FlashAttention (flash.py) sum in a fixed order, or
+    raise.
+    """
     if not chosen:
         yield
         return
     settings: Any = torch.utils.deterministic
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warns = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     settings.fill_uninitialized_memory = False  # we read nothing that is not written
@@ -64,7 +73,9 @@ def deterministic(chosen: bool = True) -> Iterator[None]:
 
 
 class SumInRankOrder:
-    """FSDP's reduce-scatter as an exchange and a sum on every rank, whatever way NCCL takes. The bytes are the same."""
+    """FSDP's reduce-scatter as an exchange and a sum on every rank, whatever way NCCL takes. The
+    bytes are the same.
+    """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

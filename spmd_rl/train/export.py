@@ -14,7 +14,7 @@ from spmd_rl.config.load import read_toml
 from spmd_rl.controller.run.checkpoints import Checkpoints, best_first
 from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.hf import save_folder
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import Backend
@@ -35,8 +35,11 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def export_saved(folder: str | Path, like: str | Path, target: str | Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder, one tensor at a time, in this process alone.
+def export_saved(
+    folder: str | Path, like: str | Path, target: str | Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a checkpoint's weights as a Hugging Face folder, one tensor at a time, in this process
+    alone.
 
     Raises: as `load`, and ConfigError where `like` is no model's folder, or that of another model.
     """
@@ -47,25 +50,28 @@ def export_saved(folder: str | Path, like: str | Path, target: str | Path, dtype
     check(path, {file: index.files[file] for file in files})
     shapes = ModelSpec.from_folder(like).parameter_shapes()
     if {name: tensor.shape for name, tensor in weights.items()} != shapes:
-        raise ConfigError(f"{folder} holds the weights of another model than the config.json in {like}")
+        raise ConfigError(
+            f"{folder} holds the weights of another model than the config.json in {like}"
+        )
     with ShardReader(path, index) as reader:
         save_folder(target, like, ((name, reader.whole(WEIGHTS, name)) for name in shapes), dtype)
 
 
-def export_hf(folder: str, like: str, backend: Backend, place: Place, dtype: str) -> None:
-    """Write a Hugging Face folder, gathering one tensor at a time; config and tokenizer come from `like`.
+def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dtype: str) -> None:
+    """Write a Hugging Face folder, gathering one tensor at a time; config and tokenizer come from
+    `like`.
 
     Ranks: all of the role. Blocks: until the folder is written.
     """
     tensors = _gathered(backend)
     try:
-        if place.rank == 0:
+        if context.rank == 0:
             save_folder(folder, like, tensors, dtype=getattr(torch, dtype))
     finally:
         # The other ranks gather every tensor, so this one must too, even after a full disk.
         for _ in tensors:
             pass
-    place.barrier()
+    context.barrier()
 
 
 def _gathered(backend: Backend) -> Iterator[tuple[str, Tensor]]:
@@ -77,10 +83,16 @@ def _options(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="spmd-rl export", description=__doc__, allow_abbrev=False)
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument("target", metavar="TARGET", help="the folder to write")
-    parser.add_argument("--step", help="export the checkpoint after this step, or `best` (default: the newest)")
+    parser.add_argument(
+        "--step", help="export the checkpoint after this step, or `best` (default: the newest)"
+    )
     parser.add_argument("--role", help="the trainer to export, where a checkpoint holds several")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: float32")
-    parser.add_argument("--model", help="where config and tokenizer come from (default: the model of the run)")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="default: float32"
+    )
+    parser.add_argument(
+        "--model", help="where config and tokenizer come from (default: the model of the run)"
+    )
     return parser.parse_args(words)
 
 
@@ -92,19 +104,27 @@ def _checkpoint(run: Path, step: str | None, role: str | None) -> Path:
         named["best"] = best[0]
     chosen = named.get(step) if step else next(reversed(saved), None)
     if chosen is None:
-        raise ConfigError(f"no checkpoint {step or ''} in {run}: there are {', '.join(named) or 'none'}")
+        raise ConfigError(
+            f"no checkpoint {step or ''} in {run}: there are {', '.join(named) or 'none'}"
+        )
     trainers = {file.parent.name: file.parent for file in sorted(chosen.glob(f"*/{INDEX_FILE}"))}
     if not role and len(trainers) == 1:
         return next(iter(trainers.values()))
     if role not in trainers:
-        raise ConfigError(f"{chosen} holds the trainers {', '.join(trainers) or 'none'}: name one with --role")
+        raise ConfigError(
+            f"{chosen} holds the trainers {', '.join(trainers) or 'none'}: name one with --role"
+        )
     return trainers[role]
 
 
 def _model(run: Path, given: str | None) -> Path:
     """Where config and tokenizer come from. Raises: ConfigError where nothing says it."""
-    settings: dict[str, Any] = read_toml(run / "config.toml") if (run / "config.toml").is_file() else {}
+    settings: dict[str, Any] = (
+        read_toml(run / "config.toml") if (run / "config.toml").is_file() else {}
+    )
     model = given or settings.get("model") or settings.get("trainer", {}).get("model")
     if not model:
-        raise ConfigError(f"{run} does not say which model it trained: name its folder with --model")
+        raise ConfigError(
+            f"{run} does not say which model it trained: name its folder with --model"
+        )
     return Path(model)

@@ -21,10 +21,12 @@ PEAK_FLOPS_PER_S = {
 
 
 def train_flops(spec: ModelSpec, lengths: NDArray[np.int32], num_scored: int) -> float:
-    """Operations of a forward and backward pass over packed sequences; recomputation does not count.
+    """Operations of a forward and backward pass over packed sequences; recomputation does not
+    count.
 
-    6 for each weight of the layers and each token, 6 for each weight of the head and each scored token, and for
-    attention 6 L^2 H D a layer and sequence: two products over the lower triangle, three times.
+    6 for each weight of the layers and each token, 6 for each weight of the head and each scored
+    token, and for attention 6 L^2 H D a layer and sequence: two products over the lower triangle,
+    three times.
     """
     width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     layer = spec.hidden_size * (2 * width + 2 * kv_width + 3 * spec.intermediate_size)

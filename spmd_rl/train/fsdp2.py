@@ -1,7 +1,8 @@
 """The FSDP2 backend: float32 master weights sharded over the mesh, compute in float32 or bfloat16.
 
-One mesh axis of size one is plain FSDP; dp x fsdp is HSDP, which shards within fsdp and replicates over dp. The
-optimizer works on the local shards as plain tensors: AdamW is elementwise and needs nothing of DTensor.
+One mesh axis of size one is plain FSDP; dp x fsdp is HSDP, which shards within fsdp and replicates
+over dp. The optimizer works on the local shards as plain tensors: AdamW is elementwise and needs
+nothing of DTensor.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
 from spmd_rl.weights.layout import chunk_box
-from spmd_rl.weights.local_tensors import Held, HeldTensor
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 
 
 class Scorer(nn.Module):
-    """The model and its head down to log-probabilities: the root that FSDP wraps, so that it gathers the head too."""
+    """The model and its head down to log-probabilities: the root that FSDP wraps, so that it
+    gathers the head too.
+    """
 
-    def __init__(self, model: CausalLM, logit_rows: int, recomputes: bool, attention_split: int = 0) -> None:
+    def __init__(
+        self, model: CausalLM, logit_rows: int, recomputes: bool, attention_split: int = 0
+    ) -> None:
         super().__init__()
         self.model = model
         self.logit_rows = logit_rows
@@ -44,7 +49,9 @@ class Scorer(nn.Module):
         self.recomputes = recomputes
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [M] of the scored tokens; fp32 logits of no more than `logit_rows` at once."""
+        """Log-probability and entropy [M] of the scored tokens; fp32 logits of no more than
+        `logit_rows` at once.
+        """
         spec, device = self.model.spec, micro.tokens.device
         attend = PackedAttention(
             micro.lengths,
@@ -56,16 +63,24 @@ class Scorer(nn.Module):
         )
         hidden = self.model(micro.tokens, micro.positions, attend)
         if micro.num_scored == 0:
-            # The other ranks' collectives expect this one's gradients, zeros, of every parameter, the head's too.
-            lp, entropy = token_logprobs(self.model.logits(hidden[:1]), micro.tokens[:1], torch.ones(1, device=device))
+            # The other ranks' collectives expect this one's gradients, zeros, of every parameter,
+            # the head's too.
+            lp, entropy = token_logprobs(
+                self.model.logits(hidden[:1]), micro.tokens[:1], torch.ones(1, device=device)
+            )
             return lp.index_select(0, micro.rows), entropy.index_select(0, micro.rows)
         if hidden.is_cuda and not self.recomputes:
             rows, given = hidden.index_select(0, micro.rows), (micro.targets, micro.inv_temperature)
             return head_logprobs(rows, self.model.head, self.model.logits, *given, self.logit_rows)
         if micro.num_scored <= self.logit_rows:
             return self._score(hidden, micro, slice(None))
-        chunks = [slice(start, start + self.logit_rows) for start in range(0, micro.num_scored, self.logit_rows)]
-        pieces = [checkpoint(self._score, hidden, micro, chunk, use_reentrant=False) for chunk in chunks]
+        chunks = [
+            slice(start, start + self.logit_rows)
+            for start in range(0, micro.num_scored, self.logit_rows)
+        ]
+        pieces = [
+            checkpoint(self._score, hidden, micro, chunk, use_reentrant=False) for chunk in chunks
+        ]
         return torch.cat([lp for lp, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
     def _score(self, hidden: Tensor, micro: MicroBatch, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -74,9 +89,13 @@ class Scorer(nn.Module):
 
 
 class Fsdp2:
-    """A model sharded over `mesh`, whose axes are dp and fsdp, with its AdamW. Weights are unset until `fill`."""
+    """A model sharded over `mesh`, whose axes are dp and fsdp, with its AdamW. Weights are unset
+    until `fill`.
+    """
 
-    def __init__(self, spec: ModelSpec, mesh: DeviceMesh, cfg: TrainerConfig, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: DeviceMesh, cfg: TrainerConfig, device: torch.device
+    ) -> None:
         with torch.device("meta"):
             model = CausalLM(spec)
         self.device = device
@@ -91,8 +110,12 @@ class Fsdp2:
         _recompute(model, cfg.recompute)
         self.units = _shard(self.scorer, mesh, cfg)
         self.scorer.to_empty(device=device)
-        self.parameters = {name: cast(DTensor, parameter) for name, parameter in model.named_parameters()}
-        self.local = {name: nn.Parameter(one.to_local().detach()) for name, one in self.parameters.items()}
+        self.parameters = {
+            name: cast(DTensor, parameter) for name, parameter in model.named_parameters()
+        }
+        self.local = {
+            name: nn.Parameter(one.to_local().detach()) for name, one in self.parameters.items()
+        }
         self.optimizer = _adamw(self.local, cfg)
 
     def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -112,14 +135,16 @@ class Fsdp2:
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         scores = self.scorer(micro)
         if not torch.is_grad_enabled():
-            # No backward pass drops the gathered weights: they would take memory, and be stale after a load.
+            # No backward pass drops the gathered weights: they would take memory, and be stale
+            # after a load.
             for unit in self.units:
                 unit.reshard()
         return scores
 
     def backward(self, loss: Tensor, last: bool) -> None:
         if self.num_shards == 1:
-            # Whole gradients and weights take no more room than the shard: reduce and drop them once a step.
+            # Whole gradients and weights take no more room than the shard: reduce and drop them
+            # once a step.
             root = cast(FSDPModule, self.scorer)
             root.set_requires_gradient_sync(last)
             root.set_reshard_after_backward(last)
@@ -152,17 +177,22 @@ class Fsdp2:
         moments = {kind: self._moments(weights, kind) for kind in ("exp_avg", "exp_avg_sq")}
         return {"weights": weights, **moments}
 
-    def _moments(self, weights: Sequence[tuple[str, HeldTensor]], kind: str) -> list[tuple[str, HeldTensor]]:
-        return [(name, replace(one, local=self.optimizer.state[one.local][kind])) for name, one in weights]
+    def _moments(
+        self, weights: Sequence[tuple[str, LocalTensor]], kind: str
+    ) -> list[tuple[str, LocalTensor]]:
+        return [
+            (name, replace(one, local=self.optimizer.state[one.local][kind]))
+            for name, one in weights
+        ]
 
     def loaded(self, optimizer_steps: int) -> None:
         for moments in self.optimizer.state.values():
             moments["step"].fill_(optimizer_steps)
 
-    def held(self) -> Held:
-        return Held(
+    def held(self) -> LocalTensors:
+        return LocalTensors(
             {
-                name: HeldTensor(
+                name: LocalTensor(
                     tuple(parameter.shape),
                     chunk_box(tuple(parameter.shape), self.shard, self.num_shards),
                     self.local[name],
@@ -177,7 +207,8 @@ class Fsdp2:
 
 
 def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
-    """Of each layer keep everything, all but what `remaking` makes again, or its input alone, for the backward pass.
+    """Of each layer keep everything, all but what `remaking` makes again, or its input alone, for
+    the backward pass.
 
     The forward is wrapped, not the module: names stay.
     """
@@ -189,15 +220,19 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
 
 
 def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPModule]:
-    """The units that are gathered at once. Gradients are summed, not averaged: losses are divided once, by the batch's
-    denominator."""
+    """The units that are gathered at once. Gradients are summed, not averaged: losses are divided
+    once, by the batch's denominator."""
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, cfg.dtype) if cfg.dtype != "float32" else None,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
     num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
-    units = [scorer] if gathers_whole(cfg, num_bytes, mesh.size()) else [*scorer.model.model.layers, scorer]
+    units = (
+        [scorer]
+        if gathers_whole(cfg, num_bytes, mesh.size())
+        else [*scorer.model.model.layers, scorer]
+    )
     keeps = False if mesh.size(1) == 1 else None
     for unit in units:
         fully_shard(
@@ -217,7 +252,10 @@ def _adamw(local: dict[str, nn.Parameter], cfg: TrainerConfig) -> torch.optim.Ad
     """AdamW with its state in place, so that a checkpoint can be loaded before the first step."""
     matrices = [one for one in local.values() if one.dim() > 1]
     vectors = [one for one in local.values() if one.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": cfg.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
     for one in local.values():
         optimizer.state[one] = {

@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 
 
-class Tally:
+class MetricSums:
     """Named sums and maxima over tokens; every rank uses the same names."""
 
     def __init__(self) -> None:
@@ -23,12 +23,15 @@ class Tally:
         self.add_each({name: values})
 
     def add_each(self, named: Mapping[str, Tensor]) -> None:
-        """Several of one length in one sum, which takes the host as long as one; the same names whenever it is called.
+        """Several of one length in one sum, which takes the host as long as one; the same names
+        whenever it is called.
 
         Shape: each [M], of numbers that float32 holds.
         """
         names = tuple(named)
-        totals = torch.stack([values.detach().float() for values in named.values()]).sum(1, dtype=torch.float64)
+        totals = torch.stack([values.detach().float() for values in named.values()]).sum(
+            1, dtype=torch.float64
+        )
         self._sums[names] = self._sums[names] + totals if names in self._sums else totals
 
     def raise_to(self, name: str, values: Tensor) -> None:
@@ -36,8 +39,9 @@ class Tally:
         top = torch.cat([values.detach().double(), values.new_zeros(1, dtype=torch.float64)]).max()
         self._maxima[name] = torch.maximum(self._maxima[name], top) if name in self._maxima else top
 
-    def gather(self, place: Place, **numbers: float) -> dict[str, NDArray[np.float64]]:
-        """Each name's value on each rank of the role; `numbers` are more names, with this rank's values.
+    def gather(self, context: RoleContext, **numbers: float) -> dict[str, NDArray[np.float64]]:
+        """Each name's value on each rank of the role; `numbers` are more names, with this rank's
+        values.
 
         Ranks: all of the role. Blocks: until each has called.
         Shape: arrays of [ranks], in rank order, so that a sum over them has a fixed order.
@@ -47,6 +51,6 @@ class Tally:
         found = dict(zip(names, torch.cat(parts).tolist() if parts else [], strict=True))
         names = sorted(found)
         own = [found[name] for name in names]
-        table = np.zeros((len(names) + len(numbers), place.size))
-        table[:, place.rank] = [*own, *numbers.values()]
-        return dict(zip([*names, *numbers], place.all_reduce_sum(table), strict=True))
+        table = np.zeros((len(names) + len(numbers), context.size))
+        table[:, context.rank] = [*own, *numbers.values()]
+        return dict(zip([*names, *numbers], context.all_reduce_sum(table), strict=True))

@@ -1,7 +1,7 @@
 """Cutting a rank's sequences into micro-batches, and laying one out for the model.
 
-Every rank runs the same number of micro-batches, because each is a collective; a rank with fewer sequences runs
-empty ones, a single token that nothing is learned from.
+Every rank runs the same number of micro-batches, because each is a collective; a rank with fewer
+sequences runs empty ones, a single token that nothing is learned from.
 
 Shape letters: T tokens, N sequences, M tokens in the loss mask, of one micro-batch.
 """
@@ -24,10 +24,11 @@ from spmd_rl.types.partition import balanced
 
 
 def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
-    """How many balanced micro-batches it takes for each to fit the budget, or the longest sequence if that is more.
+    """How many balanced micro-batches it takes for each to fit the budget, or the longest sequence
+    if that is more.
 
-    One fewer would not do. Partitions of many sequences take long, so few counts are tried: ever larger ones, then by
-    bisection.
+    One fewer would not do. Partitions of many sequences take long, so few counts are tried: ever
+    larger ones, then by bisection.
     """
     if not lengths:
         return 0
@@ -52,7 +53,8 @@ class MicroBatch:
     """One forward pass. `rows` are the tokens whose hidden state predicts a token of the mask.
 
     Shape: tokens, positions [T] int64; lengths, prefixes [P] on the host, as in `prefixes.Pieces`;
-    rows, targets, sequence [M] int64; inv_temperature, weight, advantages, roll [M] fp32; versions [M] int32.
+    rows, targets, sequence [M] int64; inv_temperature, weight, advantages, roll [M] fp32; versions
+    [M] int32.
     """
 
     tokens: Tensor
@@ -74,7 +76,8 @@ class MicroBatch:
 
 
 def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
-    """The micro-batch of these sequences; where there is nothing to score, one token and an empty mask.
+    """The micro-batch of these sequences; where there is nothing to score, one token and an empty
+    mask.
 
     Prompts are shared on the CPU, whose attention can read them.
     """
@@ -106,7 +109,9 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
 
 
 def _empty(device: torch.device) -> MicroBatch:
-    index, number = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32))
+    index, number = (
+        torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)
+    )
     one = torch.zeros(1, dtype=torch.int64, device=device)
     return MicroBatch(
         tokens=one,
@@ -125,5 +130,7 @@ def _empty(device: torch.device) -> MicroBatch:
 
 
 def inverse_temperature(temperature: NDArray[np.float32]) -> NDArray[np.float32]:
-    """1 / T rounded to fp32 on the host, as the engine rounds it; greedy samples (T = 0) are scored at 1."""
+    """1 / T rounded to fp32 on the host, as the engine rounds it; greedy samples (T = 0) are scored
+    at 1.
+    """
     return np.float32(1) / np.where(temperature == 0, np.float32(1), temperature).astype(np.float32)

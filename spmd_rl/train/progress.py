@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Progress(msgspec.Struct, forbid_unknown_fields=True):
+class TrainerState(msgspec.Struct, forbid_unknown_fields=True):
     """The weights' version, and the optimizer steps taken (the schedule's clock)."""
 
     version: int = 0

@@ -1,8 +1,9 @@
 """Laying the sequences of a micro-batch so that nothing is computed twice, or for nobody.
 
-A prompt which several of them share is there once, and what comes after the last token that predicts one of the mask
-is not there at all. A token's bits depend on its own history alone (docs/numerics.md), so no log-probability changes
-by this; the gradient of a shared prompt's tokens is the sum over its sequences.
+A prompt which several of them share is there once, and what comes after the last token that
+predicts one of the mask is not there at all. A token's bits depend on its own history alone
+(docs/numerics.md), so no log-probability changes by this; the gradient of a shared prompt's tokens
+is the sum over its sequences.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from spmd_rl.types.batch import Batch
 class Pieces:
     """Prompts that are shared, and sequences or what is left of them, end to end.
 
-    Shape: `source` [T'], the batch's token at each laid place; `place` [T], where each of the batch's tokens lies, -1
-    for nowhere; `lengths`, `prefixes` [P], the tokens of each piece, and the earlier piece that it goes on from or -1.
+    Shape: `source` [T'], the batch's token at each laid place; `place` [T], where each of the
+    batch's tokens lies, -1 for nowhere; `lengths`, `prefixes` [P], the tokens of each piece, and
+    the earlier piece that it goes on from or -1.
     """
 
     source: NDArray[np.int64]
@@ -37,7 +39,8 @@ def whole(batch: Batch) -> Pieces:
 
 
 def shared(batch: Batch) -> Pieces:
-    """What comes before the first token of the mask, where several sequences have the same there, as one piece.
+    """What comes before the first token of the mask, where several sequences have the same there,
+    as one piece.
 
     The pieces lie in the order of the batch, a shared prompt before the first of its sequences.
     """
@@ -46,8 +49,11 @@ def shared(batch: Batch) -> Pieces:
     prompts, needed = _spans(batch, starts)
     first, is_shared = _first_with(batch, starts, prompts)
     is_leader = is_shared & (first == np.arange(len(first)))
-    # Each sequence is up to two pieces, its prompt and the rest: [N, 2], of which those with tokens are kept.
-    sizes = np.stack([np.where(is_leader, prompts, 0), np.where(is_shared, needed - prompts, needed)], axis=1)
+    # Each sequence is up to two pieces, its prompt and the rest: [N, 2], of which those with tokens
+    # are kept.
+    sizes = np.stack(
+        [np.where(is_leader, prompts, 0), np.where(is_shared, needed - prompts, needed)], axis=1
+    )
     begins = np.stack([starts, np.where(is_shared, starts + prompts, starts)], axis=1)
     laid = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(-1, 2)
     kept = sizes > 0
@@ -65,7 +71,9 @@ def shared(batch: Batch) -> Pieces:
 
 
 def _spans(batch: Batch, starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each sequence the tokens before the first of the mask, and before the last; both 0 where none is in it."""
+    """Of each sequence the tokens before the first of the mask, and before the last; both 0 where
+    none is in it.
+    """
     learned = np.flatnonzero(batch.mask)
     begin, end = np.searchsorted(learned, starts), np.searchsorted(learned, starts + batch.lengths)
     some = begin < end

@@ -1,6 +1,7 @@
 """The Trainer role: a model on some ranks of the world, and what the controller may ask of it.
 
-The controller imports this module too, for the endpoints: torch comes in with the instance, on workers only.
+The controller imports this module too, for the endpoints: torch comes in with the instance, on
+workers only.
 """
 
 from __future__ import annotations
@@ -12,32 +13,38 @@ from spmd_rl.algo.losses import Loss
 from spmd_rl.algo.packing import Scores
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.types.batch import Batch
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import Held
+    from spmd_rl.weights.local_tensors import LocalTensors
 
 
 class Trainer(Role):
-    """Learns from batches. Its version names the current weights: a push sets it, each train step raises it by one."""
+    """Learns from batches. Its version names the current weights: a push sets it, each train step
+    raises it by one.
+    """
 
-    def __init__(self, cfg: TrainerConfig, place: Place) -> None:
-        super().__init__(cfg, place)
+    def __init__(self, cfg: TrainerConfig, context: RoleContext) -> None:
+        super().__init__(cfg, context)
         self.cfg: TrainerConfig = cfg
         from spmd_rl.train.build import build
         from spmd_rl.train.checkpoint import Saver
 
-        self.learner = build(cfg, place)
+        self.learner = build(cfg, context)
         self.backend = self.learner.backend
-        self.saver = Saver(self.backend, place, cfg.save_optimizer)
+        self.saver = Saver(self.backend, context, cfg.save_optimizer)
         self._caveats: list[str] = []
         self._tell: list[Callable[[], None]] = []
 
     @collective
-    def train_step(self, batch: Sharded[Batch], loss: Loss, lr: float | None = None) -> dict[str, float]:
-        """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the schedule's rate."""
+    def train_step(
+        self, batch: Sharded[Batch], loss: Loss, lr: float | None = None
+    ) -> dict[str, float]:
+        """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the
+        schedule's rate.
+        """
         self.saver.check()
         self._check_fits(batch)
         self._change()
@@ -55,7 +62,9 @@ class Trainer(Role):
 
     @collective
     def save(self, folder: str) -> None:
-        """Begin a checkpoint of this moment to resume from; it is on disk once `saved` has returned."""
+        """Begin a checkpoint of this moment to resume from; it is on disk once `saved` has
+        returned.
+        """
         self.saver.start(folder, self.learner.progress)
 
     @collective
@@ -69,28 +78,34 @@ class Trainer(Role):
         from spmd_rl.train import checkpoint
 
         self._change()
-        self.learner.progress, self._caveats = checkpoint.load(folder, self.backend, self.place)
+        self.learner.progress, self._caveats = checkpoint.load(folder, self.backend, self.context)
         return self.learner.progress.version
 
     @local
     def caveats(self) -> list[str]:
         """Why it does not go on, bit for bit, from what it has loaded."""
-        by_chance = self.place.world.device == "cuda" and not self.cfg.deterministic
-        order = ["gradients are summed in any order without trainer.deterministic = true"] if by_chance else []
+        by_chance = self.context.world.device == "cuda" and not self.cfg.deterministic
+        order = (
+            ["gradients are summed in any order without trainer.deterministic = true"]
+            if by_chance
+            else []
+        )
         return [*self._caveats, *order]
 
     @collective
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
-        """Write a folder that `transformers` loads, with the config and tokenizer of the model trained from."""
+        """Write a folder that `transformers` loads, with the config and tokenizer of the model
+        trained from.
+        """
         from spmd_rl.train.export import export_hf
 
-        export_hf(folder, self.cfg.model, self.backend, self.place, dtype)
+        export_hf(folder, self.cfg.model, self.backend, self.context, dtype)
 
     def on_pushed(self, version: int) -> None:
         """The weights that were just pushed are `version`, here as at the engine."""
         self.learner.progress.version = version
 
-    def weight_source(self) -> Held:
+    def weight_source(self) -> LocalTensors:
         """This rank's share of the master weights, updated in place by every train step."""
         return self.backend.held()
 

@@ -1,6 +1,7 @@
 """What the trainer learns from: sequences laid end to end. numpy only.
 
-Shape letters used here and in docstrings elsewhere: N sequences of a batch, T tokens of all of them.
+Shape letters used here and in docstrings elsewhere: N sequences of a batch, T tokens of all of
+them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from spmd_rl.types.partition import balanced
 class Batch:
     """Sequences ready to train on, laid end to end.
 
-    Shape: `tokens`, `mask`, `weight`, `advantages`, `roll_logprobs`, `versions` are [T]; `lengths`, `temperature`,
-    `index` are [N].
-    Entry t of the per-token arrays speaks of token t (predicted from the tokens before it in its sequence);
-    the first token of a sequence is never in the mask.
-    `weight` and `denominator`: the loss is sum(weight * per-token loss) / denominator. Both are fixed for the whole
-    batch before it is split over ranks and micro-batches, so that the loss does not depend on either.
-    `versions`: the weights that made each token, -1 where no engine did.
+    Shape: `tokens`, `mask`, `weight`, `advantages`, `roll_logprobs`, `versions` are [T]; `lengths`,
+    `temperature`, `index` are [N]. Entry t of the per-token arrays speaks of token t (predicted
+    from the tokens before it in its sequence); the first token of a sequence is never in the mask.
+    `weight` and `denominator`: the loss is sum(weight * per-token loss) / denominator. Both are
+    fixed for the whole batch before it is split over ranks and micro-batches, so that the loss does
+    not depend on either. `versions`: the weights that made each token, -1 where no engine did.
     `index`: the sequence's place in the batch before any split.
     """
 

@@ -1,4 +1,6 @@
-"""Many small objects as a few long columns: how they cross between processes, and are reckoned with."""
+"""Many small objects as a few long columns: how they cross between processes, and are reckoned
+with.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,24 @@ class Columns:
         if stop - start == len(self):
             return self
         entries = slice(self.ends[start], self.ends[stop])
-        return type(self)(**{name: own[entries if name in self.END_TO_END else rows] for name, own in self._named()})
+        return type(self)(
+            **{
+                name: own[entries if name in self.END_TO_END else rows]
+                for name, own in self._named()
+            }
+        )
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, of which there is at least one."""
         if len(parts) == 1:
             return parts[0]
-        return cls(**{name: _joined([getattr(part, name) for part in parts]) for name, _ in parts[0]._named()})
+        return cls(
+            **{
+                name: _joined([getattr(part, name) for part in parts])
+                for name, _ in parts[0]._named()
+            }
+        )
 
     @cached_property
     def ends(self) -> NDArray[np.int64]:

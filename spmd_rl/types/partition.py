@@ -1,6 +1,7 @@
 """Balanced partition of weighted items: Karmarkar-Karp differencing, pure and deterministic.
 
-Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982, in its form for k parts.
+Source: Karmarkar and Karp, "The differencing method of set partitioning", 1982, in its form for k
+parts.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ Parts = list[tuple[int, list[int]]]
 def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     """Split the items `0 .. len(weights) - 1` into `num_parts` parts of nearly equal total weight.
 
-    Each part lists its items in ascending order. With positive weights no part is empty unless there are fewer
-    items than parts.
+    Each part lists its items in ascending order. With positive weights no part is empty unless
+    there are fewer items than parts.
     """
     if num_parts < 1:
         raise ValueError(f"num_parts must be at least 1, not {num_parts}")
@@ -26,8 +27,10 @@ def balanced(weights: Sequence[int], num_parts: int) -> list[list[int]]:
     alike: defaultdict[int, list[int]] = defaultdict(list)
     for item, weight in enumerate(weights):
         alike[weight].append(item)
-    # Differencing would cancel equal weights against each other, one by one: they are dealt out, and it gets the rest,
-    # unless that differs by more than the lightest that was dealt, which can then make up for some of it.
+    # Differencing would cancel equal weights against each other, one by one: they are dealt out,
+    # and it gets the rest,
+    # unless that differs by more than the lightest that was dealt, which can then make up for some
+    # of it.
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     rest: list[tuple[int, int]] = []
     for weight, items in alike.items():

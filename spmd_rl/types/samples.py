@@ -1,7 +1,8 @@
-"""What is asked, answered and graded: the nouns that travel between controller and engine. numpy only.
+"""What is asked, answered and graded: the nouns that travel between controller and engine. numpy
+only.
 
-Shape letters used here and in docstrings elsewhere: G samples of one prompt, R response tokens of one sample,
-V vocabulary.
+Shape letters used here and in docstrings elsewhere: G samples of one prompt, R response tokens of
+one sample, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, tokenised. `uid` numbers the draw, not the line: the same line drawn in two epochs has
-    two uids, so that its samples use different random streams."""
+    """One question, tokenised. `uid` numbers the draw, not the line: the same line drawn in two
+    epochs has two uids, so that its samples use different random streams."""
 
     uid: int
     tokens: NDArray[np.int32]
@@ -58,8 +59,9 @@ class Prompt:
 class Sample:
     """One answer to one prompt.
 
-    Shape: `tokens`, `logprobs`, `versions` are [R]; `logprobs` are the engine's, at decode time, at the
-    sampling temperature, over the unmasked vocabulary; `versions` names the weights that made each token.
+    Shape: `tokens`, `logprobs`, `versions` are [R]; `logprobs` are the engine's, at decode time, at
+    the sampling temperature, over the unmasked vocabulary; `versions` names the weights that made
+    each token.
     """
 
     prompt_uid: int
@@ -86,7 +88,9 @@ class Sample:
         lengths = [len(sample.tokens) for sample in samples]
         for sample, length in zip(samples, lengths, strict=True):
             if len(sample.logprobs) != length or len(sample.versions) != length:
-                raise ContractError(f"prompt {sample.prompt_uid}, sample {sample.index}: a token without its log-prob")
+                raise ContractError(
+                    f"prompt {sample.prompt_uid}, sample {sample.index}: a token without its log-prob"
+                )
         return SampleColumns(
             lengths=np.array(lengths, np.int64),
             prompt_uid=np.array([sample.prompt_uid for sample in samples], np.int64),
@@ -104,10 +108,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, in sample-index order; `skipped` says of those that could not be graded why.
+    """All samples of one prompt, in sample-index order; `skipped` says of those that could not be
+    graded why.
 
-    `graded_s` is how long its rank spent in the reward function, for all groups of the call that this one is from.
-    A group from another process is a row of the columns it came in: its fields are made when somebody looks at one.
+    `graded_s` is how long its rank spent in the reward function, for all groups of the call that
+    this one is from. A group from another process is a row of the columns it came in: its fields
+    are made when somebody looks at one.
     """
 
     prompt: Prompt
@@ -117,7 +123,8 @@ class Group:
 
     if TYPE_CHECKING:
         _row: ClassVar[_Row | None]  # of a group that nobody has looked into
-        _before: ClassVar[tuple[_Row, list[Sample]] | None]  # of one that somebody has: its row, and samples then
+        # of one that somebody has: its row, and samples then
+        _before: ClassVar[tuple[_Row, list[Sample]] | None]
     else:
         _row = _before = None  # annotated, they would cross between processes as fields do
 
@@ -126,7 +133,12 @@ class Group:
                 raise AttributeError(f"a Group has no {name}")
             columns, number = row = self.__dict__.pop("_row")
             prompt, samples, skipped, graded_s = columns.groups[number]
-            looked = {"prompt": prompt, "samples": samples.copy(), "skipped": skipped, "graded_s": graded_s}
+            looked = {
+                "prompt": prompt,
+                "samples": samples.copy(),
+                "skipped": skipped,
+                "graded_s": graded_s,
+            }
             self.__dict__.update(looked, _before=(row, samples))
             return getattr(self, name)
 
@@ -143,7 +155,8 @@ class Group:
 
     @staticmethod
     def to_columns(groups: Sequence[Group]) -> GroupColumns:
-        """How groups cross between processes, and are reckoned with: the columns that they came in, or new ones.
+        """How groups cross between processes, and are reckoned with: the columns that they came in,
+        or new ones.
 
         Raises: ContractError when the arrays of a sample differ in length.
         """
@@ -172,7 +185,11 @@ class Group:
     def _row_before(self) -> _Row | None:
         """The row that the group was, if its samples are the same still."""
         row, samples = self._before or (None, [])
-        return row if len(samples) == len(self.samples) and all(map(is_, samples, self.samples)) else None
+        return (
+            row
+            if len(samples) == len(self.samples) and all(map(is_, samples, self.samples))
+            else None
+        )
 
 
 @dataclass(frozen=True)
@@ -192,7 +209,9 @@ class PromptColumns(Columns):
         """The prompts again. Raises: ValueError when the columns do not fit each other."""
         self.check()
         tokens = pieces(self.tokens, self.ends)
-        return list(map(Prompt, self.uid.tolist(), tokens, self.text, self.answer, self.source, self.meta))
+        return list(
+            map(Prompt, self.uid.tolist(), tokens, self.text, self.answer, self.source, self.meta)
+        )
 
 
 @dataclass(frozen=True)
@@ -215,8 +234,13 @@ class SampleColumns(Columns):
     def rows(self) -> list[Sample]:
         """The samples again. Raises: ValueError when the columns do not fit each other."""
         self.check()
-        numbers = [column.tolist() for column in (self.prompt_uid, self.index, self.temperature, self.reward)]
-        arrays = [pieces(column, self.ends) for column in (self.tokens, self.logprobs, self.versions)]
+        numbers = [
+            column.tolist()
+            for column in (self.prompt_uid, self.index, self.temperature, self.reward)
+        ]
+        arrays = [
+            pieces(column, self.ends) for column in (self.tokens, self.logprobs, self.versions)
+        ]
         return [
             _of(
                 Sample,
@@ -263,7 +287,9 @@ class GroupColumns(Columns):
     def groups(self) -> list[tuple[Prompt, list[Sample], list[str], float]]:
         """The fields of every group, made when somebody looks into the first."""
         samples = pieces(self.samples.rows(), self.ends)
-        return list(zip(self.prompts.rows(), samples, self.skipped, self.graded_s.tolist(), strict=True))
+        return list(
+            zip(self.prompts.rows(), samples, self.skipped, self.graded_s.tolist(), strict=True)
+        )
 
 
 _bare, _set = object.__new__, object.__setattr__

@@ -1,7 +1,8 @@
 """Digests of tensors that add up over shards.
 
-A tensor's digest is the sum, modulo 2**64, of mix(global index, bits) over its elements. So the digests of
-disjoint boxes add up to the whole's, under any layout, and both ends of a push can compare 8 bytes a tensor.
+A tensor's digest is the sum, modulo 2**64, of mix(global index, bits) over its elements. So the
+digests of disjoint boxes add up to the whole's, under any layout, and both ends of a push can
+compare 8 bytes a tensor.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from torch import Tensor
 from spmd_rl.errors import ContractError
 from spmd_rl.kernels.runtime.splitmix import GAMMA, ODD, mix_, signed
 from spmd_rl.weights.layout import Box, Layout
-from spmd_rl.weights.local_tensors import Held, HeldTensor
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 
 MODULUS = 1 << 64
 CHUNK_ELEMENTS = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest(held: Held, dtypes: Mapping[str, str] | None = None) -> dict[str, int]:
-    """The digest of this rank's box of each tensor, of its values as `dtypes[name]` (the destination's) if given."""
-    return {name: _digest_box(one, (dtypes or {}).get(name, one.dtype)) for name, one in held.items()}
+def digest(held: LocalTensors, dtypes: Mapping[str, str] | None = None) -> dict[str, int]:
+    """The digest of this rank's box of each tensor, of its values as `dtypes[name]` (the
+    destination's) if given.
+    """
+    return {
+        name: _digest_box(one, (dtypes or {}).get(name, one.dtype)) for name, one in held.items()
+    }
 
 
 def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]:
@@ -45,7 +50,7 @@ def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]
 
 
 @torch.no_grad()
-def _digest_box(one: HeldTensor, dtype: str) -> int:
+def _digest_box(one: LocalTensor, dtype: str) -> int:
     if one.box.num_elements == 0:
         return 0
     columns = _column_indices(one).to(one.local.device)
@@ -62,9 +67,13 @@ def _digest_box(one: HeldTensor, dtype: str) -> int:
     return total % MODULUS
 
 
-def _column_indices(one: HeldTensor) -> Tensor:
-    """The flat index, within one global row of dim 0, of each element of a local row. Shape: [row elements]."""
+def _column_indices(one: LocalTensor) -> Tensor:
+    """The flat index, within one global row of dim 0, of each element of a local row. Shape: [row
+    elements].
+    """
     index = torch.zeros(1, dtype=torch.int64)
-    for size, offset, extent in zip(one.shape[1:], one.box.offset[1:], one.box.extent[1:], strict=True):
+    for size, offset, extent in zip(
+        one.shape[1:], one.box.offset[1:], one.box.extent[1:], strict=True
+    ):
         index = (index.unsqueeze(1) * size + torch.arange(offset, offset + extent)).reshape(-1)
     return index

@@ -1,7 +1,9 @@
-"""Running a plan: nothing where storage is shared, a cast copy within a process, packed buckets between ranks.
+"""Running a plan: nothing where storage is shared, a cast copy within a process, packed buckets
+between ranks.
 
-Between ranks the boxes for one peer are cast and packed into buckets at the source, so that a round is at most one
-send and one receive per peer. Both ends cut the same buckets from the same plan; no sizes are exchanged.
+Between ranks the boxes for one peer are cast and packed into buckets at the source, so that a round
+is at most one send and one receive per peer. Both ends cut the same buckets from the same plan; no
+sizes are exchanged.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.weights.layout import Box
-from spmd_rl.weights.local_tensors import Held
+from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan import BUCKET_BYTES, Move, Plan
 
 ALIGN_BYTES = 16
@@ -31,11 +33,12 @@ class Traffic:
     received_bytes: int
 
 
-def alias(dst: Held, src: Held) -> int:
-    """Point each tensor of `dst` at the storage of `src` where both hold the same box, dtype and device.
+def alias(dst: LocalTensors, src: LocalTensors) -> int:
+    """Point each tensor of `dst` at the storage of `src` where both hold the same box, dtype and
+    device.
 
-    Done once: later updates of the source are seen without a push. Before graphs are captured over `dst`.
-    Returns the bytes now shared.
+    Done once: later updates of the source are seen without a push. Before graphs are captured over
+    `dst`. Returns the bytes now shared.
     """
     shared = 0
     for name, ours in dst.items():
@@ -55,21 +58,28 @@ def alias(dst: Held, src: Held) -> int:
 def execute(
     plan: Plan,
     rank: int,
-    src: Held | None,
-    dst: Held | None,
+    src: LocalTensors | None,
+    dst: LocalTensors | None,
     group: dist.ProcessGroup | None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Traffic:
     """Carry out this rank's moves of `plan`, overwriting the tensors of `dst` in place.
 
-    Ranks: every rank that the plan names, together; `group` holds them all (None where no move crosses ranks).
+    Ranks: every rank that the plan names, together; `group` holds them all (None where no move
+    crosses ranks).
     Blocks: until this rank's sends and receives are done; the group's timeout ends it.
     """
     local = [move for move in plan.moves if move.src == rank == move.dst]
     aliased = sum(move.num_bytes for move in local if not _copy(move, src, dst))
-    outgoing = _buckets((move for move in plan.moves if move.src == rank != move.dst), "dst", bucket_bytes)
-    incoming = _buckets((move for move in plan.moves if move.dst == rank != move.src), "src", bucket_bytes)
-    num_rounds = max((len(buckets) for buckets in [*outgoing.values(), *incoming.values()]), default=0)
+    outgoing = _buckets(
+        (move for move in plan.moves if move.src == rank != move.dst), "dst", bucket_bytes
+    )
+    incoming = _buckets(
+        (move for move in plan.moves if move.dst == rank != move.src), "src", bucket_bytes
+    )
+    num_rounds = max(
+        (len(buckets) for buckets in [*outgoing.values(), *incoming.values()]), default=0
+    )
     for index in range(num_rounds):
         _exchange(_pick(outgoing, index), _pick(incoming, index), src, dst, group)
     return Traffic(
@@ -80,14 +90,14 @@ def execute(
     )
 
 
-def _view(held: Held | None, move: Move) -> Tensor:
+def _view(held: LocalTensors | None, move: Move) -> Tensor:
     if held is None:
         raise ValueError(f"the plan has this rank hold '{move.name}', but it was given nothing")
     one = held[move.name]
     return one.local.detach()[move.box.within(one.box)] if move.box.extent else one.local.detach()
 
 
-def _copy(move: Move, src: Held | None, dst: Held | None) -> bool:
+def _copy(move: Move, src: LocalTensors | None, dst: LocalTensors | None) -> bool:
     """Copy one box within the process; False where both sides are the same memory."""
     source, target = _view(src, move), _view(dst, move)
     if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype:
@@ -101,11 +111,15 @@ def _pick(buckets: dict[int, list[list[Move]]], index: int) -> dict[int, list[Mo
 
 
 def _total(buckets: dict[int, list[list[Move]]]) -> int:
-    return sum(move.num_bytes for rounds in buckets.values() for bucket in rounds for move in bucket)
+    return sum(
+        move.num_bytes for rounds in buckets.values() for bucket in rounds for move in bucket
+    )
 
 
 def _buckets(moves: Iterable[Move], peer: str, limit_bytes: int) -> dict[int, list[list[Move]]]:
-    """Moves by peer, cut in plan order into buckets of at most `limit_bytes` (one row of a tensor may exceed it)."""
+    """Moves by peer, cut in plan order into buckets of at most `limit_bytes` (one row of a tensor
+    may exceed it).
+    """
     buckets: dict[int, list[list[Move]]] = defaultdict(list)
     filled: dict[int, int] = defaultdict(int)
     for move in moves:
@@ -135,8 +149,8 @@ def _rows(move: Move, limit_bytes: int) -> Iterator[Move]:
 def _exchange(
     outgoing: dict[int, list[Move]],
     incoming: dict[int, list[Move]],
-    src: Held | None,
-    dst: Held | None,
+    src: LocalTensors | None,
+    dst: LocalTensors | None,
     group: dist.ProcessGroup | None,
 ) -> None:
     """One round: pack, at most one send and one receive per peer, unpack."""
@@ -151,14 +165,14 @@ def _exchange(
             _view(dst, move).copy_(slot)
 
 
-def _packed(bucket: list[Move], src: Held | None) -> Tensor:
+def _packed(bucket: list[Move], src: LocalTensors | None) -> Tensor:
     buffer = _empty(bucket, src)
     for move, slot in _slots(bucket, buffer):
         slot.copy_(_view(src, move))
     return buffer
 
 
-def _empty(bucket: list[Move], held: Held | None) -> Tensor:
+def _empty(bucket: list[Move], held: LocalTensors | None) -> Tensor:
     size = sum(_aligned(move.num_bytes) for move in bucket)
     return torch.empty(size, dtype=torch.uint8, device=_view(held, bucket[0]).device)
 

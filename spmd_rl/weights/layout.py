@@ -1,7 +1,7 @@
 """Which box of which canonical tensor a rank holds. Plain data, fit for the wire; no torch.
 
-A tensor is known by its Hugging Face name. A box is an offset and an extent in each of its dims; a box of zero
-elements is legal (a rank beyond the last chunk of an uneven shard).
+A tensor is known by its Hugging Face name. A box is an offset and an extent in each of its dims; a
+box of zero elements is legal (a rank beyond the last chunk of an uneven shard).
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class Box:
             after = offset[dim] + extent[dim] - hole.end[dim]
             for start, size in ((offset[dim], before), (hole.end[dim], after)):
                 if size > 0:
-                    yield Box((*offset[:dim], start, *offset[dim + 1 :]), (*extent[:dim], size, *extent[dim + 1 :]))
+                    yield Box(
+                        (*offset[:dim], start, *offset[dim + 1 :]),
+                        (*extent[:dim], size, *extent[dim + 1 :]),
+                    )
             offset[dim], extent[dim] = hole.offset[dim], hole.extent[dim]
 
     def within(self, outer: Box) -> tuple[slice, ...]:
@@ -61,7 +64,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's share of one tensor: global `shape`, the `box` held, the element type (`"float32"`)."""
+    """One rank's share of one tensor: global `shape`, the `box` held, the element type
+    (`"float32"`).
+    """
 
     name: str
     shape: Dims
@@ -78,7 +83,9 @@ class Layout:
 
 
 def chunk_box(shape: Dims, part: int, num_parts: int) -> Box:
-    """The rows that FSDP2 gives part `part`: ceil-sized chunks of dim 0, the last ones short or empty."""
+    """The rows that FSDP2 gives part `part`: ceil-sized chunks of dim 0, the last ones short or
+    empty.
+    """
     rows = -(-shape[0] // num_parts)
     start = min(part * rows, shape[0])
     return Box((start, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - start), *shape[1:]))

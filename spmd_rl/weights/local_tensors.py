@@ -11,8 +11,10 @@ from spmd_rl.weights.layout import Box, Dims, Layout, Piece
 
 
 @dataclass(frozen=True)
-class HeldTensor:
-    """`local` is the memory itself (a parameter, or a view of one), holding `box` of a tensor of global `shape`."""
+class LocalTensor:
+    """`local` is the memory itself (a parameter, or a view of one), holding `box` of a tensor of
+    global `shape`.
+    """
 
     shape: Dims
     box: Box
@@ -23,10 +25,10 @@ class HeldTensor:
         return str(self.local.dtype).removeprefix("torch.")
 
 
-class Held(Mapping[str, HeldTensor]):
+class LocalTensors(Mapping[str, LocalTensor]):
     """Canonical name -> what this rank holds of it."""
 
-    def __init__(self, tensors: Mapping[str, HeldTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, LocalTensor]) -> None:
         for name, held in tensors.items():
             if tuple(held.local.shape) != held.box.extent:
                 raise ValueError(
@@ -35,13 +37,16 @@ class Held(Mapping[str, HeldTensor]):
         self._tensors = dict(tensors)
 
     @classmethod
-    def whole(cls, named: Mapping[str, Tensor]) -> Held:
+    def whole(cls, named: Mapping[str, Tensor]) -> LocalTensors:
         """Tensors that this rank holds in full, as an engine does. Give the parameters themselves."""
         return cls(
-            {name: HeldTensor(tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t) for name, t in named.items()}
+            {
+                name: LocalTensor(tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t)
+                for name, t in named.items()
+            }
         )
 
-    def __getitem__(self, name: str) -> HeldTensor:
+    def __getitem__(self, name: str) -> LocalTensor:
         return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -52,4 +57,7 @@ class Held(Mapping[str, HeldTensor]):
 
     def layout(self, rank: int) -> Layout:
         """What is held, as plain data; `rank` is this process's rank in the world."""
-        return Layout(rank, tuple(Piece(name, held.shape, held.dtype, held.box) for name, held in self.items()))
+        return Layout(
+            rank,
+            tuple(Piece(name, held.shape, held.dtype, held.box) for name, held in self.items()),
+        )

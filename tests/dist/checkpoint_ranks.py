@@ -1,6 +1,8 @@
-"""Run under torchrun by test_checkpoint.py: `checkpoint_ranks.py MODEL DP OUT.json FOLDER [resume]`.
+"""Run under torchrun by test_checkpoint.py: `checkpoint_ranks.py MODEL DP OUT.json FOLDER
+[resume]`.
 
-Trains two steps and saves to FOLDER; or loads from it and says what it has loaded. Then it trains one step more.
+Trains two steps and saves to FOLDER; or loads from it and says what it has loaded. Then it trains
+one step more.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
@@ -29,41 +31,53 @@ def digests(trainer: Trainer) -> dict[str, str]:
     """The SHA-256 of whole weights and moments, whatever ranks hold of them."""
     shares: Shares = {
         kind: [
-            (name, list(one.shape), [list(one.box.offset), list(one.box.extent)], one.local.detach().numpy().tobytes())
+            (
+                name,
+                list(one.shape),
+                [list(one.box.offset), list(one.box.extent)],
+                one.local.detach().numpy().tobytes(),
+            )
             for name, one in pieces
         ]
         for kind, pieces in trainer.backend.state().items()
     }
     whole: dict[tuple[str, str], np.ndarray] = {}
-    for blob in trainer.place.all_gather_bytes(msgspec.msgpack.encode(shares)):
+    for blob in trainer.context.all_gather_bytes(msgspec.msgpack.encode(shares)):
         for kind, pieces in msgspec.msgpack.decode(blob, type=Shares).items():
             for name, shape, (offset, extent), values in pieces:
                 tensor = whole.setdefault((kind, name), np.full(shape, np.nan, np.float32))
-                block = tuple(slice(start, start + size) for start, size in zip(offset, extent, strict=True))
+                block = tuple(
+                    slice(start, start + size) for start, size in zip(offset, extent, strict=True)
+                )
                 tensor[block] = np.frombuffer(values, np.float32).reshape(extent)
-    return {f"{kind} {name}": hashlib.sha256(one.tobytes()).hexdigest() for (kind, name), one in sorted(whole.items())}
+    return {
+        f"{kind} {name}": hashlib.sha256(one.tobytes()).hexdigest()
+        for (kind, name), one in sorted(whole.items())
+    }
 
 
 def logprobs(trainer: Trainer) -> list[str]:
     """Of every sequence of a batch that is dealt to the ranks, as bits."""
-    place = trainer.place
-    scores = trainer.score(make_batch(5).shard(place.data_size)[place.data_rank])
+    context = trainer.context
+    scores = trainer.score(make_batch(5).shard(context.data_size)[context.data_rank])
     rows = np.split(scores.logprobs, np.cumsum(scores.lengths)[:-1])
     mine = {int(index): row.tobytes().hex() for index, row in zip(scores.index, rows, strict=True)}
     found: dict[int, str] = {}
-    for blob in place.all_gather_bytes(msgspec.msgpack.encode(mine)):
+    for blob in context.all_gather_bytes(msgspec.msgpack.encode(mine)):
         found |= msgspec.msgpack.decode(blob, type=dict[int, str])
     return [found[index] for index in sorted(found)]
 
 
 def step(trainer: Trainer, seed: int) -> None:
-    place: Place = trainer.place
-    trainer.train_step(make_batch(seed).shard(place.data_size)[place.data_rank], grpo_loss)
+    context: RoleContext = trainer.context
+    trainer.train_step(make_batch(seed).shard(context.data_size)[context.data_rank], grpo_loss)
 
 
 def main(model: Path, dp: int, out: Path, folder: Path, resumes: bool) -> None:
     torch.set_num_threads(1)
-    cfg = TrainerConfig(model=str(model), init="random", seed=7 if resumes else 0, lr=1e-2, eps=1e-4)
+    cfg = TrainerConfig(
+        model=str(model), init="random", seed=7 if resumes else 0, lr=1e-2, eps=1e-4
+    )
     trainer = Trainer(cfg, seat(dp))
     if resumes:
         trainer.load(str(folder))
@@ -76,10 +90,16 @@ def main(model: Path, dp: int, out: Path, folder: Path, resumes: bool) -> None:
     step(trainer, 2)
     report["after"] = digests(trainer)
     report["caveats"] = trainer.caveats()
-    if trainer.place.rank == 0:
+    if trainer.context.rank == 0:
         out.write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]), sys.argv[5:] == ["resume"])
+    main(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        Path(sys.argv[3]),
+        Path(sys.argv[4]),
+        sys.argv[5:] == ["resume"],
+    )

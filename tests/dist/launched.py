@@ -1,4 +1,6 @@
-"""`spmd-rl` in a process forked from one that has imported torch already: half of a small run's time is that import."""
+"""`spmd-rl` in a process forked from one that has imported torch already: half of a small run's
+time is that import.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-TORCH = ["torch", "torch._dynamo", "torch.distributed.fsdp"]  # what the launcher imports, and its ranks share
+# what the launcher imports, and its ranks share
+TORCH = ["torch", "torch._dynamo", "torch.distributed.fsdp"]
 
 
 class Launched:
@@ -47,7 +50,9 @@ class Launched:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What is left of stdout and stderr. Blocks: until both are closed. Raises: TimeoutError, and ends the run."""
+        """What is left of stdout and stderr. Blocks: until both are closed. Raises: TimeoutError,
+        and ends the run.
+        """
         with ThreadPoolExecutor(2) as pool:
             reads = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]
             try:
@@ -67,7 +72,9 @@ class Launched:
         self.stderr.close()
 
 
-def _run(words: list[str], folder: str, environment: dict[str, str], ends: tuple[Connection, Connection]) -> None:
+def _run(
+    words: list[str], folder: str, environment: dict[str, str], ends: tuple[Connection, Connection]
+) -> None:
     os.setsid()
     os.chdir(folder)
     os.environ.clear()

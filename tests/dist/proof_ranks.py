@@ -1,4 +1,6 @@
-"""Ranks that prove to each other who they are; the last of them may be an impostor, who holds another key."""
+"""Ranks that prove to each other who they are; the last of them may be an impostor, who holds
+another key.
+"""
 
 import json
 import sys
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh import connection_proof
-from spmd_rl.mesh.role_context import Seats
+from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 
@@ -31,7 +33,9 @@ def main(out: Path) -> None:
     if world.rank == world.size - 1:
         connection_proof.KEY = "another"
     impostor = said(lambda: connection_proof.prove(world))
-    in_a_mesh = said(lambda: Seats(world).build([*plan_split({"role": RoleSplit()}, world.size).values()]))
+    in_a_mesh = said(
+        lambda: Meshes(world).build([*plan_split({"role": RoleSplit()}, world.size).values()])
+    )
     connection_proof.KEY = genuine
     if world.rank == 0:
         out.write_text(json.dumps([honest, impostor, in_a_mesh]))

@@ -28,7 +28,9 @@ def whole(work: Path) -> Report:
 
 def run(work: Path, name: str, *words: str, ranks: int, dp: int) -> Report:
     out = work / f"{name}.json"
-    return torchrun("checkpoint_ranks.py", ranks, out, str(work), str(dp), str(out), str(work / "saved"), *words)
+    return torchrun(
+        "checkpoint_ranks.py", ranks, out, str(work), str(dp), str(out), str(work / "saved"), *words
+    )
 
 
 def test_the_same_ranks_go_on_with_the_same_bits(work: Path, whole: Report) -> None:
@@ -36,7 +38,11 @@ def test_the_same_ranks_go_on_with_the_same_bits(work: Path, whole: Report) -> N
     assert resumed == whole
     assert resumed["after"] != resumed["digests"]
     assert sorted(path.name for path in (work / "saved").iterdir()) == [
-        *(f"{kind}-{rank:05d}-000.safetensors" for kind in ("exp_avg", "exp_avg_sq") for rank in range(2)),
+        *(
+            f"{kind}-{rank:05d}-000.safetensors"
+            for kind in ("exp_avg", "exp_avg_sq")
+            for rank in range(2)
+        ),
         "index.json",
         *(f"weights-{rank:05d}-000.safetensors" for rank in range(2)),
     ]

@@ -1,4 +1,6 @@
-"""A process that takes the place of a rank in a connection of gloo is found out before anything is sent to it."""
+"""A process that takes the place of a rank in a connection of gloo is found out before anything is
+sent to it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ pytestmark = pytest.mark.dist
 
 
 def test_an_impostor_is_found_out(tmp_path: Path) -> None:
-    honest, impostor, in_a_mesh = torchrun("proof_ranks.py", 3, tmp_path / "said.json", str(tmp_path / "said.json"))
+    honest, impostor, in_a_mesh = torchrun(
+        "proof_ranks.py", 3, tmp_path / "said.json", str(tmp_path / "said.json")
+    )
     assert honest == ""
     assert impostor == "another process has taken the place of rank 2 in a connection to rank 0"
     assert in_a_mesh == impostor

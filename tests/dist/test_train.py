@@ -15,7 +15,14 @@ from tests.dist.train_case import make_batch, write_model_folder
 pytestmark = pytest.mark.dist
 
 Report = dict[str, Any]
-SAME = ("train/loss", "train/grad_norm", "train/entropy", "train/clip_frac", "train/lr", "onpolicy/k3")
+SAME = (
+    "train/loss",
+    "train/grad_norm",
+    "train/entropy",
+    "train/clip_frac",
+    "train/lr",
+    "onpolicy/k3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +38,29 @@ def alone(work: Path) -> Report:
 @pytest.fixture(scope="module")
 def sharded(work: Path, alone: Report) -> Report:
     """Two ranks; resumes what one rank saved."""
-    return torchrun("train_ranks.py", 2, work / "2.json", str(work), "1", str(work / "2.json"), str(work / "1.ckpt"))
+    return torchrun(
+        "train_ranks.py",
+        2,
+        work / "2.json",
+        str(work),
+        "1",
+        str(work / "2.json"),
+        str(work / "1.ckpt"),
+    )
 
 
 @pytest.fixture(scope="module")
 def hybrid(work: Path, sharded: Report) -> Report:
     """Two replicas of two shards; resumes what two ranks saved."""
-    return torchrun("train_ranks.py", 4, work / "4.json", str(work), "2", str(work / "4.json"), str(work / "2.ckpt"))
+    return torchrun(
+        "train_ranks.py",
+        4,
+        work / "4.json",
+        str(work),
+        "2",
+        str(work / "4.json"),
+        str(work / "2.ckpt"),
+    )
 
 
 @pytest.fixture(params=["sharded", "hybrid"])
@@ -57,7 +80,9 @@ def test_metrics_do_not_depend_on_the_ranks(alone: Report, report: Report) -> No
 
 def test_weights_do_not_depend_on_the_ranks(alone: Report, report: Report) -> None:
     for name, values in alone["weights"].items():
-        np.testing.assert_allclose(report["weights"][name], values, rtol=1e-4, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(
+            report["weights"][name], values, rtol=1e-4, atol=2e-5, err_msg=name
+        )
 
 
 def test_wrapping_layers_and_recomputing_them_changes_nothing(report: Report) -> None:
@@ -79,7 +104,9 @@ def test_ranks_without_a_sequence_take_part(alone: Report, report: Report) -> No
 
 def test_a_nan_on_one_rank_is_named_by_all_and_moves_nothing(report: Report) -> None:
     last = len(report["poisoned"]) - 1
-    sentence = f"train step 4: the loss is not finite on rank {last}; that optimizer step was not taken"
+    sentence = (
+        f"train step 4: the loss is not finite on rank {last}; that optimizer step was not taken"
+    )
     assert report["poisoned"] == [sentence] * (last + 1)
 
 

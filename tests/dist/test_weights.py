@@ -18,7 +18,9 @@ pytestmark = pytest.mark.dist
 Report = dict[str, Any]
 TWO_RANKS = ("0-0/1-1", "all/all", "0-0/all")
 FOUR_RANKS = ("0-1/all", "0-2/3-3")
-CASES = [f"{split} {dtype}" for split in (*TWO_RANKS, *FOUR_RANKS) for dtype in ("float32", "bfloat16")]
+CASES = [
+    f"{split} {dtype}" for split in (*TWO_RANKS, *FOUR_RANKS) for dtype in ("float32", "bfloat16")
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +30,20 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reports(work: Path) -> Report:
-    two = torchrun("weights_ranks.py", 2, work / "2.json", str(work), str(work / "2.json"), *TWO_RANKS)
-    return two | torchrun("weights_ranks.py", 4, work / "4.json", str(work), str(work / "4.json"), *FOUR_RANKS)
+    two = torchrun(
+        "weights_ranks.py", 2, work / "2.json", str(work), str(work / "2.json"), *TWO_RANKS
+    )
+    return two | torchrun(
+        "weights_ranks.py", 4, work / "4.json", str(work), str(work / "4.json"), *FOUR_RANKS
+    )
 
 
 @pytest.fixture(params=CASES)
 def report(request: pytest.FixtureRequest, reports: Report) -> Report:
-    return reports[request.param] | {"split": request.param.split()[0], "dtype": request.param.split()[1]}
+    return reports[request.param] | {
+        "split": request.param.split()[0],
+        "dtype": request.param.split()[1],
+    }
 
 
 def _model_bytes(work: Path, dtype: str) -> int:
@@ -59,7 +68,9 @@ def test_each_push_brings_the_trainer_s_weights_of_that_step(report: Report) -> 
 
 def test_traffic_is_what_the_plan_says(report: Report, work: Path) -> None:
     whole = _model_bytes(work, report["dtype"])
-    num_engines = {"0-0/1-1": 1, "all/all": 2, "0-0/all": 2, "0-1/all": 4, "0-2/3-3": 1}[report["split"]]
+    num_engines = {"0-0/1-1": 1, "all/all": 2, "0-0/all": 2, "0-1/all": 4, "0-2/3-3": 1}[
+        report["split"]
+    ]
     assert report["wire_bytes"] + report["local_bytes"] == num_engines * whole
     for push in report["pushes"]:
         sums = {key: sum(rank[key] for rank in push["traffic"]) for key in push["traffic"][0]}
@@ -68,7 +79,9 @@ def test_traffic_is_what_the_plan_says(report: Report, work: Path) -> None:
 
 
 def test_a_lone_trainer_s_engine_shares_its_memory(reports: Report, work: Path) -> None:
-    """One trainer, engines there and on a second rank: the first is aliased, only the second is sent to."""
+    """One trainer, engines there and on a second rank: the first is aliased, only the second is
+    sent to.
+    """
     whole = _model_bytes(work, "float32")
     assert reports["0-0/all float32"]["aliased"] == [whole, 0]
     for push in reports["0-0/all float32"]["pushes"]:

@@ -13,12 +13,20 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(script: str, num_ranks: int, out: Path, *args: str, timeout_s: float = 1000) -> dict[str, Any]:
+def torchrun(
+    script: str, num_ranks: int, out: Path, *args: str, timeout_s: float = 1000
+) -> dict[str, Any]:
     """Run `tests/dist/<script>` on that many ranks and return the JSON it wrote to `out`.
 
     Blocks: until torchrun ends; after `timeout_s` its process group is killed and the test fails.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+    ]
     child = subprocess.Popen(
         [*command, str(ROOT / "tests/dist" / script), *args],
         cwd=ROOT,

@@ -1,4 +1,6 @@
-"""One small training problem, the same wherever it is built: a random model folder and random batches."""
+"""One small training problem, the same wherever it is built: a random model folder and random
+batches.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,16 @@ def make_groups(
         tokens = rng.integers(0, VOCAB, size).astype(np.int32)
         roll = rng.normal(-3, 0.5, size).astype(np.float32)
         versions = np.full(size, version, np.int32)
-        return Sample(uid, index, tokens, roll, versions, "stop", (0.7, 1.0, 0.0)[uid % 3], reward=float(rng.random()))
+        return Sample(
+            uid,
+            index,
+            tokens,
+            roll,
+            versions,
+            "stop",
+            (0.7, 1.0, 0.0)[uid % 3],
+            reward=float(rng.random()),
+        )
 
     return [
         Group(

@@ -1,6 +1,7 @@
 """Run under torchrun by test_train.py: `train_ranks.py WORK_FOLDER DP OUT.json [RESUME_FOLDER]`.
 
-Trains a few steps on batches split over the ranks and writes what must not depend on the number of ranks.
+Trains a few steps on batches split over the ranks and writes what must not depend on the number of
+ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.errors import SpmdError
-from spmd_rl.mesh.role_context import Place, Seats
+from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.train.config import TrainerConfig
@@ -30,18 +31,18 @@ def weights(trainer: Trainer) -> dict[str, list[float]]:
 
 
 def train(trainer: Trainer, first: int = 0) -> list[dict[str, float]]:
-    place = trainer.place
+    context = trainer.context
     return [
-        trainer.train_step(make_batch(seed).shard(place.data_size)[place.data_rank], grpo_loss)
+        trainer.train_step(make_batch(seed).shard(context.data_size)[context.data_rank], grpo_loss)
         for seed in range(first, first + STEPS)
     ]
 
 
 def poisoned(trainer: Trainer) -> str:
     """What every rank says when the batch of the last one holds a NaN; its weights must not move."""
-    place = trainer.place
-    batch = make_batch().shard(place.data_size)[place.data_rank]
-    if place.rank == place.size - 1:
+    context = trainer.context
+    batch = make_batch().shard(context.data_size)[context.data_rank]
+    if context.rank == context.size - 1:
         batch = replace(batch, advantages=np.where(batch.mask, np.nan, 0).astype(np.float32))
     before = weights(trainer)
     try:
@@ -51,38 +52,40 @@ def poisoned(trainer: Trainer) -> str:
     return "nothing was raised"
 
 
-def seat(dp: int) -> Place:
+def seat(dp: int) -> RoleContext:
     world = World.from_env()
     join(world, open_store(world))
-    seats = Seats(world)
+    meshes = Meshes(world)
     placement = plan_split({"train": RoleSplit(dp=dp)}, world.size).train
-    seats.build([placement])
-    return seats.place(placement)
+    meshes.build([placement])
+    return meshes.context(placement)
 
 
 def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
-    place = seat(dp)
+    context = seat(dp)
     cfg = TrainerConfig(model=str(work), init="random", lr=1e-2, eps=1e-4, max_tokens=150)
-    trainer = Trainer(cfg, place)
+    trainer = Trainer(cfg, context)
     report: dict[str, object] = {"steps": train(trainer), "weights": weights(trainer)}
     trainer.save(str(out.with_suffix(".ckpt")))
     # Two sequences: with more ranks than sequences, some ranks have nothing but their collectives.
-    few = make_batch(9).take([0, 1]).shard(place.data_size)[place.data_rank]
+    few = make_batch(9).take([0, 1]).shard(context.data_size)[context.data_rank]
     report["few"] = trainer.train_step(few, grpo_loss)
-    report["layers"] = train(Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), place))
+    report["layers"] = train(
+        Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), context)
+    )
     if dp == 1:
-        report["deterministic"] = train(Trainer(replace(cfg, deterministic=True), place))
+        report["deterministic"] = train(Trainer(replace(cfg, deterministic=True), context))
     trainer.export_hf(str(out.with_suffix(".hf")))
     report["exported"] = weights(trainer)
     if resume:
-        resumed = Trainer(replace(cfg, seed=5), place)
+        resumed = Trainer(replace(cfg, seed=5), context)
         report["resumed_version"] = resumed.load(resume)
         report["resumed"] = train(resumed, first=STEPS)
     poison = [poisoned(trainer)]
-    sentences: list[list[str]] = [[] for _ in range(place.size)]
+    sentences: list[list[str]] = [[] for _ in range(context.size)]
     dist.all_gather_object(sentences, poison)
     report["poisoned"] = [one for part in sentences for one in part]
-    if place.rank == 0:
+    if context.rank == 0:
         out.write_text(json.dumps(report))
     dist.destroy_process_group()
 

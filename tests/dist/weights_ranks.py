@@ -1,7 +1,8 @@
 """Run under torchrun by test_weights.py: `weights_ranks.py WORK_FOLDER OUT.json SPLIT...`.
 
-Each SPLIT reads TRAIN/INFER (`0-0/1-1` is one rank and one rank). For each, a trainer on some ranks takes steps, and
-after each step its weights are pushed to whole models on others; what arrived is reported per push and dtype.
+Each SPLIT reads TRAIN/INFER (`0-0/1-1` is one rank and one rank). For each, a trainer on some ranks
+takes steps, and after each step its weights are pushed to whole models on others; what arrived is
+reported per push and dtype.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.mesh.role_context import Seats
+from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 from spmd_rl.model.network import CausalLM
@@ -24,7 +25,7 @@ from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.digest import combine, digest
 from spmd_rl.weights.executors import alias, execute
 from spmd_rl.weights.layout import Layout
-from spmd_rl.weights.local_tensors import Held
+from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan import plan
 from tests.dist.train_case import make_batch
 
@@ -37,27 +38,29 @@ def gathered(value: object) -> list:
     return values
 
 
-def layouts(held: Held | None, rank: int) -> list[Layout]:
+def layouts(held: LocalTensors | None, rank: int) -> list[Layout]:
     return [one for one in gathered(held.layout(rank) if held else None) if one is not None]
 
 
-def whole_digest(held: Held | None, rank: int, dtypes: dict[str, str]) -> dict[str, int]:
+def whole_digest(held: LocalTensors | None, rank: int, dtypes: dict[str, str]) -> dict[str, int]:
     parts = gathered((held.layout(rank), digest(held, dtypes)) if held else None)
     return combine([part for part in parts if part is not None])
 
 
-def run(work: Path, split: str, dtype: torch.dtype, seats: Seats) -> dict[str, object]:
-    rank = seats.world.rank
+def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str, object]:
+    rank = meshes.world.rank
     train, infer = split.split("/")
-    places = plan_split({"train": RoleSplit(train), "infer": RoleSplit(infer)}, seats.world.size)
-    seats.build(list(places.values()))
+    places = plan_split({"train": RoleSplit(train), "infer": RoleSplit(infer)}, meshes.world.size)
+    meshes.build(list(places.values()))
     trainer = engine = None
     if rank in places.train.ranks:
-        trainer = Trainer(TrainerConfig(model=str(work), init="random", lr=1e-2), seats.place(places.train))
+        trainer = Trainer(
+            TrainerConfig(model=str(work), init="random", lr=1e-2), meshes.context(places.train)
+        )
     if rank in places.infer.ranks:
         engine = CausalLM(ModelSpec.from_folder(work)).to(dtype).requires_grad_(False)
     src = trainer.weight_source() if trainer else None
-    dst = Held.whole(dict(engine.named_parameters())) if engine else None
+    dst = LocalTensors.whole(dict(engine.named_parameters())) if engine else None
     sources, destinations = layouts(src, rank), layouts(dst, rank)
     made = plan(sources, destinations, None, rank)
     dtypes = {piece.name: piece.dtype for piece in destinations[0].pieces}
@@ -65,14 +68,28 @@ def run(work: Path, split: str, dtype: torch.dtype, seats: Seats) -> dict[str, o
     pushes = []
     for seed in range(2):
         if trainer:
-            place = trainer.place
-            trainer.train_step(make_batch(seed).shard(place.data_size)[place.data_rank], grpo_loss)
-        traffic = gathered(vars(execute(made, rank, src, dst, dist.group.WORLD, SMALL_BUCKET_BYTES)))
+            context = trainer.context
+            trainer.train_step(
+                make_batch(seed).shard(context.data_size)[context.data_rank], grpo_loss
+            )
+        traffic = gathered(
+            vars(execute(made, rank, src, dst, dist.group.WORLD, SMALL_BUCKET_BYTES))
+        )
         ours, theirs = whole_digest(src, rank, dtypes), whole_digest(dst, rank, dtypes)
-        pushes.append({"traffic": traffic, "equal": ours == theirs, "digests": {k: str(v) for k, v in theirs.items()}})
+        pushes.append(
+            {
+                "traffic": traffic,
+                "equal": ours == theirs,
+                "digests": {k: str(v) for k, v in theirs.items()},
+            }
+        )
     if dst:
         next(iter(dst.values())).local.view(-1)[3] += 1
-    corrupted = digest(dst, dtypes) != {k: int(v) for k, v in pushes[-1]["digests"].items()} if dst else True
+    corrupted = (
+        digest(dst, dtypes) != {k: int(v) for k, v in pushes[-1]["digests"].items()}
+        if dst
+        else True
+    )
     return {
         "plans": gathered(made.digest),
         "wire_bytes": made.wire_bytes,
@@ -86,9 +103,13 @@ def run(work: Path, split: str, dtype: torch.dtype, seats: Seats) -> dict[str, o
 def main(work: Path, out: Path, splits: list[str]) -> None:
     world = World.from_env()
     join(world, open_store(world))
-    seats = Seats(world)
+    meshes = Meshes(world)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    report = {f"{split} {name}": run(work, split, dtype, seats) for split in splits for name, dtype in dtypes.items()}
+    report = {
+        f"{split} {name}": run(work, split, dtype, meshes)
+        for split in splits
+        for name, dtype in dtypes.items()
+    }
     if world.rank == 0:
         out.write_text(json.dumps(report))
     dist.destroy_process_group()

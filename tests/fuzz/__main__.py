@@ -1,9 +1,10 @@
-"""Wrong frames by the million, over real sockets, to a live controller and a live worker that go on working.
+"""Wrong frames by the million, over real sockets, to a live controller and a live worker that go on
+working.
 
     python -m tests.fuzz --frames 600000 --seed 1
 
-Frames come from holders of the run's secret: nobody else gets as far as a frame. Each side must refuse and count
-every one of them, answer what is right in between, stay alive, and not grow.
+Frames come from holders of the run's secret: nobody else gets as far as a frame. Each side must
+refuse and count every one of them, answer what is right in between, stay alive, and not grow.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Child:
 
     def __init__(self, *words: str) -> None:
         command = [sys.executable, "-m", "tests.fuzz.live", *words]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._first = 0
 
     def line(self) -> dict[str, object]:
@@ -63,7 +66,9 @@ class Child:
         return json.loads(self.process.stdout.readline())
 
     def rss(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGESIZE"
+        )
 
     def remember(self) -> None:
         self._first = self.rss()
@@ -77,8 +82,12 @@ class Child:
         return self.process.wait(WAIT_MS / 1000)
 
 
-def attack(num_frames: int, children: list[Child], send: Callable[[], int], look: Callable[[], None]) -> int:
-    """Send messages of wrong frames, looking now and then at what came back; how many frames were sent."""
+def attack(
+    num_frames: int, children: list[Child], send: Callable[[], int], look: Callable[[], None]
+) -> int:
+    """Send messages of wrong frames, looking now and then at what came back; how many frames were
+    sent.
+    """
     sent, next_look, warm = 0, 0, False
     while sent < num_frames:
         if not warm and sent >= num_frames * WARM_PART:
@@ -152,7 +161,10 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         line.linger, line.rcvtimeo, line.sndhwm = 0, WAIT_MS, 1000
         line.bind(f"ipc://{folder}/worker")
         worker = Child("worker", f"ipc://{folder}/worker", str(generation), "0")
-        incoming, outgoing = Incoming(generation, decode_at_controller, first=None), Outgoing(generation)
+        incoming, outgoing = (
+            Incoming(generation, decode_at_controller, first=None),
+            Outgoing(generation),
+        )
         fuzzer, sent, calls = Fuzzer(seed, generation, TO_WORKER, decode_at_worker), 0, 0
 
         def say(message: Message, value: Packed = NOTHING, call: int = 0) -> None:
@@ -194,7 +206,9 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--frames", type=int, default=600_000, help="to each of the two")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     args = parser.parse_args()

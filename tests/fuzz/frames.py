@@ -34,13 +34,26 @@ TO_WORKER: list[Message] = [
     wire.Stop("why", 2, [wire.Hello(1, "host", 5)]),
 ]
 NESTED = b"\x91" * 2000 + b"\xc0"
-HUGE_COUNTS = (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff")
+HUGE_COUNTS = (
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+)
 
 
 class Fuzzer:
-    """`decode` is the receiver's: frames whose header it would take get a preamble that it must refuse."""
+    """`decode` is the receiver's: frames whose header it would take get a preamble that it must
+    refuse.
+    """
 
-    def __init__(self, seed: int, generation: int, messages: Sequence[Message], decode: Callable[[bytes], object]):
+    def __init__(
+        self,
+        seed: int,
+        generation: int,
+        messages: Sequence[Message],
+        decode: Callable[[bytes], object],
+    ):
         self._rng = random.Random(seed)
         self._generation = generation
         self._headers = [wire.encode(message) for message in [*TO_CONTROLLER, *TO_WORKER]]
@@ -48,7 +61,9 @@ class Fuzzer:
         self._decode = decode
 
     def frames(self, expected: int) -> list[bytes]:
-        """One message, of a frame or more: a receiver which expects message number `expected` must drop each."""
+        """One message, of a frame or more: a receiver which expects message number `expected` must
+        drop each.
+        """
         return [self.frame(expected) for _ in range(self._rng.choice([1, 1, 1, 1, 2, 3, 7]))]
 
     def frame(self, expected: int) -> bytes:
@@ -96,7 +111,9 @@ class Fuzzer:
             return PREAMBLE.pack(self._generation, expected, call, *places)
         draw = self._rng.random()
         if draw < 0.2:
-            places = self._rng.choice([[2**32 - 1, places[1]], [body_at, 2**32 - 1], [body_at, body_at + 1000], [0, 0]])
+            places = self._rng.choice(
+                [[2**32 - 1, places[1]], [body_at, 2**32 - 1], [body_at, body_at + 1000], [0, 0]]
+            )
             return PREAMBLE.pack(self._generation, expected, call, *places)
         if draw < 0.6:
             return PREAMBLE.pack(self._rng.getrandbits(64) ^ 1 or 2, expected, call, *places)

@@ -1,7 +1,8 @@
 """The processes that `python -m tests.fuzz` attacks: a live controller at work, and live workers.
 
-python -m tests.fuzz.live controller ADDRESS GENERATION     calls rank 0 until its stdin ends, then reports
-python -m tests.fuzz.live worker ENDPOINT GENERATION RANK   serves one role until it is told to stop
+python -m tests.fuzz.live controller ADDRESS GENERATION     calls rank 0 until its stdin ends, then
+reports python -m tests.fuzz.live worker ENDPOINT GENERATION RANK   serves one role until it is told
+to stop
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.channel.wire import Bye, Hello
 from spmd_rl.controller.endpoint import Role, collective
 from spmd_rl.controller.handle import Handle
-from spmd_rl.controller.lifecycle.dispatcher import Switchboard
+from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.split import Placement
 
@@ -38,7 +39,7 @@ def controller(address: str, generation: int, keys: secret.Keys) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryDirectory() as folder:
         run = RunConfig(folder=folder, deadline_s=20.0)
-        board = Switchboard(run, WORLD, address, keys, generation, ours)
+        board = Dispatcher(run, WORLD, address, keys, generation, ours)
         print(json.dumps({"endpoint": board.endpoint}), flush=True)
         board.wait_for_all()
         echo, ended, calls = (

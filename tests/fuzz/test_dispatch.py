@@ -1,4 +1,6 @@
-"""A hundred thousand wrong frames against the controller's and the worker's own dispatch: none passes, none crashes."""
+"""A hundred thousand wrong frames against the controller's and the worker's own dispatch: none
+passes, none crashes.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,15 @@ class Ears:
 
 def test_the_controller_takes_none(tmp_path: Path) -> None:
     ears, (ours, theirs) = Ears(), socket.socketpair()
-    with ours, theirs, closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, ears, ours)) as router:
+    with (
+        ours,
+        theirs,
+        closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, ears, ours)) as router,
+    ):
         router.start()
-        router.take(iter([b"rank-1", Outgoing(GENERATION).frame(encode(Hello(1, "host", 1)))]).__next__)
+        router.take(
+            iter([b"rank-1", Outgoing(GENERATION).frame(encode(Hello(1, "host", 1)))]).__next__
+        )
         fuzzer = Fuzzer(1, GENERATION, TO_CONTROLLER, decode_at_controller)
         for count in range(WARM + FRAMES):
             if count == WARM:
@@ -79,7 +87,9 @@ def test_the_controller_takes_none(tmp_path: Path) -> None:
 
 
 def test_the_worker_takes_none(tmp_path: Path) -> None:
-    with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, Hello(0, "host", 1))) as dealer:
+    with closing(
+        Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, Hello(0, "host", 1))
+    ) as dealer:
         outgoing = Outgoing(GENERATION)
         assert dealer.take(outgoing.frame(encode(Call("actor", "go")), VALUE, 1))
         fuzzer = Fuzzer(2, GENERATION, TO_WORKER, decode_at_worker)
@@ -89,7 +99,9 @@ def test_the_worker_takes_none(tmp_path: Path) -> None:
             assert dealer.take(fuzzer.frame(1)) is None
         assert peak_kib() - before < GROWTH_KIB
         assert sum(dealer.refused.values()) == WARM + FRAMES
-        assert dealer.take(outgoing.frame(encode(Call("actor", "go")), VALUE, 2)), "a right frame is still taken"
+        assert dealer.take(outgoing.frame(encode(Call("actor", "go")), VALUE, 2)), (
+            "a right frame is still taken"
+        )
 
 
 def test_mutated_values_are_refused_or_are_arrays() -> None:

@@ -13,7 +13,9 @@ PACKAGE = ROOT / "spmd_rl"
 
 @dataclass(frozen=True)
 class Module:
-    """One file of the package. `name` is dotted, `room` its first part below the package ("" for `__init__`)."""
+    """One file of the package. `name` is dotted, `room` its first part below the package ("" for
+    `__init__`).
+    """
 
     name: str
     tree: ast.Module
@@ -26,7 +28,9 @@ class Module:
 
 @dataclass(frozen=True)
 class Import:
-    """One import statement's target. `lazy`: inside a function; `typing_only`: under `if TYPE_CHECKING`."""
+    """One import statement's target. `lazy`: inside a function; `typing_only`: under `if
+    TYPE_CHECKING`.
+    """
 
     target: str
     line: int
@@ -55,14 +59,19 @@ def imports(module: Module) -> Iterator[Import]:
 def _imports(node: ast.AST, lazy: bool, typing_only: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
-            yield from (Import(alias.name, child.lineno, lazy, typing_only) for alias in child.names)
+            yield from (
+                Import(alias.name, child.lineno, lazy, typing_only) for alias in child.names
+            )
         elif isinstance(child, ast.ImportFrom):
             yield from (
-                Import(f"{child.module}.{alias.name}", child.lineno, lazy, typing_only) for alias in child.names
+                Import(f"{child.module}.{alias.name}", child.lineno, lazy, typing_only)
+                for alias in child.names
             )
         else:
             inside = lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            guarded = typing_only or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
+            guarded = typing_only or (
+                isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            )
             yield from _imports(child, inside, guarded)
 
 

@@ -1,4 +1,6 @@
-"""The channel is closed: no object travels as code, no text is run, every socket has its owner and its key."""
+"""The channel is closed: no object travels as code, no text is run, every socket has its owner and
+its key.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,43 @@ import pytest
 from tests.laws.source import Module, calls, functions, imports, package_modules, parse
 
 # Ways in which a library would pickle behind our back, or take text for a program.
-PICKLING = {"send_pyobj", "recv_pyobj", "all_gather_object", "broadcast_object_list", "scatter_object_list"}
+PICKLING = {
+    "send_pyobj",
+    "recv_pyobj",
+    "all_gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+}
 PICKLING |= {"gather_object", "send_object_list", "recv_object_list", "monkeypatch_pickle"}
-RUNNING = {"eval", "exec", "compile", "__import__", "run_path", "run_module", "literal_eval", "popen", "getoutput"}
+RUNNING = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "run_path",
+    "run_module",
+    "literal_eval",
+    "popen",
+    "getoutput",
+}
 RUNNING_MODULES = {"runpy", "code", "codeop", "xmlrpc", "asyncore", "telnetlib"}
-SAFE = {"shell": "False", "allow_pickle": "False", "trust_remote_code": "False", "weights_only": "True"}
-IMPORTERS = {"", "controller", "observe", "rewards"}  # lazy exports; recipes, roles, functions; metric sinks; rewards
+SAFE = {
+    "shell": "False",
+    "allow_pickle": "False",
+    "trust_remote_code": "False",
+    "weights_only": "True",
+}
+# lazy exports; recipes, roles, functions; metric sinks; rewards
+IMPORTERS = {"", "controller", "observe", "rewards"}
 
 # Who makes a network socket, and who says where it listens.
 SOCKETS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.channel.dealer"}
 LISTENERS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.lifecycle.stacks"}
-DIALLERS = {"spmd_rl.controller.channel.dealer", "spmd_rl.controller.lifecycle.stacks", "spmd_rl.check.facts"}
+DIALLERS = {
+    "spmd_rl.controller.channel.dealer",
+    "spmd_rl.controller.lifecycle.stacks",
+    "spmd_rl.check.facts",
+}
 CURVE = {"ROUTER": "curve_secretkey", "DEALER": "curve_serverkey"}
 
 
@@ -28,12 +56,18 @@ def text_as_program(modules: Iterable[Module]) -> list[str]:
     found = []
     for module in modules:
         for item in imports(module):
-            if item.target.split(".")[0] in RUNNING_MODULES or item.target.startswith("multiprocessing.connection"):
+            if item.target.split(".")[0] in RUNNING_MODULES or item.target.startswith(
+                "multiprocessing.connection"
+            ):
                 found.append(f"{module.name}:{item.line} imports {item.target}")
         for called, line in calls(module):
             owner, _, name = called.rpartition(".")
             runs = name in RUNNING and owner not in ("re", "torch", "triton", "cute")
-            if runs or name in PICKLING or (name == "import_module" and module.room not in IMPORTERS):
+            if (
+                runs
+                or name in PICKLING
+                or (name == "import_module" and module.room not in IMPORTERS)
+            ):
                 found.append(f"{module.name}:{line} calls {called}")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.keyword) and ast.unparse(node.value) != SAFE.get(
@@ -50,7 +84,9 @@ def open_sockets(modules: Iterable[Module]) -> list[str]:
         for function in functions(module):
             text = ast.unparse(function)
             for kind in ("ROUTER", "DEALER", "PUB", "SUB", "PUSH", "PULL", "REQ", "PAIR", "STREAM"):
-                if f"socket(zmq.{kind})" in text and (module.name not in SOCKETS or CURVE.get(kind, "?") not in text):
+                if f"socket(zmq.{kind})" in text and (
+                    module.name not in SOCKETS or CURVE.get(kind, "?") not in text
+                ):
                     found.append(f"{module.name}:{function.lineno} {function.name} opens a {kind}")
         for called, line in calls(module):
             name = called.rpartition(".")[2]
@@ -91,7 +127,10 @@ def test_a_way_in_is_seen(text: str) -> None:
     ("name", "text"),
     [
         ("spmd_rl.controller.channel.router", "def f():\n    return context.socket(zmq.ROUTER)"),
-        ("spmd_rl.rollout.rollout", "def f():\n    s = context.socket(zmq.DEALER)\n    s.curve_serverkey = key"),
+        (
+            "spmd_rl.rollout.rollout",
+            "def f():\n    s = context.socket(zmq.DEALER)\n    s.curve_serverkey = key",
+        ),
         ("spmd_rl.controller.channel.dealer", "def f():\n    return context.socket(zmq.PULL)"),
         ("spmd_rl.report.live", "server.bind(('0.0.0.0', 80))"),
         ("spmd_rl.train.trainer", "line.connect('tcp://10.0.0.1:5')"),

@@ -9,9 +9,16 @@ import pytest
 from tests.laws.source import Module, calls, imports, package_modules, parse
 
 FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
-PICKLING_MODULES = ("torch.distributed.checkpoint", "torch.serialization")  # they unpickle what they read
+# they unpickle what they read
+PICKLING_MODULES = ("torch.distributed.checkpoint", "torch.serialization")
 FORBIDDEN_CALLS = {"eval", "exec", "builtins.eval", "builtins.exec", "os.system"}
-PICKLING_CALLS = ("pickle.", "torch.load", "torch.save", "torch.serialization.", "torch.distributed.checkpoint.")
+PICKLING_CALLS = (
+    "pickle.",
+    "torch.load",
+    "torch.save",
+    "torch.serialization.",
+    "torch.distributed.checkpoint.",
+)
 
 OWNED_IMPORTS = {
     "zmq": {"controller"},
@@ -36,7 +43,10 @@ def forbidden(modules: Iterable[Module]) -> list[str]:
     found = []
     for module in modules:
         for item in imports(module):
-            pickles = item.target.startswith(PICKLING_MODULES) or item.target in ("torch.load", "torch.save")
+            pickles = item.target.startswith(PICKLING_MODULES) or item.target in (
+                "torch.load",
+                "torch.save",
+            )
             if pickles or item.target.split(".")[0] in FORBIDDEN_IMPORTS:
                 found.append(f"{module.name}:{item.line} imports {item.target}")
         for called, line in calls(module):

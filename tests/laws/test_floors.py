@@ -1,4 +1,6 @@
-"""Rooms import downwards only, in no circle, and each heavy package has one room that imports it, late."""
+"""Rooms import downwards only, in no circle, and each heavy package has one room that imports it,
+late.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ HEAVY = {
     "cutlass": "kernels",
     "quack": "kernels",
 }
-AT_MODULE_LEVEL = {"rich", "triton", "flash_attn", "cutlass", "quack"}  # decorators, base classes: such files come late
+# decorators, base classes: such files come late
+AT_MODULE_LEVEL = {"rich", "triton", "flash_attn", "cutlass", "quack"}
 
 
 def room_edges(modules: Iterable[Module]) -> Iterator[tuple[str, str, str]]:
@@ -45,7 +48,9 @@ def room_edges(modules: Iterable[Module]) -> Iterator[tuple[str, str, str]]:
 
 
 def upward(modules: Iterable[Module]) -> list[str]:
-    return [where for source, target, where in room_edges(modules) if HEIGHT[target] > HEIGHT[source]]
+    return [
+        where for source, target, where in room_edges(modules) if HEIGHT[target] > HEIGHT[source]
+    ]
 
 
 def circle(modules: Iterable[Module]) -> list[str]:

@@ -1,4 +1,6 @@
-"""`import spmd_rl` costs next to nothing: no torch, no other heavy package, under a second of processor time."""
+"""`import spmd_rl` costs next to nothing: no torch, no other heavy package, under a second of
+processor time.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The tables of README and docs/measured.md say what the files under benchmarks/results say, figure by figure.
+"""The tables of README and docs/measured.md say what the files under benchmarks/results say, figure
+by figure.
 
-A row's link leads to its file, and the link's title names rows of that file: patterns with " + " between them and,
-behind a ";", those of what stands beside, where it is not their peers. The figures follow in that order: the column
-"beside" has the peers' behind a colon, "ratio" the values over them, and all others behind the link have values.
-The column "kernels" says whether spmd_rl/kernels has changed since, in the words of `benchmarks.table`.
+A row's link leads to its file, and the link's title names rows of that file: patterns with " + "
+between them and, behind a ";", those of what stands beside, where it is not their peers. The
+figures follow in that order: the column "beside" has the peers' behind a colon, "ratio" the values
+over them, and all others behind the link have values. The column "kernels" says whether
+spmd_rl/kernels has changed since, in the words of `benchmarks.table`.
 """
 
 from __future__ import annotations
@@ -38,12 +40,18 @@ class Line(NamedTuple):
 def measured_lines() -> list[Line]:
     """The rows of all tables that have the column "kernels", and all rows that link to a result."""
     lines = [line for page in PAGES for line in table_lines(page.read_text(encoding="utf-8"))]
-    return [line for line in lines if KERNELS in line.names or "benchmarks/results/" in " ".join(line.cells)]
+    return [
+        line
+        for line in lines
+        if KERNELS in line.names or "benchmarks/results/" in " ".join(line.cells)
+    ]
 
 
 def table_lines(text: str) -> Iterator[Line]:
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        names, _, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+        names, _, *body = (
+            [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+        )
         yield from (Line(names, cells) for cells in body)
 
 
@@ -61,7 +69,9 @@ def kernels() -> str:
 def problems(line: Line, results: dict[str, Result], kernels: str) -> list[str]:
     """What a line says that its file does not, or the other way round."""
     linked = linked_cell(line)
-    file, title = next(iter(_LINK.findall(line.cells[linked] if linked is not None else "")), ("", ""))
+    file, title = next(
+        iter(_LINK.findall(line.cells[linked] if linked is not None else "")), ("", "")
+    )
     file = file.removeprefix("../")
     if linked is None or file not in results:
         return [f"{line.cells[0]!r} has no link to the file that it is from"]
@@ -70,9 +80,15 @@ def problems(line: Line, results: dict[str, Result], kernels: str) -> list[str]:
     own = " ".join(cells[name] for name in line.names[linked + 1 :] if name not in OTHERS)
     names, _, beside = cells["beside"].rpartition(":")
     values, peers, ratios = expected(ours, others[0] if others else None, own)
-    found = [f"{name} is no version of {file}" for name in _VERSION.findall(names) if not ran(results[file], name)]
+    found = [
+        f"{name} is no version of {file}"
+        for name in _VERSION.findall(names)
+        if not ran(results[file], name)
+    ]
     if cells[KERNELS] != (mark := age(results[file].code, kernels)):
-        found.append(f"{KERNELS} of {line.cells[linked]!r} should say {mark!r}, not {cells[KERNELS]!r}")
+        found.append(
+            f"{KERNELS} of {line.cells[linked]!r} should say {mark!r}, not {cells[KERNELS]!r}"
+        )
     for text, numbers in (own, values), (beside, peers), (cells["ratio"], ratios):
         figures = _FIGURE.findall(text)
         if len(figures) != len(numbers) or not all(map(shows, figures, numbers)):
@@ -85,12 +101,23 @@ def linked_cell(line: Line) -> int | None:
 
 
 def chosen(rows: list[Row], patterns: str) -> list[Row]:
-    """Those that each pattern fits, pattern by pattern; a row with a peer is called "what beside peer"."""
-    labels = [(row.what if row.peer is None else f"{row.what} beside {row.peer}", row) for row in rows]
-    return [row for pattern in patterns.split(" + ") for label, row in labels if fnmatchcase(label, pattern)]
+    """Those that each pattern fits, pattern by pattern; a row with a peer is called "what beside
+    peer".
+    """
+    labels = [
+        (row.what if row.peer is None else f"{row.what} beside {row.peer}", row) for row in rows
+    ]
+    return [
+        row
+        for pattern in patterns.split(" + ")
+        for label, row in labels
+        if fnmatchcase(label, pattern)
+    ]
 
 
-def expected(ours: list[Row], others: list[Row] | None, text: str) -> tuple[list[float], list[float], list[float]]:
+def expected(
+    ours: list[Row], others: list[Row] | None, text: str
+) -> tuple[list[float], list[float], list[float]]:
     """Values, what stands beside them, and ratios, in the units that `text` uses."""
     values = [number for row in ours for number in (row.value * scale(row, text), *parts(row))]
     pairs = [(row, row.peer_value) for row in ours if row.peer_value is not None]
@@ -98,7 +125,11 @@ def expected(ours: list[Row], others: list[Row] | None, text: str) -> tuple[list
         beside = [row.value for row in others]
         pairs = list(zip(ours, beside * len(ours) if len(beside) == 1 else beside, strict=True))
         return values, beside, [row.value / peer for row, peer in pairs]
-    return values, [peer * scale(row, text) for row, peer in pairs], [row.value / peer for row, peer in pairs]
+    return (
+        values,
+        [peer * scale(row, text) for row, peer in pairs],
+        [row.value / peer for row, peer in pairs],
+    )
 
 
 def scale(row: Row, text: str) -> float:
@@ -109,7 +140,11 @@ def scale(row: Row, text: str) -> float:
 
 def parts(row: Row) -> list[float]:
     """120 of a row that is so many "of 120"."""
-    return [float(row.unit.removeprefix("of "))] if row.unit.startswith("of ") and row.unit[3:].isdigit() else []
+    return (
+        [float(row.unit.removeprefix("of "))]
+        if row.unit.startswith("of ") and row.unit[3:].isdigit()
+        else []
+    )
 
 
 def shows(figure: str, number: float) -> bool:
@@ -149,7 +184,9 @@ def test_any_changed_figure_is_seen(results: dict[str, Result], kernels: str) ->
 
 
 def test_other_kernels_make_every_mark_wrong(results: dict[str, Result]) -> None:
-    assert all(problems(line, results, "0" * 16) for line in measured_lines() if AS_NOW in line.cells)
+    assert all(
+        problems(line, results, "0" * 16) for line in measured_lines() if AS_NOW in line.cells
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -159,7 +196,9 @@ def test_each_page_has_figures(page: Path) -> None:
 
 PLANTED = Row(what="step", value=1500, unit="us", peer="torch", peer_value=3000)
 CODE = Code(commit="c" * 40, dirty=False, kernels="now")
-RESULT = Result(script="x.py", date="", machine="m", code=CODE, versions={"torch": "2.11.0"}, rows=[PLANTED])
+RESULT = Result(
+    script="x.py", date="", machine="m", code=CODE, versions={"torch": "2.11.0"}, rows=[PLANTED]
+)
 HEAD = "| what | ours | beside | ratio | kernels |\n| --- | --- | --- | --- | --- |\n"
 
 
@@ -185,10 +224,13 @@ def test_a_line_without_its_source_or_with_another_is_seen(row: str, right: bool
 
 
 @pytest.mark.parametrize(
-    ("kernels", "mark", "right"), [("now", AS_NOW, True), ("new", AS_NOW, False), ("new", OLDER, True)]
+    ("kernels", "mark", "right"),
+    [("now", AS_NOW, True), ("new", AS_NOW, False), ("new", OLDER, True)],
 )
 def test_the_mark_is_that_of_the_kernels(kernels: str, mark: str, right: bool) -> None:
-    (line,) = table_lines(f'{HEAD}| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | {mark} |\n')
+    (line,) = table_lines(
+        f'{HEAD}| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 | {mark} |\n'
+    )
     assert (problems(line, {"f.json": RESULT}, kernels) == []) is right
 
 

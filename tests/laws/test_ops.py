@@ -1,4 +1,6 @@
-"""Every op has its file, a test against an oracle, one of its bits, and a measurement: docs/numerics.md says which."""
+"""Every op has its file, a test against an oracle, one of its bits, and a measurement:
+docs/numerics.md says which.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,21 @@ from spmd_rl import kernels
 from tests.laws.source import ROOT
 
 HELPERS = {  # what ops are given, or say of themselves
-    *("ROW_TILE", "KvCache", "KvPlace", "contract", "cut_rows", "is_exact", "pad_rows", "padded_rows", "remaking"),
+    *(
+        "ROW_TILE",
+        "KvCache",
+        "KvPlace",
+        "contract",
+        "cut_rows",
+        "is_exact",
+        "pad_rows",
+        "padded_rows",
+        "remaking",
+    ),
     *("position_keys", "rope_table", "stream_bases", "stream_keys"),
 }
-PARTS = {"blocked_attention", "decode_inputs", "decode_outputs", "merge_ranges"}  # tested in what calls them too
+# tested in what calls them too
+PARTS = {"blocked_attention", "decode_inputs", "decode_outputs", "merge_ranges"}
 CELLS = re.compile(r"`([^`]+)`|\[\w+\]\(\.\./(\S+) \"([^\"]+)\"\)")
 
 
@@ -31,7 +44,12 @@ class Op(NamedTuple):
 
 
 def ops() -> list[Op]:
-    text = (ROOT / "docs/numerics.md").read_text(encoding="utf-8").partition("## Every op\n")[2].partition("\n## ")[0]
+    text = (
+        (ROOT / "docs/numerics.md")
+        .read_text(encoding="utf-8")
+        .partition("## Every op\n")[2]
+        .partition("\n## ")[0]
+    )
     lines = [line for line in text.splitlines() if line.startswith("| `")]
     return [Op(*(part for cell in CELLS.findall(line) for part in cell if part)) for line in lines]
 
@@ -43,14 +61,22 @@ def defined(path: str) -> set[str]:
 
 def problems(op: Op) -> list[str]:
     """What the table says of an op that is not so."""
-    found = [] if op.name in defined(f"spmd_rl/kernels/{op.file}") else [f"{op.file} has no {op.name}"]
+    found = (
+        [] if op.name in defined(f"spmd_rl/kernels/{op.file}") else [f"{op.file} has no {op.name}"]
+    )
     for file, test in (one.split("::") for one in (op.right, op.bits)):
         if test not in defined(f"tests/{file}"):
             found.append(f"{file} has no {test}")
-        elif op.name not in PARTS and not any(op.name in text for text in with_helpers(f"tests/{file}")):
+        elif op.name not in PARTS and not any(
+            op.name in text for text in with_helpers(f"tests/{file}")
+        ):
             found.append(f"{file} does not know {op.name}")
     machine, script = op.results.removesuffix(".json").split("/")[-2:]
-    results = [one for one in read_results(RESULTS) if (one.machine, one.script) == (machine, f"{script}.py")]
+    results = [
+        one
+        for one in read_results(RESULTS)
+        if (one.machine, one.script) == (machine, f"{script}.py")
+    ]
     if not any(fnmatchcase(row.what, op.rows) for one in results for row in one.rows):
         found.append(f"{op.results} has no {op.rows}")
     return found
@@ -64,7 +90,9 @@ def with_helpers(path: str) -> list[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
             here = str(node.module).replace(".", "/")
             files = [f"{here}.py", *(f"{here}/{one.name}.py" for one in node.names)]
-            found += [part for file in files if (ROOT / file).is_file() for part in with_helpers(file)]
+            found += [
+                part for file in files if (ROOT / file).is_file() for part in with_helpers(file)
+            ]
     return found
 
 

@@ -1,4 +1,6 @@
-"""Every package that setup.py asks for, or that a list of ours names, is one that some module imports."""
+"""Every package that setup.py asks for, or that a list of ours names, is one that some module
+imports.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,16 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 def requirements(setup: str) -> dict[str, list[str]]:
     """What setup.py asks for, by extra; "" is what every installation gets."""
-    (call,) = (node for node in ast.walk(ast.parse(setup)) if isinstance(node, ast.Call) and name_of(node) == "setup")
+    (call,) = (
+        node
+        for node in ast.walk(ast.parse(setup))
+        if isinstance(node, ast.Call) and name_of(node) == "setup"
+    )
     given = {keyword.arg: keyword.value for keyword in call.keywords}
-    return {"": ast.literal_eval(given["install_requires"]), **ast.literal_eval(given["extras_require"])}
+    return {
+        "": ast.literal_eval(given["install_requires"]),
+        **ast.literal_eval(given["extras_require"]),
+    }
 
 
 def name_of(call: ast.Call) -> str:
@@ -40,7 +49,11 @@ def imported(modules: Iterable[Module]) -> set[str]:
     found = set()
     for module in modules:
         found |= {item.target for item in imports(module)}
-        found |= {name for name, function in string_arguments(module.tree) if function.endswith("import_module")}
+        found |= {
+            name
+            for name, function in string_arguments(module.tree)
+            if function.endswith("import_module")
+        }
     return {name.split(".")[0] for name in found}
 
 
@@ -78,14 +91,21 @@ def test_every_heavy_package_is_imported() -> None:
 
 def test_mypy_passes_over_no_package_that_nobody_imports() -> None:
     mypy = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
-    skipped = [name for rule in mypy["overrides"] if rule.get("ignore_missing_imports") for name in rule["module"]]
+    skipped = [
+        name
+        for rule in mypy["overrides"]
+        if rule.get("ignore_missing_imports")
+        for name in rule["module"]
+    ]
     assert {name.removesuffix(".*") for name in skipped} - imported(package_modules()) == set()
 
 
 def test_without_triton_its_tests_are_skipped() -> None:
     code = "import sys, pytest; sys.modules['triton'] = None; sys.exit(pytest.main(sys.argv[1:]))"
     words = ["-q", "--collect-only", "-p", "no:cacheprovider", "tests/unit/kernels", "tests/gpu"]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
     assert "could not import 'triton'" in done.stdout
 

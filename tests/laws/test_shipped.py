@@ -1,4 +1,6 @@
-"""What is shipped beside the package stays true: every TOML fits its recipe, every path in the README exists."""
+"""What is shipped beside the package stays true: every TOML fits its recipe, every path in the
+README exists.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ def recipe_beside(config: Path) -> ModuleType:
 
 
 def missing_links(page: Path) -> list[str]:
-    return [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
+    return [
+        link
+        for link in _LINK.findall(page.read_text(encoding="utf-8"))
+        if not (page.parent / link).exists()
+    ]
 
 
 @pytest.mark.parametrize("config", EXAMPLE_CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -68,7 +74,9 @@ def test_the_settings_of_the_first_job_fit_the_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in (README, *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md") if page.exists()], ids=str
+    "page",
+    [page for page in (README, *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md") if page.exists()],
+    ids=str,
 )
 def test_links_lead_somewhere(page: Path) -> None:
     assert missing_links(page) == []
@@ -86,7 +94,9 @@ def test_readme_lists_every_page() -> None:
 
 
 def test_an_unlisted_page_is_seen() -> None:
-    assert unlisted("[wire](docs/wire.md)", [Path("docs/wire.md"), Path("docs/plan.md")]) == ["plan.md"]
+    assert unlisted("[wire](docs/wire.md)", [Path("docs/wire.md"), Path("docs/plan.md")]) == [
+        "plan.md"
+    ]
 
 
 def test_a_dead_link_is_seen(tmp_path: Path) -> None:

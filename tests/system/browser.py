@@ -1,4 +1,6 @@
-"""A headless Chromium, driven through chromedriver's HTTP interface (WebDriver) with the standard library alone."""
+"""A headless Chromium, driven through chromedriver's HTTP interface (WebDriver) with the standard
+library alone.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,25 @@ class Browser:
         return self._post("execute/sync", {"script": script, "args": list(arguments)})
 
     def each(self, selector: str, expression: str = "e.textContent") -> list[Any]:
-        """The value of a JavaScript expression for each element `e` that `selector` finds, in their order."""
-        return self.run(f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})", selector)
+        """The value of a JavaScript expression for each element `e` that `selector` finds, in their
+        order.
+        """
+        return self.run(
+            f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})",
+            selector,
+        )
 
     def click(self, selector: str) -> None:
         """Click as a person does: the element must be in sight and not be covered."""
         element = self._in_sight(selector)
         self._post(f"element/{element[ELEMENT]}/click", {})
 
-    def drag(self, selector: str, start: tuple[int, int], end: tuple[int, int], *, press: bool = True) -> None:
-        """Move the mouse from `start` to `end`, in pixels from the element's middle; the button is held if `press`."""
+    def drag(
+        self, selector: str, start: tuple[int, int], end: tuple[int, int], *, press: bool = True
+    ) -> None:
+        """Move the mouse from `start` to `end`, in pixels from the element's middle; the button is
+        held if `press`.
+        """
         element = self._in_sight(selector)
         moves = [
             _move(element, *start),
@@ -56,7 +67,9 @@ class Browser:
         self._post("actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": moves}]})
 
     def _in_sight(self, selector: str) -> dict[str, str]:
-        element: dict[str, str] = self._post("element", {"using": "css selector", "value": selector})
+        element: dict[str, str] = self._post(
+            "element", {"using": "css selector", "value": selector}
+        )
         self.run("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", element)
         return element
 
@@ -69,16 +82,27 @@ class Browser:
     def emulate(self, scheme: str) -> None:
         """Prefer "light" or "dark" colours."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._post("goog/cdp/execute", {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}})
+        self._post(
+            "goog/cdp/execute",
+            {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}},
+        )
 
     def errors(self) -> list[str]:
         """What the console said at level warning or above since last asked."""
-        return [entry["message"] for entry in self._log("browser") if entry["level"] in ("WARNING", "SEVERE")]
+        return [
+            entry["message"]
+            for entry in self._log("browser")
+            if entry["level"] in ("WARNING", "SEVERE")
+        ]
 
     def requests(self) -> list[str]:
-        """The addresses that pages from files asked for since last asked, their own first; inline data is left out."""
+        """The addresses that pages from files asked for since last asked, their own first; inline
+        data is left out.
+        """
         events = [json.loads(entry["message"])["message"] for entry in self._log("performance")]
-        asked = [event["params"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        asked = [
+            event["params"] for event in events if event["method"] == "Network.requestWillBeSent"
+        ]
         urls = [ask["request"]["url"] for ask in asked if ask["documentURL"].startswith("file:")]
         return [url for url in urls if not url.startswith("data:")]
 
@@ -107,7 +131,10 @@ def chromium(profile: Path) -> Iterator[Browser]:
             "binary": shutil.which(PROGRAMS[1]),
             "args": [*FLAGS, f"--user-data-dir={profile}", "--window-size=1400,1000"],
         }
-        wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"}}
+        wanted = {
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL", "performance": "ALL"},
+        }
         session = _ask("POST", base, {"capabilities": {"alwaysMatch": wanted}})
         try:
             yield Browser(f"{base}/{session['sessionId']}")

@@ -1,9 +1,11 @@
-"""Random faults in real runs: every one must end, soon, in an error that says what happened, or not matter.
+"""Random faults in real runs: every one must end, soon, in an error that says what happened, or not
+matter.
 
     python -m tests.system.chaos --faults 20 --seed 1
 
-Each fault is a run of two ranks on this machine. Printed are its seed, how it ended and after how long; the table
-goes to benchmarks/results/ with --save. A single fault is repeated with --only INDEX.
+Each fault is a run of two ranks on this machine. Printed are its seed, how it ended and after how
+long; the table goes to benchmarks/results/ with --save. A single fault is repeated with --only
+INDEX.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ DISK_BYTES = 4 << 20
 FILLER = "filler"
 START_S = 600.0  # the last resort for its first step
 
-TIMES = [f"--run.deadline_s={DEADLINE_S:g}", f"--run.lost_after_s={LOST_AFTER_S:g}", "--run.start_s=20"]
+TIMES = [
+    f"--run.deadline_s={DEADLINE_S:g}",
+    f"--run.lost_after_s={LOST_AFTER_S:g}",
+    "--run.start_s=20",
+]
 TOY = [str(REPO / "tests/system/chaos_recipe.py"), "--run.save_every=10"]
 ARITHMETIC = [
     str(REPO / "examples/arithmetic/recipe.py"),
@@ -46,13 +52,21 @@ ARITHMETIC = [
     f"--data={REPO / 'examples/arithmetic/train.jsonl'}",
     f"--warmup_data={REPO / 'examples/arithmetic/warmup.jsonl'}",
     f"--reward={REPO / 'examples/arithmetic/reward.py'}:correct",
-    *("--run.name=run", "--warmup_steps=2", "--warmup_pairs=16", "--prompts_per_step=8", "--steps=400"),
+    *(
+        "--run.name=run",
+        "--warmup_steps=2",
+        "--warmup_pairs=16",
+        "--prompts_per_step=8",
+        "--steps=400",
+    ),
 ]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: "error", "completed" or "resumed"; `seconds` from the fault to the end of its last process."""
+    """How a run ended: "error", "completed" or "resumed"; `seconds` from the fault to the end of
+    its last process.
+    """
 
     case: Case
     how: str
@@ -68,9 +82,15 @@ class Run:
         self.mark = uuid.uuid4().hex
         self.folder = folder
         recipe = TOY if case.recipe == "toy" else ARITHMETIC
-        settings = [word.replace("POISON", str(REPO / "tests/system/poison.py")) for word in case.settings]
+        settings = [
+            word.replace("POISON", str(REPO / "tests/system/poison.py")) for word in case.settings
+        ]
         environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("SPMD_RL", "TORCHELASTIC"))},
+            **{
+                key: value
+                for key, value in os.environ.items()
+                if not key.startswith(("SPMD_RL", "TORCHELASTIC"))
+            },
             "PYTHONPATH": str(REPO),
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(folder),
@@ -78,7 +98,16 @@ class Run:
             **({ENVIRONMENT: case.frames.text()} if case.frames else {}),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.system.chaos_entry", "run", *recipe, "--nproc=2", *TIMES, *settings],
+            [
+                sys.executable,
+                "-m",
+                "tests.system.chaos_entry",
+                "run",
+                *recipe,
+                "--nproc=2",
+                *TIMES,
+                *settings,
+            ],
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -102,7 +131,9 @@ class Run:
         ended = processes.await_end(self.mark, seconds)
         processes.end_all(self.mark)
         self.process.wait()
-        for reader, stream in zip(self._readers, (self.process.stdout, self.process.stderr), strict=True):
+        for reader, stream in zip(
+            self._readers, (self.process.stdout, self.process.stderr), strict=True
+        ):
             reader.join(5.0)
             if stream is not None:
                 stream.close()
@@ -126,14 +157,18 @@ class Run:
         return (self.err.strip().splitlines() or [""])[-1]
 
     def pid(self, victim: str) -> int:
-        """The process that a case names. Raises: ProcessLookupError when the run is over, or never had it."""
+        """The process that a case names. Raises: ProcessLookupError when the run is over, or never
+        had it.
+        """
         if victim == "launcher":
             return self.process.pid
         until = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < until:
             ranks = processes.ranks(self.mark, self.process.pid)
             found = (
-                processes.controller(self.mark) if victim == "controller" else dict(enumerate(ranks)).get(int(victim))
+                processes.controller(self.mark)
+                if victim == "controller"
+                else dict(enumerate(ranks)).get(int(victim))
             )
             if found is not None:
                 return found
@@ -159,7 +194,9 @@ def strike(run: Run, case: Case) -> float:
         if case.victim == "disk":
             fill(run.folder / "runs")
         elif case.kind == "full disk":
-            resource.prlimit(run.pid(case.victim), resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            resource.prlimit(
+                run.pid(case.victim), resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)
+            )
         elif case.signal is not None:
             os.kill(run.pid(case.victim), case.signal)
     except ProcessLookupError:  # the run was over first
@@ -183,12 +220,18 @@ def play(case: Case) -> Outcome:
         elif case.frames is not None and run.completed:
             return Outcome(case, "completed", 0.0, "", "its fault never struck")
         seconds = max(0.0, time.time() - struck)
-        how, wrong = "completed" if run.completed else "error", fault_of(case, run, seconds, in_time)
+        how, wrong = (
+            "completed" if run.completed else "error",
+            fault_of(case, run, seconds, in_time),
+        )
         if not run.completed and not wrong and case.resumes:
             (folder / "runs" / FILLER).unlink(missing_ok=True)  # somebody makes room first
             again = Run(replace(case, frames=None), folder)
             again.end(START_S + RUN_S)
-            how, wrong = "resumed", "" if again.completed else f"cannot be resumed: {again.sentence}"
+            how, wrong = (
+                "resumed",
+                "" if again.completed else f"cannot be resumed: {again.sentence}",
+            )
         if case.victim == "disk":
             subprocess.run(["umount", "--lazy", str(folder / "runs")], check=True)
         return Outcome(case, how, seconds, run.sentence, wrong)
@@ -238,7 +281,9 @@ def fault_of(case: Case, run: Run, seconds: float, in_time: bool) -> str:
     if seconds > DEADLINE_S + GRACE_S:
         return "it took too long"
     if not (case.expected and matches(case, run.err if case.kind == "full disk" else run.sentence)):
-        return f"no sentence says why ({case.expected or 'it had to be completed'}): {run.err[-2000:]}"
+        return (
+            f"no sentence says why ({case.expected or 'it had to be completed'}): {run.err[-2000:]}"
+        )
     if case.signal is not None and run.process.returncode not in case.codes:
         return f"exit code {run.process.returncode}"
     return ""
@@ -250,7 +295,8 @@ def rows(outcomes: list[Outcome]) -> list[Row]:
     for kind in dict.fromkeys(outcome.case.kind for outcome in outcomes):
         ours = [outcome for outcome in outcomes if outcome.case.kind == kind]
         how = ", ".join(
-            f"{sum(outcome.how == each for outcome in ours)} {each}" for each in sorted({o.how for o in ours})
+            f"{sum(outcome.how == each for outcome in ours)} {each}"
+            for each in sorted({o.how for o in ours})
         )
         found.append(
             Row(
@@ -270,7 +316,9 @@ def rows(outcomes: list[Outcome]) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--jobs", type=int, default=2)

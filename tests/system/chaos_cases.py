@@ -1,6 +1,8 @@
-"""What can go wrong with a run, drawn from a seed: which fault strikes whom and when, and how the run may end.
+"""What can go wrong with a run, drawn from a seed: which fault strikes whom and when, and how the
+run may end.
 
-A run that meets a fault ends in an error that says what happened, or is completed as if there had been none.
+A run that meets a fault ends in an error that says what happened, or is completed as if there had
+been none.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ OUTSIDE = r"the run was ended from outside: (every rank|the controller) got SIG"
 
 @dataclass(frozen=True)
 class Case:
-    """One fault. `strike` is done by the driver from outside, or `frames` is installed in a process of the run."""
+    """One fault. `strike` is done by the driver from outside, or `frames` is installed in a process
+    of the run.
+    """
 
     kind: str
     victim: str  # "0", "1", "controller", "launcher", or "disk"
@@ -48,12 +52,24 @@ def draw(kind: str, rng: random.Random) -> Case:
             return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL)
         case "kill one, restarts":
             victim, settings = rng.choice(["0", "1", "controller"]), ("--max-restarts=1",)
-            return Case(kind, victim, delay_s, "", may_complete=True, signal=signal.SIGKILL, settings=settings)
+            return Case(
+                kind,
+                victim,
+                delay_s,
+                "",
+                may_complete=True,
+                signal=signal.SIGKILL,
+                settings=settings,
+            )
         case "kill rank at start":
             delay_s = rng.uniform(0.0, 1.5)
-            return Case(kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL, at_start=True)
+            return Case(
+                kind, rank, delay_s, LOST.format(rank=rank), signal=signal.SIGKILL, at_start=True
+            )
         case "stop rank":
-            return Case(kind, rank, delay_s, LOST.format(rank=rank) + f"|{SILENT}", signal=signal.SIGSTOP)
+            return Case(
+                kind, rank, delay_s, LOST.format(rank=rank) + f"|{SILENT}", signal=signal.SIGSTOP
+            )
         case "a rank exits with 0":
             expected = LEFT.format(rank=rank) + "; the same command goes on after step 30"
             return Case(kind, rank, 0.0, expected, settings=(f"--leaves={rank}",))
@@ -65,28 +81,50 @@ def draw(kind: str, rng: random.Random) -> Case:
             expected = rf"outside: rank {rank} \(host \S+, pid \d+\) got {number.name}"
             return Case(kind, rank, delay_s, expected, codes=(code,), signal=number)
         case "kill controller":
-            return Case(kind, "controller", delay_s, r"the controller .*was killed by SIGKILL", signal=signal.SIGKILL)
+            return Case(
+                kind,
+                "controller",
+                delay_s,
+                r"the controller .*was killed by SIGKILL",
+                signal=signal.SIGKILL,
+            )
         case "stop controller":
-            return Case(kind, "controller", delay_s, r"lost the controller: silent", signal=signal.SIGSTOP)
+            return Case(
+                kind, "controller", delay_s, r"lost the controller: silent", signal=signal.SIGSTOP
+            )
         case "kill launcher":
-            return Case(kind, "launcher", delay_s, r"lost its launcher", codes=(-9,), signal=signal.SIGKILL)
+            return Case(
+                kind, "launcher", delay_s, r"lost its launcher", codes=(-9,), signal=signal.SIGKILL
+            )
         case "end launcher":
             return Case(kind, "launcher", delay_s, OUTSIDE, codes=(143,), signal=signal.SIGTERM)
         case "end controller":
             return Case(kind, "controller", delay_s, OUTSIDE, codes=(143,), signal=signal.SIGTERM)
         case "full disk":
-            return Case(kind, rng.choice(["0", "1", "controller", "disk", "disk"]), delay_s, DISK, may_complete=True)
+            return Case(
+                kind,
+                rng.choice(["0", "1", "controller", "disk", "disk"]),
+                delay_s,
+                DISK,
+                may_complete=True,
+            )
     return _of_frames(kind, rng) or _of_data(kind, rng)
 
 
 def _of_frames(kind: str, rng: random.Random) -> Case | None:
-    side, after, seed = rng.choice(["controller", "0", "1"]), rng.randrange(8, 60), rng.randrange(1 << 30)
+    side, after, seed = (
+        rng.choice(["controller", "0", "1"]),
+        rng.randrange(8, 60),
+        rng.randrange(1 << 30),
+    )
     match kind:
         case "drop frame" | "corrupt frame":
             frames = Fault(kind.split()[0], side, after, seed=seed)
             return Case(kind, side, 0.0, f"{SILENT}|out of order|malformed", frames=frames)
         case "duplicate frame":
-            return Case(kind, side, 0.0, "", may_complete=True, frames=Fault("duplicate", side, after))
+            return Case(
+                kind, side, 0.0, "", may_complete=True, frames=Fault("duplicate", side, after)
+            )
         case "delay frame":
             frames = Fault("delay", side, after, seconds=rng.uniform(0.2, 5.0))
             may_complete = frames.seconds < LOST_AFTER_S + 1
@@ -94,31 +132,75 @@ def _of_frames(kind: str, rng: random.Random) -> Case | None:
         case "corrupt bytes":
             side = rng.choice("01")
             frames = Fault("bytes", side, rng.randrange(2_000, 8_000))
-            return Case(kind, side, 0.0, rf"lost rank {side}|{SILENT}|connection closed", frames=frames)
+            return Case(
+                kind, side, 0.0, rf"lost rank {side}|{SILENT}|connection closed", frames=frames
+            )
     return None
 
 
 def _of_data(kind: str, rng: random.Random) -> Case:
     match kind:
         case "nan reward":
-            return Case(kind, "0", 0.0, r"no finite number", recipe="arithmetic", settings=("--reward=POISON:nan",))
+            return Case(
+                kind,
+                "0",
+                0.0,
+                r"no finite number",
+                recipe="arithmetic",
+                settings=("--reward=POISON:nan",),
+            )
         case "nan gradient":
             settings = ("--warmup_lr=1e30", "--trainer.clip_norm=0", "--warmup_steps=5")
-            return Case(kind, "0", 0.0, r"the (loss|gradient) is not finite", recipe="arithmetic", settings=settings)
+            return Case(
+                kind,
+                "0",
+                0.0,
+                r"the (loss|gradient) is not finite",
+                recipe="arithmetic",
+                settings=settings,
+            )
         case "reward hangs":
             settings = ("--reward=POISON:hangs", "--engine.reward_deadline_s=1")
-            return Case(kind, "0", 0.0, r"prompt 5 .*took longer than 1 s", recipe="arithmetic", settings=settings)
+            return Case(
+                kind,
+                "0",
+                0.0,
+                r"prompt 5 .*took longer than 1 s",
+                recipe="arithmetic",
+                settings=settings,
+            )
         case "reward never returns":
             settings = ("--reward=POISON:hangs", "--engine.reward_deadline_s=0")
-            return Case(kind, "0", 0.0, r"no answer from rank \d.*hangs", recipe="arithmetic", settings=settings)
+            return Case(
+                kind,
+                "0",
+                0.0,
+                r"no answer from rank \d.*hangs",
+                recipe="arithmetic",
+                settings=settings,
+            )
         case "reward is skipped":
-            settings = (f"--reward=POISON:{rng.choice(['hangs', 'raises', 'nan'])}", "--engine.reward_deadline_s=0.2")
+            settings = (
+                f"--reward=POISON:{rng.choice(['hangs', 'raises', 'nan'])}",
+                "--engine.reward_deadline_s=0.2",
+            )
             settings += ("--engine.on_reward_error=skip", "--steps=20")
-            return Case(kind, "0", 0.0, "", may_complete=True, recipe="arithmetic", settings=settings)
+            return Case(
+                kind, "0", 0.0, "", may_complete=True, recipe="arithmetic", settings=settings
+            )
         case "reward raises":
-            return Case(kind, "0", 0.0, r"poisoned", recipe="arithmetic", settings=("--reward=POISON:raises",))
+            return Case(
+                kind,
+                "0",
+                0.0,
+                r"poisoned",
+                recipe="arithmetic",
+                settings=("--reward=POISON:raises",),
+            )
         case "kill rank in arithmetic":
-            return Case(kind, "1", 6.0, LOST.format(rank=1), recipe="arithmetic", signal=signal.SIGKILL)
+            return Case(
+                kind, "1", 6.0, LOST.format(rank=1), recipe="arithmetic", signal=signal.SIGKILL
+            )
     raise ValueError(f"no fault called {kind}")
 
 

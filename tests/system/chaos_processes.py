@@ -20,7 +20,10 @@ def marked(mark: str) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                if wanted in (folder / "environ").read_bytes().split(b"\0") and state(int(folder.name)) != "Z":
+                if (
+                    wanted in (folder / "environ").read_bytes().split(b"\0")
+                    and state(int(folder.name)) != "Z"
+                ):
                     found.append(int(folder.name))
             except OSError:  # it ended meanwhile, or is another user's
                 continue
@@ -30,13 +33,21 @@ def marked(mark: str) -> list[int]:
 def controller(mark: str) -> int | None:
     """The controller of a run, once there is one."""
     commands = {pid: _read(pid, "cmdline") for pid in marked(mark)}
-    return next((pid for pid, command in commands.items() if b"\0spmd_rl\0controller\0" in command), None)
+    return next(
+        (pid for pid, command in commands.items() if b"\0spmd_rl\0controller\0" in command), None
+    )
 
 
 def ranks(mark: str, launcher: int) -> list[int]:
-    """The workers that a launcher started, in the order of their ranks; `spmd-rl` forks them, torchrun calls them."""
+    """The workers that a launcher started, in the order of their ranks; `spmd-rl` forks them,
+    torchrun calls them.
+    """
     commands = {pid: _read(pid, "cmdline") for pid in marked(mark) if parent(pid) == launcher}
-    return [pid for pid, command in commands.items() if command == _read(launcher, "cmdline") or CALLED in command]
+    return [
+        pid
+        for pid, command in commands.items()
+        if command == _read(launcher, "cmdline") or CALLED in command
+    ]
 
 
 def parent(pid: int) -> int:
@@ -72,7 +83,9 @@ def await_end(mark: str, seconds: float) -> bool:
 
 
 def end_all(mark: str) -> None:
-    """SIGKILL for every process of a run, until there is none: also those with a session of their own."""
+    """SIGKILL for every process of a run, until there is none: also those with a session of their
+    own.
+    """
     while pids := marked(mark):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,6 @@
-"""A small recipe that does everything a run does, for a few seconds: collectives, phases, metrics, checkpoints."""
+"""A small recipe that does everything a run does, for a few seconds: collectives, phases, metrics,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import RoleSplit
 from tests.system.faults import install_in_controller, struck_file
 
@@ -32,29 +34,35 @@ class Config:
 class Toiler(Role):
     """Its whole state is one number that every step adds to."""
 
-    def __init__(self, cfg: Config, place: Place) -> None:
-        super().__init__(cfg, place)
+    def __init__(self, cfg: Config, context: RoleContext) -> None:
+        super().__init__(cfg, context)
         self.total = 0.0
         self.leaves = cfg.leaves
 
     @collective
     def work(self, values: Sharded[NDArray[np.float64]]) -> float:
         time.sleep(0.02)
-        if self.place.rank == self.leaves and self.total >= 64.0 * LEAVE_AFTER and not struck_file().exists():
+        if (
+            self.context.rank == self.leaves
+            and self.total >= 64.0 * LEAVE_AFTER
+            and not struck_file().exists()
+        ):
             struck_file().touch()
             os._exit(0)
-        self.total += float(self.place.all_reduce_sum(np.array([values.sum()]))[0])
+        self.total += float(self.context.all_reduce_sum(np.array([values.sum()]))[0])
         return self.total
 
     @collective
     def save(self, folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"total_{self.place.rank}.json").write_text(json.dumps([self.total] * 500))
-        self.place.barrier()
+        (Path(folder) / f"total_{self.context.rank}.json").write_text(
+            json.dumps([self.total] * 500)
+        )
+        self.context.barrier()
 
     @collective
     def load(self, folder: str) -> None:
-        self.total = json.loads((Path(folder) / f"total_{self.place.rank}.json").read_text())[0]
+        self.total = json.loads((Path(folder) / f"total_{self.context.rank}.json").read_text())[0]
 
 
 def main(ctl: Controller, cfg: Config) -> None:

@@ -1,7 +1,8 @@
-"""A real Slurm on this host: munged, slurmctld and one slurmd a node, all children of the test, all gone with it.
+"""A real Slurm on this host: munged, slurmctld and one slurmd a node, all children of the test, all
+gone with it.
 
-Everything runs as the user who runs the tests; every port is one that was free; cgroups are left alone, so that a
-container without them will do.
+Everything runs as the user who runs the tests; every port is one that was free; cgroups are left
+alone, so that a container without them will do.
 """
 
 from __future__ import annotations
@@ -81,14 +82,21 @@ class Cluster:
 
     def __init__(self, nodes: tuple[str, ...]) -> None:
         self.nodes = nodes
-        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path must be short
+        # a socket's path must be short
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.folder.chmod(0o711)  # munged wants its socket to be reachable by all
         conf = self.folder / "slurm.conf"
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH", "SPMD_RL", "TORCHELASTIC"))}
+        base = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("SLURM", "SBATCH", "SPMD_RL", "TORCHELASTIC"))
+        }
         self.environment = base | {"SLURM_CONF": str(conf), "PATH": PATH}
         ctld_port, *node_ports = _free_ports(1 + len(nodes))
         text = CONF.format(folder=self.folder, user=getpass.getuser(), ctld_port=ctld_port)
-        lines = [NODE.format(name=name, port=port) for name, port in zip(nodes, node_ports, strict=True)]
+        lines = [
+            NODE.format(name=name, port=port) for name, port in zip(nodes, node_ports, strict=True)
+        ]
         conf.write_text("".join(lines) + text)
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -106,9 +114,15 @@ class Cluster:
         self._start(node, ["slurmd", "-D", "-N", node], **{NODE_MARK: node})
 
     def kill_node(self, node: str) -> None:
-        """The node loses power: its daemon and everything that runs there are gone, and Slurm is told."""
+        """The node loses power: its daemon and everything that runs there are gone, and Slurm is
+        told.
+        """
         daemon = self._daemons.pop(node)
-        for pid in [daemon.pid, *self.processes(f"{NODE_MARK}={node}"), *self.processes(f"SLURMD_NODENAME={node}")]:
+        for pid in [
+            daemon.pid,
+            *self.processes(f"{NODE_MARK}={node}"),
+            *self.processes(f"SLURMD_NODENAME={node}"),
+        ]:
             _kill(pid)
         daemon.wait()
         self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost power")
@@ -134,7 +148,9 @@ class Cluster:
     def command(self, *words: str, **environment: str) -> str:
         """What a Slurm client prints; fails when it does."""
         variables = self.environment | environment
-        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(
+            words, env=variables, capture_output=True, text=True, timeout=600, check=False
+        )
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
@@ -144,10 +160,19 @@ class Cluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def processes(self, *variables: str) -> list[int]:
-        """The pids of this cluster's processes, daemons left out, that hold these: `NAME=value`, or `NAME=` for any."""
-        wanted = [f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(), *(one.encode() for one in variables)]
+        """The pids of this cluster's processes, daemons left out, that hold these: `NAME=value`, or
+        `NAME=` for any.
+        """
+        wanted = [
+            f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(),
+            *(one.encode() for one in variables),
+        ]
         daemons = {daemon.pid for daemon in self._daemons.values()}
-        return [pid for pid, held in _environments() if pid not in daemons and all(_holds(held, one) for one in wanted)]
+        return [
+            pid
+            for pid, held in _environments()
+            if pid not in daemons and all(_holds(held, one) for one in wanted)
+        ]
 
     def busy(self) -> bool:
         """Whether anything of any job is still there."""
@@ -157,10 +182,20 @@ class Cluster:
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(secrets.token_bytes(128))
-        own = {"socket": "sock", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
+        own = {
+            "socket": "sock",
+            "key-file": "key",
+            "log-file": "log",
+            "pid-file": "pid",
+            "seed-file": "seed",
+        }
         options = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in own.items()]
         self._start("munged", ["munged", "--foreground", "--num-threads=4", *options])
-        until((self.folder / "munge.sock").exists, f"munged's socket (see {self.folder}/munged.out)", START_S)
+        until(
+            (self.folder / "munge.sock").exists,
+            f"munged's socket (see {self.folder}/munged.out)",
+            START_S,
+        )
 
     def _start(self, name: str, command: list[str], **environment: str) -> None:
         with open(self.folder / f"{name}.out", "ab") as out:
@@ -175,7 +210,9 @@ class Cluster:
 
     def _all_idle(self) -> bool:
         for name, daemon in self._daemons.items():
-            assert daemon.poll() is None, f"{name} ended: {(self.folder / f'{name}.out').read_text()}"
+            assert daemon.poll() is None, (
+                f"{name} ended: {(self.folder / f'{name}.out').read_text()}"
+            )
         done = subprocess.run(
             ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%t"],
             env=self.environment,
@@ -206,7 +243,10 @@ def _environments() -> Iterator[tuple[int, list[bytes]]]:
 
 
 def _holds(environment: list[bytes], wanted: bytes) -> bool:
-    return any(item == wanted or (wanted.endswith(b"=") and item.startswith(wanted)) for item in environment)
+    return any(
+        item == wanted or (wanted.endswith(b"=") and item.startswith(wanted))
+        for item in environment
+    )
 
 
 def _kill(pid: int) -> None:

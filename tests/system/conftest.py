@@ -1,4 +1,6 @@
-"""Fixtures of the system tests: a Slurm cluster, and the telephone by which its jobs reach the test."""
+"""Fixtures of the system tests: a Slurm cluster, and the telephone by which its jobs reach the
+test.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Telephone:
         self._lines: list[socket.socket] = [self._server]
 
     def answer(self, hopeless: Callable[[], bool]) -> Call:
-        """The next run that calls. Blocks: for `CALL_S` at most, or until `hopeless`; then raises TimeoutError."""
+        """The next run that calls. Blocks: for `CALL_S` at most, or until `hopeless`; then raises
+        TimeoutError.
+        """
         give_up_at = time.monotonic() + CALL_S
         while True:
             try:

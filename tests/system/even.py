@@ -1,4 +1,6 @@
-"""A reward that a model of random weights gets in part: without a gradient, every resume would be right."""
+"""A reward that a model of random weights gets in part: without a gradient, every resume would be
+right.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Faults between our code and ZeroMQ, and below it: installed in a process by the environment that started it.
+"""Faults between our code and ZeroMQ, and below it: installed in a process by the environment that
+started it.
 
-FAULT is JSON: the `kind`, the `side` it strikes ("controller" or a rank), and after how many frames or bytes.
-Nothing of the product knows of this file: it changes what sending a message does in this process, or puts a proxy
-that corrupts bytes between a rank and the address it dials.
+FAULT is JSON: the `kind`, the `side` it strikes ("controller" or a rank), and after how many frames
+or bytes. Nothing of the product knows of this file: it changes what sending a message does in this
+process, or puts a proxy that corrupts bytes between a rank and the address it dials.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def given() -> Fault | None:
 
 
 def install_in_controller() -> None:
-    """Call it where the recipe is imported; does nothing unless this process is the controller a fault is meant for."""
+    """Call it where the recipe is imported; does nothing unless this process is the controller a
+    fault is meant for.
+    """
     fault = given()
     if fault is not None and fault.side == "controller":
         _strike_frames(fault)
@@ -57,7 +60,9 @@ def install_in_rank() -> None:
 
 
 def _strike_frames(fault: Fault) -> None:
-    """In the one place where this side sends: the controller imports the recipe, but ranks do as well."""
+    """In the one place where this side sends: the controller imports the recipe, but ranks do as
+    well.
+    """
     from spmd_rl.controller.channel import dealer, frames, router
 
     sent = 0
@@ -101,7 +106,9 @@ def _altered(fault: Fault, message: bytes) -> list[bytes]:
 
 
 def corrupted(message: bytes, rng: random.Random) -> bytes:
-    """The run's generation or the message's number with one bit turned; the rest is CURVE's to guard."""
+    """The run's generation or the message's number with one bit turned; the rest is CURVE's to
+    guard.
+    """
     altered = bytearray(message)
     altered[rng.randrange(16)] ^= 1 << rng.randrange(8)
     return bytes(altered)
@@ -119,12 +126,16 @@ def _strike_bytes(fault: Fault) -> None:
 
 
 def proxy(endpoint: str, after_bytes: int) -> str:
-    """Forward a UNIX socket both ways, turning one bit of what goes to the controller after that many bytes."""
+    """Forward a UNIX socket both ways, turning one bit of what goes to the controller after that
+    many bytes.
+    """
     path = Path(tempfile.mkdtemp(prefix="proxy-")) / "s"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    threading.Thread(target=_serve, args=(listener, endpoint.removeprefix("ipc://"), after_bytes), daemon=True).start()
+    threading.Thread(
+        target=_serve, args=(listener, endpoint.removeprefix("ipc://"), after_bytes), daemon=True
+    ).start()
     return f"ipc://{path}"
 
 
@@ -139,7 +150,9 @@ def _serve(listener: socket.socket, target: str, after_bytes: int) -> None:
             near.close()
             return
         threading.Thread(target=_pump, args=(far, near, None), daemon=True).start()
-        threading.Thread(target=_pump, args=(near, far, None if struck else after_bytes), daemon=True).start()
+        threading.Thread(
+            target=_pump, args=(near, far, None if struck else after_bytes), daemon=True
+        ).start()
         struck = True
 
 

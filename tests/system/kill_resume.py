@@ -1,4 +1,5 @@
-"""Kills whole runs at random moments, starts the same command again, and compares with a run that was left alone.
+"""Kills whole runs at random moments, starts the same command again, and compares with a run that
+was left alone.
 
 python -m tests.system.kill_resume --kills 20 --seed 1
 """
@@ -24,7 +25,12 @@ from tests.system import chaos_processes as processes
 
 REPO = Path(__file__).parents[2]
 EXAMPLE = REPO / "examples" / "arithmetic"
-COMMAND = (sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run")
+COMMAND = (
+    sys.executable,
+    "-c",
+    "import sys; from spmd_rl.cli.main import main; sys.exit(main())",
+    "run",
+)
 Fault = Callable[[int, str], object]  # given the launcher's pid and the mark of the run's processes
 SMALL = [
     f"--model={EXAMPLE / 'model'}",
@@ -64,7 +70,10 @@ class Outcome:
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return cls(
             _sha(folder / "hf" / "model.safetensors"),
-            [{key: value for key, value in row.items() if not key.startswith(TIMES)} for row in rows],
+            [
+                {key: value for key, value in row.items() if not key.startswith(TIMES)}
+                for row in rows
+            ],
             {path.name: _sha(path) for path in sorted((folder / "samples").iterdir())},
         )
 
@@ -79,7 +88,9 @@ class Moment:
 
     @classmethod
     def random(cls, rng: random.Random, num_events: int) -> Moment:
-        """Any moment of a run with so many changes; one in three while a checkpoint is being written."""
+        """Any moment of a run with so many changes; one in three while a checkpoint is being
+        written.
+        """
         if rng.random() < 1 / 3:
             return cls(rng.randint(1, 9), rng.randint(0, 4), within=".part")
         return cls(rng.randint(1, num_events), rng.randint(0, 40))
@@ -116,9 +127,16 @@ class Run:
 
     def _live(self, moment: Moment | None, fault: Fault = lambda launcher, mark: None) -> int:
         mark = uuid.uuid4().hex
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
+        base = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
+        }
         search = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
-        paths = {"PYTHONPATH": search, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.cwd), processes.MARK: mark}
+        paths = {
+            "PYTHONPATH": search,
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.cwd),
+            processes.MARK: mark,
+        }
         with (self.cwd / f"{self.name}.log").open("w+") as log:
             process = subprocess.Popen(
                 [*self.command, *self.words, f"--run.name={self.name}"],
@@ -140,7 +158,9 @@ class Run:
         return code
 
     def _watch(self, process: subprocess.Popen[bytes], moment: Moment | None) -> bool:
-        """Count changes in the folder until it is time to strike; False: the process has ended first."""
+        """Count changes in the folder until it is time to strike; False: the process has ended
+        first.
+        """
         seen, give_up_at = self._look(), time.monotonic() + self.limit_s
         self.num_events, num_looks, within = 0, 0, moment.within if moment else ""
         while time.monotonic() < give_up_at:
@@ -177,17 +197,27 @@ def _sha(path: Path) -> str:
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
     """What is not equal, in words."""
-    found = [] if one.weights == other.weights else [f"weights {one.weights[:12]} and {other.weights[:12]}"]
+    found = (
+        []
+        if one.weights == other.weights
+        else [f"weights {one.weights[:12]} and {other.weights[:12]}"]
+    )
     if one.metrics != other.metrics:
-        found.append(f"metrics: {next((a, b) for a, b in zip(one.metrics, other.metrics, strict=False) if a != b)}")
+        found.append(
+            f"metrics: {next((a, b) for a, b in zip(one.metrics, other.metrics, strict=False) if a != b)}"
+        )
     return found + [name for name in one.samples if one.samples[name] != other.samples.get(name)]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=sorted(MODES), action="append", help="default: all, in turn")
+    parser.add_argument(
+        "--mode", choices=sorted(MODES), action="append", help="default: all, in turn"
+    )
     args = parser.parse_args()
     rng, modes = random.Random(args.seed), args.mode or list(MODES)
     print(f"seed {args.seed}, {args.kills} kills, modes {', '.join(modes)}")
@@ -211,7 +241,10 @@ def main() -> int:
             num_killed += len(moments)
             found = differences(expected, run.finish())
             num_wrong += bool(found)
-            when = ", ".join(f"change {m.event}{f' of a {m.within}' * bool(m.within)} + {m.looks}" for m in moments)
+            when = ", ".join(
+                f"change {m.event}{f' of a {m.within}' * bool(m.within)} + {m.looks}"
+                for m in moments
+            )
             print(f"{mode}: killed at {when or 'no time'}: {found or 'equal'}", flush=True)
     print(f"{num_killed} kills in {num_lives} runs, {num_wrong} runs differ")
     return 1 if num_wrong else 0

@@ -1,4 +1,6 @@
-"""Every kind of fault once, each in a run of its own; `python -m tests.system.chaos --seed` repeats what is printed."""
+"""Every kind of fault once, each in a run of its own; `python -m tests.system.chaos --seed` repeats
+what is printed.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,24 @@ def test_every_fault_ends_in_its_sentence_or_does_not_matter() -> None:
     print(f"CHAOS_SEED={seed}")
     with ThreadPoolExecutor(JOBS) as pool:
         outcomes = list(pool.map(play_and_tell, repeat(seed), count(), cases(seed, FAULTS)))
-    wrong = [f"{seed}:{i} {o.case.kind} ({o.case.victim}): {o.wrong}" for i, o in enumerate(outcomes) if o.wrong]
+    wrong = [
+        f"{seed}:{i} {o.case.kind} ({o.case.victim}): {o.wrong}"
+        for i, o in enumerate(outcomes)
+        if o.wrong
+    ]
     assert wrong == []
     assert {outcome.how for outcome in outcomes} >= {"error", "completed"}
 
 
 def test_a_fault_that_nobody_foresaw_is_seen() -> None:
     """The judge itself: a run that ends without the expected words is not let through."""
-    case = Case("kill rank", "1", 0.0, "words that no run says", signal=draw("kill rank", random.Random(0)).signal)
+    case = Case(
+        "kill rank",
+        "1",
+        0.0,
+        "words that no run says",
+        signal=draw("kill rank", random.Random(0)).signal,
+    )
     assert "no sentence says why" in play(case).wrong
 
 

@@ -23,7 +23,9 @@ CHOSEN = "return document.querySelector('#samples select[aria-label=%s]').value"
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if missing := missing_programs():
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{' and '.join(missing)} not installed")
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(
+            f"{' and '.join(missing)} not installed"
+        )
     with chromium(tmp_path_factory.mktemp("profile")) as browser:
         yield browser
 
@@ -57,17 +59,22 @@ def curve(browser: Browser, metric: str) -> list[list[float]]:
 def test_curves_are_drawn(browser: Browser, demo: Path) -> None:
     page = opened(browser, demo)
     titles = browser.each(".chart .title")
-    assert {"Reward", "Response length", "Entropy", "Clip fraction", "Tokens per step"} <= set(titles)
+    assert {"Reward", "Response length", "Entropy", "Clip fraction", "Tokens per step"} <= set(
+        titles
+    )
     assert {"Time per step", "Speed", "Device memory", "eval/gsm8k"} <= set(titles)
     assert not {"Mismatched tokens", "Trainer vs engine"} & set(titles)
-    assert browser.each(".zeros") == ["These were 0 throughout: mismatched tokens, trainer vs engine."]
+    assert browser.each(".zeros") == [
+        "These were 0 throughout: mismatched tokens, trainer vs engine."
+    ]
     mean, solve_all, solve_none = curve(browser, "reward/mean")
     assert len(mean) == 2 * 120
     assert mean[0::2] == sorted(mean[0::2])  # to the right
     assert mean[1] > mean[-1]  # reward grows: up
     assert solve_none[1] < solve_none[-1]
     assert len(solve_all) == 2 * 120
-    assert len(browser.each("[data-metrics~='time/rollout'] svg g path")) == 6  # five phases and the rest
+    # five phases and the rest
+    assert len(browser.each("[data-metrics~='time/rollout'] svg g path")) == 6
     sides = browser.each(".chart svg", "[e.clientWidth, e.clientHeight]")
     assert all(width > 200 and height > 100 for width, height in sides)
     check_quiet(browser, page)
@@ -76,7 +83,9 @@ def test_curves_are_drawn(browser: Browser, demo: Path) -> None:
 def test_every_chart_reads_out_the_step_under_the_pointer(browser: Browser, demo: Path) -> None:
     page = opened(browser, demo)
     browser.drag("[data-metrics~='reward/mean'] svg", (-60, 0), (-30, 0), press=False)
-    browser.run("return new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    browser.run(
+        "return new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
+    )
     steps = set(browser.each(".chart .at"))
     assert len(steps) == 1
     step = int(steps.pop().removeprefix("step "))
@@ -100,7 +109,8 @@ def warmed(folder: Path) -> Path:
     run = make_run(folder, num_steps=20)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     early = [
-        {"step": step, "unix_s": 60.0 * (step + 10), "warmup/loss": -step, "time/warmup": 60.0} for step in range(-9, 1)
+        {"step": step, "unix_s": 60.0 * (step + 10), "warmup/loss": -step, "time/warmup": 60.0}
+        for step in range(-9, 1)
     ]
     late = [row | {"unix_s": 600.0 + 60 * row["step"], "time/step": 60.0} for row in rows]
     late[0] |= {"before/all": 600.0, "before/warm-up": 590.0}
@@ -110,12 +120,18 @@ def warmed(folder: Path) -> Path:
 
 
 def ticks(browser: Browser, metric: str) -> list[float]:
-    return [float(text) for text in browser.each(f"[data-metrics~='{metric}'] text[text-anchor=middle]")]
+    return [
+        float(text) for text in browser.each(f"[data-metrics~='{metric}'] text[text-anchor=middle]")
+    ]
 
 
 def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_path: Path) -> None:
     page = opened(browser, warmed(tmp_path / "run"))
-    assert browser.each("select[aria-label='x axis'] option") == ["steps", "wall-clock minutes", "tokens trained on"]
+    assert browser.each("select[aria-label='x axis'] option") == [
+        "steps",
+        "wall-clock minutes",
+        "tokens trained on",
+    ]
     assert (
         "20 steps · in 30 min 0 s (10 min 0 s before step 1, 9 min 50 s of them in the phase warm-up)"
         in (browser.each(".sub")[0])
@@ -128,12 +144,17 @@ def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_pa
         assert (ticks(browser, metric)[0], ticks(browser, metric)[-1]) == (0, 30)
     assert curve(browser, "reward/mean")[0][0] > left + 50, "what came before step 1 has its place"
     browser.drag("[data-metrics~='reward/mean'] svg", (100, 0), (101, 0), press=False)
-    browser.run("return new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
+    browser.run(
+        "return new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)))"
+    )
     [at] = browser.each("[data-metrics~='reward/mean'] .at")
     step, _, minutes = at.removeprefix("step ").removesuffix(" min").partition(" · ")
     assert float(minutes) == 10 + int(step)
-    browser.drag("[data-metrics~='reward/mean'] svg", (100, 0), (100, 0))  # a click goes to that step
-    assert int(browser.run(CHOSEN % "step")) == min((1, 10, 20), key=lambda kept: abs(kept - int(step)))
+    # a click goes to that step
+    browser.drag("[data-metrics~='reward/mean'] svg", (100, 0), (100, 0))
+    assert int(browser.run(CHOSEN % "step")) == min(
+        (1, 10, 20), key=lambda kept: abs(kept - int(step))
+    )
     browser.drag("[data-metrics~='reward/mean'] svg", (-20, 0), (100, 0))
     assert ticks(browser, "reward/mean")[0] > 5
     browser.run(ACROSS, "tokens")
@@ -141,14 +162,18 @@ def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_pa
     check_quiet(browser, page)
 
 
-def test_an_axis_that_a_run_has_no_values_for_is_not_offered(browser: Browser, demo: Path, tmp_path: Path) -> None:
+def test_an_axis_that_a_run_has_no_values_for_is_not_offered(
+    browser: Browser, demo: Path, tmp_path: Path
+) -> None:
     opened(browser, demo, warmed(tmp_path / "run"))
     assert browser.each("select[aria-label='x axis'] option") == ["steps", "wall-clock minutes"]
 
 
 def test_the_head_says_what_the_run_was_made_of(browser: Browser, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=2)
-    (run / "run.json").write_text(json.dumps({"command": HOSTILE, "commit": "12ab", "parameters": 154656}))
+    (run / "run.json").write_text(
+        json.dumps({"command": HOSTILE, "commit": "12ab", "parameters": 154656})
+    )
     page = opened(browser, run)
     assert browser.each(".facts dt") == ["model", "parameters", "ranks", "commit", "command"]
     assert browser.each(".facts dd") == ["models/tiny", "154,656", "4", "12ab", HOSTILE]
@@ -193,7 +218,9 @@ def test_samples_are_read_side_by_side(browser: Browser, demo: Path) -> None:
     browser.click("#samples .overview button:nth-child(4)")
     assert browser.run(CHOSEN % "prompt") == "3"
     browser.click("#samples [aria-label='next order']")
-    rewards = [float(text.removeprefix("reward ")) for text in browser.each("#samples .badge.reward")]
+    rewards = [
+        float(text.removeprefix("reward ")) for text in browser.each("#samples .badge.reward")
+    ]
     assert len(rewards) == 8
     assert rewards == sorted(rewards, reverse=True)
     check_quiet(browser, page)
@@ -201,9 +228,12 @@ def test_samples_are_read_side_by_side(browser: Browser, demo: Path) -> None:
 
 def test_tokens_are_coloured_by_how_unlikely_they_were(browser: Browser, demo: Path) -> None:
     opened(browser, demo)
-    tokens = browser.each("#samples .answer .t", "[e.dataset.about, getComputedStyle(e).backgroundColor]")
+    tokens = browser.each(
+        "#samples .answer .t", "[e.dataset.about, getComputedStyle(e).backgroundColor]"
+    )
     by_logprob = sorted(
-        (float(about.split("log-prob ")[1].split("\n")[0]), opacity(colour)) for about, colour in tokens
+        (float(about.split("log-prob ")[1].split("\n")[0]), opacity(colour))
+        for about, colour in tokens
     )
     assert len(by_logprob) > 100
     assert by_logprob[0][1] > 0.1 > by_logprob[-1][1]
@@ -219,12 +249,18 @@ def opacity(colour: str) -> float:
     return float(numbers[3]) if len(numbers) == 4 else 1.0
 
 
-def test_a_click_on_a_curve_goes_to_that_steps_samples_and_timeline(browser: Browser, demo: Path) -> None:
+def test_a_click_on_a_curve_goes_to_that_steps_samples_and_timeline(
+    browser: Browser, demo: Path
+) -> None:
     opened(browser, demo)
     browser.drag("[data-metrics~='reward/mean'] svg", (-150, 0), (-150, 0))
     assert browser.run(CHOSEN % "step") == "1"
     assert (
-        int(browser.run("const s = document.querySelector('#timeline select'); return s.options[s.selectedIndex].text"))
+        int(
+            browser.run(
+                "const s = document.querySelector('#timeline select'); return s.options[s.selectedIndex].text"
+            )
+        )
         < 20
     )
 
@@ -262,7 +298,9 @@ def test_hostile_samples_are_text(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_the_pages_policy_stops_what_gets_in_all_the_same(browser: Browser, demo: Path) -> None:
-    """A negative control for the tests here, too: a script and a request from the page are seen and refused."""
+    """A negative control for the tests here, too: a script and a request from the page are seen and
+    refused.
+    """
     opened(browser, demo)
     browser.run(
         """
@@ -301,7 +339,9 @@ def test_short_and_long_runs(browser: Browser, tmp_path: Path, num_steps: int) -
     check_quiet(browser, page)
 
 
-def test_cards_hold_large_numbers_and_claim_nothing_without_a_comparison(browser: Browser, tmp_path: Path) -> None:
+def test_cards_hold_large_numbers_and_claim_nothing_without_a_comparison(
+    browser: Browser, tmp_path: Path
+) -> None:
     run = make_run(tmp_path / "run", num_steps=60)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     changed = {"onpolicy/compared_tokens": 0, "rollout/tokens_per_s": 3008405}

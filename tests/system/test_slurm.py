@@ -1,4 +1,6 @@
-"""Runs as jobs of a real Slurm: submitted, cancelled, requeued, preempted, and on a node that fails."""
+"""Runs as jobs of a real Slurm: submitted, cancelled, requeued, preempted, and on a node that
+fails.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,16 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(3000)]
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(Path(__file__).with_name("witness.py"))
-SUBMIT = [sys.executable, "-c", "import sys; from spmd_rl.slurm import submit; sys.exit(submit(sys.argv[1:]))"]
-CHECK = [sys.executable, "-c", "import sys; from spmd_rl.check import check; sys.exit(check(sys.argv[1:]))"]
+SUBMIT = [
+    sys.executable,
+    "-c",
+    "import sys; from spmd_rl.slurm import submit; sys.exit(submit(sys.argv[1:]))",
+]
+CHECK = [
+    sys.executable,
+    "-c",
+    "import sys; from spmd_rl.check import check; sys.exit(check(sys.argv[1:]))",
+]
 NOTE = 'it\'s "$HOME" \\ `id`\n#SBATCH --nodes=1\nétoile'
 
 
@@ -56,12 +66,18 @@ class Desk:
 
     def answer(self) -> Call:
         try:
-            return self.telephone.answer(hopeless=lambda: self.state() in ("FAILED", "COMPLETED", "CANCELLED"))
+            return self.telephone.answer(
+                hopeless=lambda: self.state() in ("FAILED", "COMPLETED", "CANCELLED")
+            )
         except TimeoutError:
-            raise AssertionError(f"no call from {self.cluster.job(self.jobs[-1])}\n{self.all_logs()}") from None
+            raise AssertionError(
+                f"no call from {self.cluster.job(self.jobs[-1])}\n{self.all_logs()}"
+            ) from None
 
     def all_logs(self) -> str:
-        return "".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.logs.glob("*.log")))
+        return "".join(
+            f"--- {path.name}\n{path.read_text()}" for path in sorted(self.logs.glob("*.log"))
+        )
 
     def job_log(self) -> str:
         return (self.logs / f"slurm_{self.jobs[-1]}.log").read_text()
@@ -75,7 +91,8 @@ class Desk:
         return self.cluster.job(number)
 
     def release(self) -> None:
-        """Spare a requeued job most of the two minutes that Slurm holds it back, once its first life is over.
+        """Spare a requeued job most of the two minutes that Slurm holds it back, once its first
+        life is over.
 
         Not all: in the second in which Slurm revoked a job's credential it takes no new one.
         """
@@ -87,7 +104,12 @@ class Desk:
     def leave(self) -> None:
         """Cancel whatever is left, and wait until Slurm has seen the last of it."""
         for number in self.jobs:
-            subprocess.run(["scancel", str(number)], env=self.cluster.environment, capture_output=True, check=False)
+            subprocess.run(
+                ["scancel", str(number)],
+                env=self.cluster.environment,
+                capture_output=True,
+                check=False,
+            )
         queue = ("squeue", "--noheader")
         until(lambda: not self.cluster.command(*queue).strip(), "an empty queue")
 
@@ -198,7 +220,9 @@ def test_a_preempted_run_gives_way_and_comes_back(desk: Desk) -> None:
 
 def saved_after(desk: Desk) -> int:
     """The step after which the run says that it saved before it gave way."""
-    said = re.search(r"got SIGTERM; saved after step (\d+), the same command goes on", desk.all_logs())
+    said = re.search(
+        r"got SIGTERM; saved after step (\d+), the same command goes on", desk.all_logs()
+    )
     assert said is not None, desk.all_logs()
     return int(said[1])
 
@@ -229,7 +253,13 @@ def test_a_node_that_fails_is_named_when_the_run_may_not_move(desk: Desk) -> Non
 
 def test_check_looks_at_every_node_of_a_job(desk: Desk) -> None:
     nodes = ("--nodes=2", "--ntasks-per-node=1", "--label")
-    lines = desk.cluster.command("srun", *nodes, *CHECK, f"--run.folder={desk.folder}", PYTHONPATH=str(ROOT))
+    lines = desk.cluster.command(
+        "srun", *nodes, *CHECK, f"--run.folder={desk.folder}", PYTHONPATH=str(ROOT)
+    )
     for task in ("0", "1"):
-        (found,) = [line for line in lines.splitlines() if line.startswith(f"{task}:") and "  slurm  " in line]
+        (found,) = [
+            line
+            for line in lines.splitlines()
+            if line.startswith(f"{task}:") and "  slurm  " in line
+        ]
         assert "on 2 nodes" in found

@@ -34,7 +34,7 @@ class Witness(Role):
     @collective
     def total(self, value: int) -> int:
         """Over all ranks, by a collective."""
-        return int(self.place.all_reduce_sum(np.array([float(value)]))[0])
+        return int(self.context.all_reduce_sum(np.array([float(value)]))[0])
 
     @collective
     def seats(self) -> Sharded[list[str]]:

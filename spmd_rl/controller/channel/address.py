@@ -27,16 +27,20 @@ class Address:
 
 
 def bind_address(world: World, folder: Path) -> str:
-    """What the controller binds: a socket file in its own 0700 folder, or one named interface across nodes.
+    """What the controller binds: a socket file in its own 0700 folder, or one named interface
+    across nodes.
 
-    Raises: ConfigError when the interface is unknown, all of them, or cannot be reached from other nodes.
+    Raises: ConfigError when the interface is unknown, all of them, or cannot be reached from other
+    nodes.
     """
     if world.num_nodes == 1:
         path = folder / "controller.sock"
         return f"ipc://{path}" if len(str(path)) < MAX_IPC_PATH else "tcp://127.0.0.1:*"
     interface = os.environ.get(INTERFACE_ENV) or os.environ["MASTER_ADDR"]
     if interface in ("*", "0.0.0.0", "::", "[::]"):
-        raise ConfigError(f"{INTERFACE_ENV} = '{interface}' is every interface: name one, such as eth0 or its address")
+        raise ConfigError(
+            f"{INTERFACE_ENV} = '{interface}' is every interface: name one, such as eth0 or its address"
+        )
     if interface in {name for _, name in socket.if_nameindex()}:
         return f"tcp://{interface}:*"
     address = _address_of(interface)

@@ -1,8 +1,10 @@
-"""Values on the wire: plain data and dataclasses as msgpack, arrays as raw bytes, functions by name. No pickle.
+"""Values on the wire: plain data and dataclasses as msgpack, arrays as raw bytes, functions by
+name. No pickle.
 
-Arrays of a value lie end to end in one payload; each leaves its dtype, shape and offset in the msgpack as an
-extension. A class may bring `to_columns`, by which a list of it travels as a few long arrays. Decoding follows the
-receiving endpoint's annotation, strictly, and gives arrays that share one buffer of their own.
+Arrays of a value lie end to end in one payload; each leaves its dtype, shape and offset in the
+msgpack as an extension. A class may bring `to_columns`, by which a list of it travels as a few long
+arrays. Decoding follows the receiving endpoint's annotation, strictly, and gives arrays that share
+one buffer of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +30,18 @@ ALIGN_BYTES = 16
 _ARRAY = 1  # the one extension code
 
 DType = Literal[
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
 ]
 _DTYPES = typing.get_args(DType)
 
@@ -48,8 +61,10 @@ _NATIVE = {name: dtype for dtype, name in _NAMES.items()}
 _encode_reference = msgspec.msgpack.Encoder().encode
 _decode_reference = msgspec.msgpack.Decoder(_ArrayRef).decode
 _array = np.ndarray
-_EMPTY = bytearray()  # and bytes are another bytearray, in half of the time that its constructor takes
-_open = threading.local()  # of the value that this thread is decoding: the `buffer` of its arrays, and their `places`
+# and bytes are another bytearray, in half of the time that its constructor takes
+_EMPTY = bytearray()
+# of the value that this thread is decoding: the `buffer` of its arrays, and their `places`
+_open = threading.local()
 
 
 class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,14 +75,17 @@ class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Codec:
-    """How the values of one annotation cross; without `functions` nothing is imported to decode one.
+    """How the values of one annotation cross; without `functions` nothing is imported to decode
+    one.
 
     `pack` encodes one, as the function of that name does.
     """
 
     def __init__(self, annotation: Any, *, functions: bool = True) -> None:
         columns = _columns(annotation)
-        self.pack: Callable[[Any], Packed] = functools.partial(_pack_columns, columns.of) if columns else pack
+        self.pack: Callable[[Any], Packed] = (
+            functools.partial(_pack_columns, columns.of) if columns else pack
+        )
         self._finish = columns.type.rows if columns else None
         self._known: dict[bytes, Build | None] = {}
         self._decode = msgspec.msgpack.Decoder(
@@ -93,14 +111,21 @@ class Codec:
             if body not in self._known:
                 remember(self._known, body, like(value, _open.places))
             return value
-        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (
+            msgspec.MsgspecError,
+            TypeError,
+            ValueError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise ContractError(str(error)) from error
 
 
 def pack(value: Any) -> Packed:
     """Encode a value that is made of plain data, dataclasses, arrays and importable functions.
 
-    Raises: ContractError naming what cannot cross, or when it exceeds what another process would take.
+    Raises: ContractError naming what cannot cross, or when it exceeds what another process would
+    take.
     """
     try:
         packer = _idle.pop()
@@ -170,7 +195,9 @@ def name_of(item: Callable[..., Any] | type) -> str:
     """
     module, qualname = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if module is None or qualname is None or module == "__main__" or "<" in qualname:
-        raise ContractError(f"{qualname or item!r} cannot cross between processes: define it at the top of a module")
+        raise ContractError(
+            f"{qualname or item!r} cannot cross between processes: define it at the top of a module"
+        )
     return f"{module}:{qualname}"
 
 
@@ -190,7 +217,9 @@ def resolve(name: str) -> Any:
 
 
 class _Columns(NamedTuple):
-    """The class `of` travels as `type` where there is a list of it: `of.to_columns(list)` and `type.rows()`."""
+    """The class `of` travels as `type` where there is a list of it: `of.to_columns(list)` and
+    `type.rows()`.
+    """
 
     of: Any
     type: Any
@@ -200,7 +229,11 @@ def _columns(annotation: Any) -> _Columns | None:
     if typing.get_origin(annotation) is Annotated:
         annotation = annotation.__origin__
     of: Any = typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
-    return _Columns(of, typing.get_type_hints(of.to_columns)["return"]) if hasattr(of, "to_columns") else None
+    return (
+        _Columns(of, typing.get_type_hints(of.to_columns)["return"])
+        if hasattr(of, "to_columns")
+        else None
+    )
 
 
 def _array_in(code: int, data: memoryview) -> NDArray[Any]:
@@ -217,35 +250,49 @@ def _scalar_or_function(item: Any) -> Any:
     if isinstance(item, np.generic):
         return item.item()
     if isinstance(item, _array):
-        raise ContractError(f"a {type(item).__qualname__} cannot cross between processes: pass a plain numpy.ndarray")
+        raise ContractError(
+            f"a {type(item).__qualname__} cannot cross between processes: pass a plain numpy.ndarray"
+        )
     if callable(item):
         return _function_out(item)
-    raise ContractError(f"a {type(item).__qualname__} cannot cross between processes: pass plain data or arrays")
+    raise ContractError(
+        f"a {type(item).__qualname__} cannot cross between processes: pass plain data or arrays"
+    )
 
 
 def _function_out(function: Callable[..., Any]) -> _FunctionRef:
     if isinstance(function, functools.partial):
         if function.args:
-            raise ContractError(f"bind {function.func.__name__}'s arguments by keyword: positional ones cannot cross")
+            raise ContractError(
+                f"bind {function.func.__name__}'s arguments by keyword: positional ones cannot cross"
+            )
         return _FunctionRef(name_of(function.func), function.keywords)
     if not isinstance(function, types.FunctionType | type):
-        raise ContractError(f"a {type(function).__qualname__} cannot cross between processes: pass a function")
+        raise ContractError(
+            f"a {type(function).__qualname__} cannot cross between processes: pass a function"
+        )
     return _FunctionRef(name_of(function), {})
 
 
 def _custom(functions: bool, annotation: Any, value: Any) -> Any:
-    """Decode what msgspec does not know: array annotations and, where the sender may choose an import, functions."""
+    """Decode what msgspec does not know: array annotations and, where the sender may choose an
+    import, functions.
+    """
     kind = _kind(annotation)
     if kind.scalars is not None:
         if not isinstance(value, np.ndarray):
             raise msgspec.ValidationError(f"Expected `array`, got `{type(value).__name__}`")
         if kind.scalars and not issubclass(value.dtype.type, kind.scalars):
-            raise msgspec.ValidationError(f"Expected an array of {kind.scalars[0].__name__}, got {value.dtype}")
+            raise msgspec.ValidationError(
+                f"Expected an array of {kind.scalars[0].__name__}, got {value.dtype}"
+            )
         return value
     if kind.is_function and not functions:
         raise msgspec.ValidationError("a worker cannot return a function")
     if callable(value) or not kind.is_function:
-        raise msgspec.ValidationError(f"values annotated {annotation} cannot cross between processes")
+        raise msgspec.ValidationError(
+            f"values annotated {annotation} cannot cross between processes"
+        )
     reference = msgspec.convert(value, _FunctionRef)
     function = resolve(reference.function)
     return functools.partial(function, **reference.kwargs) if reference.kwargs else function
@@ -262,7 +309,13 @@ class _Kind(NamedTuple):
 def _kind(annotation: Any) -> _Kind:
     origin = typing.get_origin(annotation) or annotation
     if origin is np.ndarray:
-        scalars = [scalar for dtype in typing.get_args(annotation)[1:] for scalar in typing.get_args(dtype)]
-        known = (scalar for scalar in scalars if isinstance(scalar, type) and issubclass(scalar, np.generic))
+        scalars = [
+            scalar for dtype in typing.get_args(annotation)[1:] for scalar in typing.get_args(dtype)
+        ]
+        known = (
+            scalar
+            for scalar in scalars
+            if isinstance(scalar, type) and issubclass(scalar, np.generic)
+        )
         return _Kind(tuple(known), False)
     return _Kind(None, isinstance(origin, type) and issubclass(origin, Callable))  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""A worker's socket: it brings commands, answers the controller while the main thread works, and ends the process."""
+"""A worker's socket: it brings commands, answers the controller while the main thread works, and
+ends the process.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import Incoming, Outgoing
 from spmd_rl.controller.channel.frames import LAST, send
-from spmd_rl.controller.channel.leader_followers import Turns
+from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.secret import FILE_ENV, SECRET_ENV, Keys
-from spmd_rl.controller.channel.wakeup_fd import Waker
+from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 from spmd_rl.controller.channel.wire import (
     Bye,
     Call,
@@ -41,27 +43,34 @@ from spmd_rl.controller.lifecycle.exit_message import end_process
 from spmd_rl.controller.lifecycle.process_tree import end_children
 from spmd_rl.controller.lifecycle.shutdown import Farewell
 from spmd_rl.controller.lifecycle.stacks import all_stacks, flight_record, place_of_main_thread
-from spmd_rl.controller.lifecycle.watchdog import Vigil
+from spmd_rl.controller.lifecycle.watchdog import Watchdog
 from spmd_rl.errors import LostRankError
 
 TICK_S = 0.25
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HANDSHAKE_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
-Order = tuple[Command | Stop, Packed, int]  # for the main thread: a message, its value and the number of its call
-Reply = tuple[bytes, Packed, int]  # a header, its value and the number of the call that it answers, if any
+# for the main thread: a message, its value and the number of its call
+Order = tuple[Command | Stop, Packed, int]
+# a header, its value and the number of the call that it answers, if any
+Reply = tuple[bytes, Packed, int]
 
 
 class Dealer:
     """Owns the worker's DEALER socket. `post` may be called from any thread.
 
-    The thread that waits for commands handles whatever arrives; while it runs one, a thread of this object stands in
-    (turns.py), which keeps further commands for it.
-    `abandon` is called when the controller has been given up, before the process ends; `on_tick` a few times a second.
+    The thread that waits for commands handles whatever arrives; while it runs one, a thread of this
+    object stands in (turns.py), which keeps further commands for it. `abandon` is called when the
+    controller has been given up, before the process ends; `on_tick` a few times a second.
     """
 
     def __init__(
-        self, endpoint: str, keys: Keys, generation: int, hello: Hello, abandon: Callable[[], None] = lambda: None
+        self,
+        endpoint: str,
+        keys: Keys,
+        generation: int,
+        hello: Hello,
+        abandon: Callable[[], None] = lambda: None,
     ) -> None:
         self.on_tick: Callable[[], None] = lambda: None
         self.farewell = Farewell()
@@ -84,10 +93,10 @@ class Dealer:
             self._context.destroy(linger=0)
             raise
         self._receive = self._socket.recv
-        self._waker = Waker()
+        self._waker = WakeupFd()
         self._waker.take_signals(signal.SIGTERM, signal.SIGINT)
         self._launcher = os.getppid()
-        self._vigil = Vigil(endpoint, self._launcher, time.monotonic())
+        self._vigil = Watchdog(endpoint, self._launcher, time.monotonic())
         self._next_watch = 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], None]] = {
@@ -97,7 +106,7 @@ class Dealer:
         }
         for source in self._handlers:
             self._poller.register(source, zmq.POLLIN)
-        self._turns = Turns(self._handle, self._waker, "dealer")
+        self._turns = LeaderFollowers(self._handle, self._waker, "dealer")
         self.post(hello)
         self._turns.start()
 
@@ -114,7 +123,8 @@ class Dealer:
     def next(self, reply: Reply | None = None) -> Order:
         """The next command, once the reply to the last is sent.
 
-        It sleeps on the controller alone, which takes half of what polling does; all else is seen to in time.
+        It sleeps on the controller alone, which takes half of what polling does; all else is seen
+        to in time.
         Blocks: on the controller; this process ends if it is lost.
         """
         turns = self._turns
@@ -141,7 +151,8 @@ class Dealer:
                 turns.leave()
 
     def close(self) -> signal.Signals | None:
-        """Send what is queued and close; returns the signal that came too late for the controller, if one did.
+        """Send what is queued and close; returns the signal that came too late for the controller,
+        if one did.
 
         Blocks: for the socket's linger at most.
         """
@@ -159,7 +170,8 @@ class Dealer:
         if taken is None:
             return None
         message, value, call = taken
-        if type(message) is Call or isinstance(message, Command):  # most are calls, and the first is quickly asked
+        # most are calls, and the first is quickly asked
+        if type(message) is Call or isinstance(message, Command):
             return message, value, call
         if isinstance(message, Stop) and not message.exit_code:
             return message, value, call
@@ -221,26 +233,35 @@ class Dealer:
             case Stop(sentence, exit_code, lost):
                 self._post_stacks()
                 self.post(Bye())
-                end_children(self._launcher, lost)  # as it was: a process whose launcher is gone ends by itself
+                # as it was: a process whose launcher is gone ends by itself
+                end_children(self._launcher, lost)
                 self._end(sentence, exit_code)
 
     def _post_stacks(self) -> None:
-        self.post(Stacks(place_of_main_thread(), all_stacks(), self.refused), (b"", flight_record()))
+        self.post(
+            Stacks(place_of_main_thread(), all_stacks(), self.refused), (b"", flight_record())
+        )
 
     def _die(self, why: str) -> None:
-        counts = "".join(f"; {count} frames refused: {reason}" for reason, count in self.refused.items())
+        counts = "".join(
+            f"; {count} frames refused: {reason}" for reason, count in self.refused.items()
+        )
         self.post(Dying(why + counts))
         who = f"rank {self._hello.rank} (host {self._hello.host}, pid {self._hello.pid})"
         self._end(self.farewell.take(LostRankError(f"{who} {why}{counts}")), 1)
 
     def _end(self, sentence: str, exit_code: int) -> None:
-        """End the process from here: the main thread may be inside a collective that nobody will finish."""
+        """End the process from here: the main thread may be inside a collective that nobody will
+        finish.
+        """
         self._send()
         self._context.destroy(linger=200)
         end_process(sentence, exit_code)
 
 
-def _client_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, rank: int) -> zmq.Socket[bytes]:
+def _client_socket(
+    context: zmq.Context[zmq.Socket[bytes]], keys: Keys, rank: int
+) -> zmq.Socket[bytes]:
     dealer = context.socket(zmq.DEALER)
     dealer.identity = b"rank-%d" % rank
     dealer.curve_serverkey = keys.server.public
@@ -248,5 +269,6 @@ def _client_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys, rank: in
     dealer.curve_secretkey = keys.client.private
     dealer.maxmsgsize = MAX_PAYLOAD_BYTES
     dealer.rcvtimeo = int(TICK_S * 1000)
-    dealer.sndhwm = 0  # what is sent is bounded by what was asked; what is received, by ZeroMQ's default of 1000
+    # what is sent is bounded by what was asked; what is received, by ZeroMQ's default of 1000
+    dealer.sndhwm = 0
     return dealer

@@ -14,7 +14,8 @@ _CONSTANTS = (type(None), bool, int, float, str, bytes)
 
 V = TypeVar("V")
 Build = Callable[[bytearray], Any]  # from a payload to a value
-Place = tuple[tuple[int, ...], np.dtype[Any], int]  # of an array in the payload: its shape, dtype and offset
+# of an array in the payload: its shape, dtype and offset
+RoleContext = tuple[tuple[int, ...], np.dtype[Any], int]
 _array = np.ndarray
 
 
@@ -26,11 +27,11 @@ def remember(known: dict[bytes, V], key: bytes, value: V) -> None:
         known[key] = value
 
 
-def like(value: Any, places: Mapping[int, Place]) -> Build | None:
+def like(value: Any, places: Mapping[int, RoleContext]) -> Build | None:
     """How to make another value that differs from this one in the contents of its arrays alone.
 
-    `places` has where each lies, by the id of the one in `value`. None where there is more than arrays and plain
-    data, for a class may look at what it is given.
+    `places` has where each lies, by the id of the one in `value`. None where there is more than
+    arrays and plain data, for a class may look at what it is given.
     """
     kind = type(value)
     if kind is _array and id(value) in places:
@@ -50,7 +51,7 @@ def _array_like(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int) -> Bu
     return lambda payload: _array(shape, dtype, payload, offset)
 
 
-def _arrays_like(places: list[Place]) -> Build:
+def _arrays_like(places: list[RoleContext]) -> Build:
     def build_arrays(payload: bytearray) -> list[NDArray[Any]]:
         arrays = []
         for shape, dtype, offset in places:

@@ -1,11 +1,12 @@
 """Messages in order and once: what each direction of a conversation adds to a header and a value.
 
-A message is one frame. It begins with the preamble: the life of the run, the number of the message within its
-direction, the number of the call that it issues or answers, and where body and payload begin. Only the very next
-number is taken. A frame that was replayed is refused; when one was lost, all that follow are, so that no call is ever
-run out of step, and the silence ends the run.
+A message is one frame. It begins with the preamble: the life of the run, the number of the message
+within its direction, the number of the call that it issues or answers, and where body and payload
+begin. Only the very next number is taken. A frame that was replayed is refused; when one was lost,
+all that follow are, so that no call is ever run out of step, and the silence ends the run.
 
-What differs between two calls of an endpoint is in the preamble and the payload: what came before is known.
+What differs between two calls of an endpoint is in the preamble and the payload: what came before
+is known.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ M = TypeVar("M")
 
 PREAMBLE = struct.Struct("<QQQII")
 PREAMBLE_BYTES = PREAMBLE.size
-_PLACES_AT = PREAMBLE_BYTES - 8  # of body and payload: what header and body mean depends on these too
+# of body and payload: what header and body mean depends on these too
+_PLACES_AT = PREAMBLE_BYTES - 8
 LARGE_BYTES = 1 << 16
 _read_preamble, _write_preamble = PREAMBLE.unpack_from, PREAMBLE.pack
 
@@ -49,8 +51,8 @@ class Outgoing:
 class Incoming(Generic[M]):
     """One direction, at its receiver; `refused` counts what it did not take, by `Refusal`.
 
-    `known` has the message and the body of frames that came before, by the bytes that say them; directions may share
-    it. Without `first`, the number that comes first is right.
+    `known` has the message and the body of frames that came before, by the bytes that say them;
+    directions may share it. Without `first`, the number that comes first is right.
     """
 
     def __init__(
@@ -67,16 +69,22 @@ class Incoming(Generic[M]):
         self._next = first
 
     def take(self, frame: bytes) -> tuple[M, Packed, int] | None:
-        """The message in this frame, its value and its call; None, counted, when it holds none or not the next."""
+        """The message in this frame, its value and its call; None, counted, when it holds none or
+        not the next.
+        """
         try:
             generation, number, call, body_at, payload_at = _read_preamble(frame)
         except struct.error:
             self.refuse(Refusal.PREAMBLE)
             return None
-        if (number != self._next or generation != self._generation) and (why := self._stale(generation, number)):
+        if (number != self._next or generation != self._generation) and (
+            why := self._stale(generation, number)
+        ):
             self.refuse(why)
             return None
-        said = self._known.get(frame[_PLACES_AT:payload_at]) if payload_at <= MAX_KNOWN_BYTES else None
+        said = (
+            self._known.get(frame[_PLACES_AT:payload_at]) if payload_at <= MAX_KNOWN_BYTES else None
+        )
         if said is None:
             learned = self._learn(frame, body_at, payload_at)
             if isinstance(learned, Refusal):

@@ -1,7 +1,8 @@
-"""Threads that share one socket: whoever waits for its messages handles them, and a thread of its own when nobody does.
+"""Threads that share one socket: whoever waits for its messages handles them, and a thread of its
+own when nobody does.
 
-A message then wakes the thread that waits for it and no other (the leader/followers pattern). The stand-in takes the
-turn once nobody has had it for `ABSENCE_S`, and gives it back to whoever asks.
+A message then wakes the thread that waits for it and no other (the leader/followers pattern). The
+stand-in takes the turn once nobody has had it for `ABSENCE_S`, and gives it back to whoever asks.
 Source: Schmidt et al., Pattern-Oriented Software Architecture 2, "Leader/Followers".
 """
 
@@ -11,25 +12,27 @@ import threading
 import time
 from collections.abc import Callable
 
-from spmd_rl.controller.channel.wakeup_fd import Waker
+from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 
 TICK_S = 0.25  # the longest that one turn waits for a message
 ABSENCE_S = 0.25
 
 
-class Turns:
-    """`handle(seconds)` waits that long at most for something to arrive, and handles it; `waker` ends its wait.
+class LeaderFollowers:
+    """`handle(seconds)` waits that long at most for something to arrive, and handles it; `waker`
+    ends its wait.
 
     It runs on many threads, on one at a time: whatever it owns needs no other lock.
     """
 
-    def __init__(self, handle: Callable[[float], None], waker: Waker, name: str) -> None:
+    def __init__(self, handle: Callable[[float], None], waker: WakeupFd, name: str) -> None:
         self._handle = handle
         self._waker = waker
         self._lock = threading.Lock()
         self._taken = False  # by anybody, since the stand-in looked last
         self._wanted = False
-        self.due = False  # for those who wait in another way: time for `handle`, when asked and a few times a second
+        # for those who wait in another way: time for `handle`, when asked and a few times a second
+        self.due = False
         self._closing = threading.Event()
         self._stand_in = threading.Thread(target=self._stand_ins, name=name, daemon=True)
 
@@ -38,7 +41,8 @@ class Turns:
         self._stand_in.start()
 
     def until(self, done: Callable[[], object], seconds: float) -> bool:
-        """Handle what arrives until `done()`; False when it was not within `seconds`. Any thread may wait.
+        """Handle what arrives until `done()`; False when it was not within `seconds`. Any thread
+        may wait.
 
         Blocks: for `seconds` at most.
         """
@@ -55,7 +59,8 @@ class Turns:
         return True
 
     def take(self, seconds: float) -> bool:
-        """Have the turn until `leave`, to wait in another way than `handle`; whoever wants it waits for that.
+        """Have the turn until `leave`, to wait in another way than `handle`; whoever wants it waits
+        for that.
 
         Blocks: for `seconds` at most, and then it is somebody else's: False.
         """
@@ -71,7 +76,9 @@ class Turns:
         self._lock.release()
 
     def now_or_next(self, act: Callable[[], None]) -> None:
-        """Run `act` now if nobody has the turn, else wake who has: `handle` does it before and after it waits."""
+        """Run `act` now if nobody has the turn, else wake who has: `handle` does it before and
+        after it waits.
+        """
         if not self._lock.acquire(False):
             self.due = True
             self._waker.wake()

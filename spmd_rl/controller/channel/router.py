@@ -18,9 +18,9 @@ from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import Incoming, Outgoing
 from spmd_rl.controller.channel.frames import LAST, LATER, send
-from spmd_rl.controller.channel.leader_followers import Turns
+from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.secret import Keys
-from spmd_rl.controller.channel.wakeup_fd import Waker
+from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 from spmd_rl.controller.channel.wire import (
     Message,
     Refusal,
@@ -37,13 +37,17 @@ Values = Sequence[tuple[tuple[int, ...], Packed]]  # each with the ranks that re
 
 
 class Listener(Protocol):
-    """What the sockets report to; its methods run on the thread whose turn it is, one at a time, and must not block."""
+    """What the sockets report to; its methods run on the thread whose turn it is, one at a time,
+    and must not block.
+    """
 
     def on_result(self, call: int, rank: int, value: Packed) -> bool:
         """Take what a call returned on a rank; False counts it as dropped."""
 
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
-        """Take any other message, which answers `call` if it is an answer; False counts it as dropped."""
+        """Take any other message, which answers `call` if it is an answer; False counts it as
+        dropped.
+        """
 
     def on_tick(self, now: float) -> None:
         """Called a few times a second."""
@@ -59,7 +63,9 @@ class Listener(Protocol):
 
 
 class Router:
-    """Owns every ZeroMQ socket of the controller; whoever waits for answers drives them, by `until`. For any thread."""
+    """Owns every ZeroMQ socket of the controller; whoever waits for answers drives them, by
+    `until`. For any thread.
+    """
 
     def __init__(
         self,
@@ -81,7 +87,9 @@ class Router:
         self._unknown: Counter[str] = Counter()
         identities = [b"rank-%d" % rank for rank in range(world_size)]
         known: dict[bytes, tuple[ToController, bytes]] = {}
-        self._incoming = [Incoming(generation, decode_at_controller, known, None) for _ in range(world_size)]
+        self._incoming = [
+            Incoming(generation, decode_at_controller, known, None) for _ in range(world_size)
+        ]
         self._senders = dict(zip(identities, enumerate(self._incoming), strict=True))
         self._outgoing = [(identity, Outgoing(generation)) for identity in identities]
         self._client_key = keys.client.public
@@ -89,7 +97,7 @@ class Router:
         self._on_result = listener.on_result
         self._lifeline = lifeline
         self._outbox: deque[tuple[bytes, Values, int]] = deque()
-        self._waker = Waker()
+        self._waker = WakeupFd()
         self._next_tick = 0.0
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], object]] = {
@@ -100,7 +108,7 @@ class Router:
         }
         for source in self._handlers:
             self._poller.register(source, zmq.POLLIN)
-        self._turns = Turns(self._handle, self._waker, "router")
+        self._turns = LeaderFollowers(self._handle, self._waker, "router")
 
     def start(self) -> None:
         """Begin to listen; the listener has to be ready."""
@@ -119,20 +127,24 @@ class Router:
         """Have these signals go to the listener. Call it on the main thread only."""
         self._waker.take_signals(*numbers)
 
-    def post(self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0) -> None:
+    def post(
+        self, ranks: Sequence[int], message: Message, value: Packed = NOTHING, call: int = 0
+    ) -> None:
         """Send a message to each of `ranks`, in order with all others."""
         self.post_each(encode(message), [(tuple(ranks), value)], call)
 
     def post_each(self, header: bytes, values: Values, call: int = 0) -> None:
-        """Send a header with each value: any two of these reach the ranks that they share in the same order."""
+        """Send a header with each value: any two of these reach the ranks that they share in the
+        same order.
+        """
         self._outbox.append((header, values, call))
         self._turns.now_or_next(self._send)
 
     def until(self, done: Callable[[], object], seconds: float) -> bool:
         """Handle what arrives until `done()`; False when it was not within `seconds`.
 
-        A wait of a moment is for workers alone, which takes less than half of what polling does; it goes on while they
-        answer, until it is time to look after all else.
+        A wait of a moment is for workers alone, which takes less than half of what polling does; it
+        goes on while they answer, until it is time to look after all else.
         Blocks: for `seconds` at most; after a moment, while workers answer, for a tick.
         """
         if seconds > MOMENT_S:
@@ -157,8 +169,9 @@ class Router:
     def take(self, receive: Callable[[], bytes]) -> None:
         """Act on the next message, in one's turn; `receive` gives its frames.
 
-        It comes behind its sender's identity. A frame where an identity should be is one too many of the message
-        before, and refused; asking the socket after each frame whether more follow takes longer than the frame does.
+        It comes behind its sender's identity. A frame where an identity should be is one too many
+        of the message before, and refused; asking the socket after each frame whether more follow
+        takes longer than the frame does.
         """
         sender = self._senders.get(receive())
         if sender is None:
@@ -181,7 +194,9 @@ class Router:
             self.take(self._receive)
 
     def _listen(self, done: Callable[[], object], end: float) -> None:
-        """Wait for workers alone, while they answer; a few times a second look after all else, and at the time."""
+        """Wait for workers alone, while they answer; a few times a second look after all else, and
+        at the time.
+        """
         turns, take, receive = self._turns, self.take, self._receive
         while not done():
             if turns.due:
@@ -220,13 +235,18 @@ class Router:
                     try:
                         send(router, identity, LATER)
                         send(router, numbered.frame(header, value, call), LAST)
-                    except zmq.ZMQError:  # no such peer any more: what is sent to it is lost, so it is too
+                    # no such peer any more: what is sent to it is lost, so it is too
+                    except zmq.ZMQError:
                         self._listener.on_unreachable(rank)
 
     def _admit(self) -> None:
-        """Answer one ZAP request (ZeroMQ RFC 27): version, id, domain, address, identity, mechanism, key."""
+        """Answer one ZAP request (ZeroMQ RFC 27): version, id, domain, address, identity,
+        mechanism, key.
+        """
         version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
-        known = mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [self._client_key]
+        known = mechanism == b"CURVE" and [z85.encode(key) for key in credentials] == [
+            self._client_key
+        ]
         status = [b"200", b"OK"] if known else [b"400", b"unknown key"]
         self._zap.send_multipart([version, request, *status, b"", b""])
 
@@ -243,5 +263,6 @@ def _server_socket(context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> zmq.S
     router.router_mandatory = True
     router.maxmsgsize = MAX_PAYLOAD_BYTES
     router.rcvtimeo = int(MOMENT_S * 1000)
-    router.sndhwm = 0  # what is sent is bounded by what was asked; what is received, by ZeroMQ's default of 1000
+    # what is sent is bounded by what was asked; what is received, by ZeroMQ's default of 1000
+    router.sndhwm = 0
     return router

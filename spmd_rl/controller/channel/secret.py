@@ -1,7 +1,7 @@
 """The per-run secret and the CURVE keys of both ends, derived from it.
 
-Whoever holds the secret can speak to the run, nobody else: the controller admits the one client key, and a
-worker's socket opens only to the one server key.
+Whoever holds the secret can speak to the run, nobody else: the controller admits the one client
+key, and a worker's socket opens only to the one server key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def derive(secret: bytes) -> Keys:
     from zmq.utils import z85
 
     if not zmq.has("curve"):
-        raise ConfigError("this build of ZeroMQ has no CURVE encryption: install pyzmq from a wheel")
+        raise ConfigError(
+            "this build of ZeroMQ has no CURVE encryption: install pyzmq from a wheel"
+        )
 
     def pair(end: bytes) -> KeyPair:
         private = z85.encode(hashlib.sha256(b"spmd_rl " + end + b" " + secret).digest())
@@ -88,10 +90,13 @@ def create(path: Path) -> Path:
 def read(path: Path) -> bytes:
     """The secret in `path`. Raises: ConfigError as `given` does."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # a pipe would block
+        # a pipe would block
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                raise ConfigError(f"the secret file {path} is not a regular file of this user: make one of your own")
+                raise ConfigError(
+                    f"the secret file {path} is not a regular file of this user: make one of your own"
+                )
             if stat.S_IMODE(found.st_mode) & 0o077:
                 raise ConfigError(f"the secret file {path} is open to other users: chmod 600 it")
             text = file.read(MAX_FILE_BYTES).decode("ascii")
@@ -109,5 +114,7 @@ def _parse(text: str, where: str) -> bytes:
     except ValueError:
         secret = b""
     if len(secret) != SECRET_BYTES:
-        raise ConfigError(f"{where} must hold a secret of {SECRET_BYTES} bytes in hex (`openssl rand -hex 32`)")
+        raise ConfigError(
+            f"{where} must hold a secret of {SECRET_BYTES} bytes in hex (`openssl rand -hex 32`)"
+        )
     return secret

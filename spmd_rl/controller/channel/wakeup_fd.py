@@ -8,8 +8,10 @@ import signal
 import socket
 
 
-class Waker:
-    """A descriptor to poll: readable after `wake`, or after a signal once `take_signals` was called."""
+class WakeupFd:
+    """A descriptor to poll: readable after `wake`, or after a signal once `take_signals` was
+    called.
+    """
 
     def __init__(self) -> None:
         self._near, self._far = socket.socketpair()
@@ -22,7 +24,8 @@ class Waker:
         return self._far.fileno()
 
     def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full of wakes not yet taken: as good as one more
+        # full of wakes not yet taken: as good as one more
+        with contextlib.suppress(BlockingIOError):
             self._near.send(b"\0")
 
     def take_signals(self, *numbers: signal.Signals) -> None:
@@ -34,10 +37,14 @@ class Waker:
         signal.set_wakeup_fd(self._near.fileno(), warn_on_full_buffer=False)
         for number in numbers:
             signal.signal(number, lambda *_: None)
-        os.register_at_fork(before=self._hold, after_in_parent=self._release, after_in_child=self._in_child)
+        os.register_at_fork(
+            before=self._hold, after_in_parent=self._release, after_in_child=self._in_child
+        )
 
     def close(self) -> list[signal.Signals]:
-        """Give the signals back, on the thread that took them, and close; returns those that came and nobody saw."""
+        """Give the signals back, on the thread that took them, and close; returns those that came
+        and nobody saw.
+        """
         taken = self._taken
         self._give_back()
         late = self._drain(taken)
@@ -59,7 +66,9 @@ class Waker:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _in_child(self) -> None:
-        """A process forked from this one is ended by its signals, which are no news here: it shares the socket."""
+        """A process forked from this one is ended by its signals, which are no news here: it shares
+        the socket.
+        """
         self._give_back()
         self._release()
 

@@ -1,8 +1,8 @@
 """The closed set of messages between controller and worker, and their headers.
 
-A message is a msgpack header of one of these types, and the value that goes with it, if any (codec.py); envelope.py
-numbers them. Whatever is not exactly one of these types, or exceeds the limits, is dropped and counted there, by its
-`Refusal`. docs/wire.md is the table of all this.
+A message is a msgpack header of one of these types, and the value that goes with it, if any
+(codec.py); envelope.py numbers them. Whatever is not exactly one of these types, or exceeds the
+limits, is dropped and counted there, by its `Refusal`. docs/wire.md is the table of all this.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Pong(Message, frozen=True):
 
 
 class Stacks(Message, frozen=True):
-    """Where this process is: `place` in one line, every thread's stack, and how many frames it refused, by reason.
+    """Where this process is: `place` in one line, every thread's stack, and how many frames it
+    refused, by reason.
 
     The payload of its value is torch's flight record of collectives, as JSON, where there is one.
     """
@@ -96,7 +97,8 @@ class Bye(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Sent every second, from the first Hello on; a controller silent for `lost_after_s` is lost.
 
-    `checkpoints` is the folder of the run's checkpoints, from which a rank without a controller sees where it goes on.
+    `checkpoints` is the folder of the run's checkpoints, from which a rank without a controller
+    sees where it goes on.
     """
 
     lost_after_s: float
@@ -112,14 +114,18 @@ class Command(Message, frozen=True):
 
 
 class Split(Command, frozen=True):
-    """Build these meshes. Goes to every rank of the world. `traces` is the folder for its spans, "" for none."""
+    """Build these meshes. Goes to every rank of the world. `traces` is the folder for its spans, ""
+    for none.
+    """
 
     placements: list[Placement]
     traces: str = ""
 
 
 class Spawn(Command, frozen=True):
-    """Build the role `role` ("module:qualname") as `name`, with this message's value, a `cfg_type`, for its config."""
+    """Build the role `role` ("module:qualname") as `name`, with this message's value, a `cfg_type`,
+    for its config.
+    """
 
     name: str
     role: str
@@ -137,7 +143,8 @@ class Call(Command, frozen=True):
 
 @final
 class Stop(Message, frozen=True):
-    """End, orderly after the commands before it when `exit_code` is 0, else at once and because of `sentence`.
+    """End, orderly after the commands before it when `exit_code` is 0, else at once and because of
+    `sentence`.
 
     `lost` are the workers that answer no more: whoever shares a launcher with one ends it too.
     """
@@ -160,9 +167,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message) -> bytes:
-    """The header of a message. Raises: ContractError when it exceeds what the other side would take."""
+    """The header of a message. Raises: ContractError when it exceeds what the other side would
+    take.
+    """
     header = _encode(message)
     if len(header) > MAX_HEADER_BYTES:
         kind = type(message).__name__
-        raise ContractError(f"a {kind} of {len(header)} bytes exceeds the wire's limit of {MAX_HEADER_BYTES}")
+        raise ContractError(
+            f"a {kind} of {len(header)} bytes exceeds the wire's limit of {MAX_HEADER_BYTES}"
+        )
     return header

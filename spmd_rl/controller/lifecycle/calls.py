@@ -39,14 +39,16 @@ class CallRecord:
 
 
 class Calls:
-    """All records in flight. Whoever has the turn of the socket answers; `until` is how to wait for that.
+    """All records in flight. Whoever has the turn of the socket answers; `until` is how to wait for
+    that.
 
     `meanwhile` is called once in each wait that turns out to be long: it has a few milliseconds.
     """
 
     def __init__(self, until: Until) -> None:
         self._until = until
-        self._open: dict[int, CallRecord] = {}  # any thread changes it, in one operation, and reads a copy
+        # any thread changes it, in one operation, and reads a copy
+        self._open: dict[int, CallRecord] = {}
         self._numbers = itertools.count(1)
         self.cause: SpmdError | None = None
         self.phase = ""
@@ -116,7 +118,9 @@ class Calls:
 
     def oldest(self, rank: int) -> CallRecord | None:
         """The call that `rank` has owed an answer the longest, which is the one it is in."""
-        return next((record for record in list(self._open.values()) if rank in record.waiting), None)
+        return next(
+            (record for record in list(self._open.values()) if rank in record.waiting), None
+        )
 
     def num_owed(self, rank: int) -> int:
         """How many answers `rank` owes."""

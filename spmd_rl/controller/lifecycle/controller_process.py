@@ -1,7 +1,8 @@
-"""The controller as a child process of rank 0: started before anything heavy, and neither outlives the other.
+"""The controller as a child process of rank 0: started before anything heavy, and neither outlives
+the other.
 
-Both hold an end of one socket pair, the lifeline. The controller writes its endpoint there, and its last words if
-the run fails; the end of the stream tells each side that the other is gone.
+Both hold an end of one socket pair, the lifeline. The controller writes its endpoint there, and its
+last words if the run fails; the end of the stream tells each side that the other is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ HEARD_S = 2.0  # for rank 0 to end of the controller's last words
 
 
 class ControllerProcess:
-    """Rank 0's view of the controller. From its construction on, the controller's failure ends this process."""
+    """Rank 0's view of the controller. From its construction on, the controller's failure ends this
+    process.
+    """
 
     def __init__(self, world: World, arguments: list[str]) -> None:
         sweep()
@@ -45,7 +48,14 @@ class ControllerProcess:
         self._lifeline, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "spmd_rl", "controller", *self._seat(world, theirs), *arguments],
+                [
+                    sys.executable,
+                    "-m",
+                    "spmd_rl",
+                    "controller",
+                    *self._seat(world, theirs),
+                    *arguments,
+                ],
                 env=self._environment(),
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # torchrun's signals reach it through the ranks' last words
@@ -60,7 +70,9 @@ class ControllerProcess:
         try:
             return self._addresses.get(timeout=ADDRESS_S)
         except queue.Empty:
-            raise DeadlineError(f"the controller did not bind its socket within {ADDRESS_S:g} s") from None
+            raise DeadlineError(
+                f"the controller did not bind its socket within {ADDRESS_S:g} s"
+            ) from None
 
     def kill(self) -> None:
         """End a controller that answers no more, and remove its private folder."""
@@ -69,12 +81,16 @@ class ControllerProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait(self) -> int:
-        """The controller's exit code. Blocks: for `EXIT_S` at most. Raises: DeadlineError, once it has killed it."""
+        """The controller's exit code. Blocks: for `EXIT_S` at most. Raises: DeadlineError, once it
+        has killed it.
+        """
         try:
             return self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            raise DeadlineError(f"the controller (pid {self._process.pid}) did not end with its run") from None
+            raise DeadlineError(
+                f"the controller (pid {self._process.pid}) did not end with its run"
+            ) from None
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -93,7 +109,8 @@ class ControllerProcess:
                 if "endpoint" in record:
                     self._addresses.put(Address(record["endpoint"], record["generation"]))
                 else:
-                    end_process(record["sentence"], record["exit_code"])  # the controller removes the folder
+                    # the controller removes the folder
+                    end_process(record["sentence"], record["exit_code"])
         code = self._process.wait()
         if code and not self._given_up:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -135,7 +152,8 @@ class Lifeline:
     def _write(self, record: dict[str, str | int]) -> None:
         try:
             self.socket.sendall(json.dumps(record).encode() + b"\n")
-        except (BrokenPipeError, ConnectionResetError):  # rank 0 is gone, and the socket thread knows
+        # rank 0 is gone, and the socket thread knows
+        except (BrokenPipeError, ConnectionResetError):
             return
 
 

@@ -1,4 +1,6 @@
-"""How long a run goes on that somebody ends from outside, and a recipe that makes no call. Time is an argument."""
+"""How long a run goes on that somebody ends from outside, and a recipe that makes no call. Time is
+an argument.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 class Notice:
     """That somebody ends the run from outside: `error` is what it ends with, once somebody does.
 
-    After a SIGTERM it goes on for `grace_s`, so that something can be saved; `unsaved` is the clause that says what is
-    lost if that takes longer.
+    After a SIGTERM it goes on for `grace_s`, so that something can be saved; `unsaved` is the
+    clause that says what is lost if that takes longer.
     """
 
     def __init__(self) -> None:
@@ -59,7 +61,8 @@ class RecipeClock:
             self._since = math.inf
 
     def overdue(self, owed: bool, waited_s: float, now: float) -> DeadlineError | None:
-        """The error to end with, if no answer is `owed` to the recipe, nor has it waited for one for too long.
+        """The error to end with, if no answer is `owed` to the recipe, nor has it waited for one
+        for too long.
 
         `waited_s` is how long it has waited in all.
         """

@@ -1,4 +1,6 @@
-"""Between the recipe's thread and the sockets: issue commands, collect answers, notice deaths, end the world."""
+"""Between the recipe's thread and the sockets: issue commands, collect answers, notice deaths, end
+the world.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.calls import CallRecord, Calls
 from spmd_rl.controller.lifecycle.deadlines import Notice, RecipeClock
 from spmd_rl.controller.lifecycle.error_messages import in_call, lost_error, remote_error
-from spmd_rl.controller.lifecycle.process_tree import Lives, await_end, end_children, parent_of
+from spmd_rl.controller.lifecycle.process_tree import (
+    ChildWatcher,
+    await_end,
+    end_children,
+    parent_of,
+)
 from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.shutdown import Farewell
 from spmd_rl.controller.lifecycle.snapshots import Snapshots
@@ -45,8 +52,9 @@ FAILED_BYE_S = 3.0  # and when the run has failed
 LAST_RESORT_S = 5.0  # how long the recipe may go on after that
 
 
-class Switchboard:
-    """The controller's end of every conversation. Its `on_*` methods run in the turns of the sockets (turns.py).
+class Dispatcher:
+    """The controller's end of every conversation. Its `on_*` methods run in the turns of the
+    sockets (turns.py).
 
     `last_resort` ends the process when the recipe does not notice that the run has failed.
     """
@@ -67,8 +75,9 @@ class Switchboard:
         self.trace = Trace(run.traces, "controller")
         self.roster = Roster(world_size, run.lost_after_s)
         self._run = run
-        self._launcher = parent_of(os.getppid())  # rank 0's parent is the launcher of this host's ranks
-        self._lives = Lives(self._launcher)
+        # rank 0's parent is the launcher of this host's ranks
+        self._launcher = parent_of(os.getppid())
+        self._lives = ChildWatcher(self._launcher)
         self._last_resort = last_resort
         self._lock = threading.RLock()  # the roster's
         self._snapshots = Snapshots()
@@ -99,11 +108,15 @@ class Switchboard:
 
         Blocks: for the run's `start_s` at most. Raises: DeadlineError naming who has not come.
         """
-        come = self._until(lambda: not self.roster.missing or self.calls.cause is not None, self._run.start_s)
+        come = self._until(
+            lambda: not self.roster.missing or self.calls.cause is not None, self._run.start_s
+        )
         if self.calls.cause is not None:
             raise self.calls.cause
         if not come:
-            raise DeadlineError(f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s")
+            raise DeadlineError(
+                f"ranks {self.roster.missing} did not report within {self._run.start_s:g} s"
+            )
 
     def issue(self, record: CallRecord, command: bytes, values: Values) -> None:
         """Send a command's header to the record's ranks, in order with all others."""
@@ -116,7 +129,9 @@ class Switchboard:
         Raises: DeadlineError with all stacks saved, LostRankError, or what a rank raised.
         """
         try:
-            in_time = self.calls.wait(record, self._run.deadline_s if deadline_s is None else deadline_s)
+            in_time = self.calls.wait(
+                record, self._run.deadline_s if deadline_s is None else deadline_s
+            )
             if not in_time and (overdue := self._overdue(record)):
                 raise overdue
             if record.failure is not None:
@@ -125,20 +140,26 @@ class Switchboard:
             self.calls.close(record)
             if self.trace.on:
                 began_ns, phase = round(record.started * 1e9), record.phase
-                self.trace.add(record.what, began_ns, now_ns(), lane="calls", phase=phase, call=record.number)
+                self.trace.add(
+                    record.what, began_ns, now_ns(), lane="calls", phase=phase, call=record.number
+                )
         return record.answers
 
     def stacks(self) -> str:
         """The stacks of all ranks, as text. Blocks: for `STACKS_S` at most."""
         with self._gathering:
             self._gather()
-            titles = {rank: str(self.roster.seats.get(rank, f"rank {rank}")) for rank in range(self.roster.world_size)}
+            titles = {
+                rank: str(self.roster.seats.get(rank, f"rank {rank}"))
+                for rank in range(self.roster.world_size)
+            }
             return self._snapshots.text(titles)
 
     def stop(self, error: SpmdError | None) -> None:
         """End every worker, orderly or because of `error`, and close the sockets.
 
-        Blocks: until all said Bye; `BYE_S` ends it, or `FAILED_BYE_S`, and then those that can be are killed.
+        Blocks: until all said Bye; `BYE_S` ends it, or `FAILED_BYE_S`, and then those that can be
+        are killed.
         """
         self._end_all(error)
         self._until(lambda: not self.roster.staying, FAILED_BYE_S if error else BYE_S)
@@ -165,7 +186,11 @@ class Switchboard:
                 case Signalled(name):
                     self.roster.signalled(rank, name, now)
                 case Dying(why):
-                    self._fail(LostRankError(f"{self.roster.seats[rank]} {why}, {in_call(self.calls.oldest(rank))}"))
+                    self._fail(
+                        LostRankError(
+                            f"{self.roster.seats[rank]} {why}, {in_call(self.calls.oldest(rank))}"
+                        )
+                    )
                     self.roster.gone(rank)
                 case Bye():
                     self._unsaid = False
@@ -210,7 +235,9 @@ class Switchboard:
         return seated
 
     def _fail(self, cause: SpmdError, lost: Sequence[int] = ()) -> None:
-        """End the run in a turn of the sockets: the recipe may be busy, and hears of it at its next wait."""
+        """End the run in a turn of the sockets: the recipe may be busy, and hears of it at its next
+        wait.
+        """
         if self._stop is not None:
             return
         self._lost.update(lost)
@@ -230,8 +257,14 @@ class Switchboard:
                 return
             seats, staying = self.roster.seats, self.roster.staying
             lost = [seats[rank].hello for rank in self._lost & seats.keys()]
-            stop = Stop(self.farewell.take(error), error.exit_code, lost) if error else Stop("", 0, [])
-            self._stop, self._told, self._unsaid = stop, staying, error is not None and bool(staying)
+            stop = (
+                Stop(self.farewell.take(error), error.exit_code, lost) if error else Stop("", 0, [])
+            )
+            self._stop, self._told, self._unsaid = (
+                stop,
+                staying,
+                error is not None and bool(staying),
+            )
             if self._lost >= set(staying):
                 self._say(stop)
             self._router.post(staying, stop)
@@ -263,18 +296,24 @@ class Switchboard:
         return lost_error(ranks, self.roster.seats, now, owed, self._router.refused_of(ranks[0]))
 
     def _failed(self, what: str, rank: int, failure: Failure) -> SpmdError:
-        """What a rank raised, or the death of another that it was only the echo of, in a collective."""
+        """What a rank raised, or the death of another that it was only the echo of, in a
+        collective.
+        """
         error = remote_error(what, rank, failure)
         return (isinstance(error, RemoteError) and self.calls.cause_within(ECHO_S)) or error
 
     def _overdue(self, record: CallRecord) -> DeadlineError | None:
-        """Save every rank's stacks, and say who owes what since when, and where it is; None if nobody does by then."""
+        """Save every rank's stacks, and say who owes what since when, and where it is; None if
+        nobody does by then.
+        """
         with self._gathering:
             self._gather()
             if not record.waiting:
                 return None
             saved = self._snapshots.save(self._run.path / "stacks", self.roster.world_size)
-            who = ", ".join(f"{self.roster.seats[rank]} {self._snapshots.place(rank)}" for rank in record.owing)
+            who = ", ".join(
+                f"{self.roster.seats[rank]} {self._snapshots.place(rank)}" for rank in record.owing
+            )
             stuck = {self.calls.oldest(rank) for rank in record.owing} - {record, None}
             self._lost.update(rank for rank in record.owing if not self._snapshots.has(rank))
             earlier = "".join(f", still {in_call(call)}" for call in stuck)

@@ -26,13 +26,19 @@ def refusals(counts: Mapping[str, int]) -> str:
 
 
 def lost_error(
-    ranks: Sequence[int], seats: Mapping[int, Seat], now: float, record: CallRecord | None, refused: Mapping[str, int]
+    ranks: Sequence[int],
+    seats: Mapping[int, Seat],
+    now: float,
+    record: CallRecord | None,
+    refused: Mapping[str, int],
 ) -> LostRankError:
     """Who of `ranks` is lost, since when, and in which call."""
     known = [seats[rank] for rank in ranks if rank in seats]
     who = ", ".join(str(seat) for seat in known) or f"rank {ranks[0]}"
     silence_s = max((now - seat.heard for seat in known), default=0.0)
-    return LostRankError(f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(record)}{refusals(refused)}")
+    return LostRankError(
+        f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(record)}{refusals(refused)}"
+    )
 
 
 def remote_error(what: str, rank: int, failure: Failure) -> SpmdError:

@@ -1,4 +1,6 @@
-"""How a process that cannot go on leaves its one sentence: in torchrun's error file, for whoever started the run."""
+"""How a process that cannot go on leaves its one sentence: in torchrun's error file, for whoever
+started the run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from typing import NoReturn
 from spmd_rl.mesh.private_folder import leave_meeting_folder
 
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
-LAUNCHER_ENV = "SPMD_RL_LAUNCHER"  # set where `spmd-rl run` started the ranks: it reads what they leave
+# set where `spmd-rl run` started the ranks: it reads what they leave
+LAUNCHER_ENV = "SPMD_RL_LAUNCHER"
 DONE_FILE_ENV = "SPMD_RL_DONE_FILE"
 WORDS_S, POLL_S = 3.0, 0.02  # for the controller to notice that the last rank is gone, and say so
 ATTEMPT = "attempt_"  # torchrun's log folder has one of these for each start of the ranks
@@ -27,8 +30,8 @@ _launchers: list[int] = []  # of this rank; empty in every other process
 def write(sentence: str) -> None:
     """Leave `sentence` for torchrun's report. The first one stands.
 
-    It goes to stderr where the report has no place for it, or where the launcher that would read it is gone.
-    It is a single line, whatever a library's error has put into it.
+    It goes to stderr where the report has no place for it, or where the launcher that would read it
+    is gone. It is a single line, whatever a library's error has put into it.
     """
     sentence = "; ".join(line.strip() for line in sentence.splitlines() if line.strip())
     path = os.environ.get(ERROR_FILE_ENV)
@@ -38,7 +41,9 @@ def write(sentence: str) -> None:
 
 
 def write_alone(sentence: str) -> None:
-    """Leave `sentence` where no rank is left to do so: a plain torchrun tells nothing if all ended with exit code 0."""
+    """Leave `sentence` where no rank is left to do so: a plain torchrun tells nothing if all ended
+    with exit code 0.
+    """
     write(sentence)
     if ERROR_FILE_ENV in os.environ and LAUNCHER_ENV not in os.environ:
         print(sentence, file=sys.stderr)
@@ -66,7 +71,8 @@ def _left(path: Path, sentence: str) -> bool:
     try:
         part.write_text(json.dumps({"message": sentence, "timestamp": int(time.time())}))
         os.link(part, path)
-    except (FileExistsError, FileNotFoundError):  # another's words stand; or were told, and torchrun's folder is gone
+    # another's words stand; or were told, and torchrun's folder is gone
+    except (FileExistsError, FileNotFoundError):
         return True
     except OSError:  # the disk is full
         return False
@@ -76,7 +82,9 @@ def _left(path: Path, sentence: str) -> bool:
 
 
 def of_the_last_start(folder: Path) -> list[str]:
-    """The sentences that the ranks left under torchrun's log folder when they ended for good, earliest first."""
+    """The sentences that the ranks left under torchrun's log folder when they ended for good,
+    earliest first.
+    """
     starts = sorted(folder.rglob(f"{ATTEMPT}*"), key=_number)
     return _read(starts[-1]) if starts else []
 
@@ -86,8 +94,15 @@ def of_the_start_before() -> str:
 
     Blocks: until that is known, `WORDS_S` at most.
     """
-    here = next((path for path in Path(os.environ.get(ERROR_FILE_ENV, "")).parents if ATTEMPT in path.name), None)
-    said = awaited(lambda: _read(here.with_name(f"{ATTEMPT}{_number(here) - 1}")), WORDS_S) if here else []
+    here = next(
+        (path for path in Path(os.environ.get(ERROR_FILE_ENV, "")).parents if ATTEMPT in path.name),
+        None,
+    )
+    said = (
+        awaited(lambda: _read(here.with_name(f"{ATTEMPT}{_number(here) - 1}")), WORDS_S)
+        if here
+        else []
+    )
     return said[0] if said else "those before ended without a word here"
 
 
@@ -109,7 +124,8 @@ def _read(start: Path) -> list[str]:
 
 
 def leave(who: str, exit_code: int) -> int:
-    """The run is over: have this process end by `exit_code` within `LEAVE_S`, whatever user code has started in it.
+    """The run is over: have this process end by `exit_code` within `LEAVE_S`, whatever user code
+    has started in it.
 
     A reward function's pool, with a request that nobody answers, would hold it for ever.
     """
@@ -120,9 +136,16 @@ def leave(who: str, exit_code: int) -> int:
 
 
 def _abandon(who: str, exit_code: int) -> NoReturn:
-    threads = {thread for thread in threading.enumerate() if not thread.daemon} - {threading.main_thread()}
-    left = [thread.name for thread in threads] + [child.name for child in multiprocessing.active_children()]
-    print(f"{who} has ended without what still ran in it: {', '.join(left) or 'an exit handler'}", file=sys.stderr)
+    threads = {thread for thread in threading.enumerate() if not thread.daemon} - {
+        threading.main_thread()
+    }
+    left = [thread.name for thread in threads] + [
+        child.name for child in multiprocessing.active_children()
+    ]
+    print(
+        f"{who} has ended without what still ran in it: {', '.join(left) or 'an exit handler'}",
+        file=sys.stderr,
+    )
     _end(exit_code)
 
 
@@ -135,7 +158,8 @@ def end_process(sentence: str, exit_code: int) -> NoReturn:
 def _end(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    for child in multiprocessing.active_children():  # such as a reward function's pool: it does not end by itself
+    # such as a reward function's pool: it does not end by itself
+    for child in multiprocessing.active_children():
         child.kill()
     leave_meeting_folder()
     os._exit(exit_code)

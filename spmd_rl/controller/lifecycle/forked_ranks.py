@@ -1,4 +1,6 @@
-"""The ranks that `spmd-rl run` forks, as torchrun's agent watches them: who is gone before it returned has failed."""
+"""The ranks that `spmd-rl run` forks, as torchrun's agent watches them: who is gone before it
+returned has failed.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 class ForkedRanks(MultiprocessContext):
-    """torch waits for what each rank returns, and for ever if a rank left with exit code 0 before that.
+    """torch waits for what each rank returns, and for ever if a rank left with exit code 0 before
+    that.
 
-    A rank that has returned ends at once: torch would have it wait for the others, and hang if it did not.
+    A rank that has returned ends at once: torch would have it wait for the others, and hang if it
+    did not.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -35,14 +39,19 @@ class ForkedRanks(MultiprocessContext):
     def _left_early(self) -> int | None:
         """The first rank of this host that ended with exit code 0 and has not returned."""
         for rank, process in enumerate(self._pc.processes if self._pc is not None else []):
-            returned = rank in self._return_values or process.exitcode != 0 or not self._ret_vals[rank].empty()
+            returned = (
+                rank in self._return_values
+                or process.exitcode != 0
+                or not self._ret_vals[rank].empty()
+            )
             if not returned:
                 return rank
         return None
 
 
 def end_executors_at_exit() -> None:
-    """Have a rank tell its process pools to end when it does: multiprocessing waits for their processes.
+    """Have a rank tell its process pools to end when it does: multiprocessing waits for their
+    processes.
 
     It has returned by then, so a pool that does not end makes no failure of its run.
     """

@@ -1,6 +1,7 @@
 """What the ranks forked and left running: the launcher adopts it, and ends it when the run is over.
 
-A process whose parent ends goes to its nearest ancestor that is a subreaper, instead of to the system's first process.
+A process whose parent ends goes to its nearest ancestor that is a subreaper, instead of to the
+system's first process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Orphans:
             threading.Event().wait(LOOK_S)
         if left:
             shown = ", ".join(f"pid {pid} ({_name(pid)})" for pid in left)
-            print(f"what the ranks forked still ran after the run, and was ended: {shown}", file=sys.stderr)
+            print(
+                f"what the ranks forked still ran after the run, and was ended: {shown}",
+                file=sys.stderr,
+            )
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,8 @@
-"""Workers of this host as processes: which of them have ended, and the end of one that does not answer.
+"""Workers of this host as processes: which of them have ended, and the end of one that does not
+answer.
 
-A launcher alone would wait half a minute for that one. A stopped process takes no signal but SIGKILL. Only children of
-a given launcher are ever touched.
+A launcher alone would wait half a minute for that one. A stopped process takes no signal but
+SIGKILL. Only children of a given launcher are ever touched.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ END_S = 1.0  # for processes that said their last word to end
 LOOK_S = 0.5  # for a launcher to see that they have: torchrun looks ten times a second
 
 
-class Lives:
-    """Which children of `launcher` have ended, as the system says: whatever one forked keeps its connections open."""
+class ChildWatcher:
+    """Which children of `launcher` have ended, as the system says: whatever one forked keeps its
+    connections open.
+    """
 
     def __init__(self, launcher: int | None) -> None:
         self._launcher = launcher
@@ -34,13 +37,16 @@ class Lives:
     def watch(self, hello: Hello) -> None:
         """Watch a worker from now on, if it is a child of the launcher, on this host."""
         if hello.host == socket.gethostname() and parent_of(hello.pid) == self._launcher:
-            with contextlib.suppress(OSError):  # it has just ended, or there is no descriptor left: others will notice
+            # it has just ended, or there is no descriptor left: others will notice
+            with contextlib.suppress(OSError):
                 descriptor = os.pidfd_open(hello.pid)
                 self._ranks[descriptor] = hello.rank
                 self._poll.register(descriptor, select.POLLIN)
 
     def ended(self) -> list[int]:
-        """The ranks that had ended by the last time that this was asked: their last words have come since."""
+        """The ranks that had ended by the last time that this was asked: their last words have come
+        since.
+        """
         known, self._ended = self._ended, []
         for descriptor, _ in self._poll.poll(0):
             self._poll.unregister(descriptor)
@@ -64,7 +70,9 @@ def end_children(launcher: int, lost: Iterable[Hello]) -> None:
 
 
 def await_end(leaving: Iterable[Hello]) -> None:
-    """Blocks: until those of `leaving` that are on this host have ended and a launcher has noticed; `END_S` ends it."""
+    """Blocks: until those of `leaving` that are on this host have ended and a launcher has noticed;
+    `END_S` ends it.
+    """
     until = time.monotonic() + END_S
     for hello in leaving:
         if hello.host == socket.gethostname():

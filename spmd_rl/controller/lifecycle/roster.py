@@ -1,4 +1,6 @@
-"""Who is here: the workers that said Hello, when each was last heard, and who is lost. Pure; time is an argument."""
+"""Who is here: the workers that said Hello, when each was last heard, and who is lost. Pure; time
+is an argument.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ MOST_SHOWN = 4  # ranks in a sentence
 
 @dataclass
 class Seat:
-    """One worker as the controller knows it. `signal` is what its launcher ends it by; `gone`: it answers no more."""
+    """One worker as the controller knows it. `signal` is what its launcher ends it by; `gone`: it
+    answers no more.
+    """
 
     hello: Hello
     heard: float
@@ -69,15 +73,23 @@ class Roster:
         return [rank for rank, seat in self.seats.items() if not seat.gone]
 
     def lost(self, now: float) -> list[int]:
-        """The ranks given up: silent for too long, or neither signalled nor heard since others were signalled."""
+        """The ranks given up: silent for too long, or neither signalled nor heard since others were
+        signalled.
+        """
         silent = [rank for rank in self.staying if now - self.seats[rank].heard > self.lost_after_s]
         if self._ending_since is None:
             return silent
         mute = self._mute if now - self._ending_since > SHOW_S else []
-        return [rank for rank in self.staying if rank in mute or (rank in silent and not self.seats[rank].signal)]
+        return [
+            rank
+            for rank in self.staying
+            if rank in mute or (rank in silent and not self.seats[rank].signal)
+        ]
 
     def ended_by(self, now: float) -> tuple[str, str] | None:
-        """The signal that ends the run and who got it: every rank that stays, or some while the others live on."""
+        """The signal that ends the run and who got it: every rank that stays, or some while the
+        others live on.
+        """
         signalled = [seat for seat in self.seats.values() if seat.signal]
         if self._ending_since is None or not signalled:
             return None
@@ -96,4 +108,8 @@ class Roster:
     def _mute(self) -> list[int]:
         """The ranks that were not signalled, and were not heard since others were."""
         since = (self._ending_since or 0.0) + LATE_S
-        return [rank for rank in self.staying if not self.seats[rank].signal and self.seats[rank].heard < since]
+        return [
+            rank
+            for rank in self.staying
+            if not self.seats[rank].signal and self.seats[rank].heard < since
+        ]

@@ -1,4 +1,6 @@
-"""The moment before the world hears why it ends: the terminal is left to that sentence, which says how to go on."""
+"""The moment before the world hears why it ends: the terminal is left to that sentence, which says
+how to go on.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,22 @@ from spmd_rl.errors import DeadlineError, DiskError, LostRankError, SpmdError
 
 PATIENCE_S = 1.0  # with a disk and a terminal: nobody waits longer for either
 GOES_ON = "the same command goes on"
-FROM_OUTSIDE = (DeadlineError, DiskError, LostRankError)  # what a run that goes on need not meet again
+# what a run that goes on need not meet again
+FROM_OUTSIDE = (DeadlineError, DiskError, LostRankError)
 
 
 class Farewell:
-    """`newest` is the step after which the same command would go on, if any; `leave_screen` ends a live view."""
+    """`newest` is the step after which the same command would go on, if any; `leave_screen` ends a
+    live view.
+    """
 
     def __init__(self) -> None:
         self.newest: Callable[[], int | None] = lambda: None
         self.leave_screen: Callable[[], object] = lambda: None
 
     def take(self, error: SpmdError) -> str:
-        """The last words: `error`, which now says how to go on if the run is not to blame for it. The screen is left.
+        """The last words: `error`, which now says how to go on if the run is not to blame for it.
+        The screen is left.
 
         Blocks: for `PATIENCE_S` at most.
         """
@@ -35,7 +41,8 @@ class Farewell:
         return str(error)
 
     def _look(self, found: list[int | None]) -> None:
-        with contextlib.suppress(Exception):  # a checkpoint that cannot be read is told by the run that would
+        # a checkpoint that cannot be read is told by the run that would
+        with contextlib.suppress(Exception):
             found.append(self.newest())
         with contextlib.suppress(Exception):  # a terminal that is gone
             self.leave_screen()

@@ -63,5 +63,7 @@ class Snapshots:
         if rank not in self._stacks:
             return MUTE
         stacks = self._stacks[rank]
-        refused = "".join(f"{count} frames refused: {reason}\n" for reason, count in stacks.refused.items())
+        refused = "".join(
+            f"{count} frames refused: {reason}\n" for reason, count in stacks.refused.items()
+        )
         return refused + stacks.text

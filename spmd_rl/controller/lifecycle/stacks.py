@@ -1,7 +1,8 @@
-"""Where every process of a live run is: taken in each of them, asked for through a socket that only its user can reach.
+"""Where every process of a live run is: taken in each of them, asked for through a socket that only
+its user can reach.
 
-The controller listens on a UNIX socket in the run's private folder and names it in the run folder; whoever connects
-gets the stacks of all ranks as text, and can say nothing.
+The controller listens on a UNIX socket in the run's private folder and names it in the run folder;
+whoever connects gets the stacks of all ranks as text, and can say nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.observe.files import write_whole
 
 POINTER = "controller.json"
-RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}  # those that this torch was built with
+# those that this torch was built with
+RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 ANSWER_S = 10.0  # for a live controller to gather all stacks and send them
 MAX_ANSWER_BYTES = 1 << 26
 MAX_POINTER_BYTES = 1 << 14
@@ -45,7 +47,9 @@ def all_stacks() -> str:
 
 
 def place_of_main_thread() -> str:
-    """The line that the main thread is at, in the innermost file that is no library: "reward.py:12 in score"."""
+    """The line that the main thread is at, in the innermost file that is no library: "reward.py:12
+    in score".
+    """
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     while frame is not None and _is_library(frame.f_code.co_filename):
@@ -53,7 +57,9 @@ def place_of_main_thread() -> str:
     found = frame or innermost
     if found is None:
         return "nowhere"
-    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} in {found.f_code.co_name}"
+    return (
+        f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} in {found.f_code.co_name}"
+    )
 
 
 def _is_library(file: str) -> bool:
@@ -65,12 +71,18 @@ def flight_record() -> bytes:
     if (c10d := sys.modules.get("torch._C._distributed_c10d")) is None:
         return b""
     dumps = {backend: getattr(c10d, name, None) for backend, name in RECORDERS.items()}
-    records = [b'"%s":%s' % (backend.encode(), dump()) for backend, dump in dumps.items() if dump is not None]
+    records = [
+        b'"%s":%s' % (backend.encode(), dump())
+        for backend, dump in dumps.items()
+        if dump is not None
+    ]
     return b"{%s}" % b",".join(records)
 
 
 class Whereabouts(msgspec.Struct):
-    """What the run folder says of its controller: `folder` is the private one that its socket is in."""
+    """What the run folder says of its controller: `folder` is the private one that its socket is
+    in.
+    """
 
     host: str
     pid: int
@@ -78,7 +90,9 @@ class Whereabouts(msgspec.Struct):
 
 
 class StackServer:
-    """The controller's socket for `spmd-rl stacks`. `gather` runs on its thread and may block for seconds."""
+    """The controller's socket for `spmd-rl stacks`. `gather` runs on its thread and may block for
+    seconds.
+    """
 
     def __init__(self, folder: Path, run: Path, gather: Callable[[], str]) -> None:
         self._gather = gather
@@ -88,13 +102,15 @@ class StackServer:
             self._listener.bind(f"{near}/stacks")
         self._listener.listen()
         where = Whereabouts(socket.gethostname(), os.getpid(), str(folder))
-        with contextlib.suppress(OSError):  # a run goes on where its folder is full: it only cannot be asked
+        # a run goes on where its folder is full: it only cannot be asked
+        with contextlib.suppress(OSError):
             write_whole(self._pointer, msgspec.json.encode(where).decode() + "\n")
         threading.Thread(target=self._serve, name="stacks", daemon=True).start()
 
     def close(self) -> None:
         """Listen no more."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, which a close alone does not
+        # ends the thread's wait, which a close alone does not
+        self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with contextlib.suppress(OSError):
             self._pointer.unlink()
@@ -128,19 +144,29 @@ def ask(run: Path) -> str:
         with socket.socket(socket.AF_UNIX) as line, _reachable(Path(where.folder)) as near:
             line.settimeout(ANSWER_S)
             line.connect(f"{near}/stacks")
-            _, owner, _ = PEER.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+            _, owner, _ = PEER.unpack(
+                line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+            )
             if owner != os.geteuid():
-                raise ConfigError(f"what {run / POINTER} names belongs to another user (uid {owner}): ask as that user")
+                raise ConfigError(
+                    f"what {run / POINTER} names belongs to another user (uid {owner}): ask as that user"
+                )
             return printable(_answer(line).decode(errors="backslashreplace"))
     except TimeoutError as error:
-        raise ConfigError(f"the controller of {run} (pid {where.pid}) did not answer in {ANSWER_S:g} s") from error
+        raise ConfigError(
+            f"the controller of {run} (pid {where.pid}) did not answer in {ANSWER_S:g} s"
+        ) from error
     except (OSError, ValueError) as error:  # a folder's name may be none
-        raise ConfigError(f"no run is going on in {run}: its controller (pid {where.pid}) is gone") from error
+        raise ConfigError(
+            f"no run is going on in {run}: its controller (pid {where.pid}) is gone"
+        ) from error
 
 
 def printable(text: str) -> str:
     """`text` with control characters spelled out, as some of them command a terminal."""
-    return "\n".join(line if line.isprintable() else _spelled_out(line) for line in text.split("\n"))
+    return "\n".join(
+        line if line.isprintable() else _spelled_out(line) for line in text.split("\n")
+    )
 
 
 def _spelled_out(line: str) -> str:
@@ -148,14 +174,17 @@ def _spelled_out(line: str) -> str:
 
 
 def _read_pointer(path: Path) -> bytes:
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:  # a pipe would block
+    # a pipe would block
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is no file")
         return file.read(MAX_POINTER_BYTES)
 
 
 def _answer(line: socket.socket) -> bytes:
-    """All that comes until the other end closes, or as much as is taken. Raises: TimeoutError after `ANSWER_S`."""
+    """All that comes until the other end closes, or as much as is taken. Raises: TimeoutError after
+    `ANSWER_S`.
+    """
     until, answer = time.monotonic() + ANSWER_S, bytearray()
     while len(answer) < MAX_ANSWER_BYTES and (chunk := line.recv(1 << 16)):
         answer += chunk
@@ -164,7 +193,9 @@ def _answer(line: socket.socket) -> bytes:
 
 
 def show(run: Path) -> None:
-    """Print what `ask` gives on stderr, from a thread of its own: the caller, a signal's handler, has other work."""
+    """Print what `ask` gives on stderr, from a thread of its own: the caller, a signal's handler,
+    has other work.
+    """
 
     def look() -> None:
         try:

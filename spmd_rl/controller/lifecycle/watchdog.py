@@ -1,4 +1,6 @@
-"""What a worker knows about those above it, its controller and its launcher, and when it gives them up. Pure."""
+"""What a worker knows about those above it, its controller and its launcher, and when it gives them
+up. Pure.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ CLOSED_S = 1.5  # for rank 0 to say why the controller is gone, once its connect
 SIGNALLED_S = 5.0  # the longest silence of the controller, once the launcher is ending this process
 
 
-class Vigil:
+class Watchdog:
     """`launcher` is the process that started this worker; times are of one monotonic clock."""
 
     def __init__(self, endpoint: str, launcher: int, now: float) -> None:
@@ -20,7 +22,10 @@ class Vigil:
     def pinged(self, lost_after_s: float, now: float) -> None:
         """The controller lives."""
         patience_s = lost_after_s if self.signal is None else min(SIGNALLED_S, lost_after_s)
-        self._until, self._why = now + patience_s, f"lost the controller: silent for {patience_s:g} s"
+        self._until, self._why = (
+            now + patience_s,
+            f"lost the controller: silent for {patience_s:g} s",
+        )
 
     def disconnected(self, now: float) -> None:
         """Its connection closed."""

@@ -1,9 +1,9 @@
 """Checkpoints of a whole run: one folder each, whole from the moment that all it names is there.
 
 checkpoints/step_000040/
-    trainer/        what a role wrote through its `save` endpoint, perhaps still writing it behind the next steps
-    ahead/          what an object of the recipe wrote in the same way
-    state.json      written last of what the controller writes: the next step, small states, what else belongs to it
+    trainer/        what a role wrote through its `save` endpoint, perhaps still writing it behind
+    the next steps ahead/          what an object of the recipe wrote in the same way state.json
+    written last of what the controller writes: the next step, small states, what else belongs to it
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class Stored(Protocol):
-    """An object of the recipe that writes a folder of its own, whole by the time that `save` returns."""
+    """An object of the recipe that writes a folder of its own, whole by the time that `save`
+    returns.
+    """
 
     def save(self, folder: str) -> None: ...
 
@@ -51,7 +53,8 @@ Part = Role | Stateful | Stored
 
 @dataclass(frozen=True)
 class Record:
-    """The state file. `reward` is the mean reward of the step before; `roles` are the axes that each role was on.
+    """The state file. `reward` is the mean reward of the step before; `roles` are the axes that
+    each role was on.
 
     `checksums` are of the files of what is stored; a role's are its own affair.
     """
@@ -66,7 +69,9 @@ class Record:
 
 
 class Checkpoints:
-    """The run's checkpoints; the newest `keep` of them stay, and the `keep_best` with the highest reward."""
+    """The run's checkpoints; the newest `keep` of them stay, and the `keep_best` with the highest
+    reward.
+    """
 
     def __init__(self, folder: Path, keep: int, keep_best: int) -> None:
         self.folder = folder
@@ -86,10 +91,12 @@ class Checkpoints:
         return next((record.next_step for record in reversed(self.saved().values())), None)
 
     def save(self, record: Record, parts: Mapping[str, Part]) -> None:
-        """Begin the checkpoint that `record` describes: all parts as they are now, once the one before is whole.
+        """Begin the checkpoint that `record` describes: all parts as they are now, once the one
+        before is whole.
 
-        Blocks: while roles copy what they hold. Those that have an endpoint `saved` write it later; `settle` waits for
-        them. Raises: what a role raised, or DiskError when the disk does not take it.
+        Blocks: while roles copy what they hold. Those that have an endpoint `saved` write it later;
+        `settle` waits for them. Raises: what a role raised, or DiskError when the disk does not
+        take it.
         """
         self.settle()
         target = self.folder / f"step_{record.next_step:06d}"
@@ -127,11 +134,15 @@ class Checkpoints:
     def restore(self, parts: Mapping[str, Part]) -> tuple[Path, Record] | None:
         """Load the newest checkpoint into the parts, if there is one.
 
-        What a crash left unfinished is removed. A folder that somebody made incomplete is laid aside in `later/`.
-        Raises: ConfigError when it holds other parts, or where an incomplete folder is all that there is.
+        What a crash left unfinished is removed. A folder that somebody made incomplete is laid
+        aside in `later/`.
+        Raises: ConfigError when it holds other parts, or where an incomplete folder is all that
+        there is.
         """
         if self.folder.is_symlink():
-            raise ConfigError(f"{self.folder} is a symbolic link, which is not followed: set run.folder instead")
+            raise ConfigError(
+                f"{self.folder} is a symbolic link, which is not followed: set run.folder instead"
+            )
         saved = self.saved()
         self._clear_up(self._folders() - saved.keys(), fresh=not saved)
         if not saved:
@@ -140,16 +151,23 @@ class Checkpoints:
         try:
             self._load(path, record, parts)
         except SpmdError as error:
-            if len(saved) > 1 and not isinstance(error, (ConfigError, DataError)):  # which an earlier one has as well
+            # which an earlier one has as well
+            if len(saved) > 1 and not isinstance(error, (ConfigError, DataError)):
                 before = list(saved.values())[-2].next_step
                 advice = f"spmd-rl rewind {self.folder.parent} {before}"
-                error.args = (f"{error}; `{advice}` and the same command go on from the checkpoint before",)
+                error.args = (
+                    f"{error}; `{advice}` and the same command go on from the checkpoint before",
+                )
             raise
         return path, record
 
     def _clear_up(self, incomplete: Iterable[Path], fresh: bool) -> None:
         for path in sorted(incomplete):
-            parts = [entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+            parts = [
+                entry.name
+                for entry in path.iterdir()
+                if entry.is_dir() and not entry.name.startswith(".")
+            ]
             if (path / UNFINISHED).is_file() or not parts:
                 folders.remove(path)
             elif fresh:
@@ -163,7 +181,9 @@ class Checkpoints:
     def _load(self, path: Path, record: Record, parts: Mapping[str, Part]) -> None:
         for name, part in parts.items():
             if name not in {*record.roles, *record.stored, *record.states}:
-                raise ConfigError(f"{path} was saved by another recipe: it has no state of '{name}'")
+                raise ConfigError(
+                    f"{path} was saved by another recipe: it has no state of '{name}'"
+                )
             if isinstance(part, Handle):
                 part.load.call(str(path / name))
             elif isinstance(part, Stored):
@@ -174,7 +194,11 @@ class Checkpoints:
 
     def _folders(self) -> set[Path]:
         entries = self.folder.iterdir() if self.folder.is_dir() else ()
-        return {path for path in entries if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()}
+        return {
+            path
+            for path in entries
+            if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        }
 
     def _write(self, target: Path, record: Record, parts: Mapping[str, Part]) -> None:
         (target / UNFINISHED).touch()
@@ -194,16 +218,23 @@ class Checkpoints:
         self._writing = [handle for handle in roles.values() if "saved" in handle.endpoints]
         unfinished = target / f".{STATE_FILE}.part"
         unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
-        _flush([unfinished, *(path for name in record.stored for path in (target / name).rglob("*"))])
+        _flush(
+            [unfinished, *(path for name in record.stored for path in (target / name).rglob("*"))]
+        )
         os.replace(unfinished, target / STATE_FILE)
         self._open = target
 
 
 def lay_aside(path: Path) -> Path:
-    """Move a checkpoint's folder to `later/` beside it, under the first free name like its own; returns where it is."""
+    """Move a checkpoint's folder to `later/` beside it, under the first free name like its own;
+    returns where it is.
+    """
     aside = path.parent / LATER
     aside.mkdir(exist_ok=True)
-    names = (aside / f"{path.name}{suffix}" for suffix in ("", *(f".{number}" for number in range(1, 1_000_000))))
+    names = (
+        aside / f"{path.name}{suffix}"
+        for suffix in ("", *(f".{number}" for number in range(1, 1_000_000)))
+    )
     return path.rename(next(name for name in names if not name.exists()))
 
 
@@ -222,11 +253,15 @@ def _read(path: Path) -> Record | None:
     except (msgspec.MsgspecError, RecursionError) as error:
         problem = f"{path / STATE_FILE} is no checkpoint's state: {error}"
         raise ConfigError(f"{problem}; remove {path} to go on from the one before it") from error
-    return record if all((path / name).is_dir() for name in (*record.roles, *record.stored)) else None
+    return (
+        record if all((path / name).is_dir() for name in (*record.roles, *record.stored)) else None
+    )
 
 
 def _flush(paths: Iterable[Path]) -> None:
-    """Let what the system still holds of these files reach the disk, before a name or an end relies on it."""
+    """Let what the system still holds of these files reach the disk, before a name or an end relies
+    on it.
+    """
     for path in paths:
         if path.is_file():
             with path.open("rb") as file:

@@ -18,7 +18,9 @@ def checksums(folder: Path) -> dict[str, int]:
 
 
 def check(folder: Path, expected: Mapping[str, int], rank: int = 0, num_ranks: int = 1) -> None:
-    """Raises: SpmdError naming a file that is not as it was written. Each of `num_ranks` looks at its share."""
+    """Raises: SpmdError naming a file that is not as it was written. Each of `num_ranks` looks at
+    its share.
+    """
     for name in sorted(expected)[rank::num_ranks]:
         path = folder / name
         if not path.is_file():

@@ -14,7 +14,9 @@ USAGE = "usage: spmd-rl rewind RUN best|STEP"
 
 
 def main(words: list[str]) -> int:
-    """Rewind the run in the folder that `words` name to its best checkpoint, or to the one after a step."""
+    """Rewind the run in the folder that `words` name to its best checkpoint, or to the one after a
+    step.
+    """
     if len(words) != 2 or words[0].startswith("-"):
         print(USAGE)
         return 0 if words[:1] in (["--help"], ["-h"]) else 2
@@ -27,7 +29,8 @@ def main(words: list[str]) -> int:
 
 
 def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
-    """Move the checkpoints after the wanted one to `later/`; returns that one, and where the others are.
+    """Move the checkpoints after the wanted one to `later/`; returns that one, and where the others
+    are.
 
     Raises: ConfigError when there is no such checkpoint, or a run is writing them.
     """
@@ -37,7 +40,9 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
     if best := best_first(saved):
         named["best"] = best[0]
     if wanted not in named:
-        raise ConfigError(f"no checkpoint '{wanted}' in {folder}: there are {', '.join(named) or 'none'}")
+        raise ConfigError(
+            f"no checkpoint '{wanted}' in {folder}: there are {', '.join(named) or 'none'}"
+        )
     chosen = named[wanted]
     later = list(saved)[list(saved).index(chosen) + 1 :]
     claimed = claim(folder.parent, wait_s=0.0)

@@ -1,4 +1,6 @@
-"""The controller's process: it waits for the workers, runs the recipe, and ends both with one account of it."""
+"""The controller's process: it waits for the workers, runs the recipe, and ends both with one
+account of it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from spmd_rl.controller.channel import secret
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import Lifeline
-from spmd_rl.controller.lifecycle.dispatcher import Switchboard
+from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.lifecycle.stacks import StackServer
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe, run_config
 from spmd_rl.controller.run.steps import Observer
@@ -33,14 +35,16 @@ CLOSE_S = 5.0
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
-def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, complete: Complete) -> int:
+def run_controller(
+    lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, complete: Complete
+) -> int:
     """Serve one run, from loading the recipe to the exit code.
 
-    `watch(run, cfg, world_size)` makes its observer; `complete(cfg, world_size)` is the config that the recipe gets,
-    with what is known now that the world is.
+    `watch(run, cfg, world_size)` makes its observer; `complete(cfg, world_size)` is the config that
+    the recipe gets, with what is known now that the world is.
     Blocks: as long as the recipe runs.
     """
-    board: Switchboard | None = None
+    board: Dispatcher | None = None
     observer: Observer | None = None
     error: SpmdError | None = None
     try:
@@ -65,19 +69,23 @@ def run_controller(lifeline: Lifeline, address: str, invocation: Invocation, wat
     return 0
 
 
-def _open(lifeline: Lifeline, address: str, cfg: Any) -> Switchboard:
+def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
     key = secret.given()
     if key is None:
-        raise ConfigError("the controller was started without a secret: it is rank 0 that starts it")
+        raise ConfigError(
+            "the controller was started without a secret: it is rank 0 that starts it"
+        )
     generation = secrets.randbits(63)
     size, keys = World.from_env().size, secret.derive(key)
-    board = Switchboard(run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.leave)
+    board = Dispatcher(
+        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.leave
+    )
     board.take_signals(signal.SIGTERM, signal.SIGINT)
     lifeline.announce(board.endpoint, generation)
     return board
 
 
-def _run(recipe: Recipe, cfg: Any, board: Switchboard, observer: Observer, private: Path) -> None:
+def _run(recipe: Recipe, cfg: Any, board: Dispatcher, observer: Observer, private: Path) -> None:
     run = run_config(cfg)
     with contextlib.closing(StackServer(private, run.path, board.stacks)):
         board.wait_for_all()
@@ -89,18 +97,23 @@ def _run(recipe: Recipe, cfg: Any, board: Switchboard, observer: Observer, priva
 
 
 def _close(observer: Observer | None, lifeline: Lifeline, exit_code: int) -> None:
-    """Let the observer of a failed run draw its last, when the workers have ended already; it has `CLOSE_S`."""
+    """Let the observer of a failed run draw its last, when the workers have ended already; it has
+    `CLOSE_S`.
+    """
     limit = threading.Timer(CLOSE_S, lifeline.leave, [exit_code])
     limit.daemon = True
     limit.start()
-    with contextlib.suppress(Exception):  # a full disk, or whatever else ended the run, must not hide why it ended
+    # a full disk, or whatever else ended the run, must not hide why it ended
+    with contextlib.suppress(Exception):
         if observer is not None:
             observer.close()
     limit.cancel()
 
 
 def explain(raised: BaseException, verbose: bool) -> SpmdError:
-    """The error as the run's one sentence; the traceback of what nobody foresaw goes to stderr before it."""
+    """The error as the run's one sentence; the traceback of what nobody foresaw goes to stderr
+    before it.
+    """
     if isinstance(raised, RemoteError):
         print(raised.remote_traceback, file=sys.stderr, flush=True)
     elif verbose or not (isinstance(raised, SpmdError) or _names_a_file(raised)):
@@ -112,7 +125,9 @@ def explain(raised: BaseException, verbose: bool) -> SpmdError:
         kind = DiskError if raised.errno in NO_ROOM else SpmdError
         return kind(f"{raised.filename}: {raised.strerror}")
     frame = traceback.extract_tb(raised.__traceback__)[-1]
-    return SpmdError(f"{Path(frame.filename).name}:{frame.lineno}: {type(raised).__name__}: {raised}")
+    return SpmdError(
+        f"{Path(frame.filename).name}:{frame.lineno}: {type(raised).__name__}: {raised}"
+    )
 
 
 def _names_a_file(raised: BaseException) -> TypeGuard[OSError]:

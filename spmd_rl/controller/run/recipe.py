@@ -30,7 +30,9 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Invocation:
-    """What was asked for: `RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]`."""
+    """What was asked for: `RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose]
+    [--a.b=c ...]`.
+    """
 
     recipe: str
     config: Path | None
@@ -42,7 +44,11 @@ class Invocation:
     @property
     def name(self) -> str:
         """The recipe's own: `grpo`, `my.module`'s last word, or that of a file without its `.py`."""
-        return Path(self.recipe).stem if self.recipe.endswith(".py") else self.recipe.rpartition(".")[2]
+        return (
+            Path(self.recipe).stem
+            if self.recipe.endswith(".py")
+            else self.recipe.rpartition(".")[2]
+        )
 
     @classmethod
     def parse(cls, words: list[str]) -> Invocation:
@@ -54,10 +60,20 @@ class Invocation:
         parser.add_argument("--max-restarts", type=int, default=0)
         parser.add_argument("--verbose", action="store_true")
         known, rest = parser.parse_known_args(words)
-        for name, count, least in (("--nproc", known.nproc, 1), ("--max-restarts", known.max_restarts, 0)):
+        for name, count, least in (
+            ("--nproc", known.nproc, 1),
+            ("--max-restarts", known.max_restarts, 0),
+        ):
             if count is not None and count < least:
                 raise ConfigError(f"{name}={count}: expected {least} or more")
-        return cls(known.recipe, known.config, known.nproc, known.max_restarts, known.verbose, _overrides(rest))
+        return cls(
+            known.recipe,
+            known.config,
+            known.nproc,
+            known.max_restarts,
+            known.verbose,
+            _overrides(rest),
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,9 @@ class Recipe:
     check: Callable[[Any], None] | None
 
     def configure(self, invocation: Invocation) -> Any:
-        """The config as the invocation gives it; a run without a name has the recipe's. Raises: ConfigError."""
+        """The config as the invocation gives it; a run without a name has the recipe's. Raises:
+        ConfigError.
+        """
         cfg = load(self.config, invocation.config, invocation.overrides)
         run = run_config(cfg)
         if run is not getattr(cfg, "run", None) or run.name:
@@ -91,7 +109,8 @@ def run_config(cfg: Any) -> RunConfig:
 
 
 def make_importable(recipe: str) -> str:
-    """The module name of a recipe, which is a path, a module or a shipped name; after this it can be imported.
+    """The module name of a recipe, which is a path, a module or a shipped name; after this it can
+    be imported.
 
     Raises: ConfigError when there is no such recipe.
     """
@@ -107,10 +126,16 @@ def make_importable(recipe: str) -> str:
     for name in (f"{SHIPPED}.{recipe}", recipe):
         if _exists(name):
             return name
-    beside = [module.name for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__)]
-    shipped = [name for name in beside if hasattr(importlib.import_module(f"{SHIPPED}.{name}"), "Config")]
+    beside = [
+        module.name for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__)
+    ]
+    shipped = [
+        name for name in beside if hasattr(importlib.import_module(f"{SHIPPED}.{name}"), "Config")
+    ]
     near = difflib.get_close_matches(recipe, shipped, 1)
-    hint = f"did you mean {near[0]}?" if near else f"shipped ones are {', '.join(shipped) or 'none'}"
+    hint = (
+        f"did you mean {near[0]}?" if near else f"shipped ones are {', '.join(shipped) or 'none'}"
+    )
     raise ConfigError(f"there is no recipe '{recipe}': {hint} (a path must end in .py)")
 
 
@@ -122,18 +147,24 @@ def load_recipe(recipe: str) -> Recipe:
         where, kind = f"{error.filename}:{error.lineno}", type(error).__name__
         raise ConfigError(f"{where}: {kind}: {error.msg}{source_line(error)}") from error
     except SystemExit as error:  # it would end this process as if all were done
-        raise ConfigError(f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})") from error
+        raise ConfigError(
+            f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})"
+        ) from error
     _check_file(module, recipe)
     config, main = getattr(module, "Config", None), getattr(module, "main", None)
     if not dataclasses.is_dataclass(config) or not isinstance(config, type) or not callable(main):
-        raise ConfigError(f"{recipe} is no recipe: it needs a dataclass Config and a function main(ctl, cfg)")
+        raise ConfigError(
+            f"{recipe} is no recipe: it needs a dataclass Config and a function main(ctl, cfg)"
+        )
     return Recipe(config, main, getattr(module, "check", None))
 
 
 def _check_file(module: ModuleType, recipe: str) -> None:
     """A recipe's file name must not be that of a module which is found before it."""
     found = getattr(module, "__file__", None)
-    if recipe.endswith(".py") and (found is None or Path(found).resolve() != Path(recipe).resolve()):
+    if recipe.endswith(".py") and (
+        found is None or Path(found).resolve() != Path(recipe).resolve()
+    ):
         raise ConfigError(f"{recipe} has the name of another module, {found}: rename it")
 
 

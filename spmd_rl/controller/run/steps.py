@@ -40,7 +40,8 @@ class Observer(Protocol):
 
 @dataclass
 class Step:
-    """One turn of the loop. `phase_s` are its phases' seconds by name, `waited_s` what it spent on workers.
+    """One turn of the loop. `phase_s` are its phases' seconds by name, `waited_s` what it spent on
+    workers.
 
     A step of a warm-up, before the loop, has an index below 0.
     """
@@ -63,14 +64,21 @@ class Step:
     def controller_share(self) -> float:
         """The part of the step that the controller did not spend waiting for workers.
 
-        A step lasts from the end of the one before it, so that what is done between steps is part of it. What is
-        written while a call of workers is under way (`Observer.catch_up`) is not: they do not wait for it.
+        A step lasts from the end of the one before it, so that what is done between steps is part
+        of it. What is written while a call of workers is under way (`Observer.catch_up`) is not:
+        they do not wait for it.
         """
         return 1.0 - self.waited_s / self.elapsed_s if self.elapsed_s else 0.0
 
     def log(self, *what: Any) -> None:
         """Hand what the recipe knows of this step to the observer."""
-        groups = [item for listed in what if isinstance(listed, list) for item in listed if isinstance(item, Group)]
+        groups = [
+            item
+            for listed in what
+            if isinstance(listed, list)
+            for item in listed
+            if isinstance(item, Group)
+        ]
         self.rewards += Group.to_columns(groups).samples.reward.tolist()
         if self.observer is not None:
             self.observer.on_log(self, what)

@@ -1,15 +1,17 @@
 """Causal attention in which a query's bits depend on its own history alone.
 
-On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`, serves training
-(packed_attention.py) and decoding (paged_attention.py): torch's softmax over keys in multiples of 16, then sums of
-weighted values over blocks of 64 keys, counted from the start of the sequence, in ascending order. A key beyond a
-query's sight adds an exact zero, so padding and neighbours change nothing, and keys that no query of a call sees are
-left out. Queries are laid in rows of a fixed tile height, several query heads of one key-value head together.
+On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`,
+serves training (packed_attention.py) and decoding (paged_attention.py): torch's softmax over keys
+in multiples of 16, then sums of weighted values over blocks of 64 keys, counted from the start of
+the sequence, in ascending order. A key beyond a query's sight adds an exact zero, so padding and
+neighbours change nothing, and keys that no query of a call sees are left out. Queries are laid in
+rows of a fixed tile height, several query heads of one key-value head together.
 
-On a GPU where FlashAttention-4 does not run, a kernel of ours (attention_triton.py) takes the same rows.
+On a GPU where FlashAttention-4 does not run, a kernel of ours (attention_triton.py) takes the same
+rows.
 
-Shape letters: B sequences, L query positions, S keys (a multiple of 16), H heads, K key-value heads, G = H / K,
-D head size, R rows = L * G.
+Shape letters: B sequences, L query positions, S keys (a multiple of 16), H heads, K key-value
+heads, G = H / K, D head size, R rows = L * G.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ from spmd_rl.kernels.runtime.padding import pad_columns, padded_rows
 KV_BLOCK = 64
 QUERY_TILE = 8
 MAX_SCORES = 1 << 24
-PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN plans for each shape
+# cuDNN plans for each shape
+PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
     """Softmax(q k^T) v with a fixed order of sums; differentiable in q, k and v.
 
-    Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D]; returns [K, B, R, D], unset in the
-    layout's padding.
+    Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D]; returns [K, B,
+    R, D], unset in the layout's padding.
     """
     dim = q.shape[-1]
     out: Tensor = call(_BlockedAttention, *map(pad_columns, (q, k, v)), layout, scale)
@@ -47,31 +50,41 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale:
 
 
 def _weights(q: Tensor, k: Tensor, unseen: Tensor, scale: float) -> Tensor:
-    """q [K, B, R, D], k [K, B, W, D], unseen [B, r, W], r <= R -> what each row gives each key, [K, B, r, W].
+    """q [K, B, R, D], k [K, B, W, D], unseen [B, r, W], r <= R -> what each row gives each key, [K,
+    B, r, W].
 
-    The product is taken at the full height R, so that its bits are the contract's; what follows is row by row.
+    The product is taken at the full height R, so that its bits are the contract's; what follows is
+    row by row.
     """
     num_groups, batch, rows, dim = q.shape
     keys, live = k.shape[2], unseen.shape[1]
     product = torch.bmm(q.reshape(-1, rows, dim), k.reshape(-1, keys, dim).transpose(1, 2))
     return (
-        torch.add(unseen, product.view(num_groups, batch, rows, keys)[:, :, :live], alpha=scale).softmax(-1).to(q.dtype)
+        torch.add(unseen, product.view(num_groups, batch, rows, keys)[:, :, :live], alpha=scale)
+        .softmax(-1)
+        .to(q.dtype)
     )
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Forward in the contract's order; backward recomputes the weights, unless they take no more room than the
-    queries."""
+    """Forward in the contract's order; backward recomputes the weights, unless they take no more
+    room than the queries."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float
+    ) -> Tensor:
         out = torch.empty_like(q)
         num_rows, width, kept = layout.num_used, layout.num_keys, None
         for rows in _row_slices(q, k, num_rows):
             live = slice(rows.start, min(rows.stop, num_rows))
             weights = _weights(q[:, :, rows], k[:, :, :width], layout.unseen(live), scale)
             out[:, :, live] = _ascending_sums(weights, v[:, :, :width], rows.stop - rows.start)
-            if ctx.needs_input_grad[0] and live.stop - live.start == num_rows and weights.numel() <= q.numel():
+            if (
+                ctx.needs_input_grad[0]
+                and live.stop - live.start == num_rows
+                and weights.numel() <= q.numel()
+            ):
                 kept = weights
         ctx.save_for_backward(q, k, v, kept)
         ctx.layout, ctx.scale = layout, scale
@@ -92,7 +105,9 @@ class _BlockedAttention(torch.autograd.Function):
             grad_rows = grad[:, :, live]
             grad_v = weights.transpose(2, 3) @ grad_rows
             grad_weights = grad_rows @ values.transpose(2, 3)
-            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).mul_(ctx.scale)
+            grad_scores = torch._softmax_backward_data(
+                grad_weights, weights, -1, weights.dtype
+            ).mul_(ctx.scale)
             grad_q[:, :, live] = grad_scores @ keys
             sums.append((grad_scores.transpose(2, 3) @ q[:, :, live], grad_v))
         grad_k, grad_v = (reduce(Tensor.add_, parts) for parts in zip(*sums, strict=True))
@@ -117,7 +132,9 @@ def _ascending_sums(weights: Tensor, v: Tensor, height: int) -> Tensor:
 
 
 def _row_slices(q: Tensor, k: Tensor, num_used: int) -> list[slice]:
-    """Row ranges, multiples of the tile, whose score matrix stays within MAX_SCORES entries; each has a used row."""
+    """Row ranges, multiples of the tile, whose score matrix stays within MAX_SCORES entries; each
+    has a used row.
+    """
     num_groups, batch, rows, _ = q.shape
     height = max(1, MAX_SCORES // (num_groups * batch * k.shape[2] * QUERY_TILE)) * QUERY_TILE
     return [slice(start, min(start + height, rows)) for start in range(0, num_used, height)]
@@ -127,10 +144,11 @@ def _row_slices(q: Tensor, k: Tensor, num_used: int) -> list[slice]:
 class RowLayout:
     """Where the flat tokens of a call go in [B, L] query positions, and back.
 
-    `gather` [B * L] is the token at each query position (0 where padded), `scatter` [T'] the query position of each
-    token, T' = T padded to the row tile; `visible` [B, L * G] how many keys a row sees (from the first), at least 1.
-    Rows from `num_used` on are padding in every sequence, and keys from `num_keys` on are seen by no row. `is_causal`:
-    no sequence has keys before its tokens, so that the nth of them, with a row for each of `groups` heads, sees n keys.
+    `gather` [B * L] is the token at each query position (0 where padded), `scatter` [T'] the query
+    position of each token, T' = T padded to the row tile; `visible` [B, L * G] how many keys a row
+    sees (from the first), at least 1. Rows from `num_used` on are padding in every sequence, and
+    keys from `num_keys` on are seen by no row. `is_causal`: no sequence has keys before its tokens,
+    so that the nth of them, with a row for each of `groups` heads, sees n keys.
     """
 
     batch: int
@@ -150,8 +168,8 @@ class RowLayout:
         queries_per_key: int,
         device: torch.device,
     ) -> RowLayout:
-        """`first` [B]: where each sequence's new tokens begin; `starts` [B]: keys that exist before them; `lengths`
-        [B]: new tokens."""
+        """`first` [B]: where each sequence's new tokens begin; `starts` [B]: keys that exist before
+        them; `lengths` [B]: new tokens."""
         unit = QUERY_TILE // math.gcd(QUERY_TILE, queries_per_key)
         batch, positions = len(lengths), -(-int(lengths.max()) // unit) * unit
         offset = np.arange(positions)
@@ -169,7 +187,9 @@ class RowLayout:
         return RowLayout(*sizes, tensor(gather.reshape(-1)), tensor(scatter), seen)
 
     def unseen(self, rows: slice) -> Tensor:
-        """[B, r, W]: minus infinity where one of these rows does not see a key, else 0; all rows' serve every layer."""
+        """[B, r, W]: minus infinity where one of these rows does not see a key, else 0; all rows'
+        serve every layer.
+        """
         return self._unseen if rows == slice(0, self.num_used) else self._hidden_from(rows)
 
     @cached_property
@@ -177,7 +197,9 @@ class RowLayout:
         return self._hidden_from(slice(0, self.num_used))
 
     def _hidden_from(self, rows: slice) -> Tensor:
-        hidden = torch.arange(self.num_keys, device=self.visible.device) >= self.visible[:, rows].unsqueeze(-1)
+        hidden = torch.arange(self.num_keys, device=self.visible.device) >= self.visible[
+            :, rows
+        ].unsqueeze(-1)
         return torch.where(hidden, -torch.inf, 0.0)
 
     def rows(self, q: Tensor, num_kv_heads: int) -> Tensor:
@@ -189,17 +211,27 @@ class RowLayout:
         """[K, B, L * G, D] -> [T', H, D]."""
         num_kv_heads, size = len(out), len(self.gather)
         heads = _of_each_head(self.scatter, num_kv_heads, size).t().reshape(-1)
-        return out.reshape(num_kv_heads * size, -1).index_select(0, heads).view(len(self.scatter), -1, out.shape[-1])
+        return (
+            out.reshape(num_kv_heads * size, -1)
+            .index_select(0, heads)
+            .view(len(self.scatter), -1, out.shape[-1])
+        )
 
 
 def doublings(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often a tile of rows is doubled to hold so many: what is laid out together has one number."""
-    numbers: NDArray[np.int64] = np.ceil(np.log2(np.maximum(counts / QUERY_TILE, 1))).astype(np.int64)
+    """How often a tile of rows is doubled to hold so many: what is laid out together has one
+    number.
+    """
+    numbers: NDArray[np.int64] = np.ceil(np.log2(np.maximum(counts / QUERY_TILE, 1))).astype(
+        np.int64
+    )
     return numbers
 
 
 def lay_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x [T, K, D] -> [K, R, D], the rows of each head; what is copied, and added in the gradient, is contiguous."""
+    """x [T, K, D] -> [K, R, D], the rows of each head; what is copied, and added in the gradient,
+    is contiguous.
+    """
     num_tokens, num_heads, dim = x.shape
     heads = x.transpose(0, 1).reshape(num_heads * num_tokens, dim)
     laid = heads.index_select(0, _of_each_head(rows, num_heads, num_tokens).view(-1))
@@ -211,8 +243,12 @@ def _of_each_head(rows: Tensor, num_heads: int, num_rows: int) -> Tensor:
     return rows + torch.arange(0, num_heads * num_rows, num_rows, device=rows.device).unsqueeze(1)
 
 
-def token_order(lengths: NDArray[np.int64], parts: NDArray[np.int64], device: torch.device) -> Tensor:
-    """[T']: where each token's output lies, the parts' outputs one after the other, each padded to the row tile."""
+def token_order(
+    lengths: NDArray[np.int64], parts: NDArray[np.int64], device: torch.device
+) -> Tensor:
+    """[T']: where each token's output lies, the parts' outputs one after the other, each padded to
+    the row tile.
+    """
     part = np.repeat(parts, lengths)
     place, size = np.empty(len(part), dtype=np.int64), 0
     for number in np.unique(parts):
@@ -238,10 +274,14 @@ def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Ten
 
 
 class _BlocksOnGpu(torch.autograd.Function):
-    """Triton's forward in the contract's order, the gradient of torch's scaled-dot-product attention."""
+    """Triton's forward in the contract's order, the gradient of torch's scaled-dot-product
+    attention.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float
+    ) -> Tensor:
         from spmd_rl.kernels.attention.blocked_triton import attend_in_blocks
 
         ctx.save_for_backward(q, k, v)
@@ -257,19 +297,32 @@ class _BlocksOnGpu(torch.autograd.Function):
 def library_gradients(
     q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch's scaled-dot-product attention gives q, k and v for the rows' gradient, which padding has none of.
+    """What torch's scaled-dot-product attention gives q, k and v for the rows' gradient, which
+    padding has none of.
 
-    Shape: as `blocked_attention`. A mask is only made where sequences go on from keys that were there before.
+    Shape: as `blocked_attention`. A mask is only made where sequences go on from keys that were
+    there before.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad(), sdpa_kernel(PLANLESS):
         query, key, value = leaves
         if layout.is_causal:
             length = layout.num_used // layout.groups
-            heads = query.unflatten(2, (-1, layout.groups))[:, :, :length].permute(1, 0, 3, 2, 4).flatten(1, 2)
-            key, value = (x[:, :, :length].transpose(0, 1).repeat_interleave(layout.groups, 1) for x in (key, value))
+            heads = (
+                query.unflatten(2, (-1, layout.groups))[:, :, :length]
+                .permute(1, 0, 3, 2, 4)
+                .flatten(1, 2)
+            )
+            key, value = (
+                x[:, :, :length].transpose(0, 1).repeat_interleave(layout.groups, 1)
+                for x in (key, value)
+            )
             out = F.scaled_dot_product_attention(heads, key, value, is_causal=True, scale=scale)
-            grad = grad.unflatten(2, (-1, layout.groups))[:, :, :length].permute(1, 0, 3, 2, 4).flatten(1, 2)
+            grad = (
+                grad.unflatten(2, (-1, layout.groups))[:, :, :length]
+                .permute(1, 0, 3, 2, 4)
+                .flatten(1, 2)
+            )
         else:
             seen = torch.arange(k.shape[2], device=k.device) < layout.visible.unsqueeze(-1)
             out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)

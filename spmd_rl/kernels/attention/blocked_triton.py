@@ -1,9 +1,11 @@
-"""Attention on NVIDIA GPUs where FlashAttention-4 does not run: one softmax over keys in ascending blocks.
+"""Attention on NVIDIA GPUs where FlashAttention-4 does not run: one softmax over keys in ascending
+blocks.
 
-A program takes a tile of one sequence's query rows through the blocks of keys from the first to the last that one of
-them sees. The tile depends on the head size and the type of numbers alone, so a row's maxima, sums and products are
-made along the same trees in every call, and a block that a row does not see changes nothing of it. As in
-FlashAttention (Dao et al., https://arxiv.org/abs/2205.14135), sums are scaled down whenever a greater score comes.
+A program takes a tile of one sequence's query rows through the blocks of keys from the first to the
+last that one of them sees. The tile depends on the head size and the type of numbers alone, so a
+row's maxima, sums and products are made along the same trees in every call, and a block that a row
+does not see changes nothing of it. As in FlashAttention (Dao et al.,
+https://arxiv.org/abs/2205.14135), sums are scaled down whenever a greater score comes.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -38,11 +40,15 @@ def block_tile(dtype: torch.dtype, dim: int) -> BlockTile:
     return BlockTile(64, 64, 4, 2 if dim <= LARGE_HEAD else 1)
 
 
-def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float) -> Tensor:
-    """Softmax(q k^T) v in float32, with weights rounded to the values' type, and one rounding of the result.
+def attend_in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float
+) -> Tensor:
+    """Softmax(q k^T) v in float32, with weights rounded to the values' type, and one rounding of
+    the result.
 
-    Shape: q [K, B, R, D], k and v [K, B, S, D], visible [B, R] (how many keys a row sees, from the first; 1 to S);
-    returns [K, B, R, D], rows from `num_used` on unset. Keys that no row of a tile sees are not read.
+    Shape: q [K, B, R, D], k and v [K, B, S, D], visible [B, R] (how many keys a row sees, from the
+    first; 1 to S); returns [K, B, R, D], rows from `num_used` on unset. Keys that no row of a tile
+    sees are not read.
     """
     q, k, v, visible = map(dense, (q, k, v, visible))
     num_heads, batch, num_rows, dim = q.shape
@@ -83,7 +89,9 @@ def _attend(
         weight, kept = tl.exp2(score - better[:, None]), tl.exp2(best - better)
         total = total * kept + tl.sum(weight, 1)
         value = tl.load(v + of_key, mask=is_read, other=0.0)
-        weighted = tl.dot(weight.to(value.dtype), value, weighted * kept[:, None], input_precision="ieee")
+        weighted = tl.dot(
+            weight.to(value.dtype), value, weighted * kept[:, None], input_precision="ieee"
+        )
         best = better
     result = weighted / total[:, None]
     result = tl.where(result == 0, 0.0, result)  # a block that a row does not see makes +0 of -0

@@ -1,4 +1,6 @@
-"""What a decoding step reads, made on the GPU from the rows' state in one launch: no step waits for the host."""
+"""What a decoding step reads, made on the GPU from the rows' state in one launch: no step waits for
+the host.
+"""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
@@ -16,7 +18,9 @@ BLOCK = 128
 
 
 class DecodeInputs(NamedTuple):
-    """Shape: all [B]; int64, but `num_keys` int32. `within` is the position in the answer of the token to be drawn."""
+    """Shape: all [B]; int64, but `num_keys` int32. `within` is the position in the answer of the
+    token to be drawn.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -26,12 +30,20 @@ class DecodeInputs(NamedTuple):
 
 
 def decode_inputs(
-    newest: Tensor, rows: Tensor, positions: Tensor, answer_starts: Tensor, pages: Tensor, page_size: int
+    newest: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    answer_starts: Tensor,
+    pages: Tensor,
+    page_size: int,
 ) -> DecodeInputs:
-    """Each row's newest token, with its place in the cache; moves `positions` on by one for the next step.
+    """Each row's newest token, with its place in the cache; moves `positions` on by one for the
+    next step.
 
-    A slot that no row uses names the last entry of `newest`, which is nobody's: its K/V is written nowhere (slot -1).
-    Shape: newest [num_rows + 1] int64; rows, positions and answer_starts [B] int64; pages [B, P] int32.
+    A slot that no row uses names the last entry of `newest`, which is nobody's: its K/V is written
+    nowhere (slot -1).
+    Shape: newest [num_rows + 1] int64; rows, positions and answer_starts [B] int64; pages [B, P]
+    int32.
     """
     batch = len(rows)
     tokens, at, within, slots = torch.empty(4, batch, dtype=torch.int64, device=rows.device)
@@ -53,11 +65,17 @@ def _inputs(
     wait()
     row = tl.load(rows + entry, mask=inside, other=0)
     position = tl.load(positions + entry, mask=inside, other=0)
-    page = tl.load(pages + entry.to(tl.int64) * width + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    page = tl.load(
+        pages + entry.to(tl.int64) * width + position // PAGE_SIZE, mask=inside, other=0
+    ).to(tl.int64)
     slot = tl.where(row < nobody, page * PAGE_SIZE + position % PAGE_SIZE, -1)
     tl.store(tokens + entry, tl.load(newest + row, mask=inside, other=0), mask=inside)
     tl.store(at + entry, position, mask=inside)
-    tl.store(within + entry, position + 1 - tl.load(answer_starts + entry, mask=inside, other=0), mask=inside)
+    tl.store(
+        within + entry,
+        position + 1 - tl.load(answer_starts + entry, mask=inside, other=0),
+        mask=inside,
+    )
     tl.store(slots + entry, slot, mask=inside)
     tl.store(num_keys + entry, (position + 1).to(tl.int32), mask=inside)
     tl.store(positions + entry, tl.where(row < nobody, position + 1, 0), mask=inside)

@@ -1,9 +1,9 @@
 """FlashAttention-4 for packed sequences and for pages of a cache.
 
-Both call the same kernel with an explicit mask and one split, or for one new token that kernel built otherwise
-(`flash_decode_cute`): so a query's bits depend on its own history alone (measured on Hopper, docs/numerics.md).
-Without it, or for head sizes that were not verified, our own kernel attends (attention_triton.py), which is slower;
-`contract` says which one runs.
+Both call the same kernel with an explicit mask and one split, or for one new token that kernel
+built otherwise (`flash_decode_cute`): so a query's bits depend on its own history alone (measured
+on Hopper, docs/numerics.md). Without it, or for head sizes that were not verified, our own kernel
+attends (attention_triton.py), which is slower; `contract` says which one runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.runtime.versions import installed
 
 Where = dict[str, Any]  # arguments by which the package finds each sequence's queries and keys
-FLASH_HEAD_DIMS = (32, 64, 96, 128)  # not 80: equal forward, but 4.0.0b19 gives wrong gradients on Hopper
+# not 80: equal forward, but 4.0.0b19 gives wrong gradients on Hopper
+FLASH_HEAD_DIMS = (32, 64, 96, 128)
 
 
 @cache
@@ -40,7 +41,9 @@ def flash_takes(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool
 
 
 def check_split(tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises: ConfigError if attention in splits of so many tokens (0: uncut) is asked for where it cannot run."""
+    """Raises: ConfigError if attention in splits of so many tokens (0: uncut) is asked for where it
+    cannot run.
+    """
     if tokens and not flash_takes(head_dim, dtype, device):
         raise ConfigError(
             f"attention_split = {tokens} needs flash-attn-4 installed, bfloat16 on a Hopper GPU, and heads of "
@@ -49,12 +52,23 @@ def check_split(tokens: int, head_dim: int, dtype: torch.dtype, device: torch.de
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor | None = None, *, causal: bool, **where: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor | None = None,
+    *,
+    causal: bool,
+    **where: Any,
 ) -> None:
-    """Attention of each query to its keys, found by `where`, into `out` and, if wanted, `log_sum` [H, T] fp32."""
-    from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a result
+    """Attention of each query to its keys, found by `where`, into `out` and, if wanted, `log_sum`
+    [H, T] fp32.
+    """
+    # the public function does not take a result
+    from flash_attn.cute.interface import _flash_attn_fwd
 
-    tile = None if causal else (128, TILE[1])  # without a mask the package would take other key blocks for heads of 96
+    # without a mask the package would take other key blocks for heads of 96
+    tile = None if causal else (128, TILE[1])
     _flash_attn_fwd(
         q.detach(),
         k.detach(),
@@ -81,7 +95,12 @@ class Laid:
         """Shape: `num_rows` is the number of tokens or that padded to the row tile."""
         padding = num_rows - self.num_tokens
         bounds, longest = self.bounds if padding else self.bounds[:-1], max(self.longest, padding)
-        return {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return {
+            "cu_seqlens_q": bounds,
+            "cu_seqlens_k": bounds,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
 
 
 class PackedFlash:
@@ -98,19 +117,24 @@ class PackedFlash:
 
         repeats = torch.are_deterministic_algorithms_enabled()  # in the backward pass
         where = self.laid.where(len(q))
-        out: Tensor = flash_attn_varlen_func(q, k, v, causal=True, num_splits=1, deterministic=repeats, **where)[0]
+        out: Tensor = flash_attn_varlen_func(
+            q, k, v, causal=True, num_splits=1, deterministic=repeats, **where
+        )[0]
         return out
 
 
 class PagedFlash:
     """Each new token to its sequence's pages up to itself.
 
-    Shape: q [T', H, D] of which the first `num_tokens` rows count, the result being unset beyond them; keys and values
-    [num_pages, page_size, K, D]; `pages` [B, P] and `num_keys` [B] int32 on the device; `bounds` [B + 1] int32, where
-    each sequence's new tokens begin and end; `longest` new tokens in a sequence at most.
+    Shape: q [T', H, D] of which the first `num_tokens` rows count, the result being unset beyond
+    them; keys and values [num_pages, page_size, K, D]; `pages` [B, P] and `num_keys` [B] int32 on
+    the device; `bounds` [B + 1] int32, where each sequence's new tokens begin and end; `longest`
+    new tokens in a sequence at most.
     """
 
-    def __init__(self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int, longest: int) -> None:
+    def __init__(
+        self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int, longest: int
+    ) -> None:
         self.pages = pages
         self.num_keys = num_keys
         self.bounds = bounds
@@ -158,7 +182,9 @@ def flash_of_chunks(
     handed_out: Tensor,
     device: torch.device,
 ) -> PagedFlash | DecodeFlash:
-    """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold anything."""
+    """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold
+    anything.
+    """
     pages = to_int32(pages_in_use(page_table, starts + lengths, page_size), device)
     num_keys = to_int32(starts + lengths, device)
     if lengths.max() == 1:
@@ -167,7 +193,9 @@ def flash_of_chunks(
     return PagedFlash(pages, num_keys, bounds, int(lengths.sum()), int(lengths.max()))
 
 
-def pages_in_use(page_table: NDArray[np.int64], ends: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
+def pages_in_use(
+    page_table: NDArray[np.int64], ends: NDArray[np.int64], page_size: int
+) -> NDArray[np.int64]:
     """`page_table` with a sequence's first page for all beyond its end."""
     used = -(-ends // page_size)
     return np.where(np.arange(page_table.shape[1]) < used[:, None], page_table, page_table[:, :1])

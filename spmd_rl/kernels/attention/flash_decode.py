@@ -23,13 +23,14 @@ def decode_attention(
     out: Tensor,
     log_sum: Tensor | None = None,
 ) -> None:
-    """Each query over the first keys of its pages, S times over other pages, into `out` and, if wanted, `log_sum`.
+    """Each query over the first keys of its pages, S times over other pages, into `out` and, if
+    wanted, `log_sum`.
 
-    `pages`, `num_keys` and all keys and values but each sequence's newest may be read early (`overlap_triton`). Without
-    keys `log_sum` is minus infinity.
-    Shape: q [B, H, D]; keys and values [num_pages, page_size, K, D]; pages [B * S, P] and num_keys [B * S] int32; out
-    [B * S, H, D]; log_sum [B * S, H] fp32. handed_out [1] int32 is zero before and after; calls that may run at the
-    same time need one each.
+    `pages`, `num_keys` and all keys and values but each sequence's newest may be read early
+    (`overlap_triton`). Without keys `log_sum` is minus infinity.
+    Shape: q [B, H, D]; keys and values [num_pages, page_size, K, D]; pages [B * S, P] and num_keys
+    [B * S] int32; out [B * S, H, D]; log_sum [B * S, H] fp32. handed_out [1] int32 is zero before
+    and after; calls that may run at the same time need one each.
     """
     (heads, dim), kv_heads = q.shape[1:], keys.shape[2]
     if keys.shape[1] == TILE[1] and heads // kv_heads <= TILE[0] and has_flash():
@@ -43,7 +44,8 @@ def decode_attention(
         log_sum = None if log_sum is None else log_sum.view(-1, kv_heads, heads // kv_heads)
         run(q, keys, values, out, log_sum, num_keys, pages, handed_out)
         return
-    from flash_attn.cute.interface import _flash_attn_fwd  # the public function does not take a tile
+    # the public function does not take a tile
+    from flash_attn.cute.interface import _flash_attn_fwd
 
     _flash_attn_fwd(
         q.unsqueeze(1).repeat_interleave(len(pages) // len(q), 0),

@@ -1,11 +1,13 @@
 """FlashAttention-4's kernel for decoding, built otherwise.
 
-Blocks of threads take tiles, a head of a sequence each, one after the other (`flash_decode_tiles`), and ask for the
-keys of the next one while they finish the last. Where tiles are more than SMs, two blocks share an SM, with one stage
-of values instead of two and half of the registers each. The kernel begins before the one ahead of it has ended. Where
-tiles are few, it has by then asked for the keys and values of the last page but the newest's box, which that kernel may
-still be writing. No more of a page is read than is in use, where the package reads pages whole. Queries that see
-several splits are not copied for each. What is summed, and in which order, does not change, nor do bits.
+Blocks of threads take tiles, a head of a sequence each, one after the other (`flash_decode_tiles`),
+and ask for the keys of the next one while they finish the last. Where tiles are more than SMs, two
+blocks share an SM, with one stage of values instead of two and half of the registers each. The
+kernel begins before the one ahead of it has ended. Where tiles are few, it has by then asked for
+the keys and values of the last page but the newest's box, which that kernel may still be writing.
+No more of a page is read than is in use, where the package reads pages whole. Queries that see
+several splits are not copied for each. What is summed, and in which order, does not change, nor do
+bits.
 """
 
 from __future__ import annotations
@@ -27,12 +29,17 @@ from spmd_rl.kernels.attention.flash_decode import BOX_ROWS, TILE
 from spmd_rl.kernels.attention.flash_decode_tiles import COMPUTING, COPYING, Fixed, Tiles, Told
 from spmd_rl.kernels.runtime.cute_cache import kept
 
-REGISTERS = {1: (256, 56), 2: (208, 48)}  # blocks on an SM: of a consumer's thread, and a producer's; 128 of each
+# blocks on an SM: of a consumer's thread, and a producer's; 128 of each
+REGISTERS = {1: (256, 56), 2: (208, 48)}
 
 
 @kept  # type: ignore[untyped-decorator]
-def compiled_decoding(blocks: int, num_sms: int, dim: int, with_log_sum: bool, repeats: bool) -> Callable[..., None]:
-    """The kernel for so many blocks on an SM: (q, keys, values, out, log_sum, num_keys, pages, handed_out)."""
+def compiled_decoding(
+    blocks: int, num_sms: int, dim: int, with_log_sum: bool, repeats: bool
+) -> Callable[..., None]:
+    """The kernel for so many blocks on an SM: (q, keys, values, out, log_sum, num_keys, pages,
+    handed_out).
+    """
     kernel = Decoding(
         cutlass.BFloat16,
         dim,
@@ -54,33 +61,49 @@ def compiled_decoding(blocks: int, num_sms: int, dim: int, with_log_sum: bool, r
 
 
 def tensor(dtype: Any, rank: int) -> Any:
-    """One of any size, dense along its last dimension; numbers of 16 bits lie at multiples of 16 bytes."""
+    """One of any size, dense along its last dimension; numbers of 16 bits lie at multiples of 16
+    bytes.
+    """
     shape = tuple(cute.sym_int() for _ in range(rank))
     stride = *(cute.sym_int64() for _ in range(rank - 1)), 1
-    return cute.runtime.make_fake_tensor(dtype, shape, stride, assumed_align=16 if dtype.width == 16 else 4)
+    return cute.runtime.make_fake_tensor(
+        dtype, shape, stride, assumed_align=16 if dtype.width == 16 else 4
+    )
 
 
 class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
-    """Whoever builds it sets `blocks_on_an_sm`, `max_blocks` that the GPU has room for at once, and `repeats` where
-    queries see several rows of pages."""
+    """Whoever builds it sets `blocks_on_an_sm`, `max_blocks` that the GPU has room for at once, and
+    `repeats` where queries see several rows of pages."""
 
     # The package sets these in its call for one block on an SM, whatever it is built with.
-    num_mma_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][0], lambda self, value: None)
-    num_producer_regs = property(lambda self: REGISTERS[self.blocks_on_an_sm][1], lambda self, value: None)
-    sV_layout = property(lambda self: self.values_layout, lambda self, value: self.lay_out_values(value))
+    num_mma_regs = property(
+        lambda self: REGISTERS[self.blocks_on_an_sm][0], lambda self, value: None
+    )
+    num_producer_regs = property(
+        lambda self: REGISTERS[self.blocks_on_an_sm][1], lambda self, value: None
+    )
+    sV_layout = property(
+        lambda self: self.values_layout, lambda self, value: self.lay_out_values(value)
+    )
 
     def lay_out_values(self, layout: Any) -> None:
-        """Two blocks on an SM have room for two pages of keys each, but for one of values: its stages are one."""
+        """Two blocks on an SM have room for two pages of keys each, but for one of values: its
+        stages are one.
+        """
         if self.blocks_on_an_sm == 2:
             rows, columns, stages = layout.outer.shape
             nowhere = 0 if isinstance(stages, int) else (0,) * len(stages)
-            outer = cute.make_layout((rows, columns, stages), stride=(*layout.outer.stride[:2], nowhere))
+            outer = cute.make_layout(
+                (rows, columns, stages), stride=(*layout.outer.stride[:2], nowhere)
+            )
             layout = cute.make_composed_layout(layout.inner, 0, outer)
         self.values_layout = layout
 
     def _get_shared_storage_cls(self) -> Any:
         def memory(layout: Any) -> Any:
-            return cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout)], self.buffer_align_bytes]
+            return cute.struct.Align[
+                cute.struct.MemRange[self.dtype, cute.cosize(layout)], self.buffer_align_bytes
+            ]
 
         stages = cute.struct.MemRange[cutlass.Int64, 2 * self.num_stages]
         fields = {
@@ -118,23 +141,42 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         return launcher
 
     def in_boxes(self, cache: Any) -> Any:
-        """How to copy a box, as wide as a row of swizzled memory, and the cache [page_size, D, K, num_pages]."""
+        """How to copy a box, as wide as a row of swizzled memory, and the cache [page_size, D, K,
+        num_pages].
+        """
         box = BOX_ROWS, 64 if self.tile_hdim % 64 == 0 else 32
         layout = sm90_utils.make_smem_layout(cache.element_type, LayoutEnum.ROW_MAJOR, box, None)
         cache = layout_utils.select(cache, [1, 3, 2, 0])
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), cache, layout, box, 1)
 
     def load(self, mQ: Any, mK: Any, mV: Any, sQ: Any, sK: Any, sV: Any, *rest: Any) -> None:
-        atom_q, atom_k, atom_v, pipeline_k, pipeline_v, pipeline_q, _, table, _, _, describe, tiles = rest
+        (
+            atom_q,
+            atom_k,
+            atom_v,
+            pipeline_k,
+            pipeline_v,
+            pipeline_q,
+            _,
+            table,
+            _,
+            _,
+            describe,
+            tiles,
+        ) = rest
         keys, values = (atom_k, mK, sK, pipeline_k), (atom_v, mV, sV, pipeline_v)
-        self.produce(atom_q, self.repeated(mQ, table), sQ, pipeline_q, keys, values, table, describe, tiles())
+        self.produce(
+            atom_q, self.repeated(mQ, table), sQ, pipeline_q, keys, values, table, describe, tiles()
+        )
 
     @cute.jit  # type: ignore[untyped-decorator]
     def produce(
         self, atom_q: Any, queries: Any, sQ: Any, pipeline_q: Any, keys: Any, values: Any, table: Any, describe: Any,
         tiles: Any,
     ) -> None:  # fmt: skip
-        """One of the producer's warps copies keys and values, one queries, and one says of which tiles."""
+        """One of the producer's warps copies keys and values, one queries, and one says of which
+        tiles.
+        """
         cute.arch.griddepcontrol_launch_dependents()
         warp, told = cute.arch.make_warp_uniform(cute.arch.warp_idx()), Told(pipeline_q, COPYING)
         if warp == 0:
@@ -150,7 +192,9 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
             return queries
         shape, stride = queries.shape, queries.stride
         times = cute.size(table, mode=[0]) // shape[3]
-        layout = cute.make_layout((*shape[:3], (times, shape[3])), stride=(*stride[:3], (0, stride[3])))
+        layout = cute.make_layout(
+            (*shape[:3], (times, shape[3])), stride=(*stride[:3], (0, stride[3]))
+        )
         return cute.make_tensor(queries.iterator, layout)
 
     @cute.jit  # type: ignore[untyped-decorator]
@@ -160,8 +204,12 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
         sequence, head, _, _ = told.numbers()
         while sequence >= 0:
             told.let_go()
-            rows = cute.local_tile(queries[None, None, head, sequence], (self.tile_m, self.tile_hdim), (0, 0))
-            copy, _, _ = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), rows, shared, single_stage=True)
+            rows = cute.local_tile(
+                queries[None, None, head, sequence], (self.tile_m, self.tile_hdim), (0, 0)
+            )
+            copy, _, _ = copy_utils.tma_get_copy_fn(
+                atom, 0, cute.make_layout(1), rows, shared, single_stage=True
+            )
             pipeline.producer_acquire_w_index_phase(0, phase)
             copy(tma_bar_ptr=pipeline.sync_object_full.get_barrier(0))
             phase ^= 1
@@ -169,7 +217,9 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
 
     @cute.jit  # type: ignore[untyped-decorator]
     def load_pages(self, keys: Any, values: Any, table: Any, told: Told) -> None:
-        """Each tile's pages, the last first. Where tiles are few, their first rows are asked for before the wait."""
+        """Each tile's pages, the last first. Where tiles are few, their first rows are asked for
+        before the wait.
+        """
         state = make_pipeline_state(PipelineUserType.Producer, self.num_stages)
         sequence, head, num_keys, page = told.numbers()
         early = Int32(0)  # of the first page's rows, those before this one were
@@ -178,7 +228,17 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
             early = newest // BOX_ROWS * BOX_ROWS
             for cache in (keys, values):
                 barrier = cache[-1].producer_get_barrier(state)
-                self.copy(cache, head, newest // self.tile_n, page, num_keys, barrier, state.index, early, True)
+                self.copy(
+                    cache,
+                    head,
+                    newest // self.tile_n,
+                    page,
+                    num_keys,
+                    barrier,
+                    state.index,
+                    early,
+                    True,
+                )
         cute.arch.griddepcontrol_wait()
         while sequence >= 0:
             told.let_go()
@@ -197,13 +257,22 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
 
     @cute.jit  # type: ignore[untyped-decorator]
     def load_page(
-        self, name: Any, cache: Any, head: Any, block: Any, page: Any, num_keys: Any, state: Any, early: Any
+        self,
+        name: Any,
+        cache: Any,
+        head: Any,
+        block: Any,
+        page: Any,
+        num_keys: Any,
+        state: Any,
+        early: Any,
     ) -> None:
         pipeline = cache[-1]
         pipeline.producer_acquire(state)
         if const_expr(name == "V" and self.blocks_on_an_sm == 2):
             index, phase = state.index, state.phase
-            pipeline.sync_object_empty.wait(1 - index, phase ^ index)  # until the page before it is read
+            # until the page before it is read
+            pipeline.sync_object_empty.wait(1 - index, phase ^ index)
         barrier = pipeline.producer_get_barrier(state)
         self.copy(cache, head, block, page, num_keys, barrier, state.index, early, False)
 
@@ -214,8 +283,11 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Those boxes of a page that begin before row `early` of the sequence, or the others."""
         atom, pages, shared, _ = cache
-        beyond = cute.size(pages, mode=[3])  # a page that is not there: copied as zeros, without a read
-        pages = cute.local_tile(pages[None, None, head, None], (self.tile_n, self.tile_hdim), (0, 0, None))
+        # a page that is not there: copied as zeros, without a read
+        beyond = cute.size(pages, mode=[3])
+        pages = cute.local_tile(
+            pages[None, None, head, None], (self.tile_n, self.tile_hdim), (0, 0, None)
+        )
         _, to, given = copy_utils.tma_get_copy_fn(atom, 0, cute.make_layout(1), pages, shared)
         high = self.tile_n // BOX_ROWS
         for row in cutlass.range_constexpr(high):
@@ -227,7 +299,9 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
             if was_asked == is_early:
                 for box in cutlass.range_constexpr(row, cute.size(given, mode=[0, 1]), high):
                     ends = given[(None, box), page_or_none], to[(None, box), stage]
-                    one_box = [cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends]
+                    one_box = [
+                        cute.group_modes(cute.append_ones(end, up_to_rank=2), 0, 2) for end in ends
+                    ]
                     cute.copy(atom, *one_box, tma_bar_ptr=barrier)
 
     def mma(self, *args: Any) -> None:
@@ -241,7 +315,15 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
             told.let_go()
             return described
 
-        super().mma(*args[:12], Kept(self.queries), *args[13:19], describe, args[20], lambda: told, *args[22:])
+        super().mma(
+            *args[:12],
+            Kept(self.queries),
+            *args[13:19],
+            describe,
+            args[20],
+            lambda: told,
+            *args[22:],
+        )
 
     def epilogue(self, *args: Any) -> None:
         super().epilogue(*args)
@@ -250,7 +332,9 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
 
 
 class Kept(Fixed):
-    """Queries, in whose place the result is stored: the package would let the next ones in before that."""
+    """Queries, in whose place the result is stored: the package would let the next ones in before
+    that.
+    """
 
     def __init__(self, queries: Any) -> None:
         self.consumer_wait_w_index_phase = queries.consumer_wait_w_index_phase

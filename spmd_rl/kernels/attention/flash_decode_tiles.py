@@ -1,8 +1,9 @@
 """Which tile, a head of a sequence, a block of decoding's attention takes next.
 
-Sequences differ in length, so a counter hands tiles out. One warp of a block takes the next one while the last page of
-the current one is on its way, looks up what the others need to know of it, and tells them when they have read that of
-the current one. Those who copy go on at once, those who compute when they are done.
+Sequences differ in length, so a counter hands tiles out. One warp of a block takes the next one
+while the last page of the current one is on its way, looks up what the others need to know of it,
+and tells them when they have read that of the current one. Those who copy go on at once, those who
+compute when they are done.
 Source: dynamic persistent scheduling, as in FlashAttention-3 (Shah et al., 2024) and CUTLASS.
 """
 
@@ -20,7 +21,8 @@ from flash_attn.cute.named_barrier import NamedBarrierFwd
 from flash_attn.cute.tile_scheduler import WorkTileInfo
 from quack.cute_dsl_utils import ParamsBase
 
-COPYING, COMPUTING, READ, WANTED = range(max(NamedBarrierFwd) + 1, max(NamedBarrierFwd) + 5)  # the package's are lower
+# the package's are lower
+COPYING, COMPUTING, READ, WANTED = range(max(NamedBarrierFwd) + 1, max(NamedBarrierFwd) + 5)
 LISTENERS = {COPYING: 2 * WARP_SIZE, COMPUTING: 4 * WARP_SIZE}  # threads that are told there
 
 
@@ -35,11 +37,11 @@ class Fixed:
 
 
 class Told(Fixed):
-    """What is told of a tile, in shared memory behind the queries' barriers: sequence, head, how many keys, and the
-    page of the last of them. A sequence below 0 is the end.
+    """What is told of a tile, in shared memory behind the queries' barriers: sequence, head, how
+    many keys, and the page of the last of them. A sequence below 0 is the end.
 
-    All listeners wait for `numbers`, at the barrier `where` their kind is told, and let each tile go once, after which
-    they may change.
+    All listeners wait for `numbers`, at the barrier `where` their kind is told, and let each tile
+    go once, after which they may change.
     """
 
     NUM_BYTES = 16
@@ -47,15 +49,20 @@ class Told(Fixed):
     def __init__(self, queries: Any, where: int) -> None:
         behind = cute.recast_ptr(queries.sync_object_full.get_barrier(0) + 2, dtype=Int32)
         self.slot = cute.make_tensor(behind, cute.make_layout(self.NUM_BYTES // 4))
-        self.num_keys = cute.make_tensor(behind + 2, cute.make_layout(1, stride=0))  # of whatever sequence
+        # of whatever sequence
+        self.num_keys = cute.make_tensor(behind + 2, cute.make_layout(1, stride=0))
         self.where = where
 
     def numbers(self) -> tuple[Any, ...]:
-        cute.arch.barrier(barrier_id=self.where, number_of_threads=LISTENERS[self.where] + WARP_SIZE)
+        cute.arch.barrier(
+            barrier_id=self.where, number_of_threads=LISTENERS[self.where] + WARP_SIZE
+        )
         return tuple(self.slot[i] for i in range(self.NUM_BYTES // 4))
 
     def let_go(self) -> None:
-        cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=sum(LISTENERS.values()) + WARP_SIZE)
+        cute.arch.barrier_arrive(
+            barrier_id=READ, number_of_threads=sum(LISTENERS.values()) + WARP_SIZE
+        )
 
     def want_next(self) -> None:
         """For the whole warp that copies pages, once a tile."""
@@ -91,8 +98,9 @@ class Told(Fixed):
 class Tiles(ParamsBase):  # type: ignore[misc]
     """A launch's tiles, the heads of a sequence side by side.
 
-    The block of index i begins with tile i, and then takes one from the counter for each that it has had: `count` times
-    over all blocks, with which the counter, bounded by `count`, has wrapped to zero.
+    The block of index i begins with tile i, and then takes one from the counter for each that it
+    has had: `count` times over all blocks, with which the counter, bounded by `count`, has wrapped
+    to zero.
     """
 
     num_heads: Int32
@@ -105,14 +113,18 @@ class Tiles(ParamsBase):  # type: ignore[misc]
 
     @cute.jit  # type: ignore[untyped-decorator]
     def hand_out(self, told: Told, describe: Any, table: Any, rows: int) -> None:
-        """For one whole warp. The first tile is told before the kernel ahead has ended; the counter waits for that."""
+        """For one whole warp. The first tile is told before the kernel ahead has ended; the counter
+        waits for that.
+        """
         tile = cute.arch.block_idx()[0]
         told.tell(*self.look_up(tile, describe, table, rows))
         cute.arch.griddepcontrol_wait()
         while tile < self.count:
             told.until_wanted()
             tile = cute.arch.shuffle_sync(self.take(), 0)
-            sequence, *found = self.look_up(cutlass.min(tile, self.count - 1), describe, table, rows)
+            sequence, *found = self.look_up(
+                cutlass.min(tile, self.count - 1), describe, table, rows
+            )
             if tile >= self.count:
                 sequence = Int32(-1)
             told.until_read()
@@ -121,7 +133,8 @@ class Tiles(ParamsBase):  # type: ignore[misc]
     @cute.jit  # type: ignore[untyped-decorator]
     def look_up(self, tile: Any, describe: Any, table: Any, rows: int) -> Any:
         sequence, lane = tile // self.num_heads, cute.arch.lane_idx()
-        first_pages = table[sequence, cutlass.min(lane, cute.size(table, mode=[1]) - 1)]  # on their way with the length
+        # on their way with the length
+        first_pages = table[sequence, cutlass.min(lane, cute.size(table, mode=[1]) - 1)]
         num_keys = describe(sequence).seqlen_k
         block = cutlass.max(num_keys - 1, 0) // rows
         page = cute.arch.shuffle_sync(first_pages, cutlass.min(block, WARP_SIZE - 1))
@@ -135,5 +148,7 @@ class Tiles(ParamsBase):  # type: ignore[misc]
         following = Int32(0)
         if cute.arch.lane_idx() == 0:
             last, counter = Int32(self.count - 1).ir_value(), self.handed_out.iterator.llvm_ptr
-            following = cute.arch.grid_dim()[0] + Int32(nvvm.atomicrmw(op=nvvm.AtomicOpKind.INC, ptr=counter, a=last))
+            following = cute.arch.grid_dim()[0] + Int32(
+                nvvm.atomicrmw(op=nvvm.AtomicOpKind.INC, ptr=counter, a=last)
+            )
         return following

@@ -1,4 +1,6 @@
-"""FlashAttention-4 over ranges of keys that are merged afterwards: what the contract does not do, to tell it apart."""
+"""FlashAttention-4 over ranges of keys that are merged afterwards: what the contract does not do,
+to tell it apart.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from torch import Tensor
 
 
 def flash_ranges(q: Tensor, k: Tensor, v: Tensor, num_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """One query of each sequence over its first `num_keys` keys here, with the log-sums that merging ranges needs.
+    """One query of each sequence over its first `num_keys` keys here, with the log-sums that
+    merging ranges needs.
 
     Shape: q [B, H, D], k and v [B, S, K, D], num_keys [B]; returns [B, H, D] and [B, H] fp32.
     """

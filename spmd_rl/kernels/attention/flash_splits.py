@@ -1,7 +1,9 @@
-"""FlashAttention-4 over keys in splits of a fixed size, for packed sequences and for pages of a cache.
+"""FlashAttention-4 over keys in splits of a fixed size, for packed sequences and for pages of a
+cache.
 
-A token sees its own split up to itself, and those before it whole. The package counts its blocks of keys from the start
-of each split, so what a token finds there does not depend on how many tokens came with it.
+A token sees its own split up to itself, and those before it whole. The package counts its blocks of
+keys from the start of each split, so what a token finds there does not depend on how many tokens
+came with it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,15 @@ class _Earlier:
             "seqused_k": to_int32(np.full(len(splits.pair_split), size), device),
         }
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, own: Where, out: Tensor, log_sum: Tensor | None = None) -> None:
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        own: Where,
+        out: Tensor,
+        log_sum: Tensor | None = None,
+    ) -> None:
         """Each token over its own split, found by `own`, and all earlier ones.
 
         Shape: q and out [T', H, D], or without padding [T, H, D]; log_sum [T', H] fp32.
@@ -51,8 +61,12 @@ class PackedSplits:
 
     def __init__(self, lengths: NDArray[np.int64], size: int, device: torch.device) -> None:
         num_tokens = int(lengths.sum())
-        splits = Splits.of(np.zeros_like(lengths), lengths, size, padded_rows(num_tokens) - num_tokens)
-        first_keys = (np.cumsum(lengths) - lengths)[splits.sequence[splits.pair_run]] + splits.pair_split * size
+        splits = Splits.of(
+            np.zeros_like(lengths), lengths, size, padded_rows(num_tokens) - num_tokens
+        )
+        first_keys = (np.cumsum(lengths) - lengths)[
+            splits.sequence[splits.pair_run]
+        ] + splits.pair_split * size
         keys = {"cu_seqlens_k": to_int32([*first_keys, 0], device), "max_seqlen_k": size}
         self.earlier = _Earlier(splits, size, keys, device)
         self.runs, self.whole = Laid(splits.lengths, device), Laid(lengths, device)
@@ -63,7 +77,9 @@ class PackedSplits:
 
 
 class _PackedSplitAttention(torch.autograd.Function):
-    """Splits merged are attention over all keys: the gradient is the package's, of the sequences uncut."""
+    """Splits merged are attention over all keys: the gradient is the package's, of the sequences
+    uncut.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSplits) -> Tensor:
@@ -116,23 +132,31 @@ class PagedSplits:
 
 
 class DecodeSplits:
-    """As `DecodeFlash`, in splits: each of them is a sequence of the batch, without keys past its sequence's end.
+    """As `DecodeFlash`, in splits: each of them is a sequence of the batch, without keys past its
+    sequence's end.
 
-    Shape: pages [B, N * size / page_size] and num_keys [B] int32; handed_out as in `decode_attention`.
+    Shape: pages [B, N * size / page_size] and num_keys [B] int32; handed_out as in
+    `decode_attention`.
     """
 
-    def __init__(self, pages: Tensor, num_keys: Tensor, handed_out: Tensor, page_size: int, size: int) -> None:
+    def __init__(
+        self, pages: Tensor, num_keys: Tensor, handed_out: Tensor, page_size: int, size: int
+    ) -> None:
         self.handed_out = handed_out
         self.batch, self.pages = len(pages), pages.reshape(-1, size // page_size)
         split = torch.arange(len(self.pages) // self.batch, dtype=torch.int32, device=pages.device)
         keys = (num_keys.unsqueeze(1) - split * size).clamp_(0, size)
-        rows = torch.arange(len(self.pages), dtype=torch.int32, device=pages.device).view(keys.shape)
+        rows = torch.arange(len(self.pages), dtype=torch.int32, device=pages.device).view(
+            keys.shape
+        )
         self.num_keys, self.rows = keys.view(-1), rows.masked_fill_(keys == 0, -1)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         partial = q.new_empty(len(self.pages), *q.shape[1:])
         sums = q.new_empty(partial.shape[:2], dtype=torch.float32)
-        decode_attention(q[: self.batch], keys, values, self.pages, self.num_keys, self.handed_out, partial, sums)
+        decode_attention(
+            q[: self.batch], keys, values, self.pages, self.num_keys, self.handed_out, partial, sums
+        )
         out = q.new_empty(q.shape)
         merge_ranges(partial, sums, self.rows, out[: self.batch])
         return out

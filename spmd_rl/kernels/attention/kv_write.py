@@ -16,10 +16,11 @@ class KvPlace(NamedTuple):
 
 
 def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write the first T rows of k and v; a negative slot writes nothing. Slot = page * page_size + offset.
+    """Write the first T rows of k and v; a negative slot writes nothing. Slot = page * page_size +
+    offset.
 
-    Shape: keys and values [num_pages, page_size, K, D], contiguous; slots [T] int64; k and v [T', K, D], perhaps parts
-    of one tensor.
+    Shape: keys and values [num_pages, page_size, K, D], contiguous; slots [T] int64; k and v [T',
+    K, D], perhaps parts of one tensor.
     """
     if keys.is_cuda:
         from spmd_rl.kernels.attention.kv_write_triton import write_rows

@@ -22,7 +22,9 @@ def write_rows(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor
 
 
 @triton.jit
-def _write(keys, values, slots, k, v, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _write(
+    keys, values, slots, k, v, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     wait()
     slot = tl.load(slots + token).to(tl.int64)

@@ -1,7 +1,8 @@
-"""Merging what a query found in several ranges of keys: their results weighted by their sums, in a fixed order.
+"""Merging what a query found in several ranges of keys: their results weighted by their sums, in a
+fixed order.
 
-Weights and sums are float32 with one rounding at the end; ranges are added first to last. The result of a single range
-is returned as it is.
+Weights and sums are float32 with one rounding at the end; ranges are added first to last. The
+result of a single range is returned as it is.
 """
 
 from __future__ import annotations
@@ -11,12 +12,17 @@ from torch import Tensor
 
 
 def merge_ranges(
-    partial: Tensor, log_sum: Tensor, rows: Tensor, out: Tensor, merged_log_sum: Tensor | None = None
+    partial: Tensor,
+    log_sum: Tensor,
+    rows: Tensor,
+    out: Tensor,
+    merged_log_sum: Tensor | None = None,
 ) -> None:
     """The softmax over all ranges of each query, into `out` and, if wanted, `merged_log_sum`.
 
-    Shape: partial [P, H, D] with log_sum [P, H] fp32; rows [T, N], where the results of each query's ranges lie, -1 for
-    none, the first always there; out [T, H, D], merged_log_sum [T, H] fp32.
+    Shape: partial [P, H, D] with log_sum [P, H] fp32; rows [T, N], where the results of each
+    query's ranges lie, -1 for none, the first always there; out [T, H, D], merged_log_sum [T, H]
+    fp32.
     """
     if partial.is_cuda:
         from spmd_rl.kernels.attention.merge_states_triton import merge_ranges_gpu
@@ -30,7 +36,10 @@ def merge_ranges(
     total, values = weights[:, 0], partial[rows[:, 0]].float() * weights[:, 0].unsqueeze(-1)
     for i in range(1, rows.shape[1]):
         more = values + partial[rows[:, i].clamp(min=0)].float() * weights[:, i].unsqueeze(-1)
-        total, values = total + weights[:, i], torch.where(present[:, i].unsqueeze(-1), more, values)
+        total, values = (
+            total + weights[:, i],
+            torch.where(present[:, i].unsqueeze(-1), more, values),
+        )
     out.copy_(values / total.unsqueeze(-1))
     if merged_log_sum is not None:
         merged_log_sum.copy_(highest + total.log())

@@ -1,4 +1,6 @@
-"""Merging ranges of keys on NVIDIA GPUs: a program for each query head, the same for trainer and engine."""
+"""Merging ranges of keys on NVIDIA GPUs: a program for each query head, the same for trainer and
+engine.
+"""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 # tuples grow in unrolled loops:
@@ -15,7 +17,9 @@ from spmd_rl.kernels.runtime.pdl import overlapping, wait
 def merge_ranges_gpu(
     partial: Tensor, log_sum: Tensor, rows: Tensor, out: Tensor, merged_log_sum: Tensor | None
 ) -> None:
-    """Shape: as `merge_ranges`; partial and out contiguous. `rows` is read early (`overlap_triton`)."""
+    """Shape: as `merge_ranges`; partial and out contiguous. `rows` is read early
+    (`overlap_triton`).
+    """
     heads, dim = partial.shape[1:]
     merged = log_sum if merged_log_sum is None else merged_log_sum
     _merge[(len(rows), heads)](
@@ -41,7 +45,9 @@ def _merge(
         log_sums += (tl.load(at, mask=places[i] >= 0, other=float("-inf")),)
     for i in tl.static_range(RANGES):
         seen = (places[i] >= 0) & (column < DIM)
-        parts += (tl.load(partial + (places[i] * heads + head) * DIM + column, mask=seen, other=0.0),)
+        parts += (
+            tl.load(partial + (places[i] * heads + head) * DIM + column, mask=seen, other=0.0),
+        )
     highest = log_sums[0]
     for i in tl.static_range(1, RANGES):
         highest = tl.maximum(highest, log_sums[i])

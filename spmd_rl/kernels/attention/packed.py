@@ -1,6 +1,7 @@
 """The trainer's side of attention: sequences laid end to end, each causal in itself.
 
-Where FlashAttention does not apply, they are laid out in rows (attention.py); shape letters as there.
+Where FlashAttention does not apply, they are laid out in rows (attention.py); shape letters as
+there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention.blocked import RowLayout, attention_of_rows, doublings, lay_rows, token_order
+from spmd_rl.kernels.attention.blocked import (
+    RowLayout,
+    attention_of_rows,
+    doublings,
+    lay_rows,
+    token_order,
+)
 from spmd_rl.kernels.attention.flash import PackedFlash, flash_takes
 from spmd_rl.kernels.attention.flash_splits import PackedSplits
 from spmd_rl.kernels.runtime.padding import cut_rows, padded_rows
@@ -21,10 +28,11 @@ from spmd_rl.kernels.runtime.padding import cut_rows, padded_rows
 class PackedAttention:
     """Causal attention within each of the sequences laid end to end: the trainer's.
 
-    Call it as `attend(layer, q, k, v)`; q [T', H, D], k and v [T', K, D] where T' may be the tokens padded to the row
-    tile. Returns [T', H, D]. `prefixes` [N], on the CPU only: the earlier sequence that each one goes on from, whose
-    tokens it sees before its own; -1 for none. `split`, with FlashAttention only: keys are seen in splits of so many
-    tokens (splits.py); 0 for all at once.
+    Call it as `attend(layer, q, k, v)`; q [T', H, D], k and v [T', K, D] where T' may be the tokens
+    padded to the row tile. Returns [T', H, D]. `prefixes` [N], on the CPU only: the earlier
+    sequence that each one goes on from, whose tokens it sees before its own; -1 for none. `split`,
+    with FlashAttention only: keys are seen in splits of so many tokens (splits.py); 0 for all at
+    once.
     """
 
     def __init__(
@@ -62,24 +70,33 @@ class PackedAttention:
 class _PackedBlocks:
     """Packed sequences laid out in rows, for `attention_of_rows`.
 
-    Sequences are computed beside those of about their length, so that the longest does not widen all.
+    Sequences are computed beside those of about their length, so that the longest does not widen
+    all.
     """
 
     def __init__(
-        self, lengths: NDArray[np.int64], prefixes: NDArray[np.int32], groups: int, device: torch.device
+        self,
+        lengths: NDArray[np.int64],
+        prefixes: NDArray[np.int32],
+        groups: int,
+        device: torch.device,
     ) -> None:
         starts = np.where(prefixes >= 0, lengths[prefixes], 0)
         first = np.cumsum(lengths) - lengths
         parts = doublings(lengths * groups)
         self.parts = [
-            _PackedPart(first, starts, lengths, prefixes, np.flatnonzero(parts == part), groups, device)
+            _PackedPart(
+                first, starts, lengths, prefixes, np.flatnonzero(parts == part), groups, device
+            )
             for part in np.unique(parts)
         ]
         self.order = token_order(lengths, parts, device) if len(self.parts) > 1 else None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = [part.attend(q, k, v) for part in self.parts]
-        return cut_rows(outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order), len(q))
+        return cut_rows(
+            outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order), len(q)
+        )
 
 
 class _PackedPart:
@@ -100,11 +117,15 @@ class _PackedPart:
         self.num_keys = padded_rows(int(ends.max()))
         offset, start = np.arange(self.num_keys), starts[chosen][:, None]
         keys = np.where(offset < start, before[:, None] + offset, own[:, None] + offset - start)
-        self.keys = torch.from_numpy(np.where(offset < ends[:, None], keys, 0).reshape(-1)).to(device)
+        self.keys = torch.from_numpy(np.where(offset < ends[:, None], keys, 0).reshape(-1)).to(
+            device
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = self.layout.rows(q, k.shape[1])
-        return self.layout.tokens(attention_of_rows(rows, self._laid(k), self._laid(v), self.layout))
+        return self.layout.tokens(
+            attention_of_rows(rows, self._laid(k), self._laid(v), self.layout)
+        )
 
     def _laid(self, x: Tensor) -> Tensor:
         """[T', K, D] -> [K, B, S, D]."""

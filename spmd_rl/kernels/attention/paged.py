@@ -1,4 +1,6 @@
-"""The engine's side of attention: keys and values in pages, read back in the order that the trainer sees them."""
+"""The engine's side of attention: keys and values in pages, read back in the order that the trainer
+sees them.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.kernels.attention.blocked import QUERY_TILE, RowLayout, attention_of_rows, doublings, token_order
-from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash, check_split, flash_of_chunks, flash_takes
+from spmd_rl.kernels.attention.blocked import (
+    QUERY_TILE,
+    RowLayout,
+    attention_of_rows,
+    doublings,
+    token_order,
+)
+from spmd_rl.kernels.attention.flash import (
+    DecodeFlash,
+    PagedFlash,
+    check_split,
+    flash_of_chunks,
+    flash_takes,
+)
 from spmd_rl.kernels.attention.flash_splits import DecodeSplits, PagedSplits
 from spmd_rl.kernels.attention.kv_write import KvPlace, write_kv
 from spmd_rl.kernels.runtime.padding import cut_rows, padded_rows
@@ -22,11 +36,12 @@ from spmd_rl.kernels.runtime.upload import upload
 class KvCache:
     """Pages of keys and values for every layer; slot = page * page_size + offset.
 
-    It starts at zero and must stay finite, and so must products with its keys: unused slots of a page are read, and
-    their values multiplied by exact zeros.
+    It starts at zero and must stay finite, and so must products with its keys: unused slots of a
+    page are read, and their values multiplied by exact zeros.
     Shape: each layer's keys and values are [num_pages, page_size, K, D] for FlashAttention, else
-    [K, num_pages * page_size, D]. `allocate` makes its memory: so many bytes, uint8 and zero. `split`: how many tokens,
-    a multiple of the page, are seen at once (splits.py); 0 for all. One stream at a time may read it (`handed_out`).
+    [K, num_pages * page_size, D]. `allocate` makes its memory: so many bytes, uint8 and zero.
+    `split`: how many tokens, a multiple of the page, are seen at once (splits.py); 0 for all. One
+    stream at a time may read it (`handed_out`).
     Raises: ConfigError where attention in splits cannot run.
     """
 
@@ -50,7 +65,11 @@ class KvCache:
         self.num_kv_heads = num_kv_heads
         self.flash = flash_takes(head_dim, dtype, device)
         self.handed_out = torch.zeros(1, dtype=torch.int32, device=device)
-        pages = (num_pages, page_size, num_kv_heads) if self.flash else (num_kv_heads, num_pages * page_size)
+        pages = (
+            (num_pages, page_size, num_kv_heads)
+            if self.flash
+            else (num_kv_heads, num_pages * page_size)
+        )
         shape = (num_layers, 2, *pages, head_dim)
         memory = (allocate or partial(_zeros, device=device))(math.prod(shape) * dtype.itemsize)
         self.data = memory.view(dtype).view(shape)
@@ -74,26 +93,32 @@ class KvCache:
         device = self.data.device
         read, written = (upload(np.array(pages), device) for pages in (sources, targets))
         for layer in self.data:
-            # [2, pages, page_size, K, D], or with keys, values and heads in one: [2 * K, pages, page_size * D]
+            # [2, pages, page_size, K, D], or with keys, values and heads in one: [2 * K, pages,
+            # page_size * D]
             pages = layer if self.flash else layer.view(2 * self.num_kv_heads, self.num_pages, -1)
             pages.index_copy_(1, written, pages.index_select(1, read))
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeros; on the CPU of memory that the system clears when it is first touched, which most pages never are."""
+    """Zeros; on the CPU of memory that the system clears when it is first touched, which most pages
+    never are.
+    """
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8))
 
 
 class PagedAttention:
-    """Writes the new keys and values of a step into the cache, then attends each new token to its own history.
+    """Writes the new keys and values of a step into the cache, then attends each new token to its
+    own history.
 
-    Call it as `attend(layer, q, k, v)` with q [T', H, D], k and v [T', K, D]: the new tokens of all sequences laid end
-    to end, then padding up to the row tile.
+    Call it as `attend(layer, q, k, v)` with q [T', H, D], k and v [T', K, D]: the new tokens of all
+    sequences laid end to end, then padding up to the row tile.
     """
 
-    def __init__(self, cache: KvCache, slots: Tensor, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self, cache: KvCache, slots: Tensor, kernel: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> None:
         self.cache = cache
         self.slots = slots
         self.kernel = kernel
@@ -111,25 +136,31 @@ class PagedAttention:
     ) -> PagedAttention:
         """Any number of new tokens for each sequence.
 
-        Shape: page_table [B, P] (any value where a sequence has no page; its first page stands in), starts [B] (tokens
-        already in the cache), lengths [B] (new tokens, at least 1), slots [T] (where each new token's key goes).
+        Shape: page_table [B, P] (any value where a sequence has no page; its first page stands in),
+        starts [B] (tokens already in the cache), lengths [B] (new tokens, at least 1), slots [T]
+        (where each new token's key goes).
         """
         device = cache.data.device
         kernel: PagedFlash | DecodeFlash | PagedSplits | _PagedBlocks
         if 0 < cache.split < (starts + lengths).max():
             kernel = PagedSplits(page_table, starts, lengths, cache.page_size, cache.split, device)
         elif cache.flash:
-            kernel = flash_of_chunks(page_table, starts, lengths, cache.page_size, cache.handed_out, device)
+            kernel = flash_of_chunks(
+                page_table, starts, lengths, cache.page_size, cache.handed_out, device
+            )
         else:
             kernel = _PagedBlocks(cache, page_table, starts, lengths, num_heads)
         return cls(cache, upload(slots, device), kernel)
 
     @classmethod
-    def decode(cls, cache: KvCache, *, pages: Tensor, num_keys: Tensor, slots: Tensor) -> PagedAttention:
-        """One new token for each sequence, all state on the GPU, for caches that FlashAttention reads.
+    def decode(
+        cls, cache: KvCache, *, pages: Tensor, num_keys: Tensor, slots: Tensor
+    ) -> PagedAttention:
+        """One new token for each sequence, all state on the GPU, for caches that FlashAttention
+        reads.
 
-        Shape: pages [B, P], P whole splits if the cache has them, and num_keys [B] (the new token's included) int32;
-        slots [B] int64; slots below 0 write nothing.
+        Shape: pages [B, P], P whole splits if the cache has them, and num_keys [B] (the new token's
+        included) int32; slots [B] int64; slots below 0 write nothing.
         """
         if 0 < cache.split < pages.shape[1] * cache.page_size:
             splits = DecodeSplits(pages, num_keys, cache.handed_out, cache.page_size, cache.split)
@@ -141,7 +172,9 @@ class PagedAttention:
         return self.read(layer, q)
 
     def place(self, layer: int) -> KvPlace | None:
-        """Where whoever calls `read` instead has written the keys and values, for caches that FlashAttention reads."""
+        """Where whoever calls `read` instead has written the keys and values, for caches that
+        FlashAttention reads.
+        """
         return KvPlace(*self.cache.layers[layer], self.slots) if self.cache.flash else None
 
     def read(self, layer: int, q: Tensor) -> Tensor:
@@ -152,7 +185,8 @@ class PagedAttention:
 class _PagedBlocks:
     """Pages laid out in rows, for `attention_of_rows`.
 
-    Sequences are computed beside those of about as many rows and keys, so that few widen the others.
+    Sequences are computed beside those of about as many rows and keys, so that few widen the
+    others.
     """
 
     def __init__(
@@ -174,18 +208,24 @@ class _PagedBlocks:
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         outs = [part.attend(q, keys, values) for part in self.parts]
-        return cut_rows(outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order), len(q))
+        return cut_rows(
+            outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order), len(q)
+        )
 
 
-def _alike(rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+def _alike(
+    rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device
+) -> NDArray[np.int64]:
     """A number for each sequence, the same for those that are laid out together; all shape [B].
 
-    On a CPU, where calls cost more than padding (by doublings, a rollout of the example takes 1.12 times as long),
-    those with one tile of rows are together, and all others are.
+    On a CPU, where calls cost more than padding (by doublings, a rollout of the example takes 1.12
+    times as long), those with one tile of rows are together, and all others are.
     """
     if device.type == "cpu":
         return (rows > QUERY_TILE).astype(np.int64)
-    return np.unique(np.stack((doublings(rows), doublings(keys))), axis=1, return_inverse=True)[1].reshape(-1)
+    return np.unique(np.stack((doublings(rows), doublings(keys))), axis=1, return_inverse=True)[
+        1
+    ].reshape(-1)
 
 
 class _Part:
@@ -208,13 +248,17 @@ class _Part:
         used = -(-(starts + lengths) // page_size)
         table = np.repeat(page_table[:, :1], num_pages, axis=1)
         width = min(num_pages, page_table.shape[1])
-        table[:, :width] = np.where(np.arange(width) < used[:, None], page_table[:, :width], page_table[:, :1])
+        table[:, :width] = np.where(
+            np.arange(width) < used[:, None], page_table[:, :width], page_table[:, :1]
+        )
         self.pages = torch.from_numpy(table.reshape(-1)).to(device)
         self.page_size = page_size
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         rows = self.layout.rows(q, keys.shape[0])
-        return self.layout.tokens(attention_of_rows(rows, self._read(keys), self._read(values), self.layout))
+        return self.layout.tokens(
+            attention_of_rows(rows, self._read(keys), self._read(values), self.layout)
+        )
 
     def _read(self, cached: Tensor) -> Tensor:
         """[K, slots, D] -> [K, B, S, D]."""

@@ -1,4 +1,6 @@
-"""Linear layers on the CPU, in tiles of rows: all in one call where this CPU was seen to give each tile its bits."""
+"""Linear layers on the CPU, in tiles of rows: all in one call where this CPU was seen to give each
+tile its bits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ COMPARED_ROWS = (2 * ROW_TILE, 3 * ROW_TILE, 8 * ROW_TILE)
 
 
 def linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See `linear`. The first product of a shape also takes the time of a comparison, of up to 128 rows."""
+    """See `linear`. The first product of a shape also takes the time of a comparison, of up to 128
+    rows.
+    """
     tall, weight = pad_columns(pad_rows(x)), pad_columns(weight)
     if rows_stand_alone(*weight.shape, bias is not None, x.dtype, torch.get_num_threads()):
         out = F.linear(tall, weight, bias)
@@ -26,10 +30,13 @@ def linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @cache
 @torch.no_grad()
 def rows_stand_alone(n: int, k: int, has_bias: bool, dtype: torch.dtype, num_threads: int) -> bool:
-    """Whether the library gives a tile of rows the same bits alone and among more; kept for the process."""
+    """Whether the library gives a tile of rows the same bits alone and among more; kept for the
+    process.
+    """
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(*shape, generator=generator).to(dtype) for shape in ((COMPARED_ROWS[-1], k), (n, k), (n,))
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((COMPARED_ROWS[-1], k), (n, k), (n,))
     )
     given = weight, bias if has_bias else None
     tiles = torch.cat([F.linear(tile, *given) for tile in x.split(ROW_TILE)])

@@ -1,11 +1,13 @@
-"""Which of cuBLAS's ways to multiply a shape the contract takes, if any: the fastest that was seen to have its bits.
+"""Which of cuBLAS's ways to multiply a shape the contract takes, if any: the fastest that was seen
+to have its bits.
 
-A way that says it cuts K is none of them. Others are compared with the reference kernel twice: for ordinary data, then
-for data whose halves cancel, so that nothing but the rounding of the chain is left. As all that pass give the same
-bits, it does not matter that another process may find another one the fastest.
+A way that says it cuts K is none of them. Others are compared with the reference kernel twice: for
+ordinary data, then for data whose halves cancel, so that nothing but the rounding of the chain is
+left. As all that pass give the same bits, it does not matter that another process may find another
+one the fastest.
 
-A way is one kernel for all numbers of rows, so it is compared for the most and the least that it will have. The two
-that are left of a race meet alone in the end: what ran before decides the clock.
+A way is one kernel for all numbers of rows, so it is compared for the most and the least that it
+will have. The two that are left of a race meet alone in the end: what ran before decides the clock.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from spmd_rl.kernels.runtime.interleaved_timing import seconds
 
 COMPARED_ROWS = 1024
 ROUNDS = ((9, 4), (41, 2), (41, 1))  # turns of each way, and how many of the fastest go on
-TURN_S = 1e-3  # what a graph of calls takes at about the pace of an H200, so that its launch is little beside it
+# what a graph of calls takes at about the pace of an H200, so that its launch is little beside it
+TURN_S = 1e-3
 BYTES_PER_S, FLOPS_PER_S = 4e12, 8e14
 MOST_CALLS = 64
 L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come out of memory
@@ -34,8 +37,8 @@ L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come 
 def choose(shape: Shape, least_rows: int, ours: Way) -> Way | None:
     """A way for `least_rows` up to those of the shape.
 
-    None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to compare them in, with
-    a warning. Not while a graph is recorded.
+    None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to
+    compare them in, with a warning. Not while a graph is recorded.
 
     Raises: Refused where cuBLAS does not take what it proposed for the shape itself.
     """
@@ -45,13 +48,18 @@ def choose(shape: Shape, least_rows: int, ours: Way) -> Way | None:
             ways = [way for way in ways if _serves(way, shape._replace(rows=least_rows))]
         best = fastest([ours, *ways], shape) if ways else ours
     except torch.OutOfMemoryError:
-        warnings.warn(f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies", stacklevel=2)
+        warnings.warn(
+            f"no memory to compare cuBLAS's ways for {shape}: a slower kernel multiplies",
+            stacklevel=2,
+        )
         return None
     return None if best is ours else best
 
 
 def _serves(way: Way, shape: Shape) -> bool:
-    """Whether a way that was proposed for more rows has the bits for those of the shape, and multiplies them at all."""
+    """Whether a way that was proposed for more rows has the bits for those of the shape, and
+    multiplies them at all.
+    """
     try:
         return proves_equal(way, shape)
     except Refused:
@@ -82,15 +90,20 @@ def proves_equal(way: Way, shape: Shape) -> bool:
 def _operands(shape: Shape) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     n, k, rows, has_bias, out_dtype, device = shape
     generator = torch.Generator(device).manual_seed(0)
-    x, weight = (torch.randn(count, k, dtype=torch.bfloat16, device=device, generator=generator) for count in (rows, n))
+    x, weight = (
+        torch.randn(count, k, dtype=torch.bfloat16, device=device, generator=generator)
+        for count in (rows, n)
+    )
     bias = torch.linspace(-1e-4, 1e-4, n, device=device).bfloat16() if has_bias else None
     return x, weight, bias, x.new_empty(rows, n, dtype=out_dtype)
 
 
 def fastest(ways: Sequence[Way], shape: Shape) -> Way:
-    """By median time, in turns (`turns`), for weights that lie in memory; recorded, as decoding steps are.
+    """By median time, in turns (`turns`), for weights that lie in memory; recorded, as decoding
+    steps are.
 
-    Ways that are close to each other part only when they keep the GPU busy for long, as its clock then falls.
+    Ways that are close to each other part only when they keep the GPU busy for long, as its clock
+    then falls.
     """
     x, weight, bias, out = _operands(shape)
     one_s = max(weight.nbytes / BYTES_PER_S, 2 * shape.rows * weight.numel() / FLOPS_PER_S)

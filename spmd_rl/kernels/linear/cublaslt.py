@@ -1,4 +1,5 @@
-"""The ways in which cuBLAS would multiply, through cublasLt's C interface; torch takes the first of its own.
+"""The ways in which cuBLAS would multiply, through cublasLt's C interface; torch takes the first of
+its own.
 
 The constants are those of cublasLt.h.
 """
@@ -36,7 +37,9 @@ class Refused(RuntimeError):
 
 
 class Shape(NamedTuple):
-    """x @ weight.T + bias, of x [rows, k], weight [n, k] and bias [n], all bf16, in `out_dtype`, bf16 or fp32."""
+    """x @ weight.T + bias, of x [rows, k], weight [n, k] and bias [n], all bf16, in `out_dtype`,
+    bf16 or fp32.
+    """
 
     n: int
     k: int
@@ -68,26 +71,35 @@ class _Proposal(ctypes.Structure):
 
 
 def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
-    """What cuBLAS proposes if a way may use so many bytes, best first as it thinks, each way once; nothing where
-    cublasLt is not to be had.
+    """What cuBLAS proposes if a way may use so many bytes, best first as it thinks, each way once;
+    nothing where cublasLt is not to be had.
 
-    With none it is asked for ways that keep no partial sums, and so do not split K. A way multiplies any number of rows
-    by the kernel that it has for those of the shape. The ways of one answer share what they are called with: no two of
-    them may run at a time, nor be called from two threads. Each takes contiguous operands at whole multiples of 16
-    bytes, whose widths and types it does not check, and launches on torch's stream.
+    With none it is asked for ways that keep no partial sums, and so do not split K. A way
+    multiplies any number of rows by the kernel that it has for those of the shape. The ways of one
+    answer share what they are called with: no two of them may run at a time, nor be called from two
+    threads. Each takes contiguous operands at whole multiples of 16 bytes, whose widths and types
+    it does not check, and launches on torch's stream.
 
-    Raises: Refused, and RuntimeError with the status of a call that fails; so does each way, the first for numbers of
-    rows that its kernel does not take.
+    Raises: Refused, and RuntimeError with the status of a call that fails; so does each way, the
+    first for numbers of rows that its kernel does not take.
     """
     if _library() is None:
         return []
     n, k, rows, has_bias, out_dtype, device = shape
-    # To cuBLAS matrices lie column by column: out.T [n, rows] = (weight as [k, n]).T @ (x as [k, rows]).
-    handle, operation = _handle(device), _created("cublasLtMatmulDescCreate", c_int(COMPUTE_FP32), c_int(FP32))
+    # To cuBLAS matrices lie column by column: out.T [n, rows] = (weight as [k, n]).T @ (x as [k,
+    # rows]).
+    handle, operation = (
+        _handle(device),
+        _created("cublasLtMatmulDescCreate", c_int(COMPUTE_FP32), c_int(FP32)),
+    )
     _set("Desc", operation, TRANSPOSE_FIRST, c_int(TRANSPOSED))
     if has_bias:
         some = torch.empty(n, dtype=torch.bfloat16, device=device)
-        for attribute, value in (EPILOGUE, c_int(ADD_BIAS)), (BIAS_TYPE, c_int(BF16)), (BIAS, _address(some)):
+        for attribute, value in (
+            (EPILOGUE, c_int(ADD_BIAS)),
+            (BIAS_TYPE, c_int(BF16)),
+            (BIAS, _address(some)),
+        ):
             _set("Desc", operation, attribute, value)
     of_weight, of_x = _layout(BF16, k, n), _layout(BF16, k, rows)
     of_out = _layout(BF16 if out_dtype == torch.bfloat16 else FP32, n, rows)
@@ -119,7 +131,12 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
 
 
 def _proposals(
-    handle: c_void_p, operation: c_void_p, of_weight: c_void_p, of_x: c_void_p, of_out: c_void_p, workspace_bytes: int
+    handle: c_void_p,
+    operation: c_void_p,
+    of_weight: c_void_p,
+    of_x: c_void_p,
+    of_out: c_void_p,
+    workspace_bytes: int,
 ) -> list[_Proposal]:
     found, count, wishes = (_Proposal * MOST)(), c_int(0), _wishes(workspace_bytes)
     _call(
@@ -154,8 +171,16 @@ def _wishes(workspace_bytes: int) -> c_void_p:
     return wishes
 
 
-def _set(kind: str, of: c_void_p, attribute: int, value: c_int | c_uint32 | c_uint64 | c_void_p) -> None:
-    _call(f"cublasLtMatmul{kind}SetAttribute", of, c_int(attribute), byref(value), c_size_t(ctypes.sizeof(value)))
+def _set(
+    kind: str, of: c_void_p, attribute: int, value: c_int | c_uint32 | c_uint64 | c_void_p
+) -> None:
+    _call(
+        f"cublasLtMatmul{kind}SetAttribute",
+        of,
+        c_int(attribute),
+        byref(value),
+        c_size_t(ctypes.sizeof(value)),
+    )
 
 
 def _set_columns(layout: c_void_p, count: int) -> None:
@@ -169,7 +194,9 @@ def _address(x: Tensor) -> c_void_p:
 
 
 def _layout(dtype: int, rows: int, columns: int) -> c_void_p:
-    return _created("cublasLtMatrixLayoutCreate", c_int(dtype), c_uint64(rows), c_uint64(columns), c_int64(rows))
+    return _created(
+        "cublasLtMatrixLayoutCreate", c_int(dtype), c_uint64(rows), c_uint64(columns), c_int64(rows)
+    )
 
 
 def _created(name: str, *arguments: Any) -> c_void_p:

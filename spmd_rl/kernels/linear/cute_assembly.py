@@ -13,7 +13,9 @@ div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1
 
 
 def after_wait(number: Any) -> Any:
-    """The same, which the compiler does not read before the wait; where it does, it waits after each wgmma."""
+    """The same, which the compiler does not read before the wait; where it does, it waits after
+    each wgmma.
+    """
     return _assembly("", "=f,0", number)
 
 
@@ -24,5 +26,9 @@ def silu_times(gate: Any, up: Any) -> Any:
 @dsl_user_op  # type: ignore[untyped-decorator]
 def _assembly(text: str, registers: str, *numbers: Any, loc: Any = None, ip: Any = None) -> Any:
     given = [number.ir_value(loc=loc, ip=ip) for number in numbers]
-    options = {"has_side_effects": True, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    options = {
+        "has_side_effects": True,
+        "is_align_stack": False,
+        "asm_dialect": llvm.AsmDialect.AD_ATT,
+    }
     return Float32(llvm.inline_asm(T.f32(), given, text, registers, **options))

@@ -1,4 +1,6 @@
-"""What a block of `linear_cute` does with its sums: round them, turn them over in shared memory, store them."""
+"""What a block of `linear_cute` does with its sums: round them, turn them over in shared memory,
+store them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from spmd_rl.kernels.linear.tiles import LOW_UNIT, UNIT, WGMMA_ROWS, Share
 
 WARPS = 4  # of one group for wgmma, each with the sums of 16 rows of every 64 of its first operand
 LANES = 32
-APART = 8  # elements between the rows of a result in shared memory, so that they begin in different banks
+# elements between the rows of a result in shared memory, so that they begin in different banks
+APART = 8
 ROOM = 225 << 10  # bytes of shared memory beside barriers and gaps
 
 
@@ -26,21 +29,33 @@ class Results:
         self.tile = (share.m, share.n) if share.swap else (self.tall, share.m)
         ring = 2 * share.k * share.stages * (share.m + halves * share.padded)
         # A warp that has whole rows of the weight, and room beside the ring, waits for no other.
-        self.alone = not share.swap and halves == 1 and ring + 2 * share.m * (self.tall + APART) <= ROOM
+        self.alone = (
+            not share.swap and halves == 1 and ring + 2 * share.m * (self.tall + APART) <= ROOM
+        )
 
     def room(self, smem: cutlass.utils.SmemAllocator, ring: Any) -> Any:
         """Shared memory for them, of their own or that of a ring which no copy writes any more."""
         apart = (self.share.n + APART, 1) if self.share.swap else (1, self.tall + APART)
         layout = cute.make_layout(self.tile, stride=apart)
-        own = smem.allocate_array(BFloat16, cute.cosize(layout), byte_alignment=128) if self.alone else ring
+        own = (
+            smem.allocate_array(BFloat16, cute.cosize(layout), byte_alignment=128)
+            if self.alone
+            else ring
+        )
         return cute.make_tensor(cute.recast_ptr(own, dtype=BFloat16), layout)
 
     @cute.jit  # type: ignore[untyped-decorator]
-    def finish(self, mma: Any, total: Any, staged: Any, out: Any, bias: Any, first: Any, m: Int32) -> None:
-        """Called by all warps of the group. `first` is where the block's rows of x, and of the weight, begin."""
+    def finish(
+        self, mma: Any, total: Any, staged: Any, out: Any, bias: Any, first: Any, m: Int32
+    ) -> None:
+        """Called by all warps of the group. `first` is where the block's rows of x, and of the
+        weight, begin.
+        """
         share = self.share
         if const_expr(bias is not None):
-            where = mma.get_slice(cute.arch.thread_idx()[0]).partition_C(cute.make_identity_tensor(self.tile))
+            where = mma.get_slice(cute.arch.thread_idx()[0]).partition_C(
+                cute.make_identity_tensor(self.tile)
+            )
             for i in cutlass.range_constexpr(cute.size(total)):
                 row = where[i][1 if const_expr(share.swap) else 0]
                 if row < share.n:
@@ -52,7 +67,9 @@ class Results:
 
     @cute.jit  # type: ignore[untyped-decorator]
     def store_sums(self, mma: Any, total: Any, out: Any, first: Any, m: Int32) -> None:
-        where = mma.get_slice(cute.arch.thread_idx()[0]).partition_C(cute.make_identity_tensor(self.tile))
+        where = mma.get_slice(cute.arch.thread_idx()[0]).partition_C(
+            cute.make_identity_tensor(self.tile)
+        )
         for i in cutlass.range_constexpr(cute.size(total)):
             row, column = where[i] if const_expr(self.share.swap) else (where[i][1], where[i][0])
             if column < self.share.n and first[0] + row < m:
@@ -64,7 +81,9 @@ class Results:
         share, thread, threads = self.share, cute.arch.thread_idx()[0], LANES * WARPS
         rounded = cute.make_rmem_tensor_like(total, BFloat16)
         rounded.store(total.load().to(BFloat16))
-        turn = cute.make_copy_atom(warp.StMatrix8x8x16bOp(not share.swap, 4 if self.tile[1] % 16 == 0 else 2), BFloat16)
+        turn = cute.make_copy_atom(
+            warp.StMatrix8x8x16bOp(not share.swap, 4 if self.tile[1] % 16 == 0 else 2), BFloat16
+        )
         copy = cute.make_tiled_copy_C(turn, mma).get_slice(thread)
         if const_expr(not self.alone):
             cute.arch.barrier(barrier_id=1, number_of_threads=threads)
@@ -95,8 +114,13 @@ class Results:
     @cute.jit  # type: ignore[untyped-decorator]
     def store(self, row: Int32, column: Int32, staged: Any, out: Any, first: Any, m: Int32) -> None:
         """A chunk, 8 or 16 bytes, or what those of the gate make with the other half's."""
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * self.chunk)
-        chunk, up = cute.make_rmem_tensor(self.chunk, BFloat16), cute.make_rmem_tensor(self.chunk, BFloat16)
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), BFloat16, num_bits_per_copy=16 * self.chunk
+        )
+        chunk, up = (
+            cute.make_rmem_tensor(self.chunk, BFloat16),
+            cute.make_rmem_tensor(self.chunk, BFloat16),
+        )
         cute.copy(atom, cute.local_tile(staged, (1, self.chunk), (row, column))[0, None], chunk)
         if const_expr(self.halves == 2):
             below = row, column + self.share.padded // self.chunk

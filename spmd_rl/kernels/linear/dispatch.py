@@ -1,8 +1,8 @@
 """Which matrix products go to cuBLAS on NVIDIA GPUs, and which to our kernels.
 
-cuBLAS is the faster for many rows. It is called only where one of its ways has the contract's bits (`linear_library`)
-and is the fastest: for the numbers of rows that decoding has most, and from 512 on, where all up to the next power of
-two share a way. Other products go to our kernels.
+cuBLAS is the faster for many rows. It is called only where one of its ways has the contract's bits
+(`linear_library`) and is the fastest: for the numbers of rows that decoding has most, and from 512
+on, where all up to the next power of two share a way. Other products go to our kernels.
 """
 
 from __future__ import annotations
@@ -16,12 +16,20 @@ from torch import Tensor
 from spmd_rl.kernels.linear.cublas import choose
 from spmd_rl.kernels.linear.cublaslt import Refused, Shape, Way
 from spmd_rl.kernels.linear.linear import HOPPER
-from spmd_rl.kernels.linear.tiles import Share, choose_gated_tile, choose_ring, choose_share, choose_tile
+from spmd_rl.kernels.linear.tiles import (
+    Share,
+    choose_gated_tile,
+    choose_ring,
+    choose_share,
+    choose_tile,
+)
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.runtime.versions import has_dsl
 
-WHOLE = {256: 2048, 128: 2048, 64: 65536}  # rows of a product: weight rows above which cuBLAS may be the faster
-LEAST_ROWS, MOST_ROWS = 512, 16384  # of other products that cuBLAS may be the faster for, and of one call of it
+# rows of a product: weight rows above which cuBLAS may be the faster
+WHOLE = {256: 2048, 128: 2048, 64: 65536}
+# of other products that cuBLAS may be the faster for, and of one call of it
+LEAST_ROWS, MOST_ROWS = 512, 16384
 
 _chosen: dict[Shape, Way | None] = {}
 
@@ -29,15 +37,18 @@ _chosen: dict[Shape, Way | None] = {}
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """x @ weight.T + bias with fp32 accumulators and one rounding to `out_dtype`.
 
-    While a CUDA graph is recorded, no kernel of it may write the weight. The first product of a shape may take a
-    fraction of a second, in which cuBLAS's ways are compared.
+    While a CUDA graph is recorded, no kernel of it may write the weight. The first product of a
+    shape may take a fraction of a second, in which cuBLAS's ways are compared.
 
-    Shape: x [M, K], weight [N, K] and bias [N] bf16; returns [M, N]. Raises: ValueError for other operands.
+    Shape: x [M, K], weight [N, K] and bias [N] bf16; returns [M, N]. Raises: ValueError for other
+    operands.
     """
     n, k = weight.shape
     for operand, shape in (x, (len(x), k)), (weight, (n, k)), (bias, (n,)):
         if operand is not None and (operand.shape != shape or operand.dtype != torch.bfloat16):
-            raise ValueError(f"{list(operand.shape)} {operand.dtype}: no operand of a product with [{n}, {k}] bfloat16")
+            raise ValueError(
+                f"{list(operand.shape)} {operand.dtype}: no operand of a product with [{n}, {k}] bfloat16"
+            )
     x, out = dense(x), x.new_empty(len(x), n, dtype=out_dtype)
     for start in range(0, len(x), MOST_ROWS):
         part = slice(start, start + MOST_ROWS)
@@ -56,7 +67,9 @@ def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     ours_into(out, x, weight, bias)
 
 
-def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False) -> None:
+def ours_into(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False
+) -> None:
     """`linear_triton.matmul_into`, or what has its bits and is faster for these shapes."""
     (num_rows, k), n = x.shape, out.shape[1]
     share, ring = _share(out, x, weight, gated), choose_ring(num_rows, n, k, gated)
@@ -76,7 +89,9 @@ def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated
 
 
 def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> Share | None:
-    """Chosen where results go to memory in units of 16 bytes, and the package for such kernels is there."""
+    """Chosen where results go to memory in units of 16 bytes, and the package for such kernels is
+    there.
+    """
     share = choose_share(x.shape[0], out.shape[1], x.shape[1], gated)
     if share is None or out.dtype != torch.bfloat16 or out.stride(0) % 8 or out.data_ptr() % 16:
         return None
@@ -84,7 +99,9 @@ def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> Share | None:
 
 
 def _may_be_early(weight: Tensor) -> bool:
-    """A weight that would be copied first is one that a kernel of a graph writes, which no ring must read early."""
+    """A weight that would be copied first is one that a kernel of a graph writes, which no ring
+    must read early.
+    """
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and _has_wgmma(weight.device)
 
 
@@ -93,7 +110,9 @@ def _has_wgmma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
-def _library_way(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Way | None:
+def _library_way(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Way | None:
     (n, k), rows = weight.shape, len(x)
     if n % 8 or k % 8 or n <= WHOLE.get(rows, 0) or (rows < LEAST_ROWS and rows not in WHOLE):
         return None

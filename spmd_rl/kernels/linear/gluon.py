@@ -1,11 +1,13 @@
 """Matrix products of few rows on NVIDIA Hopper, for chains of kernels recorded in a CUDA graph.
 
-A program asks for the first tiles of its weight before it waits for the kernel before it, and keeps a deep ring of
-tiles on their way from then on, so memory is not idle between two products. Tiles of the weight are the first operand
-of wgmma, rows of x the second. Each element has one ascending chain over K, and the bits of `linear_triton`.
+A program asks for the first tiles of its weight before it waits for the kernel before it, and keeps
+a deep ring of tiles on their way from then on, so memory is not idle between two products. Tiles of
+the weight are the first operand of wgmma, rows of x the second. Each element has one ascending
+chain over K, and the bits of `linear_triton`.
 
-Asking early is allowed only while a graph is recorded, and only for a weight that no kernel of the graph writes: what
-wrote it before has ended when the graph begins. Elsewhere the weight is asked for after the wait.
+Asking early is allowed only while a graph is recorded, and only for a weight that no kernel of the
+graph writes: what wrote it before has ended when the graph begins. Elsewhere the weight is asked
+for after the wait.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -38,7 +40,9 @@ BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth
 def ring_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, gated: bool = False
 ) -> None:
-    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole parts."""
+    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole
+    parts.
+    """
     (m, k), n = x.shape, out.shape[1]
     steps = triton.cdiv(k, ring.k)
     _ring_matmul[(triton.cdiv(m, ring.m) * triton.cdiv(n, ring.n),)](
@@ -73,15 +77,21 @@ def _ring_matmul(
     PARTS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ) -> None:  # fmt: skip
     HALVES: gl.constexpr = 2 if GATED else 1
-    BEYOND: gl.constexpr = HEIGHT - TILE_N if TILE_N < HEIGHT else 0  # rows that `_part` reads behind the last tile
-    weights = gl.allocate_shared_memory(gl.bfloat16, [STAGES * HALVES * PARTS * TILE_N + BEYOND, WIDTH], FLAT)
+    # rows that `_part` reads behind the last tile
+    BEYOND: gl.constexpr = HEIGHT - TILE_N if TILE_N < HEIGHT else 0
+    weights = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES * HALVES * PARTS * TILE_N + BEYOND, WIDTH], FLAT
+    )
     weights = weights._reinterpret(gl.bfloat16, [STAGES * HALVES, PARTS * TILE_N, WIDTH], FLAT)
     rows = gl.allocate_shared_memory(gl.bfloat16, [STAGES, PARTS * TILE_M, WIDTH], FLAT)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     tiles_m = gl.cdiv(m, TILE_M)
-    first_row, first_column = gl.program_id(0) % tiles_m * TILE_M, gl.program_id(0) // tiles_m * TILE_N
+    first_row, first_column = (
+        gl.program_id(0) % tiles_m * TILE_M,
+        gl.program_id(0) // tiles_m * TILE_N,
+    )
     steps = gl.cdiv(k, PARTS * WIDTH)
 
     if not LATE:
@@ -90,7 +100,9 @@ def _ring_matmul(
         gdc_wait()
     for step in gl.static_range(STAGES):
         _expect(x, weight, ready.index(step), step < steps, HALVES)
-        _copy_weight(weight, weights, ready.index(step), step, step, step < steps, first_column, n, HALVES)
+        _copy_weight(
+            weight, weights, ready.index(step), step, step, step < steps, first_column, n, HALVES
+        )
     gdc_wait()
     for step in gl.static_range(STAGES):
         _copy(x, [step * PARTS, first_row, 0], ready.index(step), rows.index(step), step < steps)
@@ -104,23 +116,41 @@ def _ring_matmul(
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
         for part in gl.static_range(PARTS):
             b = _part(rows.index(slot), part, TILE_M, TILE_M).permute((1, 0))
-            total = warpgroup_mma(_part(weights.index(slot * HALVES), part, TILE_N, shape[0]), b, total, is_async=True)
+            total = warpgroup_mma(
+                _part(weights.index(slot * HALVES), part, TILE_N, shape[0]), b, total, is_async=True
+            )
             if GATED:
                 a = _part(weights.index(slot * HALVES + 1), part, TILE_N, shape[0])
                 up_total = warpgroup_mma(a, b, up_total, is_async=True)
             if part == 0:
-                total, up_total = _all_but(HALVES, total, up_total, GATED)  # the stage before is read: ask anew
+                # the stage before is read: ask anew
+                total, up_total = _all_but(HALVES, total, up_total, GATED)
                 total, up_total = warpgroup_mma_init(total), warpgroup_mma_init(up_total)
                 later = step + (STAGES - 1)
                 wanted, freed = (step > 0) & (later < steps), later % STAGES
                 _expect(x, weight, ready.index(freed), wanted, HALVES)
-                _copy_weight(weight, weights, ready.index(freed), later, freed, wanted, first_column, n, HALVES)
-                _copy(x, [later * PARTS, first_row, 0], ready.index(freed), rows.index(freed), wanted)
+                _copy_weight(
+                    weight,
+                    weights,
+                    ready.index(freed),
+                    later,
+                    freed,
+                    wanted,
+                    first_column,
+                    n,
+                    HALVES,
+                )
+                _copy(
+                    x, [later * PARTS, first_row, 0], ready.index(freed), rows.index(freed), wanted
+                )
                 if LATE:
                     _let_next_begin(later == steps - 1)
     total, up_total = _all_but(0, total, up_total, GATED)
     if GATED:
-        total, up_total = total.to(gl.bfloat16).to(gl.float32), up_total.to(gl.bfloat16).to(gl.float32)
+        total, up_total = (
+            total.to(gl.bfloat16).to(gl.float32),
+            up_total.to(gl.bfloat16).to(gl.float32),
+        )
         total = total / (1.0 + gl.exp(-total)) * up_total
 
     within = gl.arange(0, shape[0], gl.SliceLayout(1, layout))
@@ -156,7 +186,9 @@ def _expect(x, weight, bar, wanted, HALVES: gl.constexpr) -> None:
 
 
 @gluon.jit
-def _copy_weight(weight, weights, bar, step, slot, wanted, first_column, n, HALVES: gl.constexpr) -> None:
+def _copy_weight(
+    weight, weights, bar, step, slot, wanted, first_column, n, HALVES: gl.constexpr
+) -> None:
     for half in gl.static_range(HALVES):
         at = [step * weight.block_type.shape[0], half * n + first_column, 0]
         _copy(weight, at, bar, weights.index(slot * HALVES + half), wanted)
@@ -169,7 +201,13 @@ def _copy(matrix, at, bar, to, wanted) -> None:
 
 
 @gluon.jit
-def _part(tile, part: gl.constexpr, HEIGHT_OF_PART: gl.constexpr, TALL: gl.constexpr) -> gl.shared_memory_descriptor:
-    """One part of K of a tile, and what lies behind it where wgmma takes more rows; their sums are not stored."""
-    parts = tile._reinterpret(gl.bfloat16, [tile.shape[0] // HEIGHT_OF_PART, HEIGHT_OF_PART, WIDTH], FLAT)
+def _part(
+    tile, part: gl.constexpr, HEIGHT_OF_PART: gl.constexpr, TALL: gl.constexpr
+) -> gl.shared_memory_descriptor:
+    """One part of K of a tile, and what lies behind it where wgmma takes more rows; their sums are
+    not stored.
+    """
+    parts = tile._reinterpret(
+        gl.bfloat16, [tile.shape[0] // HEIGHT_OF_PART, HEIGHT_OF_PART, WIDTH], FLAT
+    )
     return parts.index(part)._reinterpret(gl.bfloat16, [TALL, WIDTH], FLAT)

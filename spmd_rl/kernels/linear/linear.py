@@ -47,7 +47,9 @@ def is_exact(x: Tensor) -> bool:
 
 @cache
 def keeps_chain(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the contract's kernel multiplies `dtype` on a GPU: its tiles need 227 KiB of shared memory."""
+    """Whether the contract's kernel multiplies `dtype` on a GPU: its tiles need 227 KiB of shared
+    memory.
+    """
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in ROOMY
 
 
@@ -55,14 +57,18 @@ class _Linear(torch.autograd.Function):
     """The contract's product forward, the library's backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         from spmd_rl.kernels.linear.dispatch import matmul
 
         ctx.save_for_backward(x, weight)
         return matmul(x, weight, bias, out_dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad = grads[0].to(x.dtype)
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad

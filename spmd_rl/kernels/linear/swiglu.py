@@ -11,7 +11,8 @@ from spmd_rl.kernels.rowwise.activation import silu_mul
 
 
 def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`silu_mul` of the halves of x @ weight.T; one kernel, with those bits, where few rows make it the faster.
+    """`silu_mul` of the halves of x @ weight.T; one kernel, with those bits, where few rows make it
+    the faster.
 
     Shape: x [T, K], weight [2 F, K], the gate's rows first; returns [T, F].
     """

@@ -1,6 +1,8 @@
-"""Which tile or ring a matrix product takes. Only speed depends on it (benchmarks/kernels/tune_gemm.py, on an H200).
+"""Which tile or ring a matrix product takes. Only speed depends on it
+(benchmarks/kernels/tune_gemm.py, on an H200).
 
-Few rows leave only the weight's width to spread over the processor: so the narrower the weight, the narrower the tile.
+Few rows leave only the weight's width to spread over the processor: so the narrower the weight, the
+narrower the tile.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ T = TypeVar("T")
 class Tile(NamedTuple):
     """What a program handles at a time, and how.
 
-    `m` rows of x, `n` rows of the weight, `k` steps of K; `warps`; `stages` of the load pipeline; `swap` multiplies
-    weight by x instead of x by weight, so that few rows of x fill the tensor cores' narrow side.
+    `m` rows of x, `n` rows of the weight, `k` steps of K; `warps`; `stages` of the load pipeline;
+    `swap` multiplies weight by x instead of x by weight, so that few rows of x fill the tensor
+    cores' narrow side.
     """
 
     m: int
@@ -29,7 +32,8 @@ class Tile(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """What a program of `linear_gluon` handles: `stages` of `k` steps lie in shared memory or are on their way.
+    """What a program of `linear_gluon` handles: `stages` of `k` steps lie in shared memory or are
+    on their way.
 
     `late` lets the next kernel begin once the last stage was asked for, not at once.
     """
@@ -43,11 +47,12 @@ class Ring(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a block of `linear_cute` handles, as a `Ring`; so many `blocks` have the same rows of the weight.
+    """What a block of `linear_cute` handles, as a `Ring`; so many `blocks` have the same rows of
+    the weight.
 
-    Every multiprocessor gets a block at most: as many shares as the weight needs, the last of which may overlap.
-    `early` stages of the weight are asked for before the kernel in front has ended. `swap` multiplies x by the weight,
-    so that it is x of which wgmma takes 64 rows at a time.
+    Every multiprocessor gets a block at most: as many shares as the weight needs, the last of which
+    may overlap. `early` stages of the weight are asked for before the kernel in front has ended.
+    `swap` multiplies x by the weight, so that it is x of which wgmma takes 64 rows at a time.
     """
 
     m: int
@@ -64,24 +69,32 @@ class Share(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """The rows of shared memory that a tile of the weight takes: its swizzle repeats every eight."""
+        """The rows of shared memory that a tile of the weight takes: its swizzle repeats every
+        eight.
+        """
         return _rounded(self.n, 1)
 
 
-PART = 64  # a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
-LARGE_BYTES = 24 << 20  # a weight of so much comes in shares, or in tiles that gain nothing by beginning early
+# a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
+PART = 64
+# a weight of so much comes in shares, or in tiles that gain nothing by beginning early
+LARGE_BYTES = 24 << 20
 FEW_BYTES = 20 << 20  # the least for shares with fewer rows of x than dozens
-HEAD_ROWS = 1 << 15  # weights with more rows are the head's, whose product is long beside its two ends
+# weights with more rows are the head's, whose product is long beside its two ends
+HEAD_ROWS = 1 << 15
 SHARED_ROWS = range(1, 257)  # of x
-DOZENS = range(33, 65)  # of rows of x, with which smaller weights come in shares too, if they have some rows
+# of rows of x, with which smaller weights come in shares too, if they have some rows
+DOZENS = range(33, 65)
 DOZENS_BYTES, DOZENS_WIDTH = 8 << 20, 2560
-SHARED_WIDTH = 4096  # with more rows of x, cuBLAS or tiles are as good for weights of more rows than this
+# with more rows of x, cuBLAS or tiles are as good for weights of more rows than this
+SHARED_WIDTH = 4096
 SHARED_BYTES = 224 << 10  # of shared memory for a block's stages
 STAGE_BYTES = 32 << 10  # a longer stage arrives late, a shorter one costs more barriers
 MULTIPROCESSORS = 132
 WGMMA_ROWS = 64  # of its first operand
 COLUMNS = 192  # of so many rows that a block adds up; with more, each reads too much of x
-UNIT, LOW_UNIT = 8, 4  # a share's rows are multiples of the one, or of the other where wgmma takes them at once
+# a share's rows are multiples of the one, or of the other where wgmma takes them at once
+UNIT, LOW_UNIT = 8, 4
 BUCKETS = (8, 16)  # numbers of rows that take the same shares; then multiples of
 BUCKET = 32
 REFERENCE = Tile(128, 128, 64, 8, 3)
@@ -131,14 +144,16 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
         (ANY, Tile(128, 256, 64, 8, 4)),
     ),
 }
-# The same for both halves of a gated product, where one kernel for them is the faster; `n` counts rows of one half.
+# The same for both halves of a gated product, where one kernel for them is the faster; `n` counts
+# rows of one half.
 GATED_TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     16: ((4096, Tile(16, 64, 128, 4, 6, swap=True)), (ANY, Tile(16, 64, 128, 4, 3, swap=True))),
     32: ((4096, Tile(32, 64, 128, 4, 5, swap=True)), (ANY, Tile(64, 64, 64, 4, 4, swap=True))),
     64: ((4096, Tile(64, 32, 128, 4, 6)), (ANY, Tile(64, 64, 64, 4, 4, swap=True))),
     128: ((4096, Tile(64, 64, 128, 4, 4, swap=True)),),
 }
-# Row bucket: rings for small weights up to so many rows, for those of heads and, above 64 rows of x, for all.
+# Row bucket: rings for small weights up to so many rows, for those of heads and, above 64 rows of
+# x, for all.
 RINGS: dict[int, tuple[tuple[int, Ring], ...]] = {
     8: (
         (1024, Ring(8, 32, 512, 5)),
@@ -196,7 +211,9 @@ def choose_gated_tile(m: int, n: int) -> Tile | None:
 
 
 def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
-    """For a weight of [n, k], or of [2 n, k]; None where a tile is the faster, or K comes in no whole parts."""
+    """For a weight of [n, k], or of [2 n, k]; None where a tile is the faster, or K comes in no
+    whole parts.
+    """
     if k % PART or _is_large(n, k, gated):
         return None
     if gated:
@@ -229,7 +246,9 @@ def _best_share(m: int, n: int, halves: int) -> Share | None:
     ways = [(1, False)]
     if m not in BUCKETS:  # what a block reads of so few rows is little beside the weight
         ways += [(2, False), (2, True), (4, True)]
-    found = [share for blocks, swap in ways if (share := _share(m, n, halves, blocks, swap)) is not None]
+    found = [
+        share for blocks, swap in ways if (share := _share(m, n, halves, blocks, swap)) is not None
+    ]
     return min(found, key=lambda share: _cost(share, halves), default=None)
 
 
@@ -247,8 +266,9 @@ def _share(m: int, n: int, halves: int, blocks: int, swap: bool) -> Share | None
 
 
 def _cost(share: Share, halves: int) -> int:
-    """Rows of operands that pass through shared memory: all come in, and wgmma reads its second for every 64 rows of
-    its first. With many rows of x multiplying counts too: as long as two rows for each of the second's."""
+    """Rows of operands that pass through shared memory: all come in, and wgmma reads its second for
+    every 64 rows of its first. With many rows of x multiplying counts too: as long as two rows for
+    each of the second's."""
     height = halves * share.n
     first, second = (share.m, height) if share.swap else (height, share.m)
     multiplied = 2 * second if share.m * share.blocks > WGMMA_ROWS else 0

@@ -1,8 +1,9 @@
 """Matrix products on NVIDIA GPUs with one ascending chain over K for every output element.
 
-The tile is free: on Hopper, mma.sync and wgmma round alike, and so does a product taken the other way round (measured,
-docs/numerics.md). So small batches take narrow tiles and large ones wide tiles, with the same bits. What is not free is
-the chain: no split of K, ever. Rows, columns and steps of K beyond the matrices are read as zeros.
+The tile is free: on Hopper, mma.sync and wgmma round alike, and so does a product taken the other
+way round (measured, docs/numerics.md). So small batches take narrow tiles and large ones wide
+tiles, with the same bits. What is not free is the chain: no split of K, ever. Rows, columns and
+steps of K beyond the matrices are read as zeros.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -23,11 +24,15 @@ ROW_GROUP = 8
 COPY_UNIT = 8  # the copy engine moves rows of whole 16-byte units
 
 
-def matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: bool = False) -> None:
+def matmul_into(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: bool = False
+) -> None:
     """out = x @ weight.T + bias, accumulated in fp32, with one rounding to out's dtype.
 
-    Where it is `gated`, the weight's halves make a gate and what SiLU of it multiplies, both rounded before; no bias.
-    Shape: out [M, N] with contiguous rows, x [M, K], weight [N, K], or [2 N, K] where it is gated, bias [N].
+    Where it is `gated`, the weight's halves make a gate and what SiLU of it multiplies, both
+    rounded before; no bias.
+    Shape: out [M, N] with contiguous rows, x [M, K], weight [N, K], or [2 N, K] where it is gated,
+    bias [N].
     """
     (m, k), n = x.shape, out.shape[1]
     if k % COPY_UNIT:

@@ -1,7 +1,8 @@
 """SiLU(gate) * up, in fp32 with one rounding.
 
-The sigmoid is spelled out: torch's CPU sigmoid and SiLU use another exponential for the last elements of a
-buffer than for the rest (measured on torch 2.13), so their bits depend on where a row lies.
+The sigmoid is spelled out: torch's CPU sigmoid and SiLU use another exponential for the last
+elements of a buffer than for the rest (measured on torch 2.13), so their bits depend on where a row
+lies.
 """
 
 from __future__ import annotations

@@ -19,7 +19,15 @@ def silu_mul_forward(gate: Tensor, up: Tensor) -> Tensor:
     out = gate.new_empty(gate.shape)
     num_rows, columns = gate.shape
     _forward[(num_rows, triton.cdiv(columns, BLOCK))](
-        gate, up, out, gate.stride(0), up.stride(0), columns, BLOCK, enable_fp_fusion=False, **overlapping()
+        gate,
+        up,
+        out,
+        gate.stride(0),
+        up.stride(0),
+        columns,
+        BLOCK,
+        enable_fp_fusion=False,
+        **overlapping(),
     )
     return out
 
@@ -45,7 +53,11 @@ def _forward(gate, up, out, gate_stride, up_stride, columns, BLOCK: tl.constexpr
     wait()
     g = tl.load(gate + row * gate_stride + column, mask=column < columns, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + column, mask=column < columns, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, silu_times(g, u).to(out.dtype.element_ty), mask=column < columns)
+    tl.store(
+        out + row * columns + column,
+        silu_times(g, u).to(out.dtype.element_ty),
+        mask=column < columns,
+    )
 
 
 @triton.jit
@@ -54,7 +66,9 @@ def silu_times(gate, up) -> tl.tensor:
 
 
 @triton.jit
-def _backward(grad, gate, up, grad_gate, grad_up, gate_stride, up_stride, columns, BLOCK: tl.constexpr) -> None:
+def _backward(
+    grad, gate, up, grad_gate, grad_up, gate_stride, up_stride, columns, BLOCK: tl.constexpr
+) -> None:
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = column < columns, row * columns + column
     upper = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)

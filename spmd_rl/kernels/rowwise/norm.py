@@ -1,4 +1,6 @@
-"""RMS norm with Hugging Face's rounding points: statistics in fp32, n = cast(x * rstd), y = cast(weight * n)."""
+"""RMS norm with Hugging Face's rounding points: statistics in fp32, n = cast(x * rstd), y =
+cast(weight * n).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from spmd_rl.kernels.runtime.recompute import remakable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension. The statistics reduce along it alone, so a row's bits are its own.
+    """Normalise the last dimension. The statistics reduce along it alone, so a row's bits are its
+    own.
 
     Shape: x [..., C], weight [C].
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
@@ -72,7 +75,9 @@ class _AddRmsNorm(torch.autograd.Function):
     """On NVIDIA GPUs, one kernel each way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         from spmd_rl.kernels.rowwise.norm_triton import add_rms_norm_forward
 
         out, summed, rstd = add_rms_norm_forward(x, residual, weight, eps)

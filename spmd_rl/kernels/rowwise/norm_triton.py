@@ -1,7 +1,7 @@
 """RMS norm on NVIDIA GPUs, alone or of a sum.
 
-A program takes a fixed tile of rows and the tile depends on the row's size alone, so every row is summed along one
-tree. Multiplication and addition are never contracted into one rounding.
+A program takes a fixed tile of rows and the tile depends on the row's size alone, so every row is
+summed along one tree. Multiplication and addition are never contracted into one rounding.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -28,8 +28,12 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     return out, rstd
 
 
-def add_rms_norm_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Shape: x and residual [..., C]; returns the result and the sum like x, and rstd [num_rows] fp32."""
+def add_rms_norm_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shape: x and residual [..., C]; returns the result and the sum like x, and rstd [num_rows]
+    fp32.
+    """
     x = dense(x)
     out, summed = torch.empty_like(x), torch.empty_like(x)
     rstd = x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
@@ -38,7 +42,13 @@ def add_rms_norm_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float
 
 
 def _launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, summed: Tensor | None, rstd: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    summed: Tensor | None,
+    rstd: Tensor,
+    eps: float,
 ) -> None:
     rows, block = norm_tile(x.shape[-1])
     _forward[(triton.cdiv(len(rstd), rows),)](
@@ -66,7 +76,9 @@ def rms_norm_backward(
 
 
 def norm_tile(size: int) -> tuple[int, int]:
-    """Rows of a program, and their padded length. Part of the contract: it fixes the tree of the sum."""
+    """Rows of a program, and their padded length. Part of the contract: it fixes the tree of the
+    sum.
+    """
     block = triton.next_power_of_2(size)
     return max(1, TILE_ELEMENTS // block), block
 
@@ -83,7 +95,9 @@ def _forward(
     wait()
     wide = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if residual is not None:
-        rounded = (tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + wide).to(x.dtype.element_ty)
+        rounded = (tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + wide).to(
+            x.dtype.element_ty
+        )
         tl.store(summed + at, rounded, mask=inside)
         wide = rounded.to(tl.float32)
     scale = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)

@@ -1,4 +1,6 @@
-"""Rotary positions: one fp32 table of cosines and sines, made on the host, used by trainer and engine alike."""
+"""Rotary positions: one fp32 table of cosines and sines, made on the host, used by trainer and
+engine alike.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,13 @@ def qk_norm_rope(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of every head, where both weights are given, then `rope`; on NVIDIA GPUs one kernel, with those bits.
+    """`rms_norm` of every head, where both weights are given, then `rope`; on NVIDIA GPUs one
+    kernel, with those bits.
 
     There it reads positions, and a place's slots, early (`overlap_triton`).
-    Shape: q [T, H, D] and k [T, K, D], perhaps parts of one tensor; weights [D]; positions [T]; cos and sin the whole
-    table [P, D/2]. Returns two contiguous tensors. Raises: ValueError for different numbers of tokens.
+    Shape: q [T, H, D] and k [T, K, D], perhaps parts of one tensor; weights [D]; positions [T]; cos
+    and sin the whole table [P, D/2]. Returns two contiguous tensors. Raises: ValueError for
+    different numbers of tokens.
     """
     _check_tokens(q, k, positions)
     if q.is_cuda:
@@ -72,7 +76,8 @@ def qk_norm_rope_into(
     sin: Tensor,
     place: KvPlace,
 ) -> Tensor:
-    """`qk_norm_rope`, then `write_kv` of what became of k, and of v; without gradients. On NVIDIA GPUs one kernel.
+    """`qk_norm_rope`, then `write_kv` of what became of k, and of v; without gradients. On NVIDIA
+    GPUs one kernel.
 
     Shape: as there; returns the queries.
     """
@@ -144,5 +149,7 @@ class _QkNormRope(torch.autograd.Function):
 
         q, k, q_weight, k_weight, positions, cos, sin = ctx.saved_tensors
         grad_q, grad_k = grads
-        found = qk_norm_rope_backward(grad_q, grad_k, q, k, q_weight, k_weight, ctx.eps, positions, cos, sin)
+        found = qk_norm_rope_backward(
+            grad_q, grad_k, q, k, q_weight, k_weight, ctx.eps, positions, cos, sin
+        )
         return *found, None, None, None, None

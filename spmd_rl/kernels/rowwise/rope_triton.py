@@ -1,8 +1,9 @@
 """Norm of every query and key head and rotary positions on NVIDIA GPUs, in one kernel each way.
 
-A program of the forward pass takes heads of one token, as many at a time as the norm's tile has rows, and sums each
-along the norm's tree. The half that a column is turned with is read a second time, from the nearest cache. Keys may go
-straight to their pages, and the values with them. Positions and slots are read early (`overlap_triton`).
+A program of the forward pass takes heads of one token, as many at a time as the norm's tile has
+rows, and sums each along the norm's tree. The half that a column is turned with is read a second
+time, from the nearest cache. Keys may go straight to their pages, and the values with them.
+Positions and slots are read early (`overlap_triton`).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -35,7 +36,9 @@ def qk_norm_rope_forward(
     """Shape: as `rope.qk_norm_rope`."""
     q, k = dense_heads(q), dense_heads(k)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    _launch_forward(q, k, None, q_weight, k_weight, eps, positions, cos, sin, q_out, k_out, None, None)
+    _launch_forward(
+        q, k, None, q_weight, k_weight, eps, positions, cos, sin, q_out, k_out, None, None
+    )
     return q_out, k_out
 
 
@@ -125,7 +128,9 @@ def _forward(
     num_slots, groups, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Programs share a token's groups of heads: first those of queries, then of keys, then of values."""
+    """Programs share a token's groups of heads: first those of queries, then of keys, then of
+    values.
+    """
     token = tl.program_id(0).to(tl.int64)
     let_next_begin()
     slot = token
@@ -137,9 +142,35 @@ def _forward(
         key_group = group - tl.cdiv(Q_HEADS, HEADS)
         value_group = key_group - tl.cdiv(K_HEADS, HEADS)
         if key_group < 0:
-            _turn(q + token * q_stride, q_out, q_weight, token, group, c, s, eps, Q_HEADS, DIM, HEADS, BLOCK)
+            _turn(
+                q + token * q_stride,
+                q_out,
+                q_weight,
+                token,
+                group,
+                c,
+                s,
+                eps,
+                Q_HEADS,
+                DIM,
+                HEADS,
+                BLOCK,
+            )
         elif value_group < 0:
-            _turn(k + token * k_stride, keys, k_weight, slot, key_group, c, s, eps, K_HEADS, DIM, HEADS, BLOCK)
+            _turn(
+                k + token * k_stride,
+                keys,
+                k_weight,
+                slot,
+                key_group,
+                c,
+                s,
+                eps,
+                K_HEADS,
+                DIM,
+                HEADS,
+                BLOCK,
+            )
         elif values is not None:
             column = value_group * HEADS * DIM + tl.arange(0, HEADS * BLOCK)
             inside = (column < tl.minimum(value_group * HEADS + HEADS, K_HEADS) * DIM) & (slot >= 0)
@@ -158,10 +189,14 @@ def _turn(
     head = group * HEADS + tl.arange(0, HEADS)
     inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
     own = tl.load(x + head[:, None] * DIM + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(x + head[:, None] * DIM + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(x + head[:, None] * DIM + partner[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if weight is not None:
         own_scale = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
-        other_scale = tl.load(weight + partner, mask=column < DIM, other=0.0).to(tl.float32)[None, :]
+        other_scale = tl.load(weight + partner, mask=column < DIM, other=0.0).to(tl.float32)[
+            None, :
+        ]
         inverse = tl.rsqrt(tl.sum(own * own, axis=1) / DIM + eps)[:, None]
         own = _rounded(_rounded(own * inverse, x) * own_scale, x)
         other = _rounded(_rounded(other * inverse, x) * other_scale, x)
@@ -200,11 +235,37 @@ def _backward(
         c, s = _angles(positions, cos, sin, token, -1, DIM, BLOCK)
         for first in tl.static_range(0, Q_HEADS, Q_TILE):
             q_sum += _turn_back(
-                grad_q, q, q_out, q_weight, token, first, q_stride, c, s, eps, Q_HEADS, DIM, Q_TILE, BLOCK
+                grad_q,
+                q,
+                q_out,
+                q_weight,
+                token,
+                first,
+                q_stride,
+                c,
+                s,
+                eps,
+                Q_HEADS,
+                DIM,
+                Q_TILE,
+                BLOCK,
             )
         for first in tl.static_range(0, K_HEADS, K_TILE):
             k_sum += _turn_back(
-                grad_k, k, k_out, k_weight, token, first, k_stride, c, s, eps, K_HEADS, DIM, K_TILE, BLOCK
+                grad_k,
+                k,
+                k_out,
+                k_weight,
+                token,
+                first,
+                k_stride,
+                c,
+                s,
+                eps,
+                K_HEADS,
+                DIM,
+                K_TILE,
+                BLOCK,
             )
     if q_weight is not None:
         at = partial + tl.program_id(0) * DIM + column
@@ -222,11 +283,15 @@ def _turn_back(
     inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
     at = (token * NUM_HEADS + head)[:, None] * DIM
     own = tl.load(grad + at + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(grad + at + ((column + DIM // 2) % DIM)[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(grad + at + ((column + DIM // 2) % DIM)[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     result = own * c[None, :] + other * s[None, :]
     grad_weight = tl.zeros((HEADS, BLOCK), tl.float32)
     if weight is not None:
-        wide = tl.load(x + token * stride + head[:, None] * DIM + column[None, :], mask=inside, other=0.0)
+        wide = tl.load(
+            x + token * stride + head[:, None] * DIM + column[None, :], mask=inside, other=0.0
+        )
         wide = wide.to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
         normed = wide * inverse

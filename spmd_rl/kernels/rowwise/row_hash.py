@@ -1,7 +1,9 @@
-"""A 64-bit hash of every row's bits, so that two forward passes can be compared without keeping either.
+"""A 64-bit hash of every row's bits, so that two forward passes can be compared without keeping
+either.
 
-A row's hash is the sum, modulo 2**64, of mix(column, bits) over its elements: a function of its own bits, in any layout
-and any order of threads. bfloat16 is hashed as the float32 number that it is, so equal numbers of the two agree.
+A row's hash is the sum, modulo 2**64, of mix(column, bits) over its elements: a function of its own
+bits, in any layout and any order of threads. bfloat16 is hashed as the float32 number that it is,
+so equal numbers of the two agree.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ CHUNK_ELEMENTS = 1 << 22
 
 
 def row_hashes(x: Tensor) -> Tensor:
-    """No host synchronisation: it can be captured in a CUDA graph. Shape: x [M, C] fp32 or bf16; returns [M] int64."""
+    """No host synchronisation: it can be captured in a CUDA graph. Shape: x [M, C] fp32 or bf16;
+    returns [M] int64.
+    """
     if x.is_cuda:
         from spmd_rl.kernels.rowwise.row_hash_triton import row_hashes as on_gpu
 
@@ -26,7 +30,8 @@ def row_hashes(x: Tensor) -> Tensor:
 
 
 def write_row_hashes(x: Tensor, rows: Tensor, table: Tensor) -> None:
-    """The hash of each row i of `x` into entry `rows[i]` of `table`; on NVIDIA GPUs a single launch.
+    """The hash of each row i of `x` into entry `rows[i]` of `table`; on NVIDIA GPUs a single
+    launch.
 
     Shape: x [M, C] fp32 or bf16, rows [M] int64, table [N] int64.
     """

@@ -27,18 +27,32 @@ def write_row_hashes(x: Tensor, rows: Tensor | None, table: Tensor) -> None:
     if num_rows:
         block = 4096 if columns > 16384 else 1024
         _row_hashes[(num_rows,)](
-            bits, rows, table, bits.stride(0), columns, 32 - 8 * bits.element_size(), block, num_warps=block // 256
+            bits,
+            rows,
+            table,
+            bits.stride(0),
+            columns,
+            32 - 8 * bits.element_size(),
+            block,
+            num_warps=block // 256,
         )
 
 
 @triton.jit
-def _row_hashes(bits, rows, table, stride, columns, SHIFT: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _row_hashes(
+    bits, rows, table, stride, columns, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        wide = tl.load(bits + row * stride + column, mask=column < columns, other=0).to(tl.int32) << SHIFT
-        x = (column + 1).to(tl.uint64) * GOLDEN + wide.to(tl.int64).to(tl.uint64, bitcast=True) * ODD
+        wide = (
+            tl.load(bits + row * stride + column, mask=column < columns, other=0).to(tl.int32)
+            << SHIFT
+        )
+        x = (column + 1).to(tl.uint64) * GOLDEN + wide.to(tl.int64).to(
+            tl.uint64, bitcast=True
+        ) * ODD
         x = (x ^ (x >> 30)) * MIX_1
         x = (x ^ (x >> 27)) * MIX_2
         x = x ^ (x >> 31)

@@ -1,4 +1,6 @@
-"""Compiled kernels in CuTe DSL, kept on disk beside the user's other caches under a digest of what they are made of."""
+"""Compiled kernels in CuTe DSL, kept on disk beside the user's other caches under a digest of what
+they are made of.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,15 @@ from pathlib import Path
 
 import quack.cache
 
-# The package would take a folder of /tmp, which another user could make first, and load code from there.
+# The package would take a folder of /tmp, which another user could make first, and load code from
+# there.
 quack.cache.CACHE_DIR = quack.cache.CACHE_DIR or str(Path.home() / ".cache" / "quack")
-quack.cache.EXTRA_SOURCE_DIRS += sorted(room for room in Path(__file__).parents[1].iterdir() if room.is_dir())
+quack.cache.EXTRA_SOURCE_DIRS += sorted(
+    room for room in Path(__file__).parents[1].iterdir() if room.is_dir()
+)
 if (flash := find_spec("flash_attn")) is not None:
-    quack.cache.EXTRA_SOURCE_DIRS += [Path(root) / "cute" for root in flash.submodule_search_locations or ()]
+    quack.cache.EXTRA_SOURCE_DIRS += [
+        Path(root) / "cute" for root in flash.submodule_search_locations or ()
+    ]
 
 kept = quack.cache.jit_cache  # by the name of a function that compiles, and its arguments

@@ -1,4 +1,6 @@
-"""Calling an op that brings its own gradient: without one wanted, autograd's bookkeeping costs more than a small op."""
+"""Calling an op that brings its own gradient: without one wanted, autograd's bookkeeping costs more
+than a small op.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class _Forgetful(SimpleNamespace):
 
 
 def call(function: type[Function], *inputs: Any) -> Any:
-    """`function` of `inputs`: by autograd where gradients are enabled, else its forward alone, with the same bits."""
+    """`function` of `inputs`: by autograd where gradients are enabled, else its forward alone, with
+    the same bits.
+    """
     if torch.is_grad_enabled():
         return function.apply(*inputs)
     return function.forward(_Forgetful(), *inputs)

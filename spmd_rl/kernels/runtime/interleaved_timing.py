@@ -1,7 +1,7 @@
 """Times of works on a GPU that take turns, in a new order each time.
 
-A GPU that draws all the power it may has a lower clock, and what ran before decides by how much: in one order, the same
-kernel twice among others differed by up to 6 % on an H200.
+A GPU that draws all the power it may has a lower clock, and what ran before decides by how much: in
+one order, the same kernel twice among others differed by up to 6 % on an H200.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Outputs of cheap ops that the backward pass makes again instead of keeping.
 
-Norms, rotary positions and activations cost little time and most of a layer's memory. Each such op says how its output
-is made; within `remaking`, whoever would keep that output for the backward pass keeps the recipe. What the recipe
-reads, the op keeps for its own gradient anyhow.
+Norms, rotary positions and activations cost little time and most of a layer's memory. Each such op
+says how its output is made; within `remaking`, whoever would keep that output for the backward pass
+keeps the recipe. What the recipe reads, the op keeps for its own gradient anyhow.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class _Recorder:
         self.known.clear()
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[_Making, int, torch.Size]:
-        found = self.known.get((tensor.data_ptr(), tensor.numel())) if tensor.is_contiguous() else None
+        found = (
+            self.known.get((tensor.data_ptr(), tensor.numel())) if tensor.is_contiguous() else None
+        )
         if found is None:
             return tensor
         found[0].num_waiting += 1
@@ -78,7 +80,9 @@ def remakable(outputs: Sequence[Tensor], recipe: Recipe) -> None:
 
 @contextmanager
 def remaking() -> Iterator[None]:
-    """Within, remakable outputs are not kept for the backward pass. Best around one layer: they live until its end."""
+    """Within, remakable outputs are not kept for the backward pass. Best around one layer: they
+    live until its end.
+    """
     global _recorder
     outer, _recorder = _recorder, (recorder := _Recorder())
     try:

@@ -1,4 +1,5 @@
-"""SplitMix64: from a number that counts up in steps of `GAMMA`, or any other, 64 bits that look random.
+"""SplitMix64: from a number that counts up in steps of `GAMMA`, or any other, 64 bits that look
+random.
 
 Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators (2014).
 """

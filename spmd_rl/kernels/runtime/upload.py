@@ -11,6 +11,8 @@ from torch import Tensor
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of `array` on `device`, queued there without waiting for what it is doing; on the CPU perhaps no copy."""
+    """A copy of `array` on `device`, queued there without waiting for what it is doing; on the CPU
+    perhaps no copy.
+    """
     host = torch.from_numpy(np.ascontiguousarray(array))
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

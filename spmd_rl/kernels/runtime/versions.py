@@ -1,6 +1,8 @@
-"""The packages that our kernels in CuTe DSL are built on, in the versions that they were seen to work with.
+"""The packages that our kernels in CuTe DSL are built on, in the versions that they were seen to
+work with.
 
-With another version, or without one, the package's own kernel or one in Triton takes their place, with equal bits.
+With another version, or without one, the package's own kernel or one in Triton takes their place,
+with equal bits.
 """
 
 from __future__ import annotations

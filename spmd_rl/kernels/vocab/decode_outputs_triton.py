@@ -1,6 +1,8 @@
-"""What a decoding step leaves, in one launch: its tokens where the next step reads them, and all of it for the host.
+"""What a decoding step leaves, in one launch: its tokens where the next step reads them, and all of
+it for the host.
 
-The host's memory is written by the kernel itself: copies behind a graph would keep the next graph waiting.
+The host's memory is written by the kernel itself: copies behind a graph would keep the next graph
+waiting.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -24,10 +26,11 @@ def decode_outputs(
     host_logprobs: Tensor,
     turn: Tensor,
 ) -> None:
-    """Remember each row's token as its newest, put both into the host's row `turn` modulo T, and move `turn` on.
+    """Remember each row's token as its newest, put both into the host's row `turn` modulo T, and
+    move `turn` on.
 
-    Shape: tokens and rows [B] int64, logprobs [B] fp32; newest [num_rows + 1] int64; pinned memory of the host, tokens
-    [T, N] int64 and log-probs [T, N] fp32 with B <= N; turn [1] int64.
+    Shape: tokens and rows [B] int64, logprobs [B] fp32; newest [num_rows + 1] int64; pinned memory
+    of the host, tokens [T, N] int64 and log-probs [T, N] fp32 with B <= N; turn [1] int64.
     """
     _outputs[(1,)](
         tokens, logprobs, rows, newest, host_tokens, host_logprobs, turn, len(rows), *host_tokens.shape,
@@ -37,7 +40,17 @@ def decode_outputs(
 
 @triton.jit
 def _outputs(
-    tokens, logprobs, rows, newest, host_tokens, host_logprobs, turn, batch, turns, width, BLOCK: tl.constexpr
+    tokens,
+    logprobs,
+    rows,
+    newest,
+    host_tokens,
+    host_logprobs,
+    turn,
+    batch,
+    turns,
+    width,
+    BLOCK: tl.constexpr,
 ) -> None:
     wait()
     now = tl.load(turn) % turns
@@ -47,5 +60,7 @@ def _outputs(
         token = tl.load(tokens + entry, mask=inside)
         tl.store(newest + tl.load(rows + entry, mask=inside, other=0), token, mask=inside)
         tl.store(host_tokens + now * width + entry, token, mask=inside)
-        tl.store(host_logprobs + now * width + entry, tl.load(logprobs + entry, mask=inside), mask=inside)
+        tl.store(
+            host_logprobs + now * width + entry, tl.load(logprobs + entry, mask=inside), mask=inside
+        )
     tl.store(turn, now + 1)

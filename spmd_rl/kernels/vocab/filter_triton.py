@@ -1,10 +1,12 @@
-"""Top-k, top-p and min-p on NVIDIA GPUs without sorting: a threshold a row, found by weighing what lies within it.
+"""Top-k, top-p and min-p on NVIDIA GPUs without sorting: a threshold a row, found by weighing what
+lies within it.
 
-What a filter leaves is the head of a row's order (`sampling.distances`). Top-k weighs an entry as 1, top-p by its share
-in whole 2^-40ths of the likeliest one's, so no sum depends on its order. The threshold is the least distance such that
-all within it weigh enough. It is searched for among the bits of distances, which are at least 1: a turn weighs what
-lies in the first, the first two and the first three quarters of the range that is left, and leaves one quarter. Blocks
-with no entry in the range are passed over, unread where even their nearest lies beyond. Of the entries at the threshold
+What a filter leaves is the head of a row's order (`sampling.distances`). Top-k weighs an entry as
+1, top-p by its share in whole 2^-40ths of the likeliest one's, so no sum depends on its order. The
+threshold is the least distance such that all within it weigh enough. It is searched for among the
+bits of distances, which are at least 1: a turn weighs what lies in the first, the first two and the
+first three quarters of the range that is left, and leaves one quarter. Blocks with no entry in the
+range are passed over, unread where even their nearest lies beyond. Of the entries at the threshold
 as many stay, by id, as the weight takes.
 """
 
@@ -37,7 +39,8 @@ BEYOND = tl.constexpr((1 << 31) - 1)
 class Head(NamedTuple):
     """The entries of each row within `threshold`, and of those at it the ones up to id `last`.
 
-    Shape: both [M]; `threshold` int32 as of `_place`, BEYOND all of them for a whole row, `last` int64.
+    Shape: both [M]; `threshold` int32 as of `_place`, BEYOND all of them for a whole row, `last`
+    int64.
     """
 
     threshold: Tensor
@@ -45,7 +48,8 @@ class Head(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of logits with the maxima of their blocks, and how the vocabulary is split among programs.
+    """Rows of logits with the maxima of their blocks, and how the vocabulary is split among
+    programs.
 
     Shape: logits [M, V] fp32, inv_temperature and top [M] fp32, maxima [M, blocks] fp32.
     """
@@ -73,7 +77,8 @@ def filtered(
     top_p: Tensor | None,
     min_p: Tensor | None,
 ) -> Tensor:
-    """logits * inv_temperature with the entries that the filters reject at minus infinity; greedy rows as they are.
+    """logits * inv_temperature with the entries that the filters reject at minus infinity; greedy
+    rows as they are.
 
     Shape: logits [M, V] fp32, all else [M]; returns [M, V] fp32.
     """
@@ -99,15 +104,21 @@ def filtered(
 
 
 def _head(rows: _Rows, enough: Tensor, counted: bool) -> Head:
-    """The least head of each row's order that weighs `enough` [M] int64; all of a row where that is 0 or too much."""
+    """The least head of each row's order that weighs `enough` [M] int64; all of a row where that is
+    0 or too much.
+    """
     num_rows, device = len(enough), enough.device
     turns = COUNT_TURNS if counted else SHARE_TURNS
     states = torch.empty(turns, 3, num_rows, dtype=torch.int64, device=device)
-    weights = torch.empty(turns, QUARTERS.value, num_rows, rows.splits, dtype=torch.int64, device=device)
+    weights = torch.empty(
+        turns, QUARTERS.value, num_rows, rows.splits, dtype=torch.int64, device=device
+    )
     constants = {"COUNTED": counted, "TURNS": turns}
     for turn in range(turns):
         rows.launch(_weigh, rows.splits, enough, states, weights, turn, **constants)
-    head = Head(*(torch.empty(num_rows, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64)))
+    head = Head(
+        *(torch.empty(num_rows, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+    )
     rows.launch(_settle, 1, enough, states, weights, rows.splits, *head, **constants)
     return head
 
@@ -123,7 +134,9 @@ def _maxima(logits, inv_temperature, maxima, top, vocab, each, BLOCK: tl.constex
 
 
 @triton.jit(do_not_specialize=["each"])
-def _shares(logits, inv_temperature, maxima, top, threshold, last, shares, vocab, each, BLOCK: tl.constexpr) -> None:
+def _shares(
+    logits, inv_temperature, maxima, top, threshold, last, shares, vocab, each, BLOCK: tl.constexpr
+) -> None:
     """What the entries of a head weigh, or all."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
@@ -182,7 +195,9 @@ def _settle(
     """The threshold, and the id of the last entry at it that stays."""
     row, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(vocab, BLOCK)
     wait()
-    start, nearer, within = _narrowed(enough, states, weights, row, tl.num_programs(0), splits, TURNS, TURNS)
+    start, nearer, within = _narrowed(
+        enough, states, weights, row, tl.num_programs(0), splits, TURNS, TURNS
+    )
     at, highest = start.to(tl.int32), tl.load(top + row)
     needed = tl.load(enough + row)
     share = tl.full((), 1, tl.int64)
@@ -197,7 +212,9 @@ def _settle(
                 score, column = _scores(logits, inv_temperature, row, block, vocab, BLOCK)
                 equal = ((_place(score, highest) == at) & (column < vocab)).to(tl.int32)
                 count = seen + tl.cumsum(equal, axis=0)
-                until = tl.minimum(until, tl.min(tl.where((equal > 0) & (count == staying), column, vocab), axis=0))
+                until = tl.minimum(
+                    until, tl.min(tl.where((equal > 0) & (count == staying), column, vocab), axis=0)
+                )
                 seen += tl.sum(equal, axis=0)
     everything = (needed <= 0) | (at == (1 << 2 * TURNS) - 1)
     tl.store(threshold + row, tl.where(everything, BEYOND, at))
@@ -231,21 +248,37 @@ def _keep(
 def _narrowed(
     enough, states, weights, row, num_rows, splits, turn, TURNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Where the range begins after so many turns, what is nearer than it, and what is nearer or within it."""
-    start, nearer, within = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    """Where the range begins after so many turns, what is nearer than it, and what is nearer or
+    within it.
+    """
+    start, nearer, within = (
+        tl.full((), 0, tl.int64),
+        tl.full((), 0, tl.int64),
+        tl.full((), 0, tl.int64),
+    )
     if turn > 0:
         before = turn - 1
         state = states + before * 3 * num_rows + row
-        start, nearer, within = tl.load(state), tl.load(state + num_rows), tl.load(state + 2 * num_rows)
+        start, nearer, within = (
+            tl.load(state),
+            tl.load(state + num_rows),
+            tl.load(state + 2 * num_rows),
+        )
         split = tl.arange(0, MOST_SPLITS)
         at = weights + (before * QUARTERS * num_rows + row) * splits + split
         one = nearer + tl.sum(tl.load(at, mask=split < splits, other=0), axis=0)
         two = nearer + tl.sum(tl.load(at + num_rows * splits, mask=split < splits, other=0), axis=0)
-        three = nearer + tl.sum(tl.load(at + 2 * num_rows * splits, mask=split < splits, other=0), axis=0)
+        three = nearer + tl.sum(
+            tl.load(at + 2 * num_rows * splits, mask=split < splits, other=0), axis=0
+        )
         needed = tl.load(enough + row)
         passed = (one < needed).to(tl.int64) + (two < needed) + (three < needed)
-        within = tl.where(passed == 0, one, tl.where(passed == 1, two, tl.where(passed == 2, three, within)))
-        nearer = tl.where(passed == 3, three, tl.where(passed == 2, two, tl.where(passed == 1, one, nearer)))
+        within = tl.where(
+            passed == 0, one, tl.where(passed == 1, two, tl.where(passed == 2, three, within))
+        )
+        nearer = tl.where(
+            passed == 3, three, tl.where(passed == 2, two, tl.where(passed == 1, one, nearer))
+        )
         start += passed * _quarter(before, TURNS)
     return start, nearer, within
 
@@ -256,7 +289,9 @@ def _quarter(turn, TURNS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _scores(logits, inv_temperature, row, block, vocab, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _scores(
+    logits, inv_temperature, row, block, vocab, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """A block's scores at the row's temperature, and their ids."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + row * vocab + column, mask=column < vocab, other=float("-inf"))

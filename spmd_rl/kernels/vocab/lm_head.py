@@ -1,8 +1,9 @@
 """The language-model head down to log-probabilities, with its gradient found on the way.
 
-The gradient of a token's log-probability towards its logits is known but for one factor, the gradient of the loss
-towards that log-probability. So the forward pass turns each chunk of fp32 logits into those slopes, rounded to the
-weight's dtype, and forgets it; the backward pass is two products, whose rows take the factor.
+The gradient of a token's log-probability towards its logits is known but for one factor, the
+gradient of the loss towards that log-probability. So the forward pass turns each chunk of fp32
+logits into those slopes, rounded to the weight's dtype, and forgets it; the backward pass is two
+products, whose rows take the factor.
 """
 
 from __future__ import annotations
@@ -19,16 +20,25 @@ Logits = Callable[[Tensor], Tensor]
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, logits: Logits, targets: Tensor, inv_temperature: Tensor, num_rows: int
+    hidden: Tensor,
+    weight: Tensor,
+    logits: Logits,
+    targets: Tensor,
+    inv_temperature: Tensor,
+    num_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of `logits`, on NVIDIA GPUs, with no more than `num_rows` rows of them at once.
+    """`token_logprobs` of `logits`, on NVIDIA GPUs, with no more than `num_rows` rows of them at
+    once.
 
-    `logits` multiplies rows of `hidden` with `weight` (`linear_fp32`). For the backward pass, which takes it for that
-    product, [M, V] of the weight's dtype are kept.
+    `logits` multiplies rows of `hidden` with `weight` (`linear_fp32`). For the backward pass, which
+    takes it for that product, [M, V] of the weight's dtype are kept.
 
-    Shape: hidden [M, C], weight [V, C], targets [M] int64, inv_temperature [M] fp32; returns two tensors [M] fp32.
+    Shape: hidden [M, C], weight [V, C], targets [M] int64, inv_temperature [M] fp32; returns two
+    tensors [M] fp32.
     """
-    return _HeadLogprobs.apply(hidden, weight, logits, targets, inv_temperature, num_rows, torch.is_grad_enabled())
+    return _HeadLogprobs.apply(
+        hidden, weight, logits, targets, inv_temperature, num_rows, torch.is_grad_enabled()
+    )
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -51,7 +61,9 @@ class _HeadLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), num_rows):
             part = slice(start, start + num_rows)
             given = logits(hidden[part]), targets[part], inv_temperature[part]
-            logprob[part], entropy[part], norms = logprob_forward(*given, NUM_VOCAB_SHARDS, VOCAB_CHUNK)
+            logprob[part], entropy[part], norms = logprob_forward(
+                *given, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+            )
             if keeps:
                 logprob_backward(one[part], *given, norms, slopes[part])
         ctx.save_for_backward(hidden, weight, slopes)

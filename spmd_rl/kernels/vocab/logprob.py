@@ -1,8 +1,8 @@
 """Log-probability of chosen tokens: the one op that both the sampler and the trainer end in.
 
-z = logits * invT. The maximum m is exact; s = sum exp(z - m) is taken over eight virtual vocabulary shards in
-chunks of at most 1,024, each sum along a contiguous dimension of fixed length; log p = (z_t - m) - log s. The
-shape of that sum depends on the vocabulary alone.
+z = logits * invT. The maximum m is exact; s = sum exp(z - m) is taken over eight virtual vocabulary
+shards in chunks of at most 1,024, each sum along a contiguous dimension of fixed length; log p =
+(z_t - m) - log s. The shape of that sum depends on the vocabulary alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ VOCAB_CHUNK = 1024
 TEMPERATURE_RULE = "logits * (1 / T), rounded to float32"  # another name for any other rule
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, targets: Tensor, inv_temperature: Tensor
+) -> tuple[Tensor, Tensor]:
     """Log-probability of `targets` and entropy of each row, both at the row's temperature.
 
-    Differentiable in `logits` through the log-probability; the entropy is a measurement and carries no gradient.
+    Differentiable in `logits` through the log-probability; the entropy is a measurement and carries
+    no gradient.
 
-    Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32; returns two tensors [M] fp32.
+    Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32; returns two tensors [M]
+    fp32.
     """
     return call(_TokenLogprobs, logits, targets, inv_temperature)
 
@@ -47,12 +51,16 @@ def _sum_exp(terms: Tensor) -> Tensor:
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, inv_temperature: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, inv_temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if logits.is_cuda:
             from spmd_rl.kernels.vocab.logprob_triton import logprob_forward
 
             logits = dense(logits)
-            logprob, entropy, norms = logprob_forward(logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK)
+            logprob, entropy, norms = logprob_forward(
+                logits, targets, inv_temperature, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+            )
             ctx.save_for_backward(logits, targets, inv_temperature, norms)
             ctx.mark_non_differentiable(entropy)
             return logprob, entropy

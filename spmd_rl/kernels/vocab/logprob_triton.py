@@ -1,8 +1,9 @@
 """Log-probabilities on NVIDIA GPUs.
 
-Three small kernels: the maximum of each (row, vocabulary shard); its sum of exp(z - m), lane by lane over chunks of
-1,024 and then along one tree; and the eight shards of a row added in ascending order. The gradient is recomputed from
-the logits, so beside them only a row's maximum and sum are kept.
+Three small kernels: the maximum of each (row, vocabulary shard); its sum of exp(z - m), lane by
+lane over chunks of 1,024 and then along one tree; and the eight shards of a row added in ascending
+order. The gradient is recomputed from the logits, so beside them only a row's maximum and sum are
+kept.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -22,7 +23,9 @@ GRADIENT_BLOCK = 4096
 def logprob_forward(
     logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward pass."""
+    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward
+    pass.
+    """
     num_rows, vocab = logits.shape
     shape = shard_shape(vocab, num_shards, chunk)
     maxima = logits.new_empty(num_rows, num_shards)
@@ -36,9 +39,16 @@ def logprob_forward(
 
 
 def shard_shape(vocab: int, num_shards: int, chunk: int) -> dict[str, int | bool]:
-    """Options for the launch of a kernel that calls `sum_shard`: all that the order of its additions depends on."""
+    """Options for the launch of a kernel that calls `sum_shard`: all that the order of its
+    additions depends on.
+    """
     shard = triton.cdiv(vocab, num_shards)
-    return {"SHARD": shard, "CHUNK": chunk, "num_warps": SUM_WARPS, "enable_fp_fusion": False} | overlapping()
+    return {
+        "SHARD": shard,
+        "CHUNK": chunk,
+        "num_warps": SUM_WARPS,
+        "enable_fp_fusion": False,
+    } | overlapping()
 
 
 def combined(
@@ -49,7 +59,11 @@ def combined(
     Shape: `maxima` [M, any] cover each row's logits * inv_temperature; sums [2, M, shards].
     """
     num_rows, vocab = logits.shape
-    logprob, entropy, norms = logits.new_empty(num_rows), logits.new_empty(num_rows), logits.new_empty(2, num_rows)
+    logprob, entropy, norms = (
+        logits.new_empty(num_rows),
+        logits.new_empty(num_rows),
+        logits.new_empty(2, num_rows),
+    )
     splits = maxima.shape[1]
     _combine[(num_rows,)](
         logits, targets, inv_temperature, maxima, sums[0], sums[1], logprob, entropy, norms[0], norms[1],
@@ -60,17 +74,33 @@ def combined(
 
 
 def logprob_backward(
-    grad: Tensor, logits: Tensor, targets: Tensor, inv_temperature: Tensor, norms: Tensor, out: Tensor
+    grad: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    inv_temperature: Tensor,
+    norms: Tensor,
+    out: Tensor,
 ) -> None:
     """Writes the gradient of the logits [M, V] to `out`, contiguous."""
     num_rows, vocab = logits.shape
     _gradient[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
-        grad.contiguous(), logits, targets, inv_temperature, norms[0], norms[1], out, vocab, GRADIENT_BLOCK, num_warps=8
+        grad.contiguous(),
+        logits,
+        targets,
+        inv_temperature,
+        norms[0],
+        norms[1],
+        out,
+        vocab,
+        GRADIENT_BLOCK,
+        num_warps=8,
     )
 
 
 @triton.jit
-def _shard_maxima(logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr) -> None:
+def _shard_maxima(
+    logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, CHUNK: tl.constexpr
+) -> None:
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
     scale = tl.load(inv_temperature + row)
@@ -79,14 +109,18 @@ def _shard_maxima(logits, inv_temperature, maxima, vocab, SHARD: tl.constexpr, C
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
-        best = tl.maximum(best, tl.load(logits + row * vocab + column, mask=inside, other=float("-inf")) * scale)
+        best = tl.maximum(
+            best, tl.load(logits + row * vocab + column, mask=inside, other=float("-inf")) * scale
+        )
     tl.store(maxima + row * tl.num_programs(1) + shard, tl.max(best, axis=0))
 
 
 @triton.jit
 def _maximum(maxima, row, splits, BLOCK: tl.constexpr) -> tl.tensor:
     split = tl.arange(0, BLOCK)
-    return tl.max(tl.load(maxima + row * splits + split, mask=split < splits, other=float("-inf")), axis=0)
+    return tl.max(
+        tl.load(maxima + row * splits + split, mask=split < splits, other=float("-inf")), axis=0
+    )
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -97,7 +131,20 @@ def _shard_sums(
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
     at = row * tl.num_programs(1) + shard
-    sum_shard(logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits, BLOCK, SHARD, CHUNK)
+    sum_shard(
+        logits,
+        inv_temperature,
+        maxima,
+        sums + at,
+        weighted + at,
+        row,
+        shard,
+        vocab,
+        splits,
+        BLOCK,
+        SHARD,
+        CHUNK,
+    )
 
 
 @triton.jit
@@ -105,7 +152,9 @@ def sum_shard(
     logits, inv_temperature, maxima, summed, weighted, row, shard, vocab, splits,
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Leave a shard's sums of exp(z - m) and of exp(z - m) * (z - m), where m is the greatest of a row's `maxima`."""
+    """Leave a shard's sums of exp(z - m) and of exp(z - m) * (z - m), where m is the greatest of a
+    row's `maxima`.
+    """
     scale = tl.load(inv_temperature + row)
     maximum = _maximum(maxima, row, splits, BLOCK)
     total, first_moment = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
@@ -113,7 +162,9 @@ def sum_shard(
         within = start + tl.arange(0, CHUNK)
         column = shard * SHARD + within
         inside = (within < SHARD) & (column < vocab)
-        score = tl.load(logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        score = tl.load(
+            logits + row * vocab + column, mask=inside, other=0.0, eviction_policy="evict_first"
+        )
         shifted = score * scale - maximum
         term = tl.where(inside, tl.exp(shifted), 0.0)
         total += term
@@ -144,12 +195,16 @@ def _combine(
 
 
 @triton.jit
-def _gradient(grad, logits, targets, inv_temperature, row_max, row_sum, out, vocab, BLOCK: tl.constexpr) -> None:
+def _gradient(
+    grad, logits, targets, inv_temperature, row_max, row_sum, out, vocab, BLOCK: tl.constexpr
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
     scale = tl.load(inv_temperature + row)
-    shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - tl.load(row_max + row)
+    shifted = tl.load(logits + row * vocab + column, mask=inside, other=0.0) * scale - tl.load(
+        row_max + row
+    )
     hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
     result = tl.load(grad + row) * scale * (hit - tl.exp(shifted) / tl.load(row_sum + row))
     tl.store(out + row * vocab + column, result.to(out.dtype.element_ty), mask=inside)

@@ -1,7 +1,9 @@
-"""Sampling with keyed randomness: a token's draw is a function of (seed, prompt, sample, position) and nothing else.
+"""Sampling with keyed randomness: a token's draw is a function of (seed, prompt, sample, position)
+and nothing else.
 
-Gumbel-max over the filtered distribution. The noise of vocabulary entry i of a row is made from the SplitMix64
-output number i of a generator seeded by the row's key, so neither the batch nor the order of requests enters.
+Gumbel-max over the filtered distribution. The noise of vocabulary entry i of a row is made from the
+SplitMix64 output number i of a generator seeded by the row's key, so neither the batch nor the
+order of requests enters.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.splitmix import GAMMA, mix_, next64, shift_right, signed
 from spmd_rl.kernels.vocab.logprob import token_logprobs
 
-RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in whole 2^-40ths"  # new for other draws
+# new for other draws
+RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in whole 2^-40ths"
 FILTERED_ENTRIES = 1 << 22  # at a time: sorting takes some 49 bytes an entry
-NUCLEUS_UNITS = 2.0**40  # of the likeliest entry's share: sums of whole numbers, whose order does not matter
+# of the likeliest entry's share: sums of whole numbers, whose order does not matter
+NUCLEUS_UNITS = 2.0**40
 
 
-def stream_bases(seed: int | NDArray[np.int64], uid: NDArray[np.int64], index: NDArray[np.int64]) -> NDArray[np.int64]:
+def stream_bases(
+    seed: int | NDArray[np.int64], uid: NDArray[np.int64], index: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """What the keys of a sample's tokens are made from, one 64-bit number a row.
 
     Shape: arrays [M]. `uid` is the prompt's, `index` the sample's within its group.
@@ -53,8 +59,8 @@ def position_keys(bases: Tensor, positions: Tensor) -> Tensor:
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise for every vocabulary entry of every row.
 
-    Shape: keys [M] int64; returns [M, V] fp32. With v = (bits + 1/2) / 2^32 the noise is -log(-log1p(-v)), so that
-    the upper tail keeps all 32 bits.
+    Shape: keys [M] int64; returns [M, V] fp32. With v = (bits + 1/2) / 2^32 the noise is
+    -log(-log1p(-v)), so that the upper tail keeps all 32 bits.
     """
     ids = torch.arange(vocab, device=keys.device, dtype=torch.int64)
     bits = shift_right(position_keys(keys.unsqueeze(1), ids), 32)
@@ -76,10 +82,11 @@ def sample_and_score(
 ) -> tuple[Tensor, Tensor]:
     """`sample_tokens` with the keys of `positions`, and `token_logprobs` of what was drawn.
 
-    On NVIDIA GPUs without filters the logits are read twice, and nothing depends on the host. Tokens that are `given`
-    stand for what was drawn, and go through the same kernels.
+    On NVIDIA GPUs without filters the logits are read twice, and nothing depends on the host.
+    Tokens that are `given` stand for what was drawn, and go through the same kernels.
 
-    Shape: as there; bases, positions and given [M] int64; returns tokens [M] int64 and log-probabilities [M] fp32.
+    Shape: as there; bases, positions and given [M] int64; returns tokens [M] int64 and
+    log-probabilities [M] fp32.
     """
     if logits.is_cuda and top_k is None and top_p is None and min_p is None:
         from spmd_rl.kernels.vocab.sampling_triton import gumbel_argmax_and_logprob
@@ -87,7 +94,11 @@ def sample_and_score(
         return gumbel_argmax_and_logprob(logits, inv_temperature, bases, positions, greedy, given)
     keys = position_keys(bases, positions)
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    drawn = sample_tokens(logits, inv_temperature, keys, greedy=greedy, **filters) if given is None else given
+    drawn = (
+        sample_tokens(logits, inv_temperature, keys, greedy=greedy, **filters)
+        if given is None
+        else given
+    )
     return drawn, token_logprobs(logits, drawn, inv_temperature)[0]
 
 
@@ -103,10 +114,12 @@ def sample_tokens(
 ) -> Tensor:
     """Draw one token a row.
 
-    Filters apply in the order top-k, top-p, min-p, each to the distribution at the row's temperature; `None` means
-    off for all rows, and so do 0, 1 and 0 for one row. Greedy rows take the largest logit. Ties go to the lowest id.
+    Filters apply in the order top-k, top-p, min-p, each to the distribution at the row's
+    temperature; `None` means off for all rows, and so do 0, 1 and 0 for one row. Greedy rows take
+    the largest logit. Ties go to the lowest id.
 
-    Shape: logits [M, V] fp32; all else [M] (`keys` int64, `greedy` bool, `top_k` int64); returns [M] int64.
+    Shape: logits [M, V] fp32; all else [M] (`keys` int64, `greedy` bool, `top_k` int64); returns
+    [M] int64.
     """
     scores, filters = logits, (top_k, top_p, min_p)
     if any(one is not None for one in filters):
@@ -124,18 +137,25 @@ def sample_tokens(
 
 
 def distances(scores: Tensor) -> Tensor:
-    """1 and how far each entry lies below the greatest: their order is what filters go by, and of equals that of ids.
+    """1 and how far each entry lies below the greatest: their order is what filters go by, and of
+    equals that of ids.
 
-    So entries within 2^-24 of the greatest are equal to it, and top-k of 1 takes the lowest id of these.
+    So entries within 2^-24 of the greatest are equal to it, and top-k of 1 takes the lowest id of
+    these.
     Shape: [M, V] fp32.
     """
     return scores.amax(dim=1, keepdim=True) - scores + 1
 
 
 def _filtered(
-    logits: Tensor, inv_temperature: Tensor, greedy: Tensor | None, filters: tuple[Tensor | None, ...]
+    logits: Tensor,
+    inv_temperature: Tensor,
+    greedy: Tensor | None,
+    filters: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """logits * inv_temperature with what the filters reject at minus infinity; greedy rows as they are."""
+    """logits * inv_temperature with what the filters reject at minus infinity; greedy rows as they
+    are.
+    """
     if logits.is_cuda:
         from spmd_rl.kernels.vocab.filter_triton import filtered
 
@@ -145,17 +165,23 @@ def _filtered(
 
 
 def _filter(scores: Tensor, filters: tuple[Tensor | None, ...]) -> Tensor:
-    """`scores`, in place, with the entries that the filters reject at minus infinity; some rows at a time."""
+    """`scores`, in place, with the entries that the filters reject at minus infinity; some rows at
+    a time.
+    """
     num_rows, vocab = scores.shape
     step = max(1, FILTERED_ENTRIES // vocab)
     for start in range(0, num_rows, step):
         rows = slice(start, start + step)
         some = scores[rows]
-        some.masked_fill_(_rejected(some, *(None if one is None else one[rows] for one in filters)), -torch.inf)
+        some.masked_fill_(
+            _rejected(some, *(None if one is None else one[rows] for one in filters)), -torch.inf
+        )
     return scores
 
 
-def _rejected(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
+def _rejected(
+    scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+) -> Tensor:
     """Shape: as `scores`, bool."""
     ordered, order = distances(scores).sort(dim=1, stable=True)
     rank = torch.arange(scores.shape[1], device=scores.device)

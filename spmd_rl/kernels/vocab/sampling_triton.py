@@ -1,11 +1,12 @@
 """Gumbel-max on NVIDIA GPUs: noise is made, used and forgotten in registers.
 
-The noise -log(-log1p(-v)) is defined in float64, which is slow to make for a whole vocabulary. But -log1p(-v) >= v, so
-it is at most -log(v), and next to that where it is great. A pass with this bound in float32, raised by far more than
-its error, leaves the highest bound of each block of the vocabulary. Rounding is monotone, so no entry of a block comes
-out above the bound of its block. Then a program a row goes through the block with the highest bound again, with exact
-noise, and through others as long as their bounds reach the best so far: hardly ever one. It does so beside the sums of
-the log-prob, which need nothing but the maxima that the first pass has come across.
+The noise -log(-log1p(-v)) is defined in float64, which is slow to make for a whole vocabulary. But
+-log1p(-v) >= v, so it is at most -log(v), and next to that where it is great. A pass with this
+bound in float32, raised by far more than its error, leaves the highest bound of each block of the
+vocabulary. Rounding is monotone, so no entry of a block comes out above the bound of its block.
+Then a program a row goes through the block with the highest bound again, with exact noise, and
+through others as long as their bounds reach the best so far: hardly ever one. It does so beside the
+sums of the log-prob, which need nothing but the maxima that the first pass has come across.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -29,8 +30,11 @@ MARGIN = tl.constexpr(1e-3)
 GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 
 
-def gumbel_argmax(scores: Tensor, inv_temperature: Tensor, keys: Tensor, greedy: Tensor | None) -> Tensor:
-    """argmax of scores * inv_temperature + noise(keys), or of plain scores in greedy rows; ties to the lowest id.
+def gumbel_argmax(
+    scores: Tensor, inv_temperature: Tensor, keys: Tensor, greedy: Tensor | None
+) -> Tensor:
+    """argmax of scores * inv_temperature + noise(keys), or of plain scores in greedy rows; ties to
+    the lowest id.
 
     Shape: scores [M, V] fp32, all else [M]; returns [M] int64.
     """
@@ -72,9 +76,15 @@ def gumbel_argmax_and_logprob(
 
 
 def _bounds(
-    scores: Tensor, inv_temperature: Tensor, keys: Tensor, positions: Tensor | None, greedy: Tensor | None
+    scores: Tensor,
+    inv_temperature: Tensor,
+    keys: Tensor,
+    positions: Tensor | None,
+    greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """What no entry of a block comes out above [M, blocks], and maxima of scores * inv_temperature [M, any]."""
+    """What no entry of a block comes out above [M, blocks], and maxima of scores * inv_temperature
+    [M, any].
+    """
     num_rows, vocab = scores.shape
     blocks = triton.cdiv(vocab, BLOCK)
     blocks_each = triton.cdiv(blocks, triton.cdiv(NUM_PROGRAMS, num_rows))
@@ -89,7 +99,16 @@ def _bounds(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def _bound(
-    scores, inv_temperature, keys, positions, greedy, bounds, maxima, vocab, blocks_each, BLOCK: tl.constexpr
+    scores,
+    inv_temperature,
+    keys,
+    positions,
+    greedy,
+    bounds,
+    maxima,
+    vocab,
+    blocks_each,
+    BLOCK: tl.constexpr,
 ) -> None:
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
@@ -113,7 +132,16 @@ def _bound(
 
 @triton.jit
 def _draw(
-    scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    scores,
+    inv_temperature,
+    keys,
+    positions,
+    greedy,
+    bounds,
+    drawn,
+    vocab,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ) -> None:
     wait()
     _draw_row(scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK, BLOCKS)
@@ -127,19 +155,43 @@ def _draw_and_sum(
     row, shard = tl.program_id(0).to(tl.int64), NUM_SHARDS - tl.program_id(1)
     wait()
     if shard == NUM_SHARDS:
-        _draw_row(logits, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK, BLOCKS)
+        _draw_row(
+            logits, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK, BLOCKS
+        )
     else:
         at = row * NUM_SHARDS + shard
         sum_shard(
-            logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits, BLOCKS, SHARD, CHUNK
+            logits,
+            inv_temperature,
+            maxima,
+            sums + at,
+            weighted + at,
+            row,
+            shard,
+            vocab,
+            splits,
+            BLOCKS,
+            SHARD,
+            CHUNK,
         )
 
 
 @triton.jit
 def _draw_row(
-    scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+    scores,
+    inv_temperature,
+    keys,
+    positions,
+    greedy,
+    bounds,
+    drawn,
+    vocab,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ) -> None:
-    """Looks through blocks, the highest bound first, as long as one may hold a better entry or an equal lower one."""
+    """Looks through blocks, the highest bound first, as long as one may hold a better entry or an
+    equal lower one.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, row)
     blocks = tl.cdiv(vocab, BLOCK)
@@ -153,7 +205,9 @@ def _draw_row(
             entry = entry * scale + _noise(key + (column + 1).to(tl.uint64) * GAMMA)
         best = tl.max(entry, axis=0)
         first = tl.min(tl.where(entry == best, column, vocab - 1), axis=0)
-        chosen = tl.where(best > top, first, tl.where(best == top, tl.minimum(first, chosen), chosen))
+        chosen = tl.where(
+            best > top, first, tl.where(best == top, tl.minimum(first, chosen), chosen)
+        )
         top = tl.maximum(top, best)
         in_reach = (bound > top) | ((bound == top) & (block * BLOCK < chosen))
         bound = tl.where(in_reach & (block != at), bound, float("-inf"))
@@ -162,7 +216,9 @@ def _draw_row(
 
 
 @triton.jit
-def _settings(inv_temperature, keys, positions, greedy, row) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _settings(
+    inv_temperature, keys, positions, greedy, row
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A row's key, scale, and whether it is greedy."""
     key = tl.load(keys + row).to(tl.uint64)
     if positions is not None:
@@ -175,7 +231,9 @@ def _settings(inv_temperature, keys, positions, greedy, row) -> tuple[tl.tensor,
 
 @triton.jit
 def _mix(x) -> tl.tensor:
-    """64 random bits of a state; the states of a key are key + (count + 1) * GAMMA, as in `sampling.position_keys`."""
+    """64 random bits of a state; the states of a key are key + (count + 1) * GAMMA, as in
+    `sampling.position_keys`.
+    """
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -192,7 +250,8 @@ def _noise(state) -> tl.tensor:
 def _noise_bound(state) -> tl.tensor:
     """MARGIN - log(bits / 2^32), by the processor's own logarithm, whose error is below 1e-5 here.
 
-    Of `_mix` this needs the upper half, but not the last step, which moves no bits below 2^31, and none by more than 1.
+    Of `_mix` this needs the upper half, but not the last step, which moves no bits below 2^31, and
+    none by more than 1.
     """
     x = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     x ^= x >> 27

@@ -1,7 +1,8 @@
-"""Where two paths part: the first point whose rows differ, and for each later one whether it adds to it.
+"""Where two paths part: the first point whose rows differ, and for each later one whether it adds
+to it.
 
-An op introduces a difference if, fed with the other side's input, it still gives another output than that side; it
-inherits one if its output differs only because its input did.
+An op introduces a difference if, fed with the other side's input, it still gives another output
+than that side; it inherits one if its output differs only because its input did.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from spmd_rl.kernels.rowwise.row_hash import wide_bits
 from spmd_rl.microscope.diagnose.ulp import Histogram, histogram
 from spmd_rl.microscope.replay.case import Case
-from spmd_rl.microscope.replay.engine_pass import EnginePath
+from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import Path
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Hashes, Transplant, Values
@@ -26,7 +27,8 @@ Status = Literal["equal", "inherited", "introduced"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One point: rows and elements that differ, how far (`plain`), and how far on the same input (`fed`).
+    """One point: rows and elements that differ, how far (`plain`), and how far on the same input
+    (`fed`).
 
     `rows` are those that differ on the same input or, if none does, at all.
     """
@@ -62,7 +64,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """What both sides gave the tokens that both scored; `rows` predict them. Shape: all [M] on the CPU."""
+    """What both sides gave the tokens that both scored; `rows` predict them. Shape: all [M] on the
+    CPU.
+    """
 
     rows: Tensor
     left: Tensor
@@ -81,10 +85,11 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`findings` in the order of the forward pass; empty where all hashes agree. `fed` names the path that was fed.
+    """`findings` in the order of the forward pass; empty where all hashes agree. `fed` names the
+    path that was fed.
 
-    `troubles` are sentences about what went wrong besides arithmetic. `parted` has how many rows' hashes differ, at
-    each point where some do: a second run may not repeat it.
+    `troubles` are sentences about what went wrong besides arithmetic. `parted` has how many rows'
+    hashes differ, at each point where some do: a second run may not repeat it.
     """
 
     points: tuple[Point, ...]
@@ -107,10 +112,12 @@ class Comparison:
 
 
 def compare(left: Path, right: Path, case: Case) -> Comparison:
-    """Hash both; where hashes differ, run both again with their values, and one on the other's inputs.
+    """Hash both; where hashes differ, run both again with their values, and one on the other's
+    inputs.
 
-    Fed is a side whose rows are all its own, if one is: what stands for several rows can take the values of one only.
-    If none is, it is the engine: the rows that it reads of another sequence are not compared, all others are its own.
+    Fed is a side whose rows are all its own, if one is: what stands for several rows can take the
+    values of one only. If none is, it is the engine: the rows that it reads of another sequence are
+    not compared, all others are its own.
     """
     ours, theirs = Hashes(case.num_rows), Hashes(case.num_rows)
     left.run(case, ours)
@@ -143,14 +150,16 @@ def compare(left: Path, right: Path, case: Case) -> Comparison:
 def _to_feed(left: Path, right: Path) -> Path:
     if left.rows_are_distinct != right.rows_are_distinct:
         return left if left.rows_are_distinct else right
-    return right if right.name == EnginePath.name and not right.rows_are_distinct else left
+    return right if right.name == EnginePass.name and not right.rows_are_distinct else left
 
 
 def unequal_rows(left: Hashes, right: Hashes) -> Mapping[Point, Tensor]:
     """Rows whose hashes differ, at each point that both sides have. Shape: each [rows]."""
     shared = [point for point in left.table if point in right.table]
     return {
-        point: (_both_seen(left, right, point) & (left.table[point] != right.table[point])[:-1]).nonzero()[:, 0].cpu()
+        point: (_both_seen(left, right, point) & (left.table[point] != right.table[point])[:-1])
+        .nonzero()[:, 0]
+        .cpu()
         for point in shared
     }
 

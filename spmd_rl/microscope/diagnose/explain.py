@@ -1,6 +1,8 @@
-"""Why two outputs on the same input differ: which known way of computing the op gives each side's bits.
+"""Why two outputs on the same input differ: which known way of computing the op gives each side's
+bits.
 
-The inputs are the recorded ones, so a variant that gives a side's bits in every row is that side's arithmetic.
+The inputs are the recorded ones, so a variant that gives a side's bits in every row is that side's
+arithmetic.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
     "logprob": ("logits",),
 }
 
-SOURCES = {"q": "input_norm", "k": "input_norm", "v": "input_norm", "act": "post_norm"}  # if an op makes its inputs
+# if an op makes its inputs
+SOURCES = {"q": "input_norm", "k": "input_norm", "v": "input_norm", "act": "post_norm"}
 
 LOGIT_ROWS = 1024
 _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
@@ -47,7 +50,9 @@ _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernor
 
 @dataclass(frozen=True)
 class Match:
-    """A variant, the number of rows whose bits it gives, and how many of these differ between the sides."""
+    """A variant, the number of rows whose bits it gives, and how many of these differ between the
+    sides.
+    """
 
     says: str
     rows: int
@@ -67,7 +72,8 @@ class _Way:
 
 @dataclass(frozen=True)
 class Trial:
-    """Tries variants on the recorded inputs. `model` has the weights, under Hugging Face's module names.
+    """Tries variants on the recorded inputs. `model` has the weights, under Hugging Face's module
+    names.
 
     `split`: of the keys, where a side has one.
     """
@@ -79,12 +85,15 @@ class Trial:
     split: int = 0
 
     def matches(self, point: Point, values: Values, step_of: Sequence[int]) -> list[Match]:
-        """The variant that gives all rows of `values`; if none does, those that give some, each the rows left over.
+        """The variant that gives all rows of `values`; if none does, those that give some, each the
+        rows left over.
 
         Only rows that both sides have. `step_of` is the number of the step that computed each row.
         """
         shared = left = self.evidence.fed.seen(point) & self.evidence.other.seen(point)
-        fed, other = (wide_bits(one.table[point]) for one in (self.evidence.fed, self.evidence.other))
+        fed, other = (
+            wide_bits(one.table[point]) for one in (self.evidence.fed, self.evidence.other)
+        )
         apart = shared & (fed != other).any(1)
         total, partly = int(shared.sum()), []
         for way in self._ways(point, values):
@@ -97,8 +106,13 @@ class Trial:
         return partly
 
     def _ways(self, point: Point, values: Values) -> Iterator[_Way]:
-        """Where `values` do not show what the op reads, it may have made that itself, by any way of a product."""
-        inputs, shown = self._inputs(point) or self._stream(point), torch.ones(self.case.num_rows, dtype=torch.bool)
+        """Where `values` do not show what the op reads, it may have made that itself, by any way of
+        a product.
+        """
+        inputs, shown = (
+            self._inputs(point) or self._stream(point),
+            torch.ones(self.case.num_rows, dtype=torch.bool),
+        )
         for says, compute in variants(point.op) if inputs else ():
             yield _Way(says, compute, tuple(inputs), None, shown)
         if point.op not in SOURCES:
@@ -107,7 +121,9 @@ class Trial:
             read = Point(point.layer, op)
             shown = shown & values.seen(read) if read in values.table else torch.zeros_like(shown)
         source = self._input(Point(point.layer, SOURCES[point.op]))
-        for says, compute in () if source is None or shown.all() else variants_from_source(point.op):
+        for says, compute in (
+            () if source is None or shown.all() else variants_from_source(point.op)
+        ):
             yield _Way(says, compute, (), source, ~shown)
 
     def _inputs(self, point: Point) -> list[Tensor]:
@@ -118,7 +134,9 @@ class Trial:
         return [self._logits(hidden)] if point.op == "logprob" and hidden is not None else []
 
     def _input(self, point: Point) -> Tensor | None:
-        """What the other side gave; in rows where it shows no such point, what the side that was fed made itself."""
+        """What the other side gave; in rows where it shows no such point, what the side that was
+        fed made itself.
+        """
         fed, other = self.evidence.fed, self.evidence.other
         if point not in fed.table or point not in other.table:
             return other.table.get(point, fed.table.get(point))
@@ -127,10 +145,14 @@ class Trial:
         return torch.where(known, other.table[point].to(kept), fed.table[point].to(kept))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """As the contract has them, where neither side shows its own; of the rows that predict a token."""
+        """As the contract has them, where neither side shows its own; of the rows that predict a
+        token.
+        """
         weight = _module(self.model, Point(0, "logits")).weight
         logits = torch.zeros(len(hidden), len(weight))
-        rows = torch.from_numpy(np.concatenate([s + self.case.scored(n) for n, s in enumerate(self.case.offsets)]))
+        rows = torch.from_numpy(
+            np.concatenate([s + self.case.scored(n) for n, s in enumerate(self.case.offsets)])
+        )
         for part in rows.split(LOGIT_ROWS):
             logits[part] = linear_fp32(hidden[part].to(weight.device), weight).cpu()
         return logits
@@ -140,13 +162,17 @@ class Trial:
         if point.op not in (*_NORMS, "final_norm"):
             return []
         table = self.evidence.other.table
-        added = [one for one in table if one.op in ("o_proj", "down_proj") and one.place < point.place]
+        added = [
+            one for one in table if one.op in ("o_proj", "down_proj") and one.place < point.place
+        ]
         stream = table[Point(BEFORE, "embed")]
         for one in sorted(added, key=lambda one: one.place):
             stream = stream + table[one]
         return [stream]
 
-    def _given(self, way: _Way, point: Point, values: Values, step_of: Sequence[int], left: Tensor) -> Tensor:
+    def _given(
+        self, way: _Way, point: Point, values: Values, step_of: Sequence[int], left: Tensor
+    ) -> Tensor:
         """Which rows have the variant's bits. Shape: [rows] bool."""
         given, device = torch.zeros_like(left), next(self.model.parameters()).device
         seen = values.known[point] if point.op == "attention" else values.seen(point)
@@ -162,7 +188,9 @@ class Trial:
                 wanted=left[rows],
                 split=self.split,
                 source=None if way.source is None else way.source[rows].to(device),
-                projections=tuple(_module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ())),
+                projections=tuple(
+                    _module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ())
+                ),
             )
             out = way.compute(together).flatten(1).cpu()
             given[rows] = (wide_bits(out) == wide_bits(values.table[point][rows])).all(1)
@@ -172,7 +200,9 @@ class Trial:
         """Rows of one step; for attention, of one sequence from its start."""
         numbers = torch.tensor(step_of)
         if point.op == "attention":
-            numbers = torch.from_numpy(np.repeat(np.arange(len(self.case.sequences)), self.case.lengths))
+            numbers = torch.from_numpy(
+                np.repeat(np.arange(len(self.case.sequences)), self.case.lengths)
+            )
         for number in numbers[seen].unique().tolist():
             yield (seen & (numbers == number)).nonzero()[:, 0]
 

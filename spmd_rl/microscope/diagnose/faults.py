@@ -1,6 +1,7 @@
 """Known faults to plant in the engine's path, to see that each is found where it was put.
 
-They are real ones: what a library's own choice, a fused kernel or a rounded table does to a forward pass.
+They are real ones: what a library's own choice, a fused kernel or a rounded table does to a forward
+pass.
 """
 
 from __future__ import annotations
@@ -17,44 +18,48 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PagedAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.attention.flash_ranges import flash_ranges
-from spmd_rl.microscope.replay.engine_pass import EnginePath, Replaying
+from spmd_rl.microscope.replay.engine_pass import EnginePass, Replaying
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
-from spmd_rl.model.fused_projections import Joined
+from spmd_rl.model.fused_projections import FusedProjections
 from spmd_rl.model.network import Attend
 
 NUM_PROCESSORS = 132  # of an H200: how many pieces of work an automatic split wants
 SPLIT_BLOCK = 64  # keys; a split has at least so many
 
 
-def plant(name: str, path: EnginePath) -> None:
+def plant(name: str, path: EnginePass) -> None:
     """Raises: ConfigError when there is no fault of that name, or it cannot be planted there."""
     if name not in FAULTS:
         raise ConfigError(f"there is no fault '{name}' to plant: choose one of {', '.join(FAULTS)}")
     FAULTS[name](path)
 
 
-def _middle(path: EnginePath) -> Any:
+def _middle(path: EnginePass) -> Any:
     layers = path.model.model.layers
     return layers[len(layers) // 2]
 
 
-def split_k(path: EnginePath) -> None:
+def split_k(path: EnginePass) -> None:
     """The middle layer's down projection sums K in two halves."""
     module = _middle(path).mlp.down_proj
     module.forward = lambda x: _halves(x, module.weight, module.bias)
 
 
-def split_k_qkv(path: EnginePath) -> None:
-    """The engine's projections are joined, as on GPUs, and the middle layer's q, k and v sum K in two halves."""
+def split_k_qkv(path: EnginePass) -> None:
+    """The engine's projections are joined, as on GPUs, and the middle layer's q, k and v sum K in
+    two halves.
+    """
     _join(path, _middle(path).self_attn)
 
 
-def split_k_gate_up(path: EnginePath) -> None:
-    """The engine's projections are joined, as on GPUs; the middle layer's gate, up and SiLU are one op, K in halves."""
+def split_k_gate_up(path: EnginePass) -> None:
+    """The engine's projections are joined, as on GPUs; the middle layer's gate, up and SiLU are one
+    op, K in halves.
+    """
     _join(path, _middle(path).mlp)
 
 
-def _join(path: EnginePath, module: Any) -> None:
+def _join(path: EnginePass, module: Any) -> None:
     """Also whenever the engine joins them again."""
     model, join = path.model, path.model.join_projections
 
@@ -67,7 +72,7 @@ def _join(path: EnginePath, module: Any) -> None:
     joined()
 
 
-class InHalves(Joined):
+class InHalves(FusedProjections):
     """A joint product with two chains over K."""
 
     def product(self, x: Tensor) -> Sequence[Tensor]:
@@ -86,14 +91,18 @@ def _halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (total if bias is None else total + bias).to(x.dtype)
 
 
-def library_linear(path: EnginePath) -> None:
-    """The middle layer's down projection is the library's, which takes its kernel, and its split of K, by the rows."""
+def library_linear(path: EnginePass) -> None:
+    """The middle layer's down projection is the library's, which takes its kernel, and its split of
+    K, by the rows.
+    """
     module = _middle(path).mlp.down_proj
     module.forward = lambda x: F.linear(x, module.weight, module.bias)
 
 
-def norm_order(path: EnginePath) -> None:
-    """The middle layer's norm before the MLP scales by the weight before it rounds, instead of after."""
+def norm_order(path: EnginePass) -> None:
+    """The middle layer's norm before the MLP scales by the weight before it rounds, instead of
+    after.
+    """
     norm = _middle(path).post_attention_layernorm
 
     def scaled_before_rounding(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -105,14 +114,14 @@ def norm_order(path: EnginePath) -> None:
     norm.forward = scaled_before_rounding
 
 
-def logits_bf16(path: EnginePath) -> None:
+def logits_bf16(path: EnginePass) -> None:
     """The head's logits are rounded to bfloat16, as a plain linear layer gives them."""
     model = path.model
     multiply = model.logits
     model.logits = lambda hidden: multiply(hidden).bfloat16().float()  # type: ignore[method-assign]
 
 
-def rope_bf16(path: EnginePath) -> None:
+def rope_bf16(path: EnginePass) -> None:
     """The tables of cosines and sines are rounded to bfloat16."""
     model = path.model
     cos, sin = model.rope_tables(path.device)
@@ -120,27 +129,43 @@ def rope_bf16(path: EnginePath) -> None:
     model.rope_tables = lambda device: rounded  # type: ignore[method-assign]
 
 
-def auto_splits(path: EnginePath) -> None:
-    """Decoding cuts a sequence's keys into as many parts as keep the processors busy, and merges their softmaxes."""
+def auto_splits(path: EnginePass) -> None:
+    """Decoding cuts a sequence's keys into as many parts as keep the processors busy, and merges
+    their softmaxes.
+    """
     if path.split:
-        raise ConfigError(f"auto-splits is planted where keys are not cut, but attention_split is {path.split} here")
+        raise ConfigError(
+            f"auto-splits is planted where keys are not cut, but attention_split is {path.split} here"
+        )
     path.wrap = AutoSplits
 
 
-def library_logprob(path: EnginePath) -> None:
+def library_logprob(path: EnginePass) -> None:
     """The engine scores what it draws with the library's log-softmax."""
 
     def draw(
-        logits: Tensor, inv_temperature: Tensor, *rest: Any, given: Tensor | None = None, **filters: Any
+        logits: Tensor,
+        inv_temperature: Tensor,
+        *rest: Any,
+        given: Tensor | None = None,
+        **filters: Any,
     ) -> tuple[Tensor, Tensor]:
-        tokens = sample_and_score(logits, inv_temperature, *rest, **filters)[0] if given is None else given
-        return tokens, (logits * inv_temperature[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        tokens = (
+            sample_and_score(logits, inv_temperature, *rest, **filters)[0]
+            if given is None
+            else given
+        )
+        return tokens, (logits * inv_temperature[:, None]).log_softmax(-1).gather(
+            1, tokens[:, None]
+        )[:, 0]
 
     path.draw = draw
 
 
 class AutoSplits:
-    """Attention whose decode rows are merged from several ranges of keys, their number chosen from the batch."""
+    """Attention whose decode rows are merged from several ranges of keys, their number chosen from
+    the batch.
+    """
 
     def __init__(self, replaying: Replaying, attend: Attend) -> None:
         assert isinstance(attend, PagedAttention)
@@ -167,8 +192,12 @@ class AutoSplits:
         parts, log_sums = [], []
         for part in range(max(self._busy(batch), 1)):
             start, length = part * size + longer.clamp(max=part), size + (part < longer)
-            columns = (start[:, None] + torch.arange(keys.shape[1], device=q.device)).clamp(max=keys.shape[1] - 1)
-            k, v = (torch.take_along_dim(one, columns[..., None, None], 1) for one in (keys, values))
+            columns = (start[:, None] + torch.arange(keys.shape[1], device=q.device)).clamp(
+                max=keys.shape[1] - 1
+            )
+            k, v = (
+                torch.take_along_dim(one, columns[..., None, None], 1) for one in (keys, values)
+            )
             mine, log_sum = flash_ranges(q[:batch], k, v, length)
             parts.append(mine)
             log_sums.append(log_sum.masked_fill((part >= splits)[:, None], -torch.inf))
@@ -181,18 +210,22 @@ class AutoSplits:
             num_keys, row = int(self.plan.starts[i]) + 1, int(first[i])
             splits = min(self._busy(len(first)), num_keys // SPLIT_BLOCK)
             if splits > 1:
-                keys, values = (self._read(cached, i, num_keys) for cached in self.attend.cache.layers[layer])
+                keys, values = (
+                    self._read(cached, i, num_keys) for cached in self.attend.cache.layers[layer]
+                )
                 out[row] = merged_attention(q[row], keys, values, splits)
         return out
 
     def _read(self, cached: Tensor, i: int, num_keys: int) -> Tensor:
         """The keys or values of the plan's sequence `i`, [num_keys, K, D]."""
         page, offset = np.divmod(np.arange(num_keys), self.attend.cache.page_size)
-        slots = torch.from_numpy(self.pages[self.plan.rows[i], page] * self.attend.cache.page_size + offset)
+        slots = torch.from_numpy(
+            self.pages[self.plan.rows[i], page] * self.attend.cache.page_size + offset
+        )
         return cached.transpose(0, 1).index_select(0, slots.to(cached.device))
 
 
-FAULTS: dict[str, Callable[[EnginePath], None]] = {
+FAULTS: dict[str, Callable[[EnginePass], None]] = {
     "split-k": split_k,
     "split-k-qkv": split_k_qkv,
     "split-k-gate-up": split_k_gate_up,

@@ -1,7 +1,8 @@
-"""Which kernel an op ran as: from a profile of one run, and from what a kernel's name and our tables say.
+"""Which kernel an op ran as: from a profile of one run, and from what a kernel's name and our
+tables say.
 
-On a GPU these are the kernels that were launched between two marks, on a CPU the outermost torch ops, within functions
-of ours.
+On a GPU these are the kernels that were launched between two marks, on a CPU the outermost torch
+ops, within functions of ours.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import MARK, Marks
 
 HOPPER = 9  # its compute capability
-FLASH, MERGE = "FlashAttention-4", "_merge"  # as a report calls it; our kernel that merges softmaxes
+# as a report calls it; our kernel that merges softmaxes
+FLASH, MERGE = "FlashAttention-4", "_merge"
 COMBINE = f"{FLASH} combine"  # its own, of as many parts as it was called with
 _OURS = re.compile(
     r"(?P<kind>_|_ring_|shared_)matmul_(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(x(?P<stages>\d+))?(?P<turned>_swap|_x_first)?"
@@ -61,15 +63,17 @@ Ran = Mapping[tuple[int, Point], tuple[Kernel, ...]]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one path by forward pass and point; which pass computed each row, and in which step. A pass that
-    was recorded stands for many steps."""
+    """The kernels of one path by forward pass and point; which pass computed each row, and in which
+    step. A pass that was recorded stands for many steps."""
 
     ran: Ran
     forward_of: tuple[int, ...]
     step_of: tuple[int, ...]
 
     def at(self, point: Point, row: int) -> tuple[Kernel, ...]:
-        """Those of `point` in the pass of `row`. Where several points end together, the first of them has all."""
+        """Those of `point` in the pass of `row`. Where several points end together, the first of
+        them has all.
+        """
         forward = self.forward_of[row]
         earlier = sorted(
             (seen for number, seen in self.ran if number == forward and seen.place <= point.place),
@@ -82,23 +86,29 @@ def kernels_of(path: Path, case: Case) -> Kernels:
     """Run `path` once under the profiler."""
     marks = Marks(case.num_rows)
     with profile(
-        activities=supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA}, record_shapes=True
+        activities=supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA},
+        record_shapes=True,
     ) as p:
         path.run(case, marks)
     with tempfile.TemporaryDirectory() as folder:
         file = File(folder) / "trace.json"
         p.export_chrome_trace(str(file))
         events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    forward_of, step_of = (tuple(numbers[:-1].tolist()) for numbers in (marks.forward_of, marks.step_of))
+    forward_of, step_of = (
+        tuple(numbers[:-1].tolist()) for numbers in (marks.forward_of, marks.step_of)
+    )
     device = marks.forward_of.device
     hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == HOPPER
     return Kernels(between_marks(events, hopper), forward_of, step_of)
 
 
 def between_marks(events: list[dict[str, Any]], hopper: bool = True) -> Ran:
-    """Kernels, or torch ops where there are none, by the mark that ends the stretch in which they were started."""
+    """Kernels, or torch ops where there are none, by the mark that ends the stretch in which they
+    were started.
+    """
     timed = sorted(
-        (one for one in events if "ts" in one and "cat" in one), key=lambda one: (one["ts"], -one.get("dur", 0))
+        (one for one in events if "ts" in one and "cat" in one),
+        key=lambda one: (one["ts"], -one.get("dur", 0)),
     )
     on_gpu = {one["args"].get("correlation"): one for one in timed if one["cat"] == "kernel"}
     found: dict[tuple[int, Point], tuple[Kernel, ...]] = {}
@@ -117,62 +127,96 @@ def between_marks(events: list[dict[str, Any]], hopper: bool = True) -> Ran:
 
 
 def _together(names: list[str], hopper: bool) -> tuple[Kernel, ...]:
-    """The kernels of one op, each once. FlashAttention's splits are told by how often it ran, and by what follows."""
+    """The kernels of one op, each once. FlashAttention's splits are told by how often it ran, and
+    by what follows.
+    """
     kernels = [identify(name, hopper) for name in names]
     launches = sum(kernel.name == FLASH for kernel in kernels)
     if any(kernel.name == COMBINE for kernel in kernels):
-        kernels = [replace(kernel, splits="keys split") if kernel.name == FLASH else kernel for kernel in kernels]
+        kernels = [
+            replace(kernel, splits="keys split") if kernel.name == FLASH else kernel
+            for kernel in kernels
+        ]
     elif launches > 1 or (launches and MERGE in names):
         splits = f"ranges of keys in {launches} {'launch' if launches == 1 else 'launches'}, merged"
-        kernels = [replace(kernel, splits=splits) if kernel.name == FLASH else kernel for kernel in kernels]
+        kernels = [
+            replace(kernel, splits=splits) if kernel.name == FLASH else kernel for kernel in kernels
+        ]
     return tuple(dict.fromkeys(kernels))
 
 
-def _marks_and_work(timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def _marks_and_work(
+    timed: list[dict[str, Any]], on_gpu: Mapping[Any, dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
     until = float("-inf")
     for one in timed:
         if one["name"].startswith(f"{MARK}|"):
             if one["cat"] == "user_annotation":
                 yield "mark", one["name"]
         elif on_gpu:
-            launches = one["cat"] in _LAUNCHES and "GraphLaunch" not in one["name"]  # a replay is of what was marked
+            # a replay is of what was marked
+            launches = one["cat"] in _LAUNCHES and "GraphLaunch" not in one["name"]
             if launches and one["args"].get("correlation") in on_gpu:
                 yield "work", on_gpu[one["args"]["correlation"]]["name"]
-        elif one["cat"] == "cpu_op" and one["ts"] >= until and "::" in one["name"] and not _MOVES.match(one["name"]):
+        elif (
+            one["cat"] == "cpu_op"
+            and one["ts"] >= until
+            and "::" in one["name"]
+            and not _MOVES.match(one["name"])
+        ):
             until = one["ts"] + one.get("dur", 0)
             yield "work", _torch_op(one)
 
 
 def _torch_op(event: dict[str, Any]) -> str:
-    shapes = [shape for shape in event["args"].get("Input Dims", []) if shape and not isinstance(shape[0], list)]
+    shapes = [
+        shape
+        for shape in event["args"].get("Input Dims", [])
+        if shape and not isinstance(shape[0], list)
+    ]
     return f"{event['name']} " + " × ".join(str(shape).replace(" ", "") for shape in shapes[:2])
 
 
 def identify(name: str, hopper: bool = True) -> Kernel:
-    """Read tile, splits and instruction out of a kernel's name, where it tells; some are only known on Hopper."""
+    """Read tile, splits and instruction out of a kernel's name, where it tells; some are only known
+    on Hopper.
+    """
     short = Kernel(_short(name))
     split = re.search(r"split_?k|stream_?k", name, re.IGNORECASE)
     splits = "" if split is None else "K split"
     if name.startswith("nvjet"):
         tile = re.search(r"_(\d+x\d+)_(\d+x\d+)_", name)
         return replace(
-            short, tile=f"tile {tile[1]}" if tile else "", splits=splits or "one chain", instruction=_wide(name, hopper)
+            short,
+            tile=f"tile {tile[1]}" if tile else "",
+            splits=splits or "one chain",
+            instruction=_wide(name, hopper),
         )
-    if "gemm" in name.lower() and (tile := re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)):
+    if "gemm" in name.lower() and (
+        tile := re.search(r"tilesize(\d+x\d+x\d+)|(\d+x\d+_\d+x\d+)", name)
+    ):
         instruction = _wide(name, "wgmma" in name) or "mma.sync"
-        return replace(short, tile=f"tile {tile[1] or tile[2]}", splits=splits, instruction=instruction)
+        return replace(
+            short, tile=f"tile {tile[1] or tile[2]}", splits=splits, instruction=instruction
+        )
     if "splitkv" in name.lower():
         return replace(short, splits="keys split")
     if ours := _OURS.match(name):
         return _our_product(ours, hopper)
     if "flash" in name.lower() and ("cute" in name.lower() or name.startswith("kernel_cutlass")):
         merges = "combine" in name.lower()
-        return Kernel(COMBINE) if merges else Kernel(FLASH, "keys in blocks of 128", "one split", _wide(name, hopper))
+        return (
+            Kernel(COMBINE)
+            if merges
+            else Kernel(FLASH, "keys in blocks of 128", "one split", _wide(name, hopper))
+        )
     return replace(short, splits=splits)
 
 
 def _wide(name: str, hopper: bool) -> str:
-    """The tensor cores' instruction of many rows: by the architecture in the kernel's name, or of the GPU."""
+    """The tensor cores' instruction of many rows: by the architecture in the kernel's name, or of
+    the GPU.
+    """
     if re.search(r"sm10\d", name):
         return "tcgen05"
     return "wgmma" if hopper or "sm90" in name else ""
@@ -180,22 +224,36 @@ def _wide(name: str, hopper: bool) -> str:
 
 def _short(name: str) -> str:
     """A template's name without its arguments, but with what an elementwise kernel does."""
-    name = name.replace("(anonymous namespace)::", "").removeprefix("void ").removeprefix("at::native::")
+    name = (
+        name.replace("(anonymous namespace)::", "")
+        .removeprefix("void ")
+        .removeprefix("at::native::")
+    )
     if re.fullmatch(r"_\w+", name):
         return f"Triton {name}"
     outer = re.split(r"[<(]", name)[0].strip()
     done = [
-        part for found in _FUNCTORS.findall(name[len(outer) :]) for part in found if part not in ("", "gpu", "Binary")
+        part
+        for found in _FUNCTORS.findall(name[len(outer) :])
+        for part in found
+        if part not in ("", "gpu", "Binary")
     ]
     return " ".join([outer, *done[:1]])[:96]
 
 
 def _our_product(name: re.Match[str], hopper: bool) -> Kernel:
-    """Those with stages are rings, which take the weight as wgmma's first operand, but for shares that are turned."""
+    """Those with stages are rings, which take the weight as wgmma's first operand, but for shares
+    that are turned.
+    """
     tile, wide = f"tile {name['m']}x{name['n']}x{name['k']}", _wide("", hopper)
     if name["stages"] is None:
         first, tall = (", weight first", name["n"]) if name["turned"] else ("", name["m"])
-        return Kernel("Triton _matmul", tile + first, "one chain", wide if int(tall) >= WGMMA_ROWS else "mma.sync")
+        return Kernel(
+            "Triton _matmul",
+            tile + first,
+            "one chain",
+            wide if int(tall) >= WGMMA_ROWS else "mma.sync",
+        )
     made = "CuTe shared_matmul" if name["kind"] == "shared_" else "Triton _ring_matmul"
     first = "x first" if name["turned"] else "weight first"
     return Kernel(made, f"{name['stages']} stages of {tile}, {first}", "one chain", wide)

@@ -11,7 +11,9 @@ _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def ordered(x: Tensor) -> Tensor:
-    """The place of each number among all of its format, int64: -0 just below +0, NaNs beyond the infinities."""
+    """The place of each number among all of its format, int64: -0 just below +0, NaNs beyond the
+    infinities.
+    """
     bits = x.contiguous().view(_INTEGERS[x.dtype]).to(torch.int64)
     largest = torch.iinfo(_INTEGERS[x.dtype]).max
     return torch.where(bits >= 0, bits, -1 - (bits & largest))
@@ -51,6 +53,7 @@ def histogram(x: Tensor, y: Tensor) -> Histogram:
     if not len(steps):
         return Histogram((0,), 0)
     largest = int(steps.max())
-    edges = 2 ** torch.arange(largest.bit_length(), dtype=torch.int64)  # 1, 2, 4, ...: the first of each bucket
+    # 1, 2, 4, ...: the first of each bucket
+    edges = 2 ** torch.arange(largest.bit_length(), dtype=torch.int64)
     counts = torch.bincount(torch.bucketize(steps, edges, right=True), minlength=len(edges) + 1)
     return Histogram(tuple(counts.tolist()), largest)

@@ -1,4 +1,5 @@
-"""Known ways of computing an op: the contract's, the libraries', and those of the faults that are met most.
+"""Known ways of computing an op: the contract's, the libraries', and those of the faults that are
+met most.
 
 Each is a function of the op's inputs for rows that were computed together.
 """
@@ -38,9 +39,9 @@ MAX_RANGES = 8
 class Together:
     """Rows of one step, or for attention of one sequence from its start.
 
-    Shape: `x` the op's inputs [R, ...] each; all else [R]: `positions`, each row's next token and its temperature, and
-    which rows matter. `split`: of the keys, or 0. `source` [R, C] and `projections`: what makes `x`, for an op that
-    does so itself.
+    Shape: `x` the op's inputs [R, ...] each; all else [R]: `positions`, each row's next token and
+    its temperature, and which rows matter. `split`: of the keys, or 0. `source` [R, C] and
+    `projections`: what makes `x`, for an op that does so itself.
     """
 
     x: tuple[Tensor, ...]
@@ -65,13 +66,17 @@ def variants(op: str) -> list[Variant]:
         parts = [(f"K summed in {n} parts", partial(_in_parts, n)) for n in (2, 3, 4, 8)]
         library = ("the library's product of that many rows", partial(_product, F.linear))
         padded = ("the library's product, rows padded", partial(_product, _padded))
-        rounded = [("the contract's product, rounded to bfloat16", partial(_product, _rounded_head))]
+        rounded = [
+            ("the contract's product, rounded to bfloat16", partial(_product, _rounded_head))
+        ]
         return [exact, *(rounded if op == "logits" else []), library, padded, *parts]
     return _OTHERS.get(op, [])
 
 
 def variants_from_source(op: str) -> list[Variant]:
-    """Of an op that begins with its own projections: each way of these products with each way of what follows."""
+    """Of an op that begins with its own projections: each way of these products with each way of
+    what follows.
+    """
     ways = variants(op)
     return [
         (f"{product}, then {says}", partial(_after_products, multiply, compute))
@@ -83,7 +88,9 @@ def variants_from_source(op: str) -> list[Variant]:
 def _after_products(multiply: Compute, compute: Compute, given: Together) -> Tensor:
     assert given.source is not None
     alone = replace(given, x=(given.source,))
-    return compute(replace(given, x=tuple(multiply(replace(alone, module=one)) for one in given.projections)))
+    return compute(
+        replace(given, x=tuple(multiply(replace(alone, module=one)) for one in given.projections))
+    )
 
 
 def _product(product: Callable[..., Tensor], given: Together) -> Tensor:
@@ -150,7 +157,8 @@ def _library_rotated(given: Together) -> Tensor:
     x = _heads(given.x[0], given.spec)
     x = x if given.module is None else _library_norm(x, given)
     angles = given.positions.float()[:, None] * inverse_frequencies(given.spec).to(x.device)
-    tables = (table * given.spec.rope.attention_factor for table in (angles.cos(), angles.sin()))  # on the device
+    # on the device
+    tables = (table * given.spec.rope.attention_factor for table in (angles.cos(), angles.sin()))
     cos, sin = (torch.cat([table, table], -1).to(x.dtype).unsqueeze(1) for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
@@ -159,7 +167,9 @@ def _library_rotated(given: Together) -> Tensor:
 def _tables(given: Together) -> tuple[Tensor, Tensor]:
     spec = given.spec
     cos, sin = rope_table(inverse_frequencies(spec), spec.max_positions, spec.rope.attention_factor)
-    return cos.to(given.positions.device)[given.positions], sin.to(given.positions.device)[given.positions]
+    return cos.to(given.positions.device)[given.positions], sin.to(given.positions.device)[
+        given.positions
+    ]
 
 
 def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
@@ -169,14 +179,18 @@ def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
 def _attended(given: Together, split: int = 0) -> Tensor:
     spec, (q, k, v) = given.spec, (_heads(x, given.spec) for x in given.x)
     lengths, heads = np.array([len(q)], np.int32), (spec.num_heads, spec.num_kv_heads)
-    attend = PackedAttention(lengths, num_heads=heads[0], num_kv_heads=heads[1], device=q.device, split=split)
+    attend = PackedAttention(
+        lengths, num_heads=heads[0], num_kv_heads=heads[1], device=q.device, split=split
+    )
     q, k, v = pad_rows(q), pad_rows(k), pad_rows(v)
     return attend(0, q, k, v)[: len(given.positions)]
 
 
 def _library_attended(given: Together) -> Tensor:
     q, k, v = (_heads(x, given.spec).transpose(0, 1).unsqueeze(0) for x in given.x)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out[0].transpose(0, 1)
 
 
@@ -212,11 +226,15 @@ def _scored_by_log_of_softmax(given: Together) -> Tensor:
 
 
 def _scored_of_rounded(given: Together) -> Tensor:
-    return _chosen((given.x[0].bfloat16().float() * _inverse(given)[:, None]).log_softmax(-1), given)
+    return _chosen(
+        (given.x[0].bfloat16().float() * _inverse(given)[:, None]).log_softmax(-1), given
+    )
 
 
 def _scored_in_the_activations_format(given: Together) -> Tensor:
-    return _chosen((given.x[0].bfloat16() * _inverse(given)[:, None].bfloat16()).log_softmax(-1), given)
+    return _chosen(
+        (given.x[0].bfloat16() * _inverse(given)[:, None].bfloat16()).log_softmax(-1), given
+    )
 
 
 def _scored_untempered(given: Together) -> Tensor:
@@ -249,13 +267,22 @@ _NORM: list[Variant] = [
 _ROPE: list[Variant] = [
     ("turned in float32 with one rounding, the contract's", _rotated),
     ("tables rounded to bfloat16", _rotated_by_rounded_tables),
-    ("torch's own norm, turned in the activations' format with a rounding at every step", _library_rotated),
+    (
+        "torch's own norm, turned in the activations' format with a rounding at every step",
+        _library_rotated,
+    ),
 ]
 _ATTENTION: list[Variant] = [
     ("one softmax over keys in ascending blocks, the contract's", _attended),
-    ("softmaxes of splits of one size, merged in order, the contract's", lambda given: _attended(given, given.split)),
+    (
+        "softmaxes of splits of one size, merged in order, the contract's",
+        lambda given: _attended(given, given.split),
+    ),
     ("the library's scaled-dot-product attention", _library_attended),
-    *((f"softmaxes of {n} ranges of keys, merged", partial(_merged, n)) for n in range(2, MAX_RANGES + 1)),
+    *(
+        (f"softmaxes of {n} ranges of keys, merged", partial(_merged, n))
+        for n in range(2, MAX_RANGES + 1)
+    ),
 ]
 _VALUES: list[Variant] = [
     ("kept as they are, the contract's", lambda given: given.x[0]),
@@ -263,7 +290,10 @@ _VALUES: list[Variant] = [
 ]
 _ACT: list[Variant] = [
     ("float32 inside with one rounding, the contract's", lambda given: silu_mul(*given.x)),
-    ("the library's SiLU, rounded, then the product", lambda given: F.silu(given.x[0]) * given.x[1]),
+    (
+        "the library's SiLU, rounded, then the product",
+        lambda given: F.silu(given.x[0]) * given.x[1],
+    ),
 ]
 _OTHERS = {
     "input_norm": _NORM,

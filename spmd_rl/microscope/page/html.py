@@ -37,7 +37,9 @@ def render(data: dict[str, Any]) -> str:
     style = _style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     title = f"{data['left']} against {data['right']}"
-    body = "\n".join([_head(data, title), *(_parts(data) if data["findings"] else ()), _facts(data)])
+    body = "\n".join(
+        [_head(data, title), *(_parts(data) if data["findings"] else ()), _facts(data)]
+    )
     return _PAGE.format(hash=f"sha256-{digest}", title=html.escape(title), style=style, body=body)
 
 
@@ -48,7 +50,9 @@ def _style() -> str:
 
 
 def _head(data: dict[str, Any], title: str) -> str:
-    planted = f"<p class='sub'>planted: {html.escape(data['planted'])}</p>" if data["planted"] else ""
+    planted = (
+        f"<p class='sub'>planted: {html.escape(data['planted'])}</p>" if data["planted"] else ""
+    )
     kind = "card verdict" if data["agree"] else "card verdict parted"
     sentences = "".join(f"<p>{html.escape(one)}</p>" for one in data["verdict"].splitlines())
     notes = "".join(f"<p class='sub'>{html.escape(one)}</p>" for one in data["notes"])
@@ -58,22 +62,43 @@ def _head(data: dict[str, Any], title: str) -> str:
 def _parts(data: dict[str, Any]) -> list[str]:
     legend = "".join(map(pictures.key, ("equal", "inherited", "introduced")))
     note = f"{legend} introduced: an op of {html.escape(the(data['fed']))}, given the other side's input, still differs"
-    parts = [_section("The network", note, _figure("every op of every layer", pictures.network_map(data["findings"])))]
+    parts = [
+        _section(
+            "The network",
+            note,
+            _figure("every op of every layer", pictures.network_map(data["findings"])),
+        )
+    ]
     first = data["first"]
     if first is not None:
         strips = pictures.strips(first["positions"], data["sequences"])
-        strips = _figure("rows that differ (wide: prompt, narrow: response; grey: equal, or not computed)", strips)
-        apart = _figure(f"{_name(first)} on the same input, by ULP", pictures.distances(first["on_same_input"]))
+        strips = _figure(
+            "rows that differ (wide: prompt, narrow: response; grey: equal, or not computed)",
+            strips,
+        )
+        apart = _figure(
+            f"{_name(first)} on the same input, by ULP", pictures.distances(first["on_same_input"])
+        )
         last = data["findings"][-1]
         if last["op"] == "logprob":
-            apart += _figure("log-probs as the paths ran, by ULP", pictures.distances(last["plain"]))
-        parts.append(_section("Where they part", _name(first), strips + f'<div class="two">{apart}</div>'))
+            apart += _figure(
+                "log-probs as the paths ran, by ULP", pictures.distances(last["plain"])
+            )
+        parts.append(
+            _section("Where they part", _name(first), strips + f'<div class="two">{apart}</div>')
+        )
     if data["unequal_logprobs"]:
         parts.append(_logprobs(data))
     kinds = _first_of_kind(data["findings"])
-    parts.append(_section("What introduces a difference", "the first of each kind", _table(data, kinds)))
     parts.append(
-        _section("How it spreads", "share of elements that differ", _figure("", pictures.growth(data["findings"])))
+        _section("What introduces a difference", "the first of each kind", _table(data, kinds))
+    )
+    parts.append(
+        _section(
+            "How it spreads",
+            "share of elements that differ",
+            _figure("", pictures.growth(data["findings"])),
+        )
     )
     return parts
 
@@ -90,7 +115,10 @@ def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
     causes = {(one["layer"], one["op"]): one for one in data["causes"]}
     rows = []
     for one in kinds:
-        places = sum(other["op"] == one["op"] and other["status"] == "introduced" for other in data["findings"])
+        places = sum(
+            other["op"] == one["op"] and other["status"] == "introduced"
+            for other in data["findings"]
+        )
         counts = one["on_same_input"]["counts"]
         cause = causes.get((one["layer"], one["op"]))
         cells = [
@@ -99,12 +127,16 @@ def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
             *(_side(cause[side]) if cause else "" for side in ("left", "right")),
         ]
         rows.append(cells)
-    return _rows(("op", "elements that differ on the same input", data["left"], data["right"]), rows)
+    return _rows(
+        ("op", "elements that differ on the same input", data["left"], data["right"]), rows
+    )
 
 
 def _logprobs(data: dict[str, Any]) -> str:
     tokens = data["unequal_logprobs"]
-    of = f"{len(tokens):,} tokens" + (f", the first {MAX_TOKENS}" if len(tokens) > MAX_TOKENS else "")
+    of = f"{len(tokens):,} tokens" + (
+        f", the first {MAX_TOKENS}" if len(tokens) > MAX_TOKENS else ""
+    )
     rows = [
         [
             html.escape(one["sequence"]),
@@ -114,7 +146,14 @@ def _logprobs(data: dict[str, Any]) -> str:
         ]
         for one in tokens[:MAX_TOKENS]
     ]
-    heads = ("sequence", "position", "token of the response", data["left"], data["right"], "recorded")
+    heads = (
+        "sequence",
+        "position",
+        "token of the response",
+        data["left"],
+        data["right"],
+        "recorded",
+    )
     return _section("Log-probs that differ", of, _rows(heads, rows))
 
 
@@ -125,12 +164,17 @@ def _logprob(value: float | None) -> str:
 def _rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table; its cells are HTML already."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows
+    )
     return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _side(side: dict[str, list[str]]) -> str:
-    lines = [*map(html.escape, side["kernels"]), *(f"<b>{html.escape(line)}</b>" for line in side["arithmetic"])]
+    lines = [
+        *map(html.escape, side["kernels"]),
+        *(f"<b>{html.escape(line)}</b>" for line in side["arithmetic"]),
+    ]
     return "<br>".join(lines)
 
 
@@ -141,10 +185,18 @@ def _facts(data: dict[str, Any]) -> str:
         "weights": data["weights"],
         "sequences": f"{len(data['sequences'])}, {data['compared_rows']:,} rows compared at {data['points']} points",
         "recorded log-probs": data["recorded"]["says"] if data["recorded"] else "",
-        **{f"{the(name)} went through": _counts(facts) for name, facts in data["facts"].items() if facts},
+        **{
+            f"{the(name)} went through": _counts(facts)
+            for name, facts in data["facts"].items()
+            if facts
+        },
         **data["versions"],
     }
-    rows = [[f"<b>{html.escape(k)}</b>", f"<span class='mono'>{html.escape(v)}</span>"] for k, v in facts.items() if v]
+    rows = [
+        [f"<b>{html.escape(k)}</b>", f"<span class='mono'>{html.escape(v)}</span>"]
+        for k, v in facts.items()
+        if v
+    ]
     told = _rows(("what", ""), rows)
     return _section("What was replayed", "", _sequences(data["sequences"]) + told)
 

@@ -1,4 +1,6 @@
-"""The report's pictures as SVG text: a map of the network, histograms of distances, where rows differ, growth."""
+"""The report's pictures as SVG text: a map of the network, histograms of distances, where rows
+differ, growth.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,22 @@ MAX_STRIPS, STRIP, MAX_TICKS = 24, 720, 20
 
 
 def key(status: str) -> str:
-    box = f'<svg width="12" height="12"><rect width="12" height="12" rx="3" class="{status}"/></svg>'
+    box = (
+        f'<svg width="12" height="12"><rect width="12" height="12" rx="3" class="{status}"/></svg>'
+    )
     return f'<span class="key">{box}{status}</span>'
 
 
 def network_map(findings: Sequence[dict[str, Any]]) -> str:
-    """Ops down, layers across, a cell's colour its status; the first that introduces a difference is framed."""
+    """Ops down, layers across, a cell's colour its status; the first that introduces a difference
+    is framed.
+    """
     layers = sorted({one["layer"] for one in findings})
     ops = [op for op in OPS if any(one["op"] == op for one in findings)]
     first = next((one for one in findings if one["status"] == "introduced"), None)
     parts = [
-        _text(LABEL + CELL * x + CELL / 2, 14, _layer_name(layer, layers), "middle") for x, layer in enumerate(layers)
+        _text(LABEL + CELL * x + CELL / 2, 14, _layer_name(layer, layers), "middle")
+        for x, layer in enumerate(layers)
     ]
     parts += [_text(LABEL - 8, TOP + CELL * y + 13, op, "end") for y, op in enumerate(ops)]
     for one in findings:
@@ -34,12 +41,16 @@ def network_map(findings: Sequence[dict[str, Any]]) -> str:
         said += f", {one['introduced_rows']} on the same input"
         parts.append(_cell(x + 1, y + 1, CELL - 2, CELL - 2, one["status"], said))
         if one is first:
-            parts.append(f'<rect class="first" x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3"/>')
+            parts.append(
+                f'<rect class="first" x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="3"/>'
+            )
     return _svg(LABEL + CELL * len(layers) + 8, TOP + CELL * len(ops) + 4, parts)
 
 
 def distances(one: dict[str, Any]) -> str:
-    """Counts of elements by distance, on a square-root scale; a bar is for its number of ULP and up to the next's."""
+    """Counts of elements by distance, on a square-root scale; a bar is for its number of ULP and up
+    to the next's.
+    """
     counts = one["counts"][1:]
     if not any(counts):
         return "<p>all elements are equal</p>"
@@ -56,16 +67,26 @@ def distances(one: dict[str, Any]) -> str:
 
 
 def strips(positions: dict[str, list[int]], sequences: Sequence[dict[str, Any]]) -> str:
-    """One strip a sequence: its prompt, its response, and where rows differ. Those that differ come first."""
+    """One strip a sequence: its prompt, its response, and where rows differ. Those that differ come
+    first.
+    """
     ordered = sorted(sequences, key=lambda one: one["name"] not in positions)
     shown, hidden = ordered[:MAX_STRIPS], ordered[MAX_STRIPS:]
-    unit, parts = STRIP / max(one["prompt_tokens"] + one["response_tokens"] for one in sequences), []
+    unit, parts = (
+        STRIP / max(one["prompt_tokens"] + one["response_tokens"] for one in sequences),
+        [],
+    )
     for y, one in enumerate(shown):
         parts += _strip(one, positions.get(one["name"], []), 18 * y, unit)
     if hidden:
         differ = sum(one["name"] in positions for one in hidden)
         parts.append(
-            _text(LABEL, 18 * len(shown) + 12, f"{len(hidden)} more not shown, {differ} of them differ", "start")
+            _text(
+                LABEL,
+                18 * len(shown) + 12,
+                f"{len(hidden)} more not shown, {differ} of them differ",
+                "start",
+            )
         )
     return _svg(LABEL + STRIP + 90, 18 * (len(shown) + bool(hidden)) + 4, parts)
 
@@ -88,9 +109,13 @@ def _strip(one: dict[str, Any], positions: Sequence[int], top: float, unit: floa
 
 def growth(findings: Sequence[dict[str, Any]]) -> str:
     """The share of elements that differ at each point, in the order of the forward pass."""
-    shares = [1 - one["plain"]["counts"][0] / max(sum(one["plain"]["counts"]), 1) for one in findings]
+    shares = [
+        1 - one["plain"]["counts"][0] / max(sum(one["plain"]["counts"]), 1) for one in findings
+    ]
     step = STRIP / max(len(shares) - 1, 1)
-    at = " ".join(f"{LABEL + step * x:.1f},{110 - 100 * share:.1f}" for x, share in enumerate(shares))
+    at = " ".join(
+        f"{LABEL + step * x:.1f},{110 - 100 * share:.1f}" for x, share in enumerate(shares)
+    )
     parts = [
         f'<line class="axis" x1="{LABEL}" x2="{LABEL + STRIP}" y1="{y}" y2="{y}"/>'
         + _text(LABEL - 8, y + 4, label, "end")
@@ -109,7 +134,13 @@ def _layer_name(layer: int, layers: Sequence[int]) -> str:
 
 
 def _brief(count: int) -> str:
-    return f"{count:,}" if count < 10_000 else f"{count / 1e3:.3g}k" if count < 1_000_000 else f"{count / 1e6:.3g}M"
+    return (
+        f"{count:,}"
+        if count < 10_000
+        else f"{count / 1e3:.3g}k"
+        if count < 1_000_000
+        else f"{count / 1e6:.3g}M"
+    )
 
 
 def _power(exponent: int) -> str:

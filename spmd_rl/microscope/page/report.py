@@ -1,4 +1,6 @@
-"""From a replay to what it shows, and to the files that keep it: a page and a JSON, named by what was compared."""
+"""From a replay to what it shows, and to the files that keep it: a page and a JSON, named by what
+was compared.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ MAX_TEXT, MAX_KERNELS = 200, 12  # letters of a text, kernels of an op
 class Replay:
     """What is compared, and on what; `drew`: under the weights that drew the samples.
 
-    `weights` says what weights they are, `notes` are sentences on what is replayed, `doubt` is said where all agree.
+    `weights` says what weights they are, `notes` are sentences on what is replayed, `doubt` is said
+    where all agree.
     """
 
     case: Case
@@ -94,7 +97,12 @@ class Examined:
             "unequal_logprobs": _unequal(comparison, replay.case),
             "findings": [_point(one, replay.case) for one in comparison.findings],
             "causes": [
-                {"layer": point.layer, "op": point.op, "left": _side(cause.left), "right": _side(cause.right)}
+                {
+                    "layer": point.layer,
+                    "op": point.op,
+                    "left": _side(cause.left),
+                    "right": _side(cause.right),
+                }
                 for point, cause in self.causes.items()
             ],
         }
@@ -108,7 +116,9 @@ def examine(replay: Replay) -> Examined:
         if one.status == "introduced":
             first_of_kind.setdefault(one.point.op, one)
     alike = replay.dtypes[0] == replay.dtypes[1]
-    causes = _causes(replay, comparison, list(first_of_kind.values())) if first_of_kind and alike else {}
+    causes = (
+        _causes(replay, comparison, list(first_of_kind.values())) if first_of_kind and alike else {}
+    )
     first = comparison.first
     cause = causes.get(first.point) if first else None
     said = verdict(comparison, replay.case, replay.names, cause)
@@ -125,7 +135,9 @@ def examine(replay: Replay) -> Examined:
 
 
 def write(examined: Examined, folder: Folder) -> Folder:
-    """Write the page and the JSON, one of each for a pair of paths and a planted fault; where the page is."""
+    """Write the page and the JSON, one of each for a pair of paths and a planted fault; where the
+    page is.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     replay, data = examined.replay, examined.as_data()
     name = "-".join(replay.names) + (f".{replay.planted}" if replay.planted else "")
@@ -135,7 +147,9 @@ def write(examined: Examined, folder: Folder) -> Folder:
 
 
 def recorded(replay: Replay, comparison: Comparison) -> dict[str, Any] | None:
-    """How many of the log-probs that were kept with the samples the engine gives again; None where there are none."""
+    """How many of the log-probs that were kept with the samples the engine gives again; None where
+    there are none.
+    """
     given = comparison.logprobs
     if given is None or "engine" not in replay.names:
         return None
@@ -157,7 +171,9 @@ def versions(replay: Replay) -> dict[str, str]:
     return {key: str(value) for key, value in facts.items()} | {"python": platform.python_version()}
 
 
-def _causes(replay: Replay, comparison: Comparison, findings: Sequence[Finding]) -> dict[Point, Cause]:
+def _causes(
+    replay: Replay, comparison: Comparison, findings: Sequence[Finding]
+) -> dict[Point, Cause]:
     """Kernels and arithmetic of both sides, for each of `findings`."""
     evidence = comparison.evidence
     assert evidence is not None
@@ -165,11 +181,16 @@ def _causes(replay: Replay, comparison: Comparison, findings: Sequence[Finding])
     outputs = (evidence.fed, evidence.other)
     outputs = outputs if comparison.fed == replay.left.name else outputs[::-1]
     spec = ModelSpec.from_folder(replay.model)
-    trial = Trial(evidence, replay.case, replay.right.model, spec, max(replay.left.split, replay.right.split))
+    trial = Trial(
+        evidence, replay.case, replay.right.model, spec, max(replay.left.split, replay.right.split)
+    )
     return {
         one.point: Cause(
             *(
-                Side(ran.at(one.point, one.rows[0]), tuple(trial.matches(one.point, values, ran.step_of)))
+                Side(
+                    ran.at(one.point, one.rows[0]),
+                    tuple(trial.matches(one.point, values, ran.step_of)),
+                )
                 for ran, values in zip(kernels, outputs, strict=True)
             )
         )
@@ -185,7 +206,9 @@ def _as_json(data: dict[str, Any]) -> str:
     """A line for each value, and for each entry of a list."""
     dump = partial(json.dumps, allow_nan=False, ensure_ascii=False)
     values = {
-        key: "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]" if isinstance(value, list) and value else dump(value)
+        key: "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]"
+        if isinstance(value, list) and value
+        else dump(value)
         for key, value in data.items()
     }
     return "{\n" + ",\n".join(f" {dump(key)}: {text}" for key, text in values.items()) + "\n}\n"
@@ -204,7 +227,9 @@ def _sequence(one: Replayed, case: Case) -> dict[str, Any]:
 
 
 def _unequal(comparison: Comparison, case: Case) -> list[dict[str, Any]]:
-    """The tokens whose log-probs differ: `position` is that of the row that predicts the token, as everywhere."""
+    """The tokens whose log-probs differ: `position` is that of the row that predicts the token, as
+    everywhere.
+    """
     given = comparison.logprobs
     if given is None:
         return []
@@ -235,7 +260,10 @@ def _number(x: float) -> float | None:
 def _side(side: Side) -> dict[str, list[str]]:
     more = len(side.kernels) - MAX_KERNELS
     return {
-        "kernels": [*map(str, side.kernels[:MAX_KERNELS]), *([f"and {more} more"] if more > 0 else [])],
+        "kernels": [
+            *map(str, side.kernels[:MAX_KERNELS]),
+            *([f"and {more} more"] if more > 0 else []),
+        ],
         "arithmetic": [f"{match.says}: {match.rows} rows" for match in side.matches],
     }
 

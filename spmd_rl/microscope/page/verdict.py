@@ -27,12 +27,20 @@ class Cause:
     right: Side
 
 
-def verdict(comparison: Comparison, case: Case, names: tuple[str, str], cause: Cause | None = None) -> str:
-    """One or a few sentences, each a line: where the paths part, by how much, on what kernels, and what comes of it."""
-    return "\n".join(filter(None, [*comparison.troubles, *_arithmetic(comparison, case, names, cause)]))
+def verdict(
+    comparison: Comparison, case: Case, names: tuple[str, str], cause: Cause | None = None
+) -> str:
+    """One or a few sentences, each a line: where the paths part, by how much, on what kernels, and
+    what comes of it.
+    """
+    return "\n".join(
+        filter(None, [*comparison.troubles, *_arithmetic(comparison, case, names, cause)])
+    )
 
 
-def _arithmetic(comparison: Comparison, case: Case, names: tuple[str, str], cause: Cause | None) -> list[str]:
+def _arithmetic(
+    comparison: Comparison, case: Case, names: tuple[str, str], cause: Cause | None
+) -> list[str]:
     first = comparison.first
     if first is None:
         return [_agreement(comparison, names)]
@@ -49,7 +57,9 @@ def _arithmetic(comparison: Comparison, case: Case, names: tuple[str, str], caus
     if cause is not None:
         sentences += [_side(names[0], cause.left, first), _side(names[1], cause.right, first)]
         if (way := _one_way(cause.left, first)) and way == _one_way(cause.right, first):
-            sentences.append("Both run the same arithmetic; its bits depend on which rows are computed together.")
+            sentences.append(
+                "Both run the same arithmetic; its bits depend on which rows are computed together."
+            )
     return [*sentences, _elsewhere(comparison, first), _outcome(comparison)]
 
 
@@ -73,13 +83,17 @@ def _agreement(comparison: Comparison, names: tuple[str, str]) -> str:
 
 def _elsewhere(comparison: Comparison, first: Finding) -> str:
     """The other ops that introduce differences, by kind, and how many only inherit."""
-    introduced = [one for one in comparison.findings if one.status == "introduced" and one is not first]
+    introduced = [
+        one for one in comparison.findings if one.status == "introduced" and one is not first
+    ]
     inherited = sum(one.status == "inherited" for one in comparison.findings)
     parts = []
     if introduced:
         kinds = dict.fromkeys(one.point.op for one in introduced)
         counts = [(kind, sum(one.point.op == kind for one in introduced)) for kind in kinds]
-        named = ", ".join(f"{kind} ({OPS[kind]}) in {count} place{_s(count)}" for kind, count in counts)
+        named = ", ".join(
+            f"{kind} ({OPS[kind]}) in {count} place{_s(count)}" for kind, count in counts
+        )
         parts.append(f"Introduced as well: {named}.")
     if inherited:
         parts.append(f"{inherited} later point{_s(inherited)} only inherit{_s(inherited, 's')} it.")
@@ -113,13 +127,19 @@ def _side(name: str, side: Side, finding: Finding) -> str:
 
 def _one_way(side: Side, finding: Finding) -> str:
     """The arithmetic of every row that differs, if there is one."""
-    return next((match.says for match in side.matches if match.unequal == finding.introduced_rows), "")
+    return next(
+        (match.says for match in side.matches if match.unequal == finding.introduced_rows), ""
+    )
 
 
 def _ways(side: Side, finding: Finding) -> str:
-    matches = sorted((match for match in side.matches if match.unequal), key=lambda match: -match.unequal)
+    matches = sorted(
+        (match for match in side.matches if match.unequal), key=lambda match: -match.unequal
+    )
     ways = [f"{match.says} in {match.unequal:,}" for match in matches[:MAX_WAYS]]
-    if ways and (left := finding.introduced_rows - sum(match.unequal for match in matches[:MAX_WAYS])):
+    if ways and (
+        left := finding.introduced_rows - sum(match.unequal for match in matches[:MAX_WAYS])
+    ):
         ways.append(f"others in {left:,}")
     if not ways:
         return "no arithmetic that was tried gives a row that differs"

@@ -17,10 +17,11 @@ from spmd_rl.rollout.engine import SamplingConfig
 
 @dataclass(frozen=True)
 class Replayed:
-    """One sequence; `response` is what an engine would decode token by token, drawn as sample `drawn_as` (uid, index).
+    """One sequence; `response` is what an engine would decode token by token, drawn as sample
+    `drawn_as` (uid, index).
 
-    Of `sampling`, what ends a sample does not count. `text` is what its first tokens were made of, `recorded` the
-    log-probs that were kept with the response; either may be unknown.
+    Of `sampling`, what ends a sample does not count. `text` is what its first tokens were made of,
+    `recorded` the log-probs that were kept with the response; either may be unknown.
     """
 
     name: str
@@ -43,7 +44,8 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Case:
-    """All sequences of a replay. A row is a token's number: its sequence's offset plus its position.
+    """All sequences of a replay. A row is a token's number: its sequence's offset plus its
+    position.
 
     `decode` gives the text of tokens, where there is a tokenizer.
     """
@@ -77,15 +79,21 @@ class Case:
     @cached_property
     def temperatures(self) -> NDArray[np.float32]:
         """Of every row's log-prob. Shape: [N]."""
-        return np.repeat(np.array([one.temperature for one in self.sequences], np.float32), self.lengths)
+        return np.repeat(
+            np.array([one.temperature for one in self.sequences], np.float32), self.lengths
+        )
 
     @cached_property
     def histories(self) -> NDArray[np.int64]:
-        """A number for every row, the same for rows with the same tokens up to themselves. Shape: [N]."""
+        """A number for every row, the same for rows with the same tokens up to themselves. Shape:
+        [N].
+        """
         known: dict[tuple[int, int], int] = {}
         numbers = np.empty(self.num_rows, np.int64)
         before = -1
-        for row, (position, token) in enumerate(zip(self.positions.tolist(), self.tokens.tolist(), strict=True)):
+        for row, (position, token) in enumerate(
+            zip(self.positions.tolist(), self.tokens.tolist(), strict=True)
+        ):
             before = known.setdefault((before if position else -1, token), len(known))
             numbers[row] = before
         return numbers

@@ -1,9 +1,10 @@
-"""The native engine itself over a case: its scheduler, cache, graphs and drawing, with every token known in advance.
+"""The native engine itself over a case: its scheduler, cache, graphs and drawing, with every token
+known in advance.
 
-Requests go in as a rollout submits them. The engine draws as ever, and what it draws is replaced by the sample's token,
-which the same op scores: in rows where it was drawn as well, the log-prob is the one that came with the draw.
-Nothing else is changed: before each step its rows are told to the device, so that a tap recorded in a CUDA graph knows
-whose outputs it sees.
+Requests go in as a rollout submits them. The engine draws as ever, and what it draws is replaced by
+the sample's token, which the same op scores: in rows where it was drawn as well, the log-prob is
+the one that came with the draw. Nothing else is changed: before each step its rows are told to the
+device, so that a tap recorded in a CUDA graph knows whose outputs it sees.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from spmd_rl.kernels import sample_and_score
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.microscope.replay.case import Case
-from spmd_rl.microscope.replay.kv_provenance import Origins
+from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.hooks import watch
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
@@ -30,7 +31,7 @@ from spmd_rl.rollout.native.auto_sizes import settle
 from spmd_rl.rollout.native.decode_graphs import Draw
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.prefill_graphs import SIZES
-from spmd_rl.rollout.native.step_plan import Plan
+from spmd_rl.rollout.native.step_plan import StepPlan
 
 VERSION = 0
 OWN_DRAWS = "log-probs of its own draw"
@@ -44,8 +45,10 @@ _COUNTS = {  # of the engine's own, by what the report calls them
 }
 
 
-class EnginePath:
-    """`wrap` may put another attention in the place of a step's own, `draw` another drawing and scoring."""
+class EnginePass:
+    """`wrap` may put another attention in the place of a step's own, `draw` another drawing and
+    scoring.
+    """
 
     name = "engine"
     rows_are_distinct = False
@@ -77,16 +80,20 @@ class EnginePath:
 
 
 class Replaying:
-    """One run: an engine, and on the device the rows of the case that its present step computes, and scores."""
+    """One run: an engine, and on the device the rows of the case that its present step computes,
+    and scores.
+    """
 
-    def __init__(self, path: EnginePath, case: Case, tap: Tap) -> None:
+    def __init__(self, path: EnginePass, case: Case, tap: Tap) -> None:
         self.path, self.case, self.tap = path, case, tap
         self.engine = NativeEngine(path.model, sized(path, case), path.device, draw=self._draw)
         self.engine.new_version(VERSION)
-        self.origins = Origins(case, self.engine.cfg.num_pages, self.engine.cfg.page_size)
-        self.plan = Plan(*np.zeros((3, 0), np.int64))
+        self.origins = KvProvenance(case, self.engine.cfg.num_pages, self.engine.cfg.page_size)
+        self.plan = StepPlan(*np.zeros((3, 0), np.int64))
         self.alike = torch.zeros(case.num_rows + 1, dtype=torch.bool, device=path.device)
-        self._numbers = {request_name(case, number): number for number in range(len(case.sequences))}
+        self._numbers = {
+            request_name(case, number): number for number in range(len(case.sequences))
+        }
         self._nobody = case.num_rows
         most = max(self.engine.cfg.max_step_tokens, self.engine.cfg.max_batch, *SIZES)
         self._rows, self._scored = torch.full((2, most), self._nobody, device=path.device)
@@ -97,7 +104,7 @@ class Replaying:
         model, scheduler = self.path.model, self.engine.scheduler
         schedule = scheduler.schedule
 
-        def planned() -> Plan:
+        def planned() -> StepPlan:
             plan = schedule()
             if len(plan.rows):
                 self._about_to(plan)
@@ -110,7 +117,7 @@ class Replaying:
             scheduler.schedule = planned  # type: ignore[method-assign]
             yield
 
-    def _about_to(self, plan: Plan) -> None:
+    def _about_to(self, plan: StepPlan) -> None:
         """Tell the device whose tokens the next step computes."""
         rows, self.plan = self.engine.rows, plan
         names = zip(rows.uid[plan.rows].tolist(), rows.index[plan.rows].tolist(), strict=True)
@@ -128,8 +135,12 @@ class Replaying:
         self.tap.begin(self._rows[: len(tokens)], None, self._scored)
         return tokens, positions, self.path.wrap(self, attend)
 
-    def _draw(self, logits: Tensor, inv_temperature: Tensor, *rest: Any, **filters: Any) -> tuple[Tensor, Tensor]:
-        """The sample's tokens, scored by the op that draws; where it draws them, with the log-probs of the draw."""
+    def _draw(
+        self, logits: Tensor, inv_temperature: Tensor, *rest: Any, **filters: Any
+    ) -> tuple[Tensor, Tensor]:
+        """The sample's tokens, scored by the op that draws; where it draws them, with the log-probs
+        of the draw.
+        """
         drawn, own = self.path.draw(logits, inv_temperature, *rest, **filters)
         scored = self._scored[: len(logits)]
         tokens = self._tokens.index_select(0, scored + 1)
@@ -150,11 +161,13 @@ def request_name(case: Case, number: int) -> tuple[int, int]:
 def requests(case: Case) -> Iterator[Request]:
     """As a rollout submits them, each to end with its sample's last token."""
     for number, one in enumerate(case.sequences):
-        sampling = replace(one.sampling, max_tokens=len(one.response), ignore_eos=True, stop=(), stop_ids=())
+        sampling = replace(
+            one.sampling, max_tokens=len(one.response), ignore_eos=True, stop=(), stop_ids=()
+        )
         yield Request(*request_name(case, number), one.prompt.astype(np.int32), sampling)
 
 
-def sized(path: EnginePath, case: Case) -> EngineConfig:
+def sized(path: EnginePass, case: Case) -> EngineConfig:
     """The config, with just enough pages where it leaves their number open."""
     cfg = settle(path.cfg, path.model.spec, path.device)
     if path.cfg.num_pages:

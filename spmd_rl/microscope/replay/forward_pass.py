@@ -1,7 +1,8 @@
 """Ways to run a forward pass: what every one is, the trainer's, and that of `transformers`.
 
-A path runs every sequence of a case with its tokens given, and lets a tap see every op. Another engine or trainer is
-one more class with a `name` and a `run` that calls `tap.begin` and then `tap.see` for the points it can show.
+A path runs every sequence of a case with its tokens given, and lets a tap see every op. Another
+engine or trainer is one more class with a `name` and a `run` that calls `tap.begin` and then
+`tap.see` for the points it can show.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from spmd_rl.types.batch import Batch
 
 
 class Path(Protocol):
-    """`name` is what the report calls it, `model` has the weights under Hugging Face's module names.
+    """`name` is what the report calls it, `model` has the weights under Hugging Face's module
+    names.
 
-    `rows_are_distinct`: no row stands for a prompt that several sequences share. `split`: of attention's keys, or 0.
-    `facts`: counts of the last run, which say what it went through; `troubles`: what went wrong in it besides
-    arithmetic, as sentences.
+    `rows_are_distinct`: no row stands for a prompt that several sequences share. `split`: of
+    attention's keys, or 0. `facts`: counts of the last run, which say what it went through;
+    `troubles`: what went wrong in it besides arithmetic, as sentences.
     """
 
     name: str
@@ -47,7 +49,9 @@ class Path(Protocol):
 
 
 def load_model(folder: str | Folder, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """The shared network with the folder's weights. Raises: ConfigError when the folder does not serve."""
+    """The shared network with the folder's weights. Raises: ConfigError when the folder does not
+    serve.
+    """
     with torch.device("meta"):
         model = CausalLM(ModelSpec.from_folder(folder))
     model = model.to(dtype).to_empty(device=device).requires_grad_(False)
@@ -55,12 +59,13 @@ def load_model(folder: str | Folder, dtype: torch.dtype, device: torch.device) -
     return model
 
 
-class TrainerPath:
-    """The forward pass of a training step over packed micro-batches, its weights whole where FSDP would gather them.
+class TrainerPass:
+    """The forward pass of a training step over packed micro-batches, its weights whole where FSDP
+    would gather them.
 
-    Gradients are enabled, so that rows are padded and every op is the one that a backward pass could follow; since no
-    weight wants one, nothing is kept for it. What a run recomputes of a layer changes nothing here; of the head it is
-    another op.
+    Gradients are enabled, so that rows are padded and every op is the one that a backward pass
+    could follow; since no weight wants one, nothing is kept for it. What a run recomputes of a
+    layer changes nothing here; of the head it is another op.
     """
 
     name = "trainer"
@@ -94,11 +99,15 @@ class TrainerPath:
                 self._micro_batch(case, tap, batch.take(part))
 
     def _micro_batch(self, case: Case, tap: Tap, batch: Batch) -> None:
-        pieces = shared_prefix.shared(batch) if self.device.type == "cpu" else shared_prefix.whole(batch)
+        pieces = (
+            shared_prefix.shared(batch) if self.device.type == "cpu" else shared_prefix.whole(batch)
+        )
         rows = np.concatenate([case.offsets[n] + np.arange(case.lengths[n]) for n in batch.index])
         scored = torch.from_numpy(rows[np.flatnonzero(batch.mask) - 1]).to(self.device)
         laid = pieces.place >= 0
-        given, places = (torch.from_numpy(array[laid]).to(self.device) for array in (rows, pieces.place))
+        given, places = (
+            torch.from_numpy(array[laid]).to(self.device) for array in (rows, pieces.place)
+        )
         tap.begin(given, places, scored)
         logprobs, _ = self.scorer(lay_out(batch, self.device))
         tap.see(Point(self.model.spec.num_layers, "logprob"), logprobs)
@@ -122,7 +131,7 @@ def _batch(case: Case) -> Batch:
     )
 
 
-class ReferencePath:
+class ReferencePass:
     """`transformers`: one sequence after the other, without padding and without a cache."""
 
     name = "transformers"
@@ -149,7 +158,10 @@ class ReferencePath:
                 self._sequence(case, tap, number)
 
     def _sequence(self, case: Case, tap: Tap, number: int) -> None:
-        one, places = case.sequences[number], torch.arange(int(case.lengths[number]), device=self.device)
+        one, places = (
+            case.sequences[number],
+            torch.arange(int(case.lengths[number]), device=self.device),
+        )
         scored = torch.from_numpy(case.scored(number)).to(self.device)
         offset = int(case.offsets[number])
         tap.begin(offset + places, None, offset + scored)
@@ -162,8 +174,13 @@ class ReferencePath:
 
 
 def _attended(plain: Callable[..., Any], see: Any, module: Any, *args: Any, **rest: Any) -> Any:
-    """Their attention function between our points: heads lie before tokens in its input, after them in its output."""
+    """Their attention function between our points: heads lie before tokens in its input, after them
+    in its output.
+    """
     layer = module.layer_idx
-    q, k, v = (see(Point(layer, op), x.transpose(1, 2)).transpose(1, 2) for op, x in zip("qkv", args[:3], strict=True))
+    q, k, v = (
+        see(Point(layer, op), x.transpose(1, 2)).transpose(1, 2)
+        for op, x in zip("qkv", args[:3], strict=True)
+    )
     out, weights = plain(module, q, k, v, *args[3:], **rest)
     return see(Point(layer, "attention"), out), weights

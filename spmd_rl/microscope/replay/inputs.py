@@ -50,8 +50,15 @@ def run_settings(run: Path) -> dict[str, Any]:
 
 def mismatched_tokens(run: Path) -> dict[int, int]:
     """What the run counted, by step."""
-    counts = {row["step"]: row.get("onpolicy/mismatched_tokens") for row in read_metrics(run / "metrics.jsonl")}
-    return {step: int(count) for step, count in counts.items() if isinstance(count, (int, float)) and count}
+    counts = {
+        row["step"]: row.get("onpolicy/mismatched_tokens")
+        for row in read_metrics(run / "metrics.jsonl")
+    }
+    return {
+        step: int(count)
+        for step, count in counts.items()
+        if isinstance(count, (int, float)) and count
+    }
 
 
 def by_step(counts: dict[int, int]) -> str:
@@ -62,9 +69,11 @@ def by_step(counts: dict[int, int]) -> str:
 
 
 def samples_of(run: Path, wanted: Sequence[str] = (), step: int | None = None) -> list[Sample]:
-    """The samples `uid:index`, the newest of each name; of none, a few of the last step, of as many prompts as it has.
+    """The samples `uid:index`, the newest of each name; of none, a few of the last step, of as many
+    prompts as it has.
 
-    With a step only those of that one. Raises: ConfigError for a name that no step holds, DataError for a broken file.
+    With a step only those of that one. Raises: ConfigError for a name that no step holds, DataError
+    for a broken file.
     """
     files = sorted((run / "samples").glob("step_*.jsonl"), reverse=True)
     if step is not None:
@@ -87,12 +96,23 @@ def as_case(samples: Sequence[Sample], model: Path, settings: dict[str, Any]) ->
     """Raises: DataError for a sample that the model cannot take."""
     tokenizer = load_tokenizer(model)
     special = not settings.get("prompts", {}).get("chat_template", False)
-    drawn = {key: settings.get("sampling", {}).get(key) for key in ("temperature", "top_p", "top_k", "min_p")}
+    drawn = {
+        key: settings.get("sampling", {}).get(key)
+        for key in ("temperature", "top_p", "top_k", "min_p")
+    }
     drawn["seed"] = settings.get("run", {}).get("seed")
     sampling = SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
     prompts = _encoded(tokenizer, [one.prompt for one in samples], model, special)
     sequences = [
-        Replayed(one.name, prompt, one.tokens, sampling, (one.prompt_uid, one.index), one.prompt, one.logprobs)
+        Replayed(
+            one.name,
+            prompt,
+            one.tokens,
+            sampling,
+            (one.prompt_uid, one.index),
+            one.prompt,
+            one.logprobs,
+        )
         for one, prompt in zip(samples, prompts, strict=True)
     ]
     return checked(sequences, ModelSpec.from_folder(model), tokenizer)
@@ -109,22 +129,31 @@ def prompts_given(texts: Sequence[str], model: Path) -> Case:
     return checked(sequences, spec, tokenizer)
 
 
-def checked(sequences: Sequence[Replayed], spec: ModelSpec, tokenizer: FolderTokenizer | None = None) -> Case:
+def checked(
+    sequences: Sequence[Replayed], spec: ModelSpec, tokenizer: FolderTokenizer | None = None
+) -> Case:
     """Raises: DataError for a sequence that the model cannot take."""
     for one in sequences:
         if not len(one.prompt) or not len(one.response):
             raise DataError(one.name, "needs a token to start from and one to decode")
         if len(one.tokens) > spec.max_positions:
-            raise DataError(one.name, f"has {len(one.tokens)} tokens, but the model's context is {spec.max_positions}")
+            raise DataError(
+                one.name,
+                f"has {len(one.tokens)} tokens, but the model's context is {spec.max_positions}",
+            )
         if one.tokens.min() < 0 or one.tokens.max() >= spec.vocab_size:
-            raise DataError(one.name, f"has token ids outside the model's vocabulary of {spec.vocab_size}")
+            raise DataError(
+                one.name, f"has token ids outside the model's vocabulary of {spec.vocab_size}"
+            )
     return Case(tuple(sequences), tokenizer.decode if tokenizer else None)
 
 
 def not_as_given(case: Case) -> list[str]:
     """A sentence where the tokenizer does not give a text back, so that another one is replayed."""
     texts = {one.name: (one.text, case.text(one.tokens.tolist())) for one in case.sequences}
-    lost = {name: replayed for name, (text, replayed) in texts.items() if text.strip() not in replayed}
+    lost = {
+        name: replayed for name, (text, replayed) in texts.items() if text.strip() not in replayed
+    }
     if not lost:
         return []
     name, replayed = next(iter(lost.items()))
@@ -135,7 +164,9 @@ def not_as_given(case: Case) -> list[str]:
 def _encoded(
     tokenizer: FolderTokenizer, texts: Sequence[str], model: Path, special: bool = True
 ) -> list[NDArray[np.int64]]:
-    """Raises: ConfigError where nothing comes of any text, as from a folder without a tokenizer's files."""
+    """Raises: ConfigError where nothing comes of any text, as from a folder without a tokenizer's
+    files.
+    """
     encoded = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
     if not any(encoded) and any(texts):
         raise ConfigError(f"the tokenizer in {model} makes no tokens: are its files there?")
@@ -145,7 +176,9 @@ def _encoded(
 def _wanted(files: Sequence[Path], names: Sequence[str], of: str) -> list[Sample]:
     found: dict[str, Sample] = {}
     for file in files:
-        found |= {name: row for name, row in _rows(file).items() if name in names and name not in found}
+        found |= {
+            name: row for name, row in _rows(file).items() if name in names and name not in found
+        }
         if len(found) == len(set(names)):
             return [found[name] for name in dict.fromkeys(names)]
     missing = next(name for name in names if name not in found)
@@ -183,4 +216,11 @@ def _sample(row: dict[str, Any]) -> Sample:
     if logprobs is not None and logprobs.shape != tokens.shape:
         raise ValueError(f"it has {len(tokens)} tokens and {logprobs.size} log-probs")
     versions = frozenset(exact(version) for version in row.get("versions", ()))
-    return Sample(exact(row["prompt_uid"]), exact(row["index"]), str(row["prompt"]), tokens, logprobs, versions)
+    return Sample(
+        exact(row["prompt_uid"]),
+        exact(row["index"]),
+        str(row["prompt"]),
+        tokens,
+        logprobs,
+        versions,
+    )

@@ -1,7 +1,8 @@
-"""Whose keys and values lie in each slot of an engine's cache: the row of the case that was computed into it.
+"""Whose keys and values lie in each slot of an engine's cache: the row of the case that was
+computed into it.
 
-A sequence that finds its prompt in the cache reads what another one computed. That row stands for its own, and has to
-have the same tokens up to itself.
+A sequence that finds its prompt in the cache reads what another one computed. That row stands for
+its own, and has to have the same tokens up to itself.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.microscope.replay.case import Case
-from spmd_rl.rollout.native.step_plan import Plan
+from spmd_rl.rollout.native.step_plan import StepPlan
 
 NOTHING = -1
 
 
-class Origins:
-    """Follows an engine's steps. `troubles` has a sentence for each sequence that reads what is not its own history."""
+class KvProvenance:
+    """Follows an engine's steps. `troubles` has a sentence for each sequence that reads what is not
+    its own history.
+    """
 
     def __init__(self, case: Case, num_pages: int, page_size: int) -> None:
         self._case = case
@@ -28,7 +31,9 @@ class Origins:
     def troubles(self) -> list[str]:
         return list(self._wrong.values())
 
-    def step(self, plan: Plan, numbers: NDArray[np.int64], pages: NDArray[np.int64]) -> NDArray[np.int64]:
+    def step(
+        self, plan: StepPlan, numbers: NDArray[np.int64], pages: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
         """The rows of the case that `plan` computes, in its order.
 
         Shape: numbers [B], the plan's sequences; pages [B, P], their pages; returns [T].
@@ -36,7 +41,9 @@ class Origins:
         for source, target in plan.copies:
             self._pages[target] = self._pages[source]
         computed = []
-        for number, start, length, own in zip(numbers, plan.starts, plan.lengths, pages, strict=True):
+        for number, start, length, own in zip(
+            numbers, plan.starts, plan.lengths, pages, strict=True
+        ):
             positions = np.arange(start, start + length)
             rows = int(self._case.offsets[number]) + positions
             page, offset = np.divmod(positions, self._pages.shape[1])
@@ -49,7 +56,9 @@ class Origins:
 
     def shared(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows that were not computed but read, and those that they were read from."""
-        rows = np.flatnonzero((self._source != NOTHING) & (self._source != np.arange(len(self._source))))
+        rows = np.flatnonzero(
+            (self._source != NOTHING) & (self._source != np.arange(len(self._source)))
+        )
         return rows, self._source[rows]
 
     def _read(self, number: int, start: int, pages: NDArray[np.int64]) -> None:
@@ -62,7 +71,13 @@ class Origins:
         if wrong.any() and number not in self._wrong:
             position = int(wrong.argmax())
             name, read = case.sequences[number].name, self._name(int(sources[position]))
-            self._wrong[number] = f"At position {position}, {name} reads {read} in the cache: not its own history."
+            self._wrong[number] = (
+                f"At position {position}, {name} reads {read} in the cache: not its own history."
+            )
 
     def _name(self, row: int) -> str:
-        return "what no step wrote" if row == NOTHING else "position {1} of {0}".format(*self._case.where(row))
+        return (
+            "what no step wrote"
+            if row == NOTHING
+            else "position {1} of {0}".format(*self._case.where(row))
+        )

@@ -1,4 +1,6 @@
-"""Attention over ranges of keys whose softmaxes are merged afterwards: what the contract does not do."""
+"""Attention over ranges of keys whose softmaxes are merged afterwards: what the contract does not
+do.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from spmd_rl.kernels.attention.flash_ranges import flash_ranges
 
 
 def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Tensor:
-    """One query [H, D] over keys and values [S, K, D] in even ranges, merged by their log-sums; returns [H, D]."""
+    """One query [H, D] over keys and values [S, K, D] in even ranges, merged by their log-sums;
+    returns [H, D].
+    """
     parts = [
         _one_range(q, k.contiguous(), v.contiguous())
         for k, v in zip(keys.tensor_split(ranges), values.tensor_split(ranges), strict=True)
@@ -19,7 +23,9 @@ def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Te
 
 
 def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
-    """What several ranges of keys gave, weighted by their sums. Shape: each [..., H, D] and [..., H] fp32."""
+    """What several ranges of keys gave, weighted by their sums. Shape: each [..., H, D] and [...,
+    H] fp32.
+    """
     weights = torch.stack(log_sums).softmax(0).unsqueeze(-1)
     return (torch.stack([out.float() for out in outs]) * weights).sum(0).to(outs[0].dtype)
 
@@ -27,7 +33,9 @@ def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
 def _one_range(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output [H, D] and log-sum [H] fp32 over one range of keys."""
     if flash_takes(q.shape[-1], q.dtype, q.device):
-        out, log_sum = flash_ranges(q[None], k[None], v[None], torch.full((1,), len(k), device=q.device))
+        out, log_sum = flash_ranges(
+            q[None], k[None], v[None], torch.full((1,), len(k), device=q.device)
+        )
         return out[0], log_sum[0]
     groups = q.shape[0] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1).transpose(0, 1).float() for x in (k, v))

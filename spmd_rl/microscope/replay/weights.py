@@ -1,4 +1,6 @@
-"""Which weights a replay is under: a model's, those that a run ended with, or those that drew its samples."""
+"""Which weights a replay is under: a model's, those that a run ended with, or those that drew its
+samples.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,15 @@ class Weights:
 def of_run(run: Path) -> Weights:
     """Raises: ConfigError when the run exported no weights."""
     if not has_weights(run / "hf"):
-        raise ConfigError(f"{run} has no weights to replay: {run / 'hf'} holds none, so name a model with --model")
+        raise ConfigError(
+            f"{run} has no weights to replay: {run / 'hf'} holds none, so name a model with --model"
+        )
     return Weights(run / "hf", f"the weights in {run / 'hf'}, with which the run ended")
 
 
 def of_version(run: Path, versions: Set[int], settings: dict[str, Any], folder: Path) -> Weights:
-    """Those that drew samples of `versions`, written as a model to `folder`, if a checkpoint has them; else the last.
+    """Those that drew samples of `versions`, written as a model to `folder`, if a checkpoint has
+    them; else the last.
 
     Raises: ConfigError when the run has neither.
     """
@@ -39,7 +44,10 @@ def of_version(run: Path, versions: Set[int], settings: dict[str, Any], folder: 
     saved = _saved(run, *versions) if len(versions) == 1 else None
     if saved is None:
         last = of_run(run)
-        return Weights(last.folder, f"{last.says}; the samples were drawn by {named}, of which there is no checkpoint")
+        return Weights(
+            last.folder,
+            f"{last.says}; the samples were drawn by {named}, of which there is no checkpoint",
+        )
     like = run / "hf" if has_weights(run / "hf") else Path(str(settings.get("model", "")))
     export_saved(saved, like, folder)
     return Weights(folder, f"the weights that drew the samples, {named}, from {saved}", drew=True)

@@ -1,7 +1,7 @@
 """Where a forward pass is looked at: after each op, at places that fused and plain networks share.
 
-A point that one side does not have (a fused projection has no `q_proj` of its own) is left out of the comparison, and
-the next point that both have speaks for it.
+A point that one side does not have (a fused projection has no `q_proj` of its own) is left out of
+the comparison, and the next point that both have speaks for it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ _ORDER = {op: order for order, op in enumerate(OPS)}
 
 
 class Point(NamedTuple):
-    """The output of `op` in `layer`; `BEFORE` is above the first layer, the number of layers below the last."""
+    """The output of `op` in `layer`; `BEFORE` is above the first layer, the number of layers below
+    the last.
+    """
 
     layer: int
     op: str

@@ -1,8 +1,8 @@
 """The page itself: markup, style and scripts, put into one file together with the data.
 
-What a model wrote is data and stays data. It enters the page as JSON in which no character can open or close a tag,
-the scripts put it on the screen as text only, and a content security policy runs no script but these and reaches no
-network.
+What a model wrote is data and stays data. It enters the page as JSON in which no character can open
+or close a tag, the scripts put it on the screen as text only, and a content security policy runs no
+script but these and reaches no network.
 """
 
 from __future__ import annotations

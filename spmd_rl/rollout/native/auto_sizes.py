@@ -14,7 +14,8 @@ from spmd_rl.offload.ledger import as_size, kv_budget, kv_pages, kv_token_bytes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 
 CPU_POOL_BYTES = 1 << 30
-FREE_SHARE = 0.4  # of a GPU's free memory: what pages take at most where nobody counted what will be beside them
+# of a GPU's free memory: what pages take at most where nobody counted what will be beside them
+FREE_SHARE = 0.4
 PAGE_SIZE = 16
 CPU_STEP_TOKENS = 2048
 
@@ -33,22 +34,35 @@ def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineCo
 
 
 def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
-    """As the ledger has it, within what there is for pages; `cfg` has its type of numbers and its page size."""
+    """As the ledger has it, within what there is for pages; `cfg` has its type of numbers and its
+    page size.
+    """
     item_bytes = getattr(torch, cfg.dtype).itemsize
     token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
     budget = _gpu_budget(cfg, device) if device.type == "cuda" else CPU_POOL_BYTES
-    pages = kv_pages(token_bytes, cfg.page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget)
+    pages = kv_pages(
+        token_bytes,
+        cfg.page_size,
+        context=spec.max_positions,
+        batch=cfg.max_batch,
+        budget_bytes=budget,
+    )
     if (num_bytes := pages * cfg.page_size * token_bytes) > budget:
         room = f"beside all else there is room for {as_size(max(budget, 0))} of keys and values"
         warnings.warn(
-            f"{room}, and one context of {spec.max_positions} tokens takes {as_size(num_bytes)}", stacklevel=2
+            f"{room}, and one context of {spec.max_positions} tokens takes {as_size(num_bytes)}",
+            stacklevel=2,
         )
     return pages
 
 
 def _gpu_budget(cfg: EngineConfig, device: torch.device) -> int:
-    """What is left beside all that the ledger counts, or beside what is in use now, should that be more."""
+    """What is left beside all that the ledger counts, or beside what is in use now, should that be
+    more.
+    """
     torch.cuda.empty_cache()  # what torch keeps for later is free too
     free_bytes, capacity_bytes = torch.cuda.mem_get_info(device)
-    left = kv_budget(capacity_bytes, cfg.memory_fraction, max(cfg.beside_bytes, capacity_bytes - free_bytes))
+    left = kv_budget(
+        capacity_bytes, cfg.memory_fraction, max(cfg.beside_bytes, capacity_bytes - free_bytes)
+    )
     return left if cfg.beside_bytes else min(left, int(free_bytes * FREE_SHARE))

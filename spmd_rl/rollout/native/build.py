@@ -19,10 +19,14 @@ from spmd_rl.rollout.native.engine import NativeEngine
 FOLDER_VERSION = 0
 
 
-def build(cfg: EngineConfig, device: torch.device, decode: Callable[[tuple[int, ...]], str]) -> NativeEngine:
-    """The engine of `cfg.model`, with the folder's weights where it has them and the config asks for them.
+def build(
+    cfg: EngineConfig, device: torch.device, decode: Callable[[tuple[int, ...]], str]
+) -> NativeEngine:
+    """The engine of `cfg.model`, with the folder's weights where it has them and the config asks
+    for them.
 
-    Raises: ConfigError if the model folder does not serve; ResidencyError where the host has too little memory.
+    Raises: ConfigError if the model folder does not serve; ResidencyError where the host has too
+    little memory.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, device))
     model = _model(cfg, device)
@@ -30,7 +34,9 @@ def build(cfg: EngineConfig, device: torch.device, decode: Callable[[tuple[int, 
         engine = NativeEngine(model, cfg, device, decode=decode)
     except MemoryError:
         asked = f"engine.max_batch = {cfg.max_batch} and engine.num_pages = {cfg.num_pages}"
-        raise ResidencyError(f"{asked} ask for more memory than this host has: lower them") from None
+        raise ResidencyError(
+            f"{asked} ask for more memory than this host has: lower them"
+        ) from None
     if cfg.load_weights and has_weights(cfg.model):
         load_weights(model, cfg.model)
         engine.new_version(FOLDER_VERSION)
@@ -38,7 +44,9 @@ def build(cfg: EngineConfig, device: torch.device, decode: Callable[[tuple[int, 
 
 
 def _model(cfg: EngineConfig, device: torch.device) -> CausalLM:
-    """The model of the folder's config with parameters in unset memory: weights come by `load_weights` or a push."""
+    """The model of the folder's config with parameters in unset memory: weights come by
+    `load_weights` or a push.
+    """
     with torch.device("meta"):
         model = CausalLM(ModelSpec.from_folder(cfg.model))
     return model.to(getattr(torch, cfg.dtype)).to_empty(device=device).requires_grad_(False)

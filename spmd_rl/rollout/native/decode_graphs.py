@@ -1,8 +1,10 @@
-"""Decoding steps as CUDA graphs: recorded once for each size of batch, replayed without a word from the host.
+"""Decoding steps as CUDA graphs: recorded once for each size of batch, replayed without a word from
+the host.
 
-A graph reads its rows' newest tokens, draws the next ones, and leaves them where the next replay reads them. So the
-host uploads something only when the batch or its pages change, and may launch a step before it has seen the tokens of
-the last one. Entries that no row fills are padding: their K/V is written nowhere, what is drawn for them is dropped.
+A graph reads its rows' newest tokens, draws the next ones, and leaves them where the next replay
+reads them. So the host uploads something only when the batch or its pages change, and may launch a
+step before it has seen the tokens of the last one. Entries that no row fills are padding: their K/V
+is written nowhere, what is drawn for them is dropped.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.native.graph_inputs import Fields, Staged
-from spmd_rl.rollout.native.sequence_table import Rows
+from spmd_rl.rollout.native.graph_inputs import Fields, GraphInputs
+from spmd_rl.rollout.native.sequence_table import SequenceTable
 
 Draw = Callable[..., tuple[Tensor, Tensor]]  # takes what `sample_and_score` takes
 TURNS = 2  # a step may be launched before the host has taken what the step before it drew
@@ -34,8 +36,8 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 def table_width(num_pages: int, max_pages: int, split_pages: int) -> int:
-    """Columns of a graph's page table: all; with splits, those of as many splits as `num_pages` takes, rounded up to a
-    power of two and no more than `max_pages` takes."""
+    """Columns of a graph's page table: all; with splits, those of as many splits as `num_pages`
+    takes, rounded up to a power of two and no more than `max_pages` takes."""
     if split_pages == 0:
         return max_pages
     splits, most = -(-num_pages // split_pages), -(-max_pages // split_pages)
@@ -56,7 +58,9 @@ class _Pinned:
 class DecodeGraphs:
     """Graphs over one cache. Ranks: any, each on its own."""
 
-    def __init__(self, model: CausalLM, cache: KvCache, rows: Rows, memory: GraphMemory, draw: Draw) -> None:
+    def __init__(
+        self, model: CausalLM, cache: KvCache, rows: SequenceTable, memory: GraphMemory, draw: Draw
+    ) -> None:
         self._model = model
         self._draw = draw
         self._cache = cache
@@ -66,7 +70,8 @@ class DecodeGraphs:
         self._newest = torch.zeros(rows.num_rows + 1, dtype=torch.int64, device=self.device)
         self._for_host = _Pinned(rows.num_rows)
         self.turn = 0
-        self._remembered = np.zeros(rows.num_rows, dtype=np.int64)  # the ticket whose newest token is there
+        # the ticket whose newest token is there
+        self._remembered = np.zeros(rows.num_rows, dtype=np.int64)
         self._recorded: dict[tuple[int, int, tuple[str, ...]], _Recorded] = {}
         self._latest: _Recorded | None = None
         self._memory = memory
@@ -76,10 +81,11 @@ class DecodeGraphs:
         return len(self._recorded)
 
     def launch(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Queue one decoding step of `rows`, whose newest tokens were drawn here, remembered, or are known to the host.
+        """Queue one decoding step of `rows`, whose newest tokens were drawn here, remembered, or
+        are known to the host.
 
-        Shape: rows [M]; returns where the host finds tokens [M] int64 and log-probs [M] fp32 once the step has run,
-        until the next but one is launched.
+        Shape: rows [M]; returns where the host finds tokens [M] int64 and log-probs [M] fp32 once
+        the step has run, until the next but one is launched.
         """
         state = self._rows
         fresh = rows[self._remembered[rows] != state.ticket[rows]]
@@ -118,7 +124,9 @@ class DecodeGraphs:
             inputs["pages"],
             self._cache.page_size,
         )
-        attend = PagedAttention.decode(self._cache, pages=inputs["pages"], num_keys=now.num_keys, slots=now.slots)
+        attend = PagedAttention.decode(
+            self._cache, pages=inputs["pages"], num_keys=now.num_keys, slots=now.slots
+        )
         hidden = self._model(now.tokens, now.positions, attend)
         tokens, logprobs = self._draw(
             self._model.logits(hidden),
@@ -129,7 +137,15 @@ class DecodeGraphs:
             **{name: inputs[name] for name in filters},
         )
         host = self._for_host
-        decode_outputs(tokens, logprobs, inputs["rows"], self._newest, host.tokens, host.logprobs, inputs["turn"])
+        decode_outputs(
+            tokens,
+            logprobs,
+            inputs["rows"],
+            self._newest,
+            host.tokens,
+            host.logprobs,
+            inputs["turn"],
+        )
 
     def record(self, inputs: dict[str, Tensor], filters: tuple[str, ...]) -> torch.cuda.CUDAGraph:
         return record(lambda: self.step(inputs, filters), self._memory)[0]
@@ -138,7 +154,9 @@ class DecodeGraphs:
 class _Recorded:
     """One graph with the memory it reads its batch from."""
 
-    def __init__(self, graphs: DecodeGraphs, size: int, width: int, filters: tuple[str, ...]) -> None:
+    def __init__(
+        self, graphs: DecodeGraphs, size: int, width: int, filters: tuple[str, ...]
+    ) -> None:
         self._state = graphs._rows
         self._width = width
         fields: Fields = {
@@ -155,7 +173,7 @@ class _Recorded:
             "pages": ((size, width), np.int32),
         }
         self._batch: tuple[bytes, ...] = ()
-        self._staged = Staged(fields, graphs.device)
+        self._staged = GraphInputs(fields, graphs.device)
         self._upload(np.zeros(0, dtype=np.int64), graphs.turn)
         self._graph = graphs.record(self._staged.tensors, filters)
 

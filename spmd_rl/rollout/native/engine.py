@@ -1,4 +1,6 @@
-"""The native engine: a step schedules, runs the model over paged KV, and draws a token for each row that is ready."""
+"""The native engine: a step schedules, runs the model over paged KV, and draws a token for each row
+that is ready.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,17 @@ from spmd_rl.kernels.attention.flash import flash_takes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.offload.host import HostMemory
-from spmd_rl.rollout.engine import EngineConfig, Progress, Request
+from spmd_rl.rollout.engine import EngineConfig, Request, RequestOutput
 from spmd_rl.rollout.native.admission import Admission
 from spmd_rl.rollout.native.auto_sizes import settle
 from spmd_rl.rollout.native.decode_graphs import Draw
-from spmd_rl.rollout.native.model_runner import Drawn, Steps
+from spmd_rl.rollout.native.model_runner import Drawn, ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.scheduler import Scheduler
-from spmd_rl.rollout.native.sequence_table import Rows
+from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.rollout.native.stop import StopStrings
 from spmd_rl.types.samples import FinishReason, Sample
-from spmd_rl.weights.local_tensors import Held
+from spmd_rl.weights.local_tensors import LocalTensors
 
 NO_WEIGHTS = (
     "the engine has no weights of a known version: push one to it, or give it a model folder that has some (if it "
@@ -46,10 +48,12 @@ class _Launched:
 
 
 class NativeEngine:
-    """See `rollout.engine.Engine`. `decode` turns tokens into text; only stop strings need it. `draw` chooses tokens.
+    """See `rollout.engine.Engine`. `decode` turns tokens into text; only stop strings need it.
+    `draw` chooses tokens.
 
-    Where decoding is recorded in graphs, a step is launched before the tokens of the last one are looked at: `step`
-    returns one step late, and a sequence that ends by a token computes one more, which is dropped.
+    Where decoding is recorded in graphs, a step is launched before the tokens of the last one are
+    looked at: `step` returns one step late, and a sequence that ends by a token computes one more,
+    which is dropped.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class NativeEngine:
         self.cfg = cfg = settle(cfg, spec, device)
         self.device = device
         self.version: int | None = None
-        self._ahead = cfg.cuda_graphs and flash_takes(spec.head_dim, getattr(torch, cfg.dtype), device)
-        self.rows = Rows(cfg.max_batch, spec.max_positions, cfg.page_size)
+        self._ahead = cfg.cuda_graphs and flash_takes(
+            spec.head_dim, getattr(torch, cfg.dtype), device
+        )
+        self.rows = SequenceTable(cfg.max_batch, spec.max_positions, cfg.page_size)
         self.scheduler = Scheduler(
             self.rows,
             PagePool(cfg.num_pages),
@@ -84,7 +90,7 @@ class NativeEngine:
         self._admission = Admission(spec, room=cfg.num_pages * cfg.page_size)
         self._num_steps = 0
         self._num_generated = 0
-        self._steps: Steps | None = None
+        self._steps: ModelRunner | None = None
         self._memory: ElasticMemory | HostMemory | None = None
         self._in_flight: _Launched | None = None
         self.wake()
@@ -96,12 +102,14 @@ class NativeEngine:
     def submit(self, request: Request) -> None:
         self._admission.check(request)
         if (request.uid, request.index) in self._live:
-            raise SpmdError(f"prompt {request.uid}, sample {request.index} is in the engine already")
+            raise SpmdError(
+                f"prompt {request.uid}, sample {request.index} is in the engine already"
+            )
         self._live[request.uid, request.index] = self._stop_strings(request)
         self.scheduler.add(request)
 
     @torch.inference_mode()
-    def step(self) -> Progress:
+    def step(self) -> RequestOutput:
         steps, version = self._ready()
         try:
             launched = self._launch(steps, version)
@@ -138,19 +146,25 @@ class NativeEngine:
             self._take_memory()
         except ResidencyError as error:
             advice = "a lower engine.num_pages or engine.memory_fraction asks for less"
-            raise ResidencyError(f"no room for pages of keys and values: {error}; {advice}") from error
+            raise ResidencyError(
+                f"no room for pages of keys and values: {error}; {advice}"
+            ) from error
 
     def _take_memory(self) -> None:
         if self._steps is None:
             cache = self._new_cache()
-            self._steps = Steps(self.model, cache, self.rows, self.device, graphs=self._ahead, draw=self._draw)
+            self._steps = ModelRunner(
+                self.model, cache, self.rows, self.device, graphs=self._ahead, draw=self._draw
+            )
         elif self._memory is not None and not self._memory.is_mapped:
             self._memory.map()
             if self._memory.bytes.is_cuda:
                 self._memory.bytes.zero_()
 
     def _start_afresh(self) -> None:
-        """After a step that failed: pages that it promised may be unwritten, or hold NaN that outlives their tokens."""
+        """After a step that failed: pages that it promised may be unwritten, or hold NaN that
+        outlives their tokens.
+        """
         self.sleep()
         if isinstance(self._memory, HostMemory):
             self._steps = self._memory = None
@@ -182,11 +196,13 @@ class NativeEngine:
         self._memory = ElasticMemory(num_bytes, self.device)
         return self._memory.bytes.zero_()
 
-    def weights(self) -> Held:
-        return Held.whole(dict(self.model.named_parameters()))
+    def weights(self) -> LocalTensors:
+        return LocalTensors.whole(dict(self.model.named_parameters()))
 
     def contract(self) -> dict[str, str | int]:
-        return self.model.contract(self.device, getattr(torch, self.cfg.dtype), self.cfg.attention_split)
+        return self.model.contract(
+            self.device, getattr(torch, self.cfg.dtype), self.cfg.attention_split
+        )
 
     def stats(self) -> dict[str, int]:
         return {
@@ -201,7 +217,7 @@ class NativeEngine:
             **asdict(self.scheduler.counters),
         }
 
-    def _ready(self) -> tuple[Steps, int]:
+    def _ready(self) -> tuple[ModelRunner, int]:
         if self._steps is None or not self._is_awake:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
@@ -218,7 +234,7 @@ class NativeEngine:
             stop.push(token)
         return stop
 
-    def _launch(self, steps: Steps, version: int) -> _Launched | None:
+    def _launch(self, steps: ModelRunner, version: int) -> _Launched | None:
         """Queue the next step, if there is work for one."""
         plan = self.scheduler.schedule()
         if not len(plan.rows):
@@ -231,11 +247,11 @@ class NativeEngine:
         self._num_steps += 1
         return _Launched(rows, self.rows.ticket[rows], version, drawn)
 
-    def _collect(self, launched: _Launched | None) -> Progress:
+    def _collect(self, launched: _Launched | None) -> RequestOutput:
         """Take in what a step drew, for those of its rows that still hold the sequence it drew for."""
         if launched is None:
             nothing = np.zeros(0, np.int64)
-            return Progress(nothing, nothing, nothing, np.zeros(0, np.float32), finished=[])
+            return RequestOutput(nothing, nothing, nothing, np.zeros(0, np.float32), finished=[])
         tokens, logprobs = launched.drawn.arrays()
         stayed = self.rows.ticket[launched.rows] == launched.tickets
         rows, tokens, logprobs = launched.rows[stayed], tokens[stayed], logprobs[stayed]
@@ -243,7 +259,7 @@ class NativeEngine:
         self.rows.fulfil(rows, tokens, logprobs, launched.version)
         self._num_generated += len(rows)
         uids, indices = self.rows.uid[rows], self.rows.index[rows]
-        return Progress(uids, indices, tokens, logprobs, finished=self._finish(rows, tokens))
+        return RequestOutput(uids, indices, tokens, logprobs, finished=self._finish(rows, tokens))
 
     def _check_logprobs(self, rows: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
         broken = rows[np.isnan(logprobs)]

@@ -16,7 +16,7 @@ ALIGN_BYTES = 16
 Fields = Mapping[str, tuple[tuple[int, ...], type]]
 
 
-class Staged:
+class GraphInputs:
     """Arrays that a recorded graph reads, in one piece of device memory that one copy fills.
 
     `fields` gives each array's shape and type; `tensors` are theirs on the device, zero at first.
@@ -29,7 +29,9 @@ class Staged:
         self.tensors = self._parts(self._memory)
 
     def upload(self, arrays: Mapping[str, NDArray[Any]], padding: Mapping[str, float]) -> None:
-        """Queue a copy of `arrays` [n, ...] to the front of their fields; the rest of each gets its padding, else 0."""
+        """Queue a copy of `arrays` [n, ...] to the front of their fields; the rest of each gets its
+        padding, else 0.
+        """
         staged = torch.empty(len(self._memory), dtype=torch.uint8, pin_memory=True)
         for name, part in self._parts(staged).items():
             host, count = part.numpy(), len(arrays[name])

@@ -1,4 +1,6 @@
-"""Carrying out a step's plan: the model over its tokens, then a token and its log-prob for each row that is ready."""
+"""Carrying out a step's plan: the model over its tokens, then a token and its log-prob for each row
+that is ready.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs, Draw
-from spmd_rl.rollout.native.prefill_graphs import Chunks, PromptGraphs
-from spmd_rl.rollout.native.sequence_table import Rows
-from spmd_rl.rollout.native.step_plan import Plan
+from spmd_rl.rollout.native.prefill_graphs import Chunks, PrefillGraphs
+from spmd_rl.rollout.native.sequence_table import SequenceTable
+from spmd_rl.rollout.native.step_plan import StepPlan
 
 
 class Drawn:
@@ -36,19 +38,26 @@ class Drawn:
         return self._tokens.numpy(), self._logprobs.numpy()
 
 
-class Steps:
+class ModelRunner:
     """The device's side of an engine, from the time the cache is there to the time it goes."""
 
     def __init__(
-        self, model: CausalLM, cache: KvCache, rows: Rows, device: torch.device, *, graphs: bool, draw: Draw
+        self,
+        model: CausalLM,
+        cache: KvCache,
+        rows: SequenceTable,
+        device: torch.device,
+        *,
+        graphs: bool,
+        draw: Draw,
     ) -> None:
         self.cache = cache
         self._decode: DecodeGraphs | None = None
-        self._prompts: PromptGraphs | None = None
+        self._prompts: PrefillGraphs | None = None
         if graphs:
             memory = torch.cuda.graph_pool_handle()
             self._decode = DecodeGraphs(model, cache, rows, memory, draw)
-            self._prompts = PromptGraphs(model, cache, rows.pages.shape[1], memory)
+            self._prompts = PrefillGraphs(model, cache, rows.pages.shape[1], memory)
         self._sample = draw
         self._model = model
         self._rows = rows
@@ -56,9 +65,13 @@ class Steps:
 
     @property
     def num_graphs(self) -> int:
-        return self._decode.num_recorded + self._prompts.num_recorded if self._decode and self._prompts else 0
+        return (
+            self._decode.num_recorded + self._prompts.num_recorded
+            if self._decode and self._prompts
+            else 0
+        )
 
-    def launch(self, plan: Plan, ready: NDArray[np.bool_]) -> Drawn:
+    def launch(self, plan: StepPlan, ready: NDArray[np.bool_]) -> Drawn:
         """Compute the tokens of `plan` and draw one for each of its rows that is `ready`.
 
         Blocks: on a GPU until the step is queued, else until it has run.
@@ -75,10 +88,11 @@ class Steps:
             self.cache.copy_pages(*zip(*plan.forks, strict=True))
         if not ready.any():
             return Drawn(torch.empty(0, dtype=torch.int64), torch.empty(0), self._device)
-        last = self._tensor(np.cumsum(plan.lengths)[ready] - 1)  # of a fork, that of the row before it
+        # of a fork, that of the row before it
+        last = self._tensor(np.cumsum(plan.lengths)[ready] - 1)
         return self._draw(plan.rows[ready], self._model.logits(hidden.index_select(0, last)))
 
-    def _chunks(self, plan: Plan) -> Chunks:
+    def _chunks(self, plan: StepPlan) -> Chunks:
         row_of = np.repeat(plan.rows, plan.lengths)
         positions = np.arange(len(row_of)) + np.repeat(
             plan.starts + plan.lengths - np.cumsum(plan.lengths), plan.lengths

@@ -1,12 +1,13 @@
-"""Pages of KV memory: who holds them, and which of them hold a prefix that a later request may share.
+"""Pages of KV memory: who holds them, and which of them hold a prefix that a later request may
+share.
 
-A page is in exactly one state: free; held by one or more sequences; or idle, held by none but still keeping the K/V
-of a known prefix. A page gets its key once every slot of it is (or in the running step will be) written, and only
-pages with a key are ever shared, so nobody writes to a shared page. The key names the weights version and every token
-from the start of the sequence to the page's end.
+A page is in exactly one state: free; held by one or more sequences; or idle, held by none but still
+keeping the K/V of a known prefix. A page gets its key once every slot of it is (or in the running
+step will be) written, and only pages with a key are ever shared, so nobody writes to a shared page.
+The key names the weights version and every token from the start of the sequence to the page's end.
 
-A prompt rarely ends with a page. What it leaves on its last one, its tail, can be copied by another sequence with the
-same prompt for as long as the page is held or idle.
+A prompt rarely ends with a page. What it leaves on its last one, its tail, can be copied by another
+sequence with the same prompt for as long as the page is held or idle.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ def extend_keys(keys: list[bytes], root: bytes, tokens: NDArray[np.int32], page_
     """Append to `keys` until every full page of `tokens` has one."""
     for page in range(len(keys), len(tokens) // page_size):
         chunk = tokens[page * page_size : (page + 1) * page_size]
-        keys.append(blake2b((keys[-1] if keys else root) + chunk.tobytes(), digest_size=16).digest())
+        keys.append(
+            blake2b((keys[-1] if keys else root) + chunk.tobytes(), digest_size=16).digest()
+        )
 
 
 def tail_key(keys: list[bytes], root: bytes, tail: NDArray[np.int32]) -> bytes:
     """The key of `tail`, tokens that follow the full pages of `keys` and fill no page."""
-    return blake2b((keys[-1] if keys else root) + tail.tobytes(), digest_size=16, person=b"tail").digest()
+    return blake2b(
+        (keys[-1] if keys else root) + tail.tobytes(), digest_size=16, person=b"tail"
+    ).digest()
 
 
 class PagePool:
@@ -54,7 +59,9 @@ class PagePool:
         return len(self._free) + len(self._idle)
 
     def allocate(self) -> int:
-        """A page of one's own, with unknown content. The caller has made sure that one is available."""
+        """A page of one's own, with unknown content. The caller has made sure that one is
+        available.
+        """
         if self._free:
             page = self._free.pop()
         else:
@@ -81,7 +88,9 @@ class PagePool:
             self._refs[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """Let go of a sequence's pages; of those that stay known, the end of the prefix is evicted first."""
+        """Let go of a sequence's pages; of those that stay known, the end of the prefix is evicted
+        first.
+        """
         for page in reversed(pages):
             self._refs[page] -= 1
             if self._refs[page]:
@@ -103,7 +112,9 @@ class PagePool:
         return self._tails.get(key)
 
     def publish_tail(self, page: int, key: bytes) -> None:
-        """Let others copy from `page`, which a sequence holds, unless an equal tail is known already."""
+        """Let others copy from `page`, which a sequence holds, unless an equal tail is known
+        already.
+        """
         if key not in self._tails:
             self._tails[key] = page
             self._tail_keys[page] = key

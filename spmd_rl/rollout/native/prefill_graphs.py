@@ -1,7 +1,8 @@
-"""Steps of prompts as CUDA graphs: a few hundred tokens take the GPU less time than their launches take the host.
+"""Steps of prompts as CUDA graphs: a few hundred tokens take the GPU less time than their launches
+take the host.
 
-A graph has room for so many tokens in so many sequences. Tokens that no sequence fills are padding, which nobody
-attends to and whose K/V is written nowhere; what is computed for them is dropped.
+A graph has room for so many tokens in so many sequences. Tokens that no sequence fills are padding,
+which nobody attends to and whose K/V is written nowhere; what is computed for them is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.attention.flash import PagedFlash
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.native.graph_inputs import Fields, Staged
+from spmd_rl.rollout.native.graph_inputs import Fields, GraphInputs
 
 SIZES = (256, 512, 1024, 2048)  # tokens; above, launching is the smaller part
 TOKENS_PER_SEQUENCE = 16
@@ -24,10 +25,12 @@ NOWHERE = -1
 
 
 class Chunks(NamedTuple):
-    """New tokens of several sequences, laid end to end, with their positions and their slots in the cache.
+    """New tokens of several sequences, laid end to end, with their positions and their slots in the
+    cache.
 
-    Shape: tokens, positions and slots [T] int64; starts, lengths [B] and pages [B, P] int64: tokens in the cache
-    before, new ones, and the pages of the sequence, of which a table's entries past it may hold anything.
+    Shape: tokens, positions and slots [T] int64; starts, lengths [B] and pages [B, P] int64: tokens
+    in the cache before, new ones, and the pages of the sequence, of which a table's entries past it
+    may hold anything.
     """
 
     tokens: NDArray[np.int64]
@@ -38,10 +41,12 @@ class Chunks(NamedTuple):
     pages: NDArray[np.int64]
 
 
-class PromptGraphs:
+class PrefillGraphs:
     """Graphs over one cache, recorded at first use. Ranks: any, each on its own."""
 
-    def __init__(self, model: CausalLM, cache: KvCache, max_pages: int, memory: GraphMemory) -> None:
+    def __init__(
+        self, model: CausalLM, cache: KvCache, max_pages: int, memory: GraphMemory
+    ) -> None:
         """`max_pages` is how many pages a sequence may have."""
         self._model = model
         self._cache = cache
@@ -54,9 +59,11 @@ class PromptGraphs:
         return len(self._recorded)
 
     def hidden(self, chunks: Chunks) -> Tensor | None:
-        """Queue the tokens and return their hidden states [T', C], T' >= T, or None where no graph has the room.
+        """Queue the tokens and return their hidden states [T', C], T' >= T, or None where no graph
+        has the room.
 
-        They are valid until the next launch of any graph. Where a sequence has several splits, no graph has the room.
+        They are valid until the next launch of any graph. Where a sequence has several splits, no
+        graph has the room.
         """
         if 0 < self._cache.split < (chunks.starts + chunks.lengths).max():
             return None
@@ -79,7 +86,7 @@ class PromptGraphs:
 class _Recorded:
     """One graph with the memory it reads its chunks from."""
 
-    def __init__(self, graphs: PromptGraphs, size: int, first: Chunks) -> None:
+    def __init__(self, graphs: PrefillGraphs, size: int, first: Chunks) -> None:
         self._max_pages = graphs._max_pages
         batch = size // TOKENS_PER_SEQUENCE
         fields: Fields = {
@@ -90,9 +97,11 @@ class _Recorded:
             "num_keys": ((batch,), np.int32),
             "bounds": ((batch + 1,), np.int32),
         }
-        self._staged = Staged(fields, graphs._cache.data.device)
+        self._staged = GraphInputs(fields, graphs._cache.data.device)
         self._upload(first)
-        self._graph, self._hidden = record(lambda: graphs.compute(self._staged.tensors), graphs._memory)
+        self._graph, self._hidden = record(
+            lambda: graphs.compute(self._staged.tensors), graphs._memory
+        )
 
     def replay(self, chunks: Chunks) -> Tensor:
         self._upload(chunks)

@@ -1,7 +1,7 @@
 """What samples of one prompt share, and who of them is computing it.
 
-A sequence's stem is all but its last token, which each computes for itself to draw from. Its full pages are shared;
-what is left on the next page, the tail, is copied once somebody has computed it.
+A sequence's stem is all but its last token, which each computes for itself to draw from. Its full
+pages are shared; what is left on the next page, the tail, is copied once somebody has computed it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from spmd_rl.rollout.engine import Request
 from spmd_rl.rollout.native.pages import PagePool, extend_keys, root_key, tail_key
 
 
-class Stem(NamedTuple):
-    """The keys of a sequence's full pages, and of its tail; `tail` is b"" where it is too short to be worth a copy."""
+class SharedPrefix(NamedTuple):
+    """The keys of a sequence's full pages, and of its tail; `tail` is b"" where it is too short to
+    be worth a copy.
+    """
 
     keys: list[bytes]
     tail: bytes
 
 
-class Stems:
+class PrefixSharing:
     """The stems of one scheduler's requests, under the present weights."""
 
     def __init__(self, pool: PagePool, page_size: int, *, min_tail: int, enabled: bool) -> None:
@@ -31,19 +33,24 @@ class Stems:
         self._page_size = page_size
         self._min_tail = min_tail
         self._enabled = enabled
-        self._latest: tuple[Request | NDArray[np.int32] | None, Stem] = None, Stem([], b"")
+        self._latest: tuple[Request | NDArray[np.int32] | None, SharedPrefix] = (
+            None,
+            SharedPrefix([], b""),
+        )
         self._by_row: dict[int, tuple[int, bytes]] = {}
         self._under_way: set[bytes] = set()
 
     def new_version(self, version: int) -> None:
         """Stems of other weights are other stems."""
         self.root = root_key(version)
-        self._latest = None, Stem([], b"")
+        self._latest = None, SharedPrefix([], b"")
 
-    def of(self, request: Request) -> Stem:
-        """Samples of one prompt come one after the other, and get the same stem; a request may be asked of often."""
+    def of(self, request: Request) -> SharedPrefix:
+        """Samples of one prompt come one after the other, and get the same stem; a request may be
+        asked of often.
+        """
         if not self._enabled:
-            return Stem([], b"")
+            return SharedPrefix([], b"")
         key = request if len(request.tokens) else request.prompt
         latest, stem = self._latest
         if latest is not key:
@@ -51,11 +58,11 @@ class Stems:
             self._latest = key, stem
         return stem
 
-    def is_under_way(self, stem: Stem) -> bool:
+    def is_under_way(self, stem: SharedPrefix) -> bool:
         """Whether a row is computing the tail, so that it pays to wait."""
         return stem.tail in self._under_way
 
-    def begin(self, row: int, stem: Stem, num_tokens: int) -> None:
+    def begin(self, row: int, stem: SharedPrefix, num_tokens: int) -> None:
         """`row` computes the stem of its `num_tokens` tokens itself."""
         if stem.tail:
             self._by_row[row] = num_tokens - 1, stem.tail
@@ -65,7 +72,9 @@ class Stems:
         if self._by_row:
             self._under_way.discard(self._by_row.pop(row, (0, b""))[1])
 
-    def publish(self, rows: NDArray[np.int64], computed: NDArray[np.int64], pages: NDArray[np.int64]) -> None:
+    def publish(
+        self, rows: NDArray[np.int64], computed: NDArray[np.int64], pages: NDArray[np.int64]
+    ) -> None:
         """Let others copy the tails that `rows` have computed by now.
 
         Shape: rows and computed [B]; pages [num_rows, P].
@@ -78,10 +87,12 @@ class Stems:
                 self.leave(row)
                 self._pool.publish_tail(int(pages[row, num_stem // self._page_size]), tail)
 
-    def _new(self, tokens: NDArray[np.int32]) -> Stem:
+    def _new(self, tokens: NDArray[np.int32]) -> SharedPrefix:
         tokens = tokens.astype(np.int32, copy=False)
         keys: list[bytes] = []
         extend_keys(keys, self.root, tokens, self._page_size)
         full = (len(tokens) - 1) // self._page_size
         tail = tokens[full * self._page_size : -1]
-        return Stem(keys, tail_key(keys[:full], self.root, tail) if len(tail) >= self._min_tail else b"")
+        return SharedPrefix(
+            keys, tail_key(keys[:full], self.root, tail) if len(tail) >= self._min_tail else b""
+        )

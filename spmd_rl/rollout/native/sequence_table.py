@@ -1,4 +1,5 @@
-"""The running sequences, as arrays: one row each, so that a step costs a few numpy calls however many run.
+"""The running sequences, as arrays: one row each, so that a step costs a few numpy calls however
+many run.
 
 A sequence that leaves, for whatever reason, leaves as the `Request` that would resume it.
 """
@@ -19,7 +20,10 @@ NO_STOP_ID = -1
 SHARED_PAGE = -1
 _STATE = np.dtype(
     [
-        *((name, np.int64) for name in ("uid", "index", "ticket", "seed", "top_k", "num_pages", "published")),
+        *(
+            (name, np.int64)
+            for name in ("uid", "index", "ticket", "seed", "top_k", "num_pages", "published")
+        ),
         *((name, np.int64) for name in ("prompt_length", "length", "pending", "computed", "limit")),
         *((name, np.float32) for name in ("inv_temperature", "top_p", "min_p")),
         ("greedy", np.bool_),
@@ -28,21 +32,23 @@ _STATE = np.dtype(
 
 
 class Fork(NamedTuple):
-    """`row` goes on from the prompt of row `leader`, on page `last_page`, or on the leader's where that is full."""
+    """`row` goes on from the prompt of row `leader`, on page `last_page`, or on the leader's where
+    that is full.
+    """
 
     row: int
     leader: int
     last_page: int = SHARED_PAGE
 
 
-class Rows:
+class SequenceTable:
     """At most `num_rows` sequences of at most `max_tokens` tokens.
 
-    `length` counts a row's tokens, of which the last `pending` are promised: drawn by a step that is under way, and
-    not known here yet. `computed` counts those whose K/V is in the cache; the row ends at length `limit`. `ticket`
-    tells a row's present sequence from earlier ones.
-    Shape: `tokens`, `logprobs`, `versions` [num_rows, max_tokens], prompt first (its log-probs and versions are
-    unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
+    `length` counts a row's tokens, of which the last `pending` are promised: drawn by a step that
+    is under way, and not known here yet. `computed` counts those whose K/V is in the cache; the row
+    ends at length `limit`. `ticket` tells a row's present sequence from earlier ones.
+    Shape: `tokens`, `logprobs`, `versions` [num_rows, max_tokens], prompt first (its log-probs and
+    versions are unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
     """
 
     def __init__(self, num_rows: int, max_tokens: int, page_size: int) -> None:
@@ -62,7 +68,8 @@ class Rows:
         self.pages = column(np.int64, -(-max_tokens // page_size))
         self.stop_ids = column(np.int32, 1)
         self._state = np.zeros(num_rows, _STATE)
-        self._bytes = self._state.view(np.uint8).reshape(num_rows, -1)  # numpy copies records field by field
+        # numpy copies records field by field
+        self._bytes = self._state.view(np.uint8).reshape(num_rows, -1)
         self.num_pages = self._state["num_pages"]
         self.prompt_length = self._state["prompt_length"]
         self.length = self._state["length"]
@@ -84,7 +91,9 @@ class Rows:
     def num_free(self) -> int:
         return len(self._free)
 
-    def put(self, request: Request, pages: list[int], computed: int, stop_ids: tuple[int, ...]) -> int:
+    def put(
+        self, request: Request, pages: list[int], computed: int, stop_ids: tuple[int, ...]
+    ) -> int:
         """Give `request` a row; `pages` already hold K/V of its first `computed` tokens."""
         row = self._free.pop()
         prompt, length = len(request.prompt), request.num_tokens
@@ -116,7 +125,9 @@ class Rows:
         self.min_p[row] = sampling.min_p
         missing = len(stop_ids) - self.stop_ids.shape[1]
         if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_STOP_ID)
+            self.stop_ids = np.pad(
+                self.stop_ids, ((0, 0), (0, missing)), constant_values=NO_STOP_ID
+            )
         self.stop_ids[row] = NO_STOP_ID
         self.stop_ids[row, : len(stop_ids)] = stop_ids
 
@@ -151,7 +162,11 @@ class Rows:
         self.pending[rows] += 1
 
     def fulfil(
-        self, rows: NDArray[np.int64], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        logprobs: NDArray[np.float32],
+        version: int,
     ) -> None:
         """The oldest promised token of each of `rows`."""
         at = self.known(rows)
@@ -170,7 +185,9 @@ class Rows:
 
     def filters(self, rows: NDArray[np.int64]) -> tuple[str, ...]:
         """Those that any of `rows` asks for."""
-        return tuple(name for name, off in ALL_TOKENS.items() if (self._state[name][rows] != off).any())
+        return tuple(
+            name for name, off in ALL_TOKENS.items() if (self._state[name][rows] != off).any()
+        )
 
     def append_page(self, row: int, page: int) -> None:
         self.pages[row, self.num_pages[row]] = page

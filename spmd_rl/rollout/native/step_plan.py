@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One step: row `rows[b]` computes its tokens `starts[b] : starts[b] + lengths[b]`.
 
-    A row of length 0 forks: the row before it has the same tokens, and computes the last one for both.
-    Page `copies[c][0]` is copied over page `copies[c][1]` before the step, and so are `forks` after it.
+    A row of length 0 forks: the row before it has the same tokens, and computes the last one for
+    both. Page `copies[c][0]` is copied over page `copies[c][1]` before the step, and so are `forks`
+    after it.
     Shape: rows, starts and lengths [B].
     """
 
@@ -27,7 +28,9 @@ class Plan:
 
 @dataclass
 class Counters:
-    """Totals since the engine was made. A backlog is what steps leave waiting: how many did, and their running rows."""
+    """Totals since the engine was made. A backlog is what steps leave waiting: how many did, and
+    their running rows.
+    """
 
     num_submitted: int = 0
     num_admissions: int = 0
@@ -49,7 +52,8 @@ class Counters:
 
 
 def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """How many of each row's `missing` tokens fit: rows that miss one first, then the others in order.
+    """How many of each row's `missing` tokens fit: rows that miss one first, then the others in
+    order.
 
     Shape: `missing` [B], at least 1 each, with at most `budget` rows that miss one; returns [B].
     """

@@ -1,8 +1,9 @@
 """Stop strings over a stream of tokens.
 
-Text is decoded a short window at a time. A token may end in the middle of a character (the decoder then shows U+FFFD
-at the end), and what a token reads as may depend on the one before it, so the window begins at tokens whose text is
-settled. Where the text has not ended with a whole character for many tokens, all but the newest of them are settled.
+Text is decoded a short window at a time. A token may end in the middle of a character (the decoder
+then shows U+FFFD at the end), and what a token reads as may depend on the one before it, so the
+window begins at tokens whose text is settled. Where the text has not ended with a whole character
+for many tokens, all but the newest of them are settled.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class StopStrings:
         return hit
 
     def _text_of(self, fresh: tuple[int, ...]) -> str:
-        """What `fresh` adds to the settled text, but for bytes at its end that may become a character."""
+        """What `fresh` adds to the settled text, but for bytes at its end that may become a
+        character.
+        """
         known = self._decode(self._settled).rstrip(UNDECODED)
         return self._decode(self._settled + fresh).rstrip(UNDECODED)[len(known) :]
 

@@ -1,7 +1,9 @@
-"""Another user of the host: told of open ports, it writes to every key-value store of torch behind them.
+"""Another user of the host: told of open ports, it writes to every key-value store of torch behind
+them.
 
-It says where the controller is, as rank 0 does, and names an address of its own. Each line of its input holds ports;
-each line of its output holds those that took what it wrote, and how often its own address has been dialled.
+It says where the controller is, as rank 0 does, and names an address of its own. Each line of its
+input holds ports; each line of its output holds those that took what it wrote, and how often its
+own address has been dialled.
 """
 
 import json
@@ -22,7 +24,9 @@ NOBODY = 65534
 def write_to(port: int, lie: str) -> bool:
     """Whether a store listens there and has taken the lie."""
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE, wait_for_workers=False)
+        store = TCPStore(
+            "127.0.0.1", port, is_master=False, timeout=PATIENCE, wait_for_workers=False
+        )
         for prefix in PREFIXES:
             store.set(prefix + KEY, lie)
         return store.get(KEY) == lie.encode()

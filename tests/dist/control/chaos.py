@@ -23,11 +23,14 @@ from spmd_rl.types.samples import Prompt
 class Actor(Role):
     @collective
     def double(self, prompts: Sharded[list[Prompt]], times: int = 2) -> Sharded[list[Prompt]]:
-        return [Prompt(uid=p.uid, tokens=p.tokens * times, meta={"rank": self.place.rank}) for p in prompts]
+        return [
+            Prompt(uid=p.uid, tokens=p.tokens * times, meta={"rank": self.context.rank})
+            for p in prompts
+        ]
 
     @collective
     def total(self, values: Sharded[NDArray[np.float64]]) -> NDArray[np.float64]:
-        return self.place.all_reduce_sum(np.array([values.sum()]))
+        return self.context.all_reduce_sum(np.array([values.sum()]))
 
     @collective
     def fold(self, function: Callable[[float], float], value: float) -> float:
@@ -35,7 +38,7 @@ class Actor(Role):
 
     @local
     def whoami(self) -> int:
-        return self.place.rank
+        return self.context.rank
 
     @collective
     def pids(self) -> Sharded[list[int]]:
@@ -43,13 +46,13 @@ class Actor(Role):
 
     @collective
     def differ(self) -> int:
-        return self.place.rank
+        return self.context.rank
 
     @collective
     def boom(self) -> None:
-        if self.place.rank == self.place.size - 1:
+        if self.context.rank == self.context.size - 1:
             raise KeyError("no such thing")
-        self.place.barrier()
+        self.context.barrier()
 
     @collective
     def bad_line(self) -> None:
@@ -62,9 +65,9 @@ class Actor(Role):
     @collective
     def hang(self) -> None:
         """The last rank never enters the barrier that the others are in."""
-        if self.place.rank == self.place.size - 1:
+        if self.context.rank == self.context.size - 1:
             threading.Event().wait()
-        self.place.barrier()
+        self.context.barrier()
 
 
 @dataclass(frozen=True)

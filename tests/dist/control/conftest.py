@@ -15,7 +15,12 @@ from tests.dist.launched import Launched
 
 REPO = Path(__file__).parents[3]
 CHAOS = str(Path(__file__).with_name("chaos.py"))
-SPMD_RL = [sys.executable, "-c", "import sys; from spmd_rl.cli.main import main; sys.exit(main())", "run"]
+SPMD_RL = [
+    sys.executable,
+    "-c",
+    "import sys; from spmd_rl.cli.main import main; sys.exit(main())",
+    "run",
+]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 Start = Callable[[list[str]], subprocess.Popen[str]]
@@ -30,9 +35,12 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
-    """Start a command in `tmp_path`, heeding a terminal that closes; at the end, its whole process group ends."""
+    """Start a command in `tmp_path`, heeding a terminal that closes; at the end, its whole process
+    group ends.
+    """
     started: list[subprocess.Popen[str]] = []
-    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever started these tests may ignore it
+    # whatever started these tests may ignore it
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def run(command: list[str]) -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -57,7 +65,9 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
 
 @pytest.fixture
 def launch(tmp_path: Path, environment: dict[str, str]) -> Iterator[Launch]:
-    """Start `spmd-rl` with these words in `tmp_path`, without its imports; at the end, its whole process group ends."""
+    """Start `spmd-rl` with these words in `tmp_path`, without its imports; at the end, its whole
+    process group ends.
+    """
     launched: list[Launched] = []
 
     def run(*words: str) -> Launched:
@@ -97,7 +107,9 @@ def torchrun() -> list[str]:
 
 @pytest.fixture
 def spmd_rl_with_heartbeats() -> list[str]:
-    """The chaos recipe by `spmd-rl run`, whose rendezvous is let go of in the thread of its heartbeat."""
+    """The chaos recipe by `spmd-rl run`, whose rendezvous is let go of in the thread of its
+    heartbeat.
+    """
     return [sys.executable, str(Path(__file__).with_name("heartbeat.py")), "run", CHAOS]
 
 

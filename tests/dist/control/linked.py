@@ -7,7 +7,7 @@ from typing import Any
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.mesh.role_context import Place
+from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import Split
 
 ROWS, COLUMNS = 6, 4
@@ -16,12 +16,12 @@ ROWS, COLUMNS = 6, 4
 class Source(Role):
     """Holds its rows of one tensor."""
 
-    def __init__(self, cfg: "Config", place: Place) -> None:
+    def __init__(self, cfg: "Config", context: RoleContext) -> None:
         import torch
 
-        super().__init__(cfg, place)
+        super().__init__(cfg, context)
         self.tell: Callable[[], None] = lambda: None
-        self.rows = torch.zeros(-(-ROWS // place.size), COLUMNS)
+        self.rows = torch.zeros(-(-ROWS // context.size), COLUMNS)
 
     def before_change(self, tell: Callable[[], None]) -> None:
         self.tell = tell
@@ -29,30 +29,30 @@ class Source(Role):
     @collective
     def fill(self, value: float) -> None:
         self.tell()
-        self.rows.fill_(value + self.place.rank)
+        self.rows.fill_(value + self.context.rank)
 
     def weight_source(self) -> Any:
         from spmd_rl.weights.layout import chunk_box
-        from spmd_rl.weights.local_tensors import Held, HeldTensor
+        from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 
-        box = chunk_box((ROWS, COLUMNS), self.place.rank, self.place.size)
-        return Held({"w": HeldTensor((ROWS, COLUMNS), box, self.rows)})
+        box = chunk_box((ROWS, COLUMNS), self.context.rank, self.context.size)
+        return LocalTensors({"w": LocalTensor((ROWS, COLUMNS), box, self.rows)})
 
 
 class Sink(Role):
     """Holds the whole tensor."""
 
-    def __init__(self, cfg: "Config", place: Place) -> None:
+    def __init__(self, cfg: "Config", context: RoleContext) -> None:
         import torch
 
-        super().__init__(cfg, place)
+        super().__init__(cfg, context)
         self.whole = torch.full((ROWS, COLUMNS), -1.0)
         self.version = -1
 
     def weight_sink(self) -> Any:
-        from spmd_rl.weights.local_tensors import Held
+        from spmd_rl.weights.local_tensors import LocalTensors
 
-        return Held.whole({"w": self.whole})
+        return LocalTensors.whole({"w": self.whole})
 
     def on_weights(self, version: int) -> None:
         self.version = version
@@ -94,4 +94,10 @@ def main(ctl: Controller, cfg: Config) -> None:
             slept = sink.look.call()[0][0] == -2
         with ctl.phase("rollout", awake=[sink]):
             pass
-        print(stats.route, stats.bytes_moved, "slept" if slept else "stayed", sorted(step.phase_s), flush=True)
+        print(
+            stats.route,
+            stats.bytes_moved,
+            "slept" if slept else "stayed",
+            sorted(step.phase_s),
+            flush=True,
+        )

@@ -54,7 +54,8 @@ class Attacker:
 
 @pytest.fixture
 def attacker() -> Iterator[Attacker]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own belongs to this user alone
+    # pytest's own belongs to this user alone
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         attacker = Attacker(Path(folder))
         yield attacker
         attacker.end()
@@ -91,7 +92,9 @@ def open_ports(root: int) -> set[int]:
     return ports
 
 
-def attack_until_the_end(attacker: Attacker, process: Launched | subprocess.Popen[str]) -> list[dict[str, Any]]:
+def attack_until_the_end(
+    attacker: Attacker, process: Launched | subprocess.Popen[str]
+) -> list[dict[str, Any]]:
     """Attack all that is open, again and again."""
     attempts = []
     while running(process):
@@ -111,7 +114,9 @@ def test_the_attack_finds_an_open_store(attacker: Attacker) -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_run_of_one_machine_opens_no_store(attacker: Attacker, chaos: Launch, restarts: int) -> None:
+def test_a_run_of_one_machine_opens_no_store(
+    attacker: Attacker, chaos: Launch, restarts: int
+) -> None:
     process = chaos("once" if restarts else "fine", f"--max-restarts={restarts}")
     attempts = attack_until_the_end(attacker, process)
     out, err = process.communicate(60)
@@ -121,7 +126,9 @@ def test_a_run_of_one_machine_opens_no_store(attacker: Attacker, chaos: Launch, 
     assert all(attempt == {"taken": [], "dialled": 0} for attempt in attempts)
 
 
-def test_a_lie_in_torchruns_own_store_is_not_believed(attacker: Attacker, start: Start, torchrun: list[str]) -> None:
+def test_a_lie_in_torchruns_own_store_is_not_believed(
+    attacker: Attacker, start: Start, torchrun: list[str]
+) -> None:
     process = start([*torchrun, "--scenario=fine"])
     attempts = attack_until_the_end(attacker, process)
     out, err = process.communicate(60)

@@ -1,4 +1,6 @@
-"""Real ranks under torchrun: what works, and that everything that breaks ends in seconds with one sentence."""
+"""Real ranks under torchrun: what works, and that everything that breaks ends in seconds with one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -70,12 +72,17 @@ def test_own_role_example(launch: Launch, repo: Path) -> None:
     ("split", "expected"),
     [
         ([], "copy+buckets 192 slept ['rollout', 'sleep', 'train', 'wake']"),
-        (["--split.train.ranks=1", "--split.infer.ranks=1"], "buckets 96 stayed ['rollout', 'train']"),
+        (
+            ["--split.train.ranks=1", "--split.infer.ranks=1"],
+            "buckets 96 stayed ['rollout', 'train']",
+        ),
         (["--split.train.ranks=1", "--split.infer.ranks=all"], "buckets 96 slept"),
     ],
 )
 def test_weights_cross_a_link(launch: Launch, repo: Path, split: list[str], expected: str) -> None:
-    code, out, last = outcome(launch("run", str(repo / "tests/dist/control/linked.py"), "--nproc=2", *split))
+    code, out, last = outcome(
+        launch("run", str(repo / "tests/dist/control/linked.py"), "--nproc=2", *split)
+    )
     assert code == 0, last
     assert expected in out
 
@@ -90,7 +97,9 @@ def test_weights_cross_a_link(launch: Launch, repo: Path, split: list[str], expe
         ("exit", 1, "SystemExit"),
     ],
 )
-def test_errors_end_with_their_sentence(chaos: Launch, tmp_path: Path, scenario: str, code: int, sentence: str) -> None:
+def test_errors_end_with_their_sentence(
+    chaos: Launch, tmp_path: Path, scenario: str, code: int, sentence: str
+) -> None:
     got, _, last = outcome(chaos(scenario))
     assert got == code, last
     assert sentence in last
@@ -116,11 +125,16 @@ def test_deadline_saves_all_stacks(chaos: Launch, tmp_path: Path) -> None:
     assert "chaos.py:" in last
     waited = re.search(r" in hang, in actor\.hang after (\d+\.\d) s", last)
     assert waited is not None and float(waited[1]) >= 0.5, last
-    records = [json.loads((tmp_path / f"runs/chaos/stacks/rank_{i}.collectives.json").read_text()) for i in range(2)]
+    records = [
+        json.loads((tmp_path / f"runs/chaos/stacks/rank_{i}.collectives.json").read_text())
+        for i in range(2)
+    ]
     entered = [len(record["gloo"].get("entries", [])) for record in records]
     assert entered[0] == entered[1] + 1, "rank 0 is in a collective that rank 1 never entered"
     (last,) = records[0]["gloo"]["entries"][-1:]
-    assert last["timeout_ms"] == COLLECTIVE_TIMEOUT.total_seconds() * 1000, "the call has a deadline, not its parts"
+    assert last["timeout_ms"] == COLLECTIVE_TIMEOUT.total_seconds() * 1000, (
+        "the call has a deadline, not its parts"
+    )
     stacks = [(tmp_path / f"runs/chaos/stacks/rank_{rank}.txt").read_text() for rank in range(2)]
     assert "barrier" in stacks[0]
     assert "threading.Event().wait()" in stacks[1]
@@ -152,7 +166,9 @@ def test_any_death_ends_all(chaos: Launch, victim: int | str, sentence: str) -> 
     process = chaos("hang", NEVER)
     pids = report(process)
     everyone = [pids["controller"], *pids["ranks"]]
-    os.kill(pids["ranks"][victim] if isinstance(victim, int) else pids["controller"], signal.SIGKILL)
+    os.kill(
+        pids["ranks"][victim] if isinstance(victim, int) else pids["controller"], signal.SIGKILL
+    )
     code, _, last = outcome(process)
     assert code != 0
     assert sentence in last
@@ -169,7 +185,9 @@ def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Launch) -> Non
         os.kill(pid, signal.SIGSTOP)
     code, _, last = outcome(process)
     assert code == 1
-    assert re.fullmatch(r"lost (rank [01] \(host \S+, pid \d+\)(, )?){1,2}, last heard [\d.]+ s ago, in .*", last), last
+    assert re.fullmatch(
+        r"lost (rank [01] \(host \S+, pid \d+\)(, )?){1,2}, last heard [\d.]+ s ago, in .*", last
+    ), last
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
@@ -223,7 +241,9 @@ def test_the_launchers_death_ends_all(chaos: Launch, tmp_path: Path) -> None:
 def test_what_a_killed_run_leaves_is_removed_by_the_next(chaos: Launch, tmp_path: Path) -> None:
     process = chaos("hang")
     pids = report(process)
-    everyone = {pid: os.pidfd_open(pid) for pid in [process.pid, pids["controller"], *pids["ranks"]]}
+    everyone = {
+        pid: os.pidfd_open(pid) for pid in [process.pid, pids["controller"], *pids["ranks"]]
+    }
     for pid in everyone:
         os.kill(pid, signal.SIGKILL)
     for witness in everyone.values():
@@ -249,18 +269,26 @@ def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:
 def test_a_batch_script_knows_a_run_that_is_over_from_ranks_that_left(
     start: Start, torchrun: list[str], environment: dict[str, str], tmp_path: Path, scenario: str
 ) -> None:
-    """torchrun ends with exit code 0 in either case, so the controller says on stderr why the run is over."""
+    """torchrun ends with exit code 0 in either case, so the controller says on stderr why the run
+    is over.
+    """
     environment["SPMD_RL_DONE_FILE"] = str(tmp_path / "done")
     one_rank = [word.replace("--nproc-per-node=2", "--nproc-per-node=1") for word in torchrun]
-    code, _, last = outcome(start([*(one_rank if scenario == "leave" else torchrun), f"--scenario={scenario}"]))
+    code, _, last = outcome(
+        start([*(one_rank if scenario == "leave" else torchrun), f"--scenario={scenario}"])
+    )
     assert code == 0
     assert (tmp_path / "done").exists() == (scenario == "fine")
     if scenario == "leave":
-        assert re.match(r"lost rank 0 \(host \S+, pid \d+\), last heard .* in actor.leave", last), last
+        assert re.match(r"lost rank 0 \(host \S+, pid \d+\), last heard .* in actor.leave", last), (
+            last
+        )
 
 
 @pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGTERM), (0, signal.SIGINT)])
-def test_a_signal_to_one_rank_names_that_rank_and_the_signal(chaos: Launch, rank: int, number: signal.Signals) -> None:
+def test_a_signal_to_one_rank_names_that_rank_and_the_signal(
+    chaos: Launch, rank: int, number: signal.Signals
+) -> None:
     process = chaos("hang")
     pids = report(process)
     os.kill(pids["ranks"][rank], number)
@@ -311,7 +339,9 @@ def test_ending_the_run_from_outside(chaos: Launch) -> None:
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
-def test_nothing_of_the_launcher_speaks_last(start: Start, spmd_rl_with_heartbeats: list[str]) -> None:
+def test_nothing_of_the_launcher_speaks_last(
+    start: Start, spmd_rl_with_heartbeats: list[str]
+) -> None:
     process = start([*spmd_rl_with_heartbeats, "--nproc=2", "--scenario=hang"])
     report(process)
     process.send_signal(signal.SIGTERM)

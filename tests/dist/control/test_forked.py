@@ -47,7 +47,9 @@ def main(ctl, cfg):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_death_of_a_rank_that_forked(launch: Callable[..., Launched], tmp_path: Path, num_ranks: int) -> None:
+def test_the_death_of_a_rank_that_forked(
+    launch: Callable[..., Launched], tmp_path: Path, num_ranks: int
+) -> None:
     (tmp_path / "forking.py").write_text(RECIPE)
     process = launch("run", "forking.py", f"--nproc={num_ranks}", "--run.lost_after_s=100000")
     controller, *pids = json.loads(process.stdout.readline())

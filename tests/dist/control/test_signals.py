@@ -1,4 +1,6 @@
-"""A signal at any moment of a run's start or end: one sentence, the exit code that the docs promise, and no wait."""
+"""A signal at any moment of a run's start or end: one sentence, the exit code that the docs
+promise, and no wait.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,12 @@ def ended(start: Start, spmd_rl: list[str], folder: Path, recipe: str) -> tuple[
     ],
 )
 def test_the_launcher_while_it_starts(
-    start: Start, spmd_rl: list[str], tmp_path: Path, module: str, moment: str, number: signal.Signals
+    start: Start,
+    spmd_rl: list[str],
+    tmp_path: Path,
+    module: str,
+    moment: str,
+    number: signal.Signals,
 ) -> None:
     recipe = AT_AN_IMPORT.format(module=module, number=number.name)
     code, err = ended(start, spmd_rl, tmp_path, recipe)
@@ -106,7 +113,12 @@ def test_the_launcher_while_it_starts(
     [([], 143, ["the run was ended from outside: every rank got SIGTERM"]), (["nohup"], 0, [])],
 )
 def test_the_terminal_is_closed(
-    start: Start, spmd_rl: list[str], tmp_path: Path, before: list[str], code: int, sentence: list[str]
+    start: Start,
+    spmd_rl: list[str],
+    tmp_path: Path,
+    before: list[str],
+    code: int,
+    sentence: list[str],
 ) -> None:
     assert ended(start, [*before, *spmd_rl], tmp_path, HUNG_UP) == (code, sentence)
 

@@ -38,12 +38,15 @@ class Ended:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Of the steps from 1."""
-        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
         return [row for row in rows if row["step"] > 0]
 
     def samples(self, step: int) -> list[dict[str, Any]]:
         return [
-            json.loads(row) for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().split("\n")[:-1]
+            json.loads(row)
+            for row in (self.folder / f"samples/step_{step:05d}.jsonl").read_text().split("\n")[:-1]
         ]
 
 
@@ -52,11 +55,24 @@ Run = Callable[..., Ended]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Run a recipe to its end: `run("grpo", "--steps=3", nproc=2)`; `small=False` leaves out the small settings."""
+    """Run a recipe to its end: `run("grpo", "--steps=3", nproc=2)`; `small=False` leaves out the
+    small settings.
+    """
 
-    def whole(recipe: str, *words: str, nproc: int = 1, name: str = "r", small: bool = True) -> Ended:
-        command = ["run", recipe, *(SMALL if small else []), f"--nproc={nproc}", f"--run.name={name}", *words]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))}
+    def whole(
+        recipe: str, *words: str, nproc: int = 1, name: str = "r", small: bool = True
+    ) -> Ended:
+        command = [
+            "run",
+            recipe,
+            *(SMALL if small else []),
+            f"--nproc={nproc}",
+            f"--run.name={name}",
+            *words,
+        ]
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SPMD_RL", "TORCHELASTIC"))
+        }
         paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
         process = Launched(command, tmp_path, environment | paths)
         try:

@@ -64,7 +64,9 @@ def test_broken_model_folder(run: Any, tmp_path: Path) -> None:
     assert ended.code == 2
     assert "holds no weights" in ended.sentence
     (broken / "tokenizer.json").unlink()
-    ended = run("sft", f"--model={broken}", f"--data={EXAMPLE / 'train.jsonl'}", small=False, name="none")
+    ended = run(
+        "sft", f"--model={broken}", f"--data={EXAMPLE / 'train.jsonl'}", small=False, name="none"
+    )
     assert ended.code == 2
     assert "broken holds no tokenizer: there is no tokenizer.json" in ended.sentence
     assert not ended.folder.exists()
@@ -93,7 +95,9 @@ def test_prompt_longer_than_the_context(run: Any, tmp_path: Path) -> None:
 
 def test_reward_that_raises_shows_the_sample(run: Any, tmp_path: Path) -> None:
     reward = tmp_path / "bad_reward.py"
-    reward.write_text("def grade(prompt, sample):\n    return 1 / (len(sample.tokens) - len(sample.tokens))\n")
+    reward.write_text(
+        "def grade(prompt, sample):\n    return 1 / (len(sample.tokens) - len(sample.tokens))\n"
+    )
     ended = run("grpo", f"--reward={reward}:grade")
     assert ended.code == 2
     assert "ZeroDivisionError" in ended.sentence
@@ -103,10 +107,19 @@ def test_reward_that_raises_shows_the_sample(run: Any, tmp_path: Path) -> None:
 
 def test_loss_that_is_not_finite(run: Any) -> None:
     """A learning rate beyond all measure makes the next step's log-probs NaN."""
-    words = (f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--trainer.init=random")
-    ended = run("sft", *words, "--trainer.lr=1e30", "--trainer.clip_norm=0", "--steps=5", small=False)
+    words = (
+        f"--model={EXAMPLE / 'model'}",
+        f"--data={EXAMPLE / 'train.jsonl'}",
+        "--trainer.init=random",
+    )
+    ended = run(
+        "sft", *words, "--trainer.lr=1e30", "--trainer.clip_norm=0", "--steps=5", small=False
+    )
     assert ended.code == 1
-    assert re.search(r"train step 1: the (loss|gradient) is not finite on rank 0; that optimizer step", ended.sentence)
+    assert re.search(
+        r"train step 1: the (loss|gradient) is not finite on rank 0; that optimizer step",
+        ended.sentence,
+    )
 
 
 def test_folder_of_another_run(run: Any) -> None:
@@ -127,18 +140,26 @@ def test_a_checkpoint_whose_bytes_changed(run: Any) -> None:
     ended = run("grpo", "--steps=3", *words)
     assert ended.code == 1
     assert re.search(
-        r"safetensors is not as it was written.*`spmd-rl rewind runs/r 1` and the same command", ended.sentence
+        r"safetensors is not as it was written.*`spmd-rl rewind runs/r 1` and the same command",
+        ended.sentence,
     )
     rewind(ended.folder / "checkpoints", "1")
     assert run("grpo", "--steps=3", *words).code == 0
 
 
 def test_two_numeric_contracts(run: Any) -> None:
-    """A bfloat16 engine cannot have the bits of a float32 trainer; it may be asked for all the same."""
+    """A bfloat16 engine cannot have the bits of a float32 trainer; it may be asked for all the
+    same.
+    """
     refused = run("grpo", "--steps=1", "--engine.dtype=bfloat16", name="refused")
     assert refused.code == 1
-    assert "follow different numeric contracts: dtype is 'torch.float32' in the first" in refused.sentence
-    allowed = run("grpo", "--steps=1", "--engine.dtype=bfloat16", "--run.exact=false", name="allowed")
+    assert (
+        "follow different numeric contracts: dtype is 'torch.float32' in the first"
+        in refused.sentence
+    )
+    allowed = run(
+        "grpo", "--steps=1", "--engine.dtype=bfloat16", "--run.exact=false", name="allowed"
+    )
     assert allowed.code == 0, allowed.sentence
     assert allowed.metrics[0]["onpolicy/mismatched_tokens"] > 0
 
@@ -154,7 +175,7 @@ class Config:
 
 class Odd(rl.Role):
     def numeric_contract(self) -> dict[str, str | int]:
-        return {"threads": 4 + self.place.rank}
+        return {"threads": 4 + self.context.rank}
 
 def main(ctl, cfg):
     ctl.spawn(Odd, cfg, on=ctl.world.split({"odd": rl.RoleSplit()}).odd)

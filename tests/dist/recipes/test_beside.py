@@ -33,7 +33,9 @@ def main(ctl, cfg):
 
 def test_an_engine_is_told_what_is_beside_it(run: Any, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(TOLD)
-    counted = resolve(load(Config, None, [f"model={EXAMPLE / 'model'}", "data=none.jsonl"]), 2).beside_bytes()
+    counted = resolve(
+        load(Config, None, [f"model={EXAMPLE / 'model'}", "data=none.jsonl"]), 2
+    ).beside_bytes()
     for _ in range(2):  # the second run takes the folder of the first for one of the same config
         ended = run("told.py", nproc=2)
         assert ended.code == 0, ended.sentence

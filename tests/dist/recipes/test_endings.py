@@ -1,4 +1,6 @@
-"""A run that is ended from outside saves first, and one whose rank dies starts again by itself: both go on exactly."""
+"""A run that is ended from outside saves first, and one whose rank dies starts again by itself:
+both go on exactly.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,28 @@ from pathlib import Path
 import pytest
 
 from tests.system import chaos_processes as processes
-from tests.system.kill_resume import COMMAND, MODES, REPO, SMALL, Fault, Moment, Outcome, Run, differences
+from tests.system.kill_resume import (
+    COMMAND,
+    MODES,
+    REPO,
+    SMALL,
+    Fault,
+    Moment,
+    Outcome,
+    Run,
+    differences,
+)
 from tests.terminal import screen
 
 pytestmark = pytest.mark.dist
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--nproc-per-node=2",
+    "--rdzv-backend=c10d",
+)
 TORCHRUN += ("--rdzv-endpoint=localhost:0", "--max-restarts=1", "-m", "spmd_rl", "run")
 RARELY = "--run.save_every=3"
 AT_STEP_2 = Moment(1, 0, within="step_00002.jsonl")
@@ -92,22 +110,29 @@ def disturbed(folder: Path, launcher: str, *words: str) -> Run:
 
 
 @pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path, whole: Outcome, launcher: str) -> None:
+def test_sigterm_saves_and_the_same_command_goes_on(
+    tmp_path: Path, whole: Outcome, launcher: str
+) -> None:
     run = disturbed(tmp_path, launcher)
     assert run.meet(AT_STEP_2, end_launcher) == (143 if launcher == "spmd-rl" else 1), run.output
     last = len((run.folder / "metrics.jsonl").read_text().splitlines())
-    assert f"the run was ended from outside: every rank got SIGTERM; saved after step {last}, the same" in run.output
+    assert (
+        f"the run was ended from outside: every rank got SIGTERM; saved after step {last}, the same"
+        in run.output
+    )
     assert last < 8
     assert differences(whole, run.finish()) == []
     assert f"resuming at step {last + 1} from " in run.output
 
 
 def test_sigterm_to_one_rank_saves_too(tmp_path: Path) -> None:
-    run = disturbed(tmp_path, "spmd-rl", "--steps=500", "--trainer.total_steps=500")  # it is known after seconds
+    # it is known after seconds
+    run = disturbed(tmp_path, "spmd-rl", "--steps=500", "--trainer.total_steps=500")
     assert run.meet(AT_STEP_2, end_rank_1) == 143, run.output
     last = len((run.folder / "metrics.jsonl").read_text().splitlines())
     assert re.search(
-        rf"outside: rank 1 \(.*\) got SIGTERM; saved after step {last}, the same command goes on", run.output
+        rf"outside: rank 1 \(.*\) got SIGTERM; saved after step {last}, the same command goes on",
+        run.output,
     )
 
 
@@ -118,21 +143,29 @@ def test_sigterm_to_one_rank_saves_too(tmp_path: Path) -> None:
         (kill_launcher, r"rank \d \(host \S+, pid \d+\) lost its launcher \(pid \d+\)[^;]*"),
     ],
 )
-def test_a_kill_of_who_is_no_rank_says_where_it_goes_on(tmp_path: Path, disturb: Fault, sentence: str) -> None:
+def test_a_kill_of_who_is_no_rank_says_where_it_goes_on(
+    tmp_path: Path, disturb: Fault, sentence: str
+) -> None:
     run = disturbed(tmp_path, "spmd-rl")
     assert run.meet(Moment(1, 0, within="step_000006"), disturb) != 0
-    assert re.search(sentence + r"; the same command goes on after step [36]$", run.output, re.MULTILINE), run.output
+    assert re.search(
+        sentence + r"; the same command goes on after step [36]$", run.output, re.MULTILINE
+    ), run.output
 
 
 def test_sigterm_in_a_step_that_is_too_long(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     run = Run(tmp_path, ["slow.py", "--nproc=2", "--run.grace_s=1"])
     assert run.meet(Moment(1, 0, within="asleep"), end_launcher) == 143, run.output
-    assert run.output.rstrip().endswith("every rank got SIGTERM; step 1 did not end within 1 s and is lost")
+    assert run.output.rstrip().endswith(
+        "every rank got SIGTERM; step 1 did not end within 1 s and is lost"
+    )
 
 
 @pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
-def test_a_killed_rank_starts_the_world_again(tmp_path: Path, whole: Outcome, launcher: str) -> None:
+def test_a_killed_rank_starts_the_world_again(
+    tmp_path: Path, whole: Outcome, launcher: str
+) -> None:
     run = disturbed(tmp_path, launcher, *(["--max-restarts=1"] if launcher == "spmd-rl" else []))
     assert run.meet(Moment(1, 0, within="step_000006"), kill_rank_1) == 0, run.output
     assert "start 2 of the ranks: lost rank 1 (" in run.output
@@ -143,18 +176,28 @@ def test_a_killed_rank_starts_the_world_again(tmp_path: Path, whole: Outcome, la
 def test_restarts_are_used_up(tmp_path: Path) -> None:
     """The last start's sentence is the run's."""
     (tmp_path / "bad.py").write_text("def grade(prompt, sample):\n    raise ValueError('always')\n")
-    run = disturbed(tmp_path, "spmd-rl", "--max-restarts=1", f"--reward={tmp_path / 'bad.py'}:grade")
+    run = disturbed(
+        tmp_path, "spmd-rl", "--max-restarts=1", f"--reward={tmp_path / 'bad.py'}:grade"
+    )
     assert run.meet(Moment(99, 0), lambda launcher, mark: None) == 2
     assert run.output.count("raised ValueError: always") == 2, run.output
     assert "start 2 of the ranks: " in run.output
 
 
 def in_a_terminal(folder: Path, words: list[str], until: Path) -> tuple[int, str]:
-    """Run `spmd-rl` on a terminal of 80 columns, type Ctrl-C once `until` is there; its exit code and all it wrote."""
+    """Run `spmd-rl` on a terminal of 80 columns, type Ctrl-C once `until` is there; its exit code
+    and all it wrote.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
-        os.environ |= {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "COLUMNS": "80", "LINES": "40", "TERM": "xterm"}
+        os.environ |= {
+            "PYTHONPATH": str(REPO),
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "80",
+            "LINES": "40",
+            "TERM": "xterm",
+        }
         os.execv(COMMAND[0], [*COMMAND, *words])
     written, typed, give_up_at = b"", False, time.monotonic() + 1000
     try:
@@ -176,12 +219,19 @@ def in_a_terminal(folder: Path, words: list[str], until: Path) -> tuple[int, str
 
 def test_ctrl_c_leaves_the_last_words_on_the_terminal(tmp_path: Path) -> None:
     words = [*MODES["sharded"], *SMALL, "--steps=500", "--trainer.total_steps=2000", "--run.name=r"]
-    code, written = in_a_terminal(tmp_path, words, tmp_path / "runs/r/checkpoints/step_000002/state.json")
+    code, written = in_a_terminal(
+        tmp_path, words, tmp_path / "runs/r/checkpoints/step_000002/state.json"
+    )
     lines = screen(written, 80)
     assert code == 130, written
-    last = "".join(lines[next(i for i, line in enumerate(lines) if line.startswith("the run was ended")) :])
-    assert re.fullmatch(
-        r"the run was ended from outside: every rank got SIGINT; the same command goes on after step \d+", last
+    last = "".join(
+        lines[next(i for i, line in enumerate(lines) if line.startswith("the run was ended")) :]
     )
-    assert sum("runs/r" in line and "╭" in line for line in lines) == 1, "one frame, and no torn one above it"
+    assert re.fullmatch(
+        r"the run was ended from outside: every rank got SIGINT; the same command goes on after step \d+",
+        last,
+    )
+    assert sum("runs/r" in line and "╭" in line for line in lines) == 1, (
+        "one frame, and no torn one above it"
+    )
     assert "^C" in written

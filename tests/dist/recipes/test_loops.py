@@ -1,4 +1,6 @@
-"""The shipped loops on real gloo ranks: every split, the same tokens, no mismatched bit, and a resume."""
+"""The shipped loops on real gloo ranks: every split, the same tokens, no mismatched bit, and a
+resume.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ ARITHMETIC = str(Path(__file__).parents[3] / "examples/arithmetic/recipe.py")
 
 def drawn(ended: Any, steps: int) -> list[Any]:
     """Every token and log-prob of every sample, step by step."""
-    return [[(row["tokens"], row["logprobs"]) for row in ended.samples(step)] for step in range(1, steps + 1)]
+    return [
+        [(row["tokens"], row["logprobs"]) for row in ended.samples(step)]
+        for step in range(1, steps + 1)
+    ]
 
 
 def check_proof(ended: Any, steps: int) -> None:
@@ -38,7 +43,9 @@ def test_split_and_colocated_draw_the_same_tokens(run: Any, seed: int) -> None:
     words = ("--steps=3", f"--run.seed={seed}", f"--trainer.seed={seed}")
     alone = run("grpo", *words, name="alone")
     split = run("grpo", *words, *DISJOINT, nproc=2, name="split")
-    fanned = run("grpo", *words, "--split.train.ranks=0-0", "--split.infer.ranks=all", nproc=2, name="fanned")
+    fanned = run(
+        "grpo", *words, "--split.train.ranks=0-0", "--split.infer.ranks=all", nproc=2, name="fanned"
+    )
     for ended in (alone, split, fanned):
         check_proof(ended, 3)
     assert drawn(alone, 3) == drawn(split, 3) == drawn(fanned, 3)
@@ -58,16 +65,25 @@ def test_colocated_on_two_ranks(run: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(ended.folder / "hf")
     assert facts["parameters"] == sum(p.numel() for p in model.parameters())
     assert sum(p.numel() for p in model.parameters()) > 100_000
-    assert {path.name for path in ended.folder.iterdir()} >= {"config.toml", "plan.json", "curves.png", "checkpoints"}
+    assert {path.name for path in ended.folder.iterdir()} >= {
+        "config.toml",
+        "plan.json",
+        "curves.png",
+        "checkpoints",
+    }
     contracts = json.loads((ended.folder / "contract.json").read_text())
     assert contracts.keys() == {"train", "infer", "train->infer"}
     (followed,) = contracts["train->infer"]
-    assert followed["by"] == [f"{role} on rank {rank}" for rank in (0, 1) for role in ("train", "infer")]
+    assert followed["by"] == [
+        f"{role} on rank {rank}" for rank in (0, 1) for role in ("train", "infer")
+    ]
     assert followed["facts"]["attention"] == "blocked"
 
 
 def test_every_process_leaves_its_spans(run: Any) -> None:
-    """On one time axis: what a rank does in a step lies within the controller's call, and that within its step."""
+    """On one time axis: what a rank does in a step lies within the controller's call, and that
+    within its step.
+    """
     ended = run("grpo", "--steps=3", nproc=2)
     by_process = {
         process.name: [span for _, span in read_spans(path) if span is not None]
@@ -82,10 +98,19 @@ def test_every_process_leaves_its_spans(run: Any) -> None:
         assert [span.args["phase"] for span in trained] == ["train"] * 3
         for span, step in zip(trained, steps.values(), strict=True):
             call = calls[span.args["call"]]
-            assert step.start_ns < call.start_ns < span.start_ns < span.end_ns < call.end_ns < step.end_ns
+            assert (
+                step.start_ns
+                < call.start_ns
+                < span.start_ns
+                < span.end_ns
+                < call.end_ns
+                < step.end_ns
+            )
     assert write_chrome(ended.folder) == sum(map(len, by_process.values()))
     page = read_timeline(ended.folder)
-    assert [{lane["process"] for lane in step["lanes"]} for step in page["steps"]] == [set(by_process)] * 3
+    assert [{lane["process"] for lane in step["lanes"]} for step in page["steps"]] == [
+        set(by_process)
+    ] * 3
     assert run("grpo", "--steps=1", "--run.trace=false", name="off").code == 0
     assert not trace_files(ended.folder.with_name("off"))
 
@@ -101,16 +126,22 @@ def test_metrics_go_to_the_sinks_too(run: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_poisoned_samples_are_skipped_and_counted(run: Any, tmp_path: Path) -> None:
-    """One sample of prompt 1, and all of prompt 5: the first group goes on without it, the other is left out."""
+    """One sample of prompt 1, and all of prompt 5: the first group goes on without it, the other is
+    left out.
+    """
     reward = tmp_path / "poison.py"
     reward.write_text(
         "def grade(prompt, sample):\n"
         "    assert (prompt.uid, sample.index) != (1, 0) and prompt.uid != 5, 'poisoned'\n"
         "    return float((sample.tokens % 2 == 0).mean())\n"
     )
-    ended = run("grpo", "--steps=2", f"--reward={reward}:grade", "--engine.on_reward_error=skip", nproc=2)
+    ended = run(
+        "grpo", "--steps=2", f"--reward={reward}:grade", "--engine.on_reward_error=skip", nproc=2
+    )
     check_proof(ended, 2)
-    counted = [(row["reward/skipped_samples"], row["reward/skipped_groups"]) for row in ended.metrics]
+    counted = [
+        (row["reward/skipped_samples"], row["reward/skipped_groups"]) for row in ended.metrics
+    ]
     assert counted == [(5, 1), (0, 0)]
     drawn_of = [(row["prompt_uid"], row["index"]) for row in ended.samples(1)]
     assert drawn_of == [(u, i) for u in range(8) for i in range(4) if u != 5 and (u, i) != (1, 0)]
@@ -163,8 +194,12 @@ def main(ctl, cfg):
 """
 
 
-def test_a_recipe_that_pushes_seldom_draws_the_same_tokens_on_every_split(run: Any, tmp_path: Path) -> None:
-    """From the weights that were pushed, not from those that an engine in the trainer's memory would see."""
+def test_a_recipe_that_pushes_seldom_draws_the_same_tokens_on_every_split(
+    run: Any, tmp_path: Path
+) -> None:
+    """From the weights that were pushed, not from those that an engine in the trainer's memory
+    would see.
+    """
     (tmp_path / "seldom.py").write_text(SELDOM)
     words = ("seldom.py", "--steps=4", f"--reward={EVEN}", "--trainer.lr=1e-2")
     split = run(*words, *DISJOINT, nproc=2, name="split")
@@ -181,14 +216,20 @@ def test_a_recipe_that_pushes_seldom_draws_the_same_tokens_on_every_split(run: A
 
 def test_supervised_loss_falls(run: Any, tmp_path: Path) -> None:
     example = Path(ARITHMETIC).parent
-    words = (f"--model={example / 'model'}", f"--data={example / 'train.jsonl'}", "--trainer.init=random")
+    words = (
+        f"--model={example / 'model'}",
+        f"--data={example / 'train.jsonl'}",
+        "--trainer.init=random",
+    )
     ended = run("sft", *words, "--trainer.lr=3e-3", "--steps=30", nproc=2, small=False)
     assert ended.code == 0, ended.sentence
     assert ended.metrics[-1]["train/loss"] < 0.7 * ended.metrics[0]["train/loss"]
 
 
 def test_same_command_goes_on(run: Any) -> None:
-    """Stopped after three steps, then told to do five: the tokens are those of a run that nobody stopped."""
+    """Stopped after three steps, then told to do five: the tokens are those of a run that nobody
+    stopped.
+    """
     words = (f"--reward={EVEN}", "--trainer.lr=1e-2")
     whole = run("grpo", "--steps=5", *words, name="whole")
     first = run("grpo", "--steps=3", *words, name="parts")

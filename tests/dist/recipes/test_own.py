@@ -50,7 +50,9 @@ def test_the_tour_goes_on(run: Any) -> None:
     assert [prompts(parts, step) for step in (1, 4)] == [prompts(whole, step) for step in (1, 4)]
 
 
-def test_a_reward_without_a_difference_is_told_and_the_tokenizers_end_is_enough(run: Any, tmp_path: Path) -> None:
+def test_a_reward_without_a_difference_is_told_and_the_tokenizers_end_is_enough(
+    run: Any, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for file in (EXAMPLES / "arithmetic/model").iterdir():
@@ -61,5 +63,7 @@ def test_a_reward_without_a_difference_is_told_and_the_tokenizers_end_is_enough(
     (tmp_path / "flat.py").write_text("def flat(prompt, sample):\n    return 0.5\n")
     ended = run("grpo", f"--model={folder}", f"--reward={tmp_path / 'flat.py'}:flat", "--steps=4")
     assert ended.code == 0
-    assert ended.sentence.startswith("3 steps in which all samples of every prompt had the same reward")
+    assert ended.sentence.startswith(
+        "3 steps in which all samples of every prompt had the same reward"
+    )
     assert min(row["rollout/truncated"] for row in ended.metrics) < 1

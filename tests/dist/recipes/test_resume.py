@@ -1,4 +1,5 @@
-"""The same command goes on to the same bits, killed at any moment or stopped at a boundary; and what it says where not.
+"""The same command goes on to the same bits, killed at any moment or stopped at a boundary; and
+what it says where not.
 
 `python -m tests.system.kill_resume` is the long form.
 """
@@ -41,7 +42,9 @@ def undisturbed(mode: str, folders: pytest.TempPathFactory) -> Run:
 
 
 def beside(run: Run, name: str, *, until: int | None = None) -> Run:
-    """The same command in another folder: empty, or like the first one's when checkpoint `until` was its newest."""
+    """The same command in another folder: empty, or like the first one's when checkpoint `until`
+    was its newest.
+    """
     other = Run(run.cwd, run.words, name=name)
     if until is not None:
         shutil.copytree(run.folder, other.folder)
@@ -58,7 +61,9 @@ def test_killed_at_a_random_moment(request: pytest.FixtureRequest, mode: str) ->
     whole = request.getfixturevalue(mode)
     rng = random.Random(mode)
     expected, run = Outcome.of(whole.folder), beside(whole, "killed")
-    assert len({row["train/loss"] for row in expected.metrics}) == 5, "nothing was learned, so nothing can be lost"
+    assert len({row["train/loss"] for row in expected.metrics}) == 5, (
+        "nothing was learned, so nothing can be lost"
+    )
     assert run.kill(Moment.random(rng, whole.num_events // 2)), run.output
     assert differences(expected, run.finish()) == []
     assert "bit for bit" not in run.output
@@ -90,14 +95,20 @@ def test_lost_rollouts_show(ahead: Run) -> None:
 
 
 def test_two_ranks_then_one(sync: Run) -> None:
-    """A sharded checkpoint loads on another number of ranks, and the run says what it cannot promise then."""
+    """A sharded checkpoint loads on another number of ranks, and the run says what it cannot
+    promise then.
+    """
     run = beside(sync, "one-rank", until=CUT)
     one = Run(run.cwd, [*run.words, "--nproc=1"], name=run.name)
     steps, expected = one.finish().metrics, Outcome.of(sync.folder).metrics
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     assert steps[:CUT] == expected[:CUT]
-    assert steps[CUT]["reward/mean"] == expected[CUT]["reward/mean"], "the weights are the same, only sums change"
-    assert ": not bit for bit as it would have gone on (trainer from fsdp=2 to one rank)" in one.output
+    assert steps[CUT]["reward/mean"] == expected[CUT]["reward/mean"], (
+        "the weights are the same, only sums change"
+    )
+    assert (
+        ": not bit for bit as it would have gone on (trainer from fsdp=2 to one rank)" in one.output
+    )
 
 
 @pytest.fixture
@@ -113,7 +124,8 @@ def small_files() -> Iterator[None]:
 def test_a_disk_that_takes_no_checkpoint(tmp_path: Path) -> None:
     run = Run(tmp_path, [*MODES["sync"], *SMALL])
     with pytest.raises(
-        AssertionError, match=r"cannot save \S*runs/r/checkpoints/step_\d+/trainer: rank 0 .*MiB are free"
+        AssertionError,
+        match=r"cannot save \S*runs/r/checkpoints/step_\d+/trainer: rank 0 .*MiB are free",
     ):
         run.finish()
     assert not list(run.folder.rglob("*.safetensors")), "a torn checkpoint takes no room"

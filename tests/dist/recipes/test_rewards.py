@@ -1,4 +1,6 @@
-"""Reward functions that do to their process what a function should not: the run ends as it would have without."""
+"""Reward functions that do to their process what a function should not: the run ends as it would
+have without.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +73,19 @@ def no_text(prompt, sample):
 """
 
 
-GO_ON = ["executor", "process_with_a_time_limit", "a_request_that_nobody_answers", "another_directory"]
+GO_ON = [
+    "executor",
+    "process_with_a_time_limit",
+    "a_request_that_nobody_answers",
+    "another_directory",
+]
 
 
 @pytest.mark.parametrize("function", GO_ON)
 def test_the_run_goes_on(run: Any, tmp_path: Path, function: str) -> None:
-    ended = run("grpo", f"--reward={_file(tmp_path)}:{function}", "--steps=2", "--run.save_every=1", nproc=2)
+    ended = run(
+        "grpo", f"--reward={_file(tmp_path)}:{function}", "--steps=2", "--run.save_every=1", nproc=2
+    )
     assert ended.code == 0, ended.sentence
     assert (ended.folder / "checkpoints/step_000001/trainer").is_dir()
 
@@ -90,7 +99,10 @@ def test_a_child_that_stays_is_named_and_ended(run: Any, tmp_path: Path) -> None
     ended = run("grpo", f"--reward={_file(tmp_path)}:a_child_that_stays", "--steps=1")
     pid = int((tmp_path / "stays").read_text())
     assert ended.code == 0, ended.sentence
-    assert f"what the ranks forked still ran after the run, and was ended: pid {pid} (" in ended.sentence
+    assert (
+        f"what the ranks forked still ran after the run, and was ended: pid {pid} ("
+        in ended.sentence
+    )
     assert not Path(f"/proc/{pid}").exists() or processes.state(pid) == "Z"
 
 
@@ -102,7 +114,9 @@ def test_a_child_that_stays_is_named_and_ended(run: Any, tmp_path: Path) -> None
         ("no_text", r"raised ValueError: half of a pair: \ud800"),
     ],
 )
-def test_the_run_ends_with_what_the_function_did(run: Any, tmp_path: Path, function: str, sentence: str) -> None:
+def test_the_run_ends_with_what_the_function_did(
+    run: Any, tmp_path: Path, function: str, sentence: str
+) -> None:
     ended = run("grpo", f"--reward={_file(tmp_path)}:{function}", "--steps=2", nproc=2)
     assert ended.code == 2
     assert sentence in ended.sentence
@@ -110,17 +124,38 @@ def test_the_run_ends_with_what_the_function_did(run: Any, tmp_path: Path, funct
 
 @pytest.mark.parametrize(
     ("num_ranks", "leaving", "words"),
-    [(1, "0", []), (1, "0", ["--max-restarts=1"]), (2, "0", []), (2, "1", []), (2, "01", ["--max-restarts=1"])],
+    [
+        (1, "0", []),
+        (1, "0", ["--max-restarts=1"]),
+        (2, "0", []),
+        (2, "1", []),
+        (2, "01", ["--max-restarts=1"]),
+    ],
 )
 def test_a_rank_that_leaves_with_exit_code_0_is_lost(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, leaving: str, words: list[str]
+    run: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_ranks: int,
+    leaving: str,
+    words: list[str],
 ) -> None:
     monkeypatch.setenv("LEAVING", leaving)
-    words = [f"--reward={_file(tmp_path)}:leaves_at_once", "--steps=9", "--run.save_every=1", *words]
+    words = [
+        f"--reward={_file(tmp_path)}:leaves_at_once",
+        "--steps=9",
+        "--run.save_every=1",
+        *words,
+    ]
     ended = run("grpo", *words, nproc=num_ranks)
     assert ended.code == 1
-    assert re.match(rf"lost rank [{leaving}] \(host \S+, pid \d+\), .* in infer.generate", ended.sentence)
-    assert "; the same command goes on after step 1" in ended.sentence or "after step 2" in ended.sentence
+    assert re.match(
+        rf"lost rank [{leaving}] \(host \S+, pid \d+\), .* in infer.generate", ended.sentence
+    )
+    assert (
+        "; the same command goes on after step 1" in ended.sentence
+        or "after step 2" in ended.sentence
+    )
 
 
 def _file(folder: Path) -> Path:

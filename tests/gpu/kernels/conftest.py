@@ -8,7 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
-NUM_ROWS = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 2048, 8192)
+NUM_ROWS = (
+    1,
+    2,
+    7,
+    8,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    128,
+    129,
+    255,
+    256,
+    257,
+    1000,
+    2048,
+    8192,
+)
 RowOp = Callable[[Tensor], Tensor]
 
 
@@ -24,7 +47,9 @@ def unequal() -> Callable[[Tensor, Tensor], int]:
 
 @pytest.fixture(scope="session")
 def unequal_rows() -> Callable[[RowOp, Tensor], int]:
-    """Elements of `op`'s rows that change with the rows beside them: every count, shuffled, aligned or not."""
+    """Elements of `op`'s rows that change with the rows beside them: every count, shuffled, aligned
+    or not.
+    """
 
     def count(op: RowOp, x: Tensor) -> int:
         whole, differ = _bits(op(x)), 0
@@ -46,7 +71,9 @@ def rows() -> Callable[..., Tensor]:
         generator = torch.Generator("cuda").manual_seed(num_rows + columns)
         x = torch.randn(num_rows, columns, device="cuda", generator=generator)
         if kind == "wide":
-            x *= torch.exp2(torch.randint(-20, 20, x.shape, device="cuda", generator=generator).float())
+            x *= torch.exp2(
+                torch.randint(-20, 20, x.shape, device="cuda", generator=generator).float()
+            )
         elif kind == "cancelling":
             sign = torch.where(torch.arange(columns, device="cuda") % 2 == 0, 1024.0, -1024.0)
             x = torch.where(x > 0.5, x * 2**-15, sign)

@@ -1,4 +1,6 @@
-"""Data and paged sequences of the attention tests (tests/unit/kernels) on a GPU, in bfloat16 unless told."""
+"""Data and paged sequences of the attention tests (tests/unit/kernels) on a GPU, in bfloat16 unless
+told.
+"""
 
 from __future__ import annotations
 

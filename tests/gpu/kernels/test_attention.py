@@ -1,4 +1,5 @@
-"""Packed training attention against paged decoding and chunked prefill on a GPU, bit for bit; both against float64.
+"""Packed training attention against paged decoding and chunked prefill on a GPU, bit for bit; both
+against float64.
 
 All keys at once, and in splits of a fixed size.
 """
@@ -53,17 +54,21 @@ def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
     assert unequal(decoded, packed(*data, lengths, heads)) == 0
 
 
-@pytest.mark.parametrize(("batch", "longest"), [(12, 900), (140, 900), (300, 900), (6, 6000), (40, 6000)])
+@pytest.mark.parametrize(
+    ("batch", "longest"), [(12, 900), (140, 900), (300, 900), (6, 6000), (40, 6000)]
+)
 @pytest.mark.parametrize("heads", HEADS)
 def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, unequal) -> None:
-    """Fewer tiles than SMs and many more, of few pages and many, from a graph, beside poison; one changed key is seen,
-    and no unused row read."""
+    """Fewer tiles than SMs and many more, of few pages and many, from a graph, beside poison; one
+    changed key is seen, and no unused row read."""
     lengths = np.random.default_rng(2).integers(1, longest, batch).tolist()
     data, last = qkv(sum(lengths), heads), torch.from_numpy(np.cumsum(lengths) - 1).to(DEVICE)
     paged = Paged(lengths, heads, 128, poison=True)
     paged.step(dict(enumerate(lengths)), *data)
     width = -(-longest // 128)
-    table = np.stack([np.pad(pages, (0, width - len(pages)), mode="edge") for pages in paged.tables])
+    table = np.stack(
+        [np.pad(pages, (0, width - len(pages)), mode="edge") for pages in paged.tables]
+    )
     attend = PagedAttention.decode(
         paged.cache,
         pages=torch.from_numpy(table.astype(np.int32)).to(DEVICE),
@@ -97,7 +102,9 @@ def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, u
 @pytest.mark.parametrize(("times", "more"), [(1, 0), (1, 1), (2, 0), (2, 1), (5, 0)])
 @pytest.mark.parametrize("heads", [Heads(2, 1, 64), Heads(9, 1, 64), Heads(64, 1, 128)])
 def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) -> None:
-    """Calls in a row that share a counter, with nothing between them, time and again; the counter wrong is seen."""
+    """Calls in a row that share a counter, with nothing between them, time and again; the counter
+    wrong is seen.
+    """
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     size = times * sms + more
     lengths = np.random.default_rng(3).integers(3, 700, size).tolist()
@@ -108,7 +115,9 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
     pages, handed_out = torch.from_numpy(table.astype(np.int32)).to(DEVICE), paged.cache.handed_out
     rows = [torch.from_numpy(ends - 1 - back).to(DEVICE) for back in range(3)]
     queries = [data[0][row] for row in rows]
-    counts = [torch.from_numpy(np.array(lengths, dtype=np.int32) - back).to(DEVICE) for back in range(3)]
+    counts = [
+        torch.from_numpy(np.array(lengths, dtype=np.int32) - back).to(DEVICE) for back in range(3)
+    ]
     outs = [torch.empty_like(one) for one in queries]
 
     def decode() -> None:
@@ -140,7 +149,10 @@ def test_no_keys() -> None:
     paged = Paged([200, 200], heads, 128)
     paged.cache.data.normal_()
     q, pages = qkv(2, heads)[0], torch.zeros(2, 2, dtype=torch.int32, device=DEVICE)
-    num_keys, out = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), torch.full_like(q, torch.nan)
+    num_keys, out = (
+        torch.tensor([0, 1], dtype=torch.int32, device=DEVICE),
+        torch.full_like(q, torch.nan),
+    )
     log_sum = torch.empty(2, heads.query, device=DEVICE)
     keys, values = paged.cache.layers[0]
     decode_attention(q, keys, values, pages, num_keys, paged.cache.handed_out, out, log_sum)
@@ -148,7 +160,9 @@ def test_no_keys() -> None:
     key, value = (one[0, 0].repeat_interleave(group, dim=0) for one in (keys, values))
     assert torch.equal(out, torch.stack([torch.zeros_like(value), value]))
     assert (log_sum[0] == -torch.inf).all()
-    torch.testing.assert_close(log_sum[1], (q[1].double() * key.double()).sum(-1).float() / heads.dim**0.5)
+    torch.testing.assert_close(
+        log_sum[1], (q[1].double() * key.double()).sum(-1).float() / heads.dim**0.5
+    )
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -167,20 +181,31 @@ def test_against_float64(heads: Heads) -> None:
     lengths = [5, 130, 1, 64]
     leaves = [x.requires_grad_() for x in qkv(sum(lengths) + 8, heads)]
     wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    out, expected = packed(*leaves, lengths, heads), oracle(*(x[: sum(lengths)] for x in wide), lengths, heads)
-    push = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    out, expected = (
+        packed(*leaves, lengths, heads),
+        oracle(*(x[: sum(lengths)] for x in wide), lengths, heads),
+    )
+    push = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     out[: sum(lengths)].backward(push.to(out))
     expected.backward(push)
-    pairs = [(out[: sum(lengths)], expected)] + [(x.grad, y.grad) for x, y in zip(leaves, wide, strict=True)]
+    pairs = [(out[: sum(lengths)], expected)] + [
+        (x.grad, y.grad) for x, y in zip(leaves, wide, strict=True)
+    ]
     for actual, wanted in pairs:
         assert (actual.cpu().double() - wanted).norm() / wanted.norm() < 1e-2
     assert all(torch.count_nonzero(x.grad[sum(lengths) :]) == 0 for x in leaves)
 
 
-@pytest.mark.parametrize(("heads", "page_size"), [(SPLIT_HEADS[0], 64), *((heads, 128) for heads in SPLIT_HEADS)])
+@pytest.mark.parametrize(
+    ("heads", "page_size"), [(SPLIT_HEADS[0], 64), *((heads, 128) for heads in SPLIT_HEADS)]
+)
 def test_split_chunks_equal_packed(heads: Heads, page_size: int, unequal) -> None:
     data = qkv(sum(SPLIT_LENGTHS), heads)
-    chunks = Paged(SPLIT_LENGTHS, heads, page_size, True, SPLIT).chunks(data, [1, 2, 100, 256, 300, 600])
+    chunks = Paged(SPLIT_LENGTHS, heads, page_size, True, SPLIT).chunks(
+        data, [1, 2, 100, 256, 300, 600]
+    )
     assert unequal(chunks, packed(*data, SPLIT_LENGTHS, heads, SPLIT)) == 0
 
 
@@ -197,19 +222,25 @@ LONG = Heads(32, 8, 128)  # as benchmarks/kernels/attention_decode.py times them
     ],
 )
 def test_split_decode_equals_packed(heads: Heads, lengths: list[int], split: int, unequal) -> None:
-    """From one graph, before and after the borders of splits, beside poison and with more splits than any needs."""
+    """From one graph, before and after the borders of splits, beside poison and with more splits
+    than any needs.
+    """
     data = qkv(sum(lengths), heads)
     paged = Paged(lengths, heads, 128, poison=True, split=split)
     paged.step(dict(enumerate(lengths)), *data)
     width = (-(-max(lengths) // split) + 1) * (split // 128)  # a split more than any needs
-    table = np.stack([np.pad(pages, (0, width - len(pages)), mode="edge") for pages in paged.tables])
+    table = np.stack(
+        [np.pad(pages, (0, width - len(pages)), mode="edge") for pages in paged.tables]
+    )
     pages = torch.from_numpy(table.astype(np.int32)).to(DEVICE)
     num_keys = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     newest = [torch.zeros(len(lengths), *x.shape[1:], dtype=x.dtype, device=DEVICE) for x in data]
     nowhere = torch.full((len(lengths),), -1, device=DEVICE)
 
     def decode() -> Tensor:
-        return PagedAttention.decode(paged.cache, pages=pages, num_keys=num_keys, slots=nowhere)(0, *newest)
+        return PagedAttention.decode(paged.cache, pages=pages, num_keys=num_keys, slots=nowhere)(
+            0, *newest
+        )
 
     decode()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -228,7 +259,9 @@ def test_split_decode_equals_packed(heads: Heads, lengths: list[int], split: int
 def test_splits_leave_short_sequences_alone(heads: Heads, unequal) -> None:
     """And change long ones, another size otherwise: the controls."""
     data = qkv(sum(SPLIT_LENGTHS), heads)
-    cut, whole, other = (packed(*data, SPLIT_LENGTHS, heads, split) for split in (SPLIT, 0, 2 * SPLIT))
+    cut, whole, other = (
+        packed(*data, SPLIT_LENGTHS, heads, split) for split in (SPLIT, 0, 2 * SPLIT)
+    )
     position = torch.cat([torch.arange(n) for n in SPLIT_LENGTHS])
     assert unequal(cut[position < SPLIT], whole[position < SPLIT]) == 0
     assert unequal(other[position < 2 * SPLIT], whole[position < 2 * SPLIT]) == 0

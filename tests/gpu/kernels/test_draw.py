@@ -1,4 +1,6 @@
-"""Draws on a GPU where they are close: the entry with the greatest exact noise wins, and of equals the lowest."""
+"""Draws on a GPU where they are close: the entry with the greatest exact noise wins, and of equals
+the lowest.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ import torch
 from torch import Tensor
 from torch.cuda import graph_pool_handle
 
-from spmd_rl.kernels import gumbel_noise, position_keys, sample_and_score, sample_tokens, token_logprobs
+from spmd_rl.kernels import (
+    gumbel_noise,
+    position_keys,
+    sample_and_score,
+    sample_tokens,
+    token_logprobs,
+)
 from spmd_rl.kernels.runtime.cuda_graph import record
 from spmd_rl.kernels.vocab import sampling
 
@@ -30,7 +38,10 @@ def _only(columns: Tensor, values: Tensor, vocab: int = VOCAB) -> Tensor:
 def _check(logits: Tensor, inv_temperature: float) -> Tensor:
     """Draws, every other row greedy in a second call; returns what the first drew."""
     bases, positions, noise = _noise(logits.shape[1])
-    keys, scale = position_keys(bases, positions), torch.full((NUM_ROWS,), inv_temperature, device="cuda")
+    keys, scale = (
+        position_keys(bases, positions),
+        torch.full((NUM_ROWS,), inv_temperature, device="cuda"),
+    )
     expected = (logits * scale[:, None] + noise).argmax(1)
     drawn, logprobs = sample_and_score(logits, scale, bases, positions)
     assert torch.equal(drawn, expected)
@@ -44,7 +55,9 @@ def _check(logits: Tensor, inv_temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("width", [8, 600, VOCAB])
 def test_near_ties_within_blocks_and_across(width: int) -> None:
-    """Sums that differ by a few roundings at most: wherever they lie, the exact noise decides, then the lowest id."""
+    """Sums that differ by a few roundings at most: wherever they lie, the exact noise decides, then
+    the lowest id.
+    """
     noise = _noise()[2]
     gaps = torch.randint(-3, 3, noise.shape, device="cuda") * 2.0**-20
     columns = torch.randint(width, (NUM_ROWS, 300), device="cuda") + (VOCAB - width) // 2
@@ -59,7 +72,11 @@ def test_any_temperature(kind: str, inv_temperature: float) -> None:
     if kind == "all near":
         logits = 5 - _noise()[2]
     elif kind != "normal":
-        logits = {"equal": torch.zeros_like(logits), "levels": logits.round(), "huge": logits * 1e8}[kind]
+        logits = {
+            "equal": torch.zeros_like(logits),
+            "levels": logits.round(),
+            "huge": logits * 1e8,
+        }[kind]
     _check(logits, inv_temperature)
 
 
@@ -67,7 +84,9 @@ def test_any_temperature(kind: str, inv_temperature: float) -> None:
 @pytest.mark.parametrize("vocab", [1, 7, 511, 513, VOCAB])
 def test_one_finite_logit_is_drawn(vocab: int, inv_temperature: float) -> None:
     columns = torch.randint(vocab, (NUM_ROWS, 1), device="cuda")
-    drawn = _check(_only(columns, torch.full_like(columns, -3.0, dtype=torch.float32), vocab), inv_temperature)
+    drawn = _check(
+        _only(columns, torch.full_like(columns, -3.0, dtype=torch.float32), vocab), inv_temperature
+    )
     assert torch.equal(drawn, columns[:, 0])
 
 
@@ -90,14 +109,18 @@ def _rows(count: int, filters: dict[str, float]) -> dict[str, Tensor]:
     off = torch.arange(count, device="cuda") % 7 == 3
     kinds = {"top_k": (0, torch.int64), "top_p": (1, torch.float32), "min_p": (0, torch.float32)}
     return {
-        name: torch.full((count,), value, device="cuda", dtype=kinds[name][1]).masked_fill(off, kinds[name][0])
+        name: torch.full((count,), value, device="cuda", dtype=kinds[name][1]).masked_fill(
+            off, kinds[name][0]
+        )
         for name, value in filters.items()
     }
 
 
 def _sorted(logits: Tensor, scale: Tensor, filters: dict[str, Tensor]) -> Tensor:
     """What a sort leaves."""
-    return sampling._filter(logits * scale[:, None], tuple(filters.get(name) for name in ("top_k", "top_p", "min_p")))
+    return sampling._filter(
+        logits * scale[:, None], tuple(filters.get(name) for name in ("top_k", "top_p", "min_p"))
+    )
 
 
 @pytest.mark.parametrize("kind", ["normal", "levels", "equal", "peaked", "huge"])
@@ -105,10 +128,17 @@ def _sorted(logits: Tensor, scale: Tensor, filters: dict[str, Tensor]) -> Tensor
 @pytest.mark.parametrize("vocab", [7, 1025, 151936])
 def test_filters_leave_what_a_sort_leaves(vocab: int, filters: str, kind: str) -> None:
     normal = torch.randn(NUM_ROWS, vocab, device="cuda") * 2
-    kinds = {"levels": normal.round(), "equal": normal * 0, "peaked": normal * 8, "huge": normal * 1e8}
+    kinds = {
+        "levels": normal.round(),
+        "equal": normal * 0,
+        "peaked": normal * 8,
+        "huge": normal * 1e8,
+    }
     logits, scale = kinds.get(kind, normal), torch.linspace(0.5, 2, NUM_ROWS, device="cuda")
     rows = _rows(NUM_ROWS, FILTERS[filters])
-    found = sampling._filtered(logits, scale, None, tuple(rows.get(name) for name in ("top_k", "top_p", "min_p")))
+    found = sampling._filtered(
+        logits, scale, None, tuple(rows.get(name) for name in ("top_k", "top_p", "min_p"))
+    )
     expected = _sorted(logits, scale, rows)
     assert torch.equal(found, expected)
     assert vocab == 7 or (expected[0] == -torch.inf).any()
@@ -117,7 +147,10 @@ def test_filters_leave_what_a_sort_leaves(vocab: int, filters: str, kind: str) -
 @pytest.mark.parametrize("filters", ["two", "all"])
 def test_a_filtered_draw_is_the_greatest_of_what_is_left(filters: str) -> None:
     bases, positions, noise = _noise()
-    logits, scale = torch.randn(NUM_ROWS, VOCAB, device="cuda") * 3, torch.full((NUM_ROWS,), 0.8, device="cuda")
+    logits, scale = (
+        torch.randn(NUM_ROWS, VOCAB, device="cuda") * 3,
+        torch.full((NUM_ROWS,), 0.8, device="cuda"),
+    )
     greedy, rows = torch.arange(NUM_ROWS, device="cuda") % 3 == 0, _rows(NUM_ROWS, FILTERS[filters])
     expected = (_sorted(logits, scale, rows) + noise).argmax(1)
     drawn, logprobs = sample_and_score(logits, scale, bases, positions, **rows)
@@ -125,7 +158,9 @@ def test_a_filtered_draw_is_the_greatest_of_what_is_left(filters: str) -> None:
     assert not torch.equal(drawn, sample_and_score(logits, scale, bases, positions)[0])
     assert torch.equal(logprobs, token_logprobs(logits, drawn, scale)[0])
     mixed = torch.where(greedy, logits.argmax(1), expected)
-    assert torch.equal(sample_and_score(logits, scale, bases, positions, greedy=greedy, **rows)[0], mixed)
+    assert torch.equal(
+        sample_and_score(logits, scale, bases, positions, greedy=greedy, **rows)[0], mixed
+    )
 
 
 def test_a_recorded_filtered_draw() -> None:
@@ -134,7 +169,9 @@ def test_a_recorded_filtered_draw() -> None:
     logits, scale = torch.randn(NUM_ROWS, VOCAB, device="cuda"), torch.ones(NUM_ROWS, device="cuda")
     rows = _rows(NUM_ROWS, FILTERS["all"])
     sample_and_score(logits, scale, bases, positions, **rows)
-    graph, drawn = record(lambda: sample_and_score(logits, scale, bases, positions, **rows)[0], graph_pool_handle())
+    graph, drawn = record(
+        lambda: sample_and_score(logits, scale, bases, positions, **rows)[0], graph_pool_handle()
+    )
     for _ in range(3):
         logits.copy_(torch.randn_like(logits))
         expected = sample_and_score(logits.clone(), scale, bases, positions, **rows)[0]

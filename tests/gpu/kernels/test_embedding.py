@@ -1,4 +1,6 @@
-"""The embedding on a GPU: rows alone, on the trainer's side and the engine's, and its gradient against float64."""
+"""The embedding on a GPU: rows alone, on the trainer's side and the engine's, and its gradient
+against float64.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_rows(vocab: int, columns: int, rows, unequal, unequal_rows) -> None:
 
 @pytest.mark.parametrize(("vocab", "columns"), TABLES)
 def test_trainer_and_engine_read_the_same_bits(vocab: int, columns: int, rows, unequal) -> None:
-    """A trainer gathers its float32 masters in bfloat16; an engine has a table of its own that they were put into."""
+    """A trainer gathers its float32 masters in bfloat16; an engine has a table of its own that they
+    were put into.
+    """
     masters, tokens = rows("wide", vocab, columns, torch.float32), ids(NUM_TOKENS, vocab)
     trained = embed(tokens, masters.bfloat16().requires_grad_()).detach()
     table = torch.empty_like(masters, dtype=torch.bfloat16).copy_(masters)
@@ -47,12 +51,16 @@ def test_trainer_and_engine_read_the_same_bits(vocab: int, columns: int, rows, u
 def test_control_masters_cut_off_instead_of_rounded_fail(rows, unequal) -> None:
     masters, tokens = rows("wide", 5003, 100, torch.float32), ids(NUM_TOKENS, 5003)
     cut_off = (masters.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
-    assert unequal(embed(tokens, cut_off), embed(tokens, masters.bfloat16())) > 0.1 * NUM_TOKENS * 100
+    assert (
+        unequal(embed(tokens, cut_off), embed(tokens, masters.bfloat16())) > 0.1 * NUM_TOKENS * 100
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [5, 600, 16384])
 def test_gradient(num_tokens: int, rows) -> None:
-    """Tokens of one id add up; an id that never came has no gradient. Without one token it is another gradient."""
+    """Tokens of one id add up; an id that never came has no gradient. Without one token it is
+    another gradient.
+    """
     table, tokens = rows("normal", 5003, 256).requires_grad_(), ids(num_tokens, 5003)
     push = rows("normal", num_tokens, 256)
     embed(tokens, table).backward(push)

@@ -1,4 +1,6 @@
-"""Attention without FlashAttention-4 on a GPU: right, and the same bits packed, in chunks and while decoding."""
+"""Attention without FlashAttention-4 on a GPU: right, and the same bits packed, in chunks and while
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from tests.unit.kernels.paged_case import Heads, oracle, packed
 
 LENGTHS = [1, 5, 16, 17, 40, 130]
 NUM_TOKENS = sum(LENGTHS)
-HEADS = [Heads(8, 2, 64), Heads(7, 1, 64), Heads(6, 2, 128), Heads(4, 4, 128), Heads(6, 3, 80), Heads(8, 1, 256)]
+HEADS = [
+    Heads(8, 2, 64),
+    Heads(7, 1, 64),
+    Heads(6, 2, 128),
+    Heads(4, 4, 128),
+    Heads(6, 3, 80),
+    Heads(8, 1, 256),
+]
 LONG = [1, 16, 63, 64, 65, 300, 1500, 127, 128, 129]
 LIMITS = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # of the distance, relative
 WAYS = ("packed", "chunks", "decoding")
@@ -35,7 +44,9 @@ def _without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"spmd_rl.kernels.attention.{side}.flash_takes", lambda *_: False)
 
 
-def attend(way: str, data: tuple[Tensor, Tensor, Tensor], heads: Heads, page_size: int = 16) -> Tensor:
+def attend(
+    way: str, data: tuple[Tensor, Tensor, Tensor], heads: Heads, page_size: int = 16
+) -> Tensor:
     if way == "packed":
         return packed(*data, LENGTHS, heads)[:NUM_TOKENS]
     paged = Paged(LENGTHS, heads, page_size, dtype=data[0].dtype)
@@ -58,7 +69,10 @@ def wide(data: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("heads", HEADS)
 def test_pages_against_float64(heads: Heads, way: str, page_size: int, dtype: torch.dtype) -> None:
     data = qkv(NUM_TOKENS, heads, dtype=dtype)
-    assert distance(attend(way, data, heads, page_size), oracle(*wide(data), LENGTHS, heads)) < LIMITS[dtype]
+    assert (
+        distance(attend(way, data, heads, page_size), oracle(*wide(data), LENGTHS, heads))
+        < LIMITS[dtype]
+    )
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
@@ -69,7 +83,9 @@ def test_packed_and_its_gradients_against_float64(heads: Heads, dtype: torch.dty
     exact = [x.requires_grad_() for x in wide(leaves)]
     out = packed(*leaves, LENGTHS, heads)[:NUM_TOKENS]
     expected = oracle(*(x[:NUM_TOKENS] for x in exact), LENGTHS, heads)
-    push = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    push = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     out.backward(push.to(out))
     expected.backward(push)
     assert distance(out, expected.detach()) < LIMITS[dtype]
@@ -82,9 +98,13 @@ def test_packed_and_its_gradients_against_float64(heads: Heads, dtype: torch.dty
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_chunks_equal_packed(heads: Heads, dtype: torch.dtype, page_size: int, poison: bool, unequal: Unequal) -> None:
+def test_chunks_equal_packed(
+    heads: Heads, dtype: torch.dtype, page_size: int, poison: bool, unequal: Unequal
+) -> None:
     data = qkv(sum(LONG), heads, dtype=dtype)
-    chunks = Paged(LONG, heads, page_size, poison, dtype=dtype).chunks(data, [1, 2, 17, 64, 100, 512])
+    chunks = Paged(LONG, heads, page_size, poison, dtype=dtype).chunks(
+        data, [1, 2, 17, 64, 100, 512]
+    )
     assert unequal(chunks, packed(*data, LONG, heads)) == 0
 
 
@@ -101,7 +121,9 @@ def test_decoding_equals_packed(heads: Heads, dtype: torch.dtype, unequal: Unequ
 def test_alone_and_padded_equal_packed(heads: Heads, dtype: torch.dtype, unequal: Unequal) -> None:
     data = qkv(sum(LONG), heads, dtype=dtype)
     whole = packed(*data, LONG, heads).split(LONG)
-    for length, alone, parts in zip(LONG, whole, zip(*(x.split(LONG) for x in data), strict=True), strict=True):
+    for length, alone, parts in zip(
+        LONG, whole, zip(*(x.split(LONG) for x in data), strict=True), strict=True
+    ):
         padded = [torch.cat([x, x.new_full((-length % 16, *x.shape[1:]), 7.0)]) for x in parts]
         assert unequal(packed(*parts, [length], heads), alone) == 0
         assert unequal(packed(*padded, [length], heads)[:length], alone) == 0
@@ -117,7 +139,9 @@ def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:
 
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_a_zero_has_the_sign_it_has_alone(dtype: torch.dtype, unequal: Unequal) -> None:
-    """Where the first keys' weights, of negative values, underflow, and all others' values are -0, or not read."""
+    """Where the first keys' weights, of negative values, underflow, and all others' values are -0,
+    or not read.
+    """
     heads, seen = Heads(1, 1, 64), 100
     q, k, v = (torch.zeros(seen + 60, 1, heads.dim, dtype=dtype, device="cuda") for _ in range(3))
     q[:], k[:64], v[:64], v[64:] = 64.0, -64.0, -1.0, -0.0
@@ -130,15 +154,23 @@ def narrower(dtype: torch.dtype, dim: int) -> BlockTile:
     return TILE(dtype, dim)._replace(keys=TILE(dtype, dim).keys // 2)
 
 
-def library(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float) -> Tensor:
+def library(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float
+) -> Tensor:
     seen = torch.arange(k.shape[2], device=k.device) < visible.unsqueeze(-1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
 
 
-@pytest.mark.parametrize(("name", "other"), [("block_tile", narrower), ("attend_in_blocks", library)])
+@pytest.mark.parametrize(
+    ("name", "other"), [("block_tile", narrower), ("attend_in_blocks", library)]
+)
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_control_another_order_of_sums_fails(
-    dtype: torch.dtype, name: str, other: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, unequal: Unequal
+    dtype: torch.dtype,
+    name: str,
+    other: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    unequal: Unequal,
 ) -> None:
     heads = HEADS[0]
     data = qkv(sum(LONG), heads, dtype=dtype)
@@ -149,11 +181,17 @@ def test_control_another_order_of_sums_fails(
 
 @pytest.mark.parametrize("more", [-1, 1])
 @pytest.mark.parametrize("way", WAYS)
-def test_control_a_key_too_many_or_too_few_is_seen(way: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_key_too_many_or_too_few_is_seen(
+    way: str, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heads, attend_in_blocks = HEADS[0], blocked_triton.attend_in_blocks
 
-    def shifted(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float) -> Tensor:
-        return attend_in_blocks(q, k, v, (visible + more).clamp(min=1, max=k.shape[2]), num_used, scale)
+    def shifted(
+        q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float
+    ) -> Tensor:
+        return attend_in_blocks(
+            q, k, v, (visible + more).clamp(min=1, max=k.shape[2]), num_used, scale
+        )
 
     data = qkv(NUM_TOKENS, heads)
     expected = oracle(*wide(data), LENGTHS, heads)

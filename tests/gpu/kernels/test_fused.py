@@ -1,4 +1,6 @@
-"""Fused kernels on a GPU: the bits of the ops they are made of, whatever lies beside a row, and their gradients."""
+"""Fused kernels on a GPU: the bits of the ops they are made of, whatever lies beside a row, and
+their gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,38 @@ EPS = 1e-6
 NUM_TOKENS = 8192
 KINDS = ("normal", "wide", "cancelling", "tiny")
 FLOATS = (torch.bfloat16, torch.float32)
-HEADS = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 4, 64), (8, 2, 32), (6, 2, 96), (2, 1, 128), (3, 1, 20)]
+HEADS = [
+    (16, 8, 128),
+    (32, 8, 128),
+    (14, 2, 64),
+    (4, 4, 64),
+    (8, 2, 32),
+    (6, 2, 96),
+    (2, 1, 128),
+    (3, 1, 20),
+]
 
 
 class Joint:
-    """Queries, keys and values as parts of one projection, with all that `qk_norm_rope` needs beside them."""
+    """Queries, keys and values as parts of one projection, with all that `qk_norm_rope` needs
+    beside them.
+    """
 
     def __init__(
-        self, make: Callable[..., Tensor], num_tokens: int, heads: tuple[int, int, int], **kind: object
+        self,
+        make: Callable[..., Tensor],
+        num_tokens: int,
+        heads: tuple[int, int, int],
+        **kind: object,
     ) -> None:
         num_heads, num_kv_heads, self.dim = heads
         self.widths = [num_heads * self.dim, num_kv_heads * self.dim, num_kv_heads * self.dim]
-        self.x = make(kind.get("kind", "normal"), num_tokens, sum(self.widths), kind.get("dtype", torch.bfloat16))
+        self.x = make(
+            kind.get("kind", "normal"),
+            num_tokens,
+            sum(self.widths),
+            kind.get("dtype", torch.bfloat16),
+        )
         self.weights = [self.x.new_tensor(range(self.dim)).sin_() + shift for shift in (1.0, 0.5)]
         table = rope_table(1.0 / 1e6 ** (torch.arange(0, self.dim, 2) / self.dim), 4096)
         self.cos, self.sin = (part.cuda() for part in table)
@@ -66,13 +88,17 @@ class Joint:
     def apart(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
         pairs = zip(self.parts(x)[:2], weights or self.weights, strict=True)
         normed = [rms_norm(part.contiguous(), weight, EPS) for part, weight in pairs]
-        return torch.cat([rope(one, self.cos[positions], self.sin[positions]).flatten(1) for one in normed], 1)
+        return torch.cat(
+            [rope(one, self.cos[positions], self.sin[positions]).flatten(1) for one in normed], 1
+        )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("columns", [64, 100, 1024, 2560, 4096, 5120])
-def test_norm_of_a_sum(columns: int, kind: str, dtype: torch.dtype, rows, unequal, unequal_rows) -> None:
+def test_norm_of_a_sum(
+    columns: int, kind: str, dtype: torch.dtype, rows, unequal, unequal_rows
+) -> None:
     weight, beside = rows("normal", 1, columns, dtype)[0], rows(kind, 1, columns, dtype)
     x = rows(kind, NUM_TOKENS, columns, dtype)
 
@@ -88,7 +114,9 @@ def test_norm_of_a_sum(columns: int, kind: str, dtype: torch.dtype, rows, unequa
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_heads(heads: tuple[int, int, int], kind: str, dtype: torch.dtype, rows, unequal, unequal_rows) -> None:
+def test_heads(
+    heads: tuple[int, int, int], kind: str, dtype: torch.dtype, rows, unequal, unequal_rows
+) -> None:
     joint = Joint(rows, 2048, heads, kind=kind, dtype=dtype)
     whole = joint.fused(joint.x, joint.positions)
     assert unequal(whole, joint.apart(joint.x, joint.positions)) == 0
@@ -96,7 +124,12 @@ def test_heads(heads: tuple[int, int, int], kind: str, dtype: torch.dtype, rows,
     q, k, _ = (part.contiguous() for part in joint.parts(joint.x))
     dense = qk_norm_rope(q, k, *joint.weights, EPS, joint.positions, joint.cos, joint.sin)
     assert unequal(torch.cat([one.flatten(1) for one in dense], 1), whole) == 0
-    assert unequal_rows(lambda x: joint.fused(x, joint.positions[5].expand(len(x)).contiguous()), joint.x) == 0
+    assert (
+        unequal_rows(
+            lambda x: joint.fused(x, joint.positions[5].expand(len(x)).contiguous()), joint.x
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -128,7 +161,9 @@ def test_gradients_of_heads(
     push = torch.randn_like(joint.apart(joint.x, joint.positions))
     for weights in (joint.weights, []):
         found, expected = (
-            _gradients(lambda x, *w, op=op: op(x, joint.positions, list(w)), [joint.x, *weights], push)
+            _gradients(
+                lambda x, *w, op=op: op(x, joint.positions, list(w)), [joint.x, *weights], push
+            )
             for op in (joint.fused, joint.apart)
         )
         for one, other in zip(found, expected, strict=True):
@@ -137,7 +172,9 @@ def test_gradients_of_heads(
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("shape", [(5, 1024), (5000, 2560), (700, 100)])
-def test_gradients_of_a_normed_sum(shape: tuple[int, int], dtype: torch.dtype, bound: float, rows) -> None:
+def test_gradients_of_a_normed_sum(
+    shape: tuple[int, int], dtype: torch.dtype, bound: float, rows
+) -> None:
     x, beside, weight = (
         rows("normal", *shape, dtype),
         rows("wide", *shape, dtype) * 2**-10,
@@ -171,7 +208,9 @@ def test_halves_of_a_joint_projection(rows, unequal) -> None:
 def test_keys_and_values_go_to_their_slots(heads: tuple[int, int, int], rows, unequal) -> None:
     joint = Joint(rows, 40, heads)
     _, k, v = joint.parts(joint.x)
-    cache = torch.full((2, 8, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda")
+    cache = torch.full(
+        (2, 8, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda"
+    )
     slots = torch.randperm(128, device="cuda")[:37]
     slots[[0, 7, 36]] = -1
     expected = cache.clone()
@@ -185,13 +224,17 @@ def test_keys_and_values_go_to_their_slots(heads: tuple[int, int, int], rows, un
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("num_tokens", [40, 1500])
 @pytest.mark.parametrize("heads", HEADS)
-def test_heads_go_to_their_pages(heads: tuple[int, int, int], num_tokens: int, normed: bool, rows, unequal) -> None:
+def test_heads_go_to_their_pages(
+    heads: tuple[int, int, int], num_tokens: int, normed: bool, rows, unequal
+) -> None:
     """The two ops in one, with tokens that have no slot and, at the end, tokens beyond all slots."""
     joint = Joint(rows, num_tokens, heads)
     q, k, v = joint.parts(joint.x)
     slots = torch.randperm(2000, device="cuda")[: num_tokens - 3]
     slots[[0, 7, -1]] = -1
-    caches = torch.full((2, 2, 125, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda")
+    caches = torch.full(
+        (2, 2, 125, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda"
+    )
     rest = *(joint.weights if normed else (None, None)), EPS, joint.positions, joint.cos, joint.sin
     turned, keys = qk_norm_rope(q, k, *rest)
     write_kv(*caches[0], slots, keys, v)
@@ -201,7 +244,9 @@ def test_heads_go_to_their_pages(heads: tuple[int, int, int], num_tokens: int, n
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256])
-@pytest.mark.parametrize(("half", "k"), [(3072, 1024), (9728, 2560), (12288, 4096), (100, 72), (1536, 520)])
+@pytest.mark.parametrize(
+    ("half", "k"), [(3072, 1024), (9728, 2560), (12288, 4096), (100, 72), (1536, 520)]
+)
 def test_gated_product(half: int, k: int, num_rows: int, rows, unequal) -> None:
     weight, x = rows("normal", 2 * half, k), rows("normal", num_rows, k)
     with torch.no_grad():
@@ -214,7 +259,9 @@ def test_gated_product(half: int, k: int, num_rows: int, rows, unequal) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 256])
 def test_kernels_that_overlap_wait_for_each_other(num_rows: int, rows, unequal) -> None:
-    """A chain of products and small kernels, alone, and as a graph, against the same with a pause after each."""
+    """A chain of products and small kernels, alone, and as a graph, against the same with a pause
+    after each.
+    """
     weights = [rows("normal", 2 * 1024, 512) / 16, rows("normal", 512, 1024) / 8]
     scale, x = rows("normal", 1, 512)[0], rows("normal", num_rows, 512)
 
@@ -244,7 +291,9 @@ def test_kernels_that_overlap_wait_for_each_other(num_rows: int, rows, unequal) 
 
 def test_keys_of_positions_are_those_of_the_host() -> None:
     ids = np.arange(1000) * 123456789
-    made = position_keys(torch.from_numpy(stream_bases(5, ids, ids)).cuda(), torch.from_numpy(ids).cuda())
+    made = position_keys(
+        torch.from_numpy(stream_bases(5, ids, ids)).cuda(), torch.from_numpy(ids).cuda()
+    )
     assert made.tolist() == stream_keys(5, ids, ids, ids).tolist()
 
 
@@ -254,8 +303,14 @@ def test_draw_and_score_are_the_two_ops(vocab: int, num_rows: int, rows, unequal
     """Replayed from a graph whose positions move on, with rows of NaN at the end."""
     logits, ids = rows("normal", num_rows + 3, vocab, torch.float32) * 3, np.arange(num_rows + 3)
     logits[num_rows:] = torch.nan
-    scale, greedy = torch.linspace(0.3, 2, len(ids), device="cuda"), torch.arange(len(ids), device="cuda") % 9 == 4
-    bases, positions = torch.from_numpy(stream_bases(3, ids % 8, ids)).cuda(), torch.arange(len(ids), device="cuda")
+    scale, greedy = (
+        torch.linspace(0.3, 2, len(ids), device="cuda"),
+        torch.arange(len(ids), device="cuda") % 9 == 4,
+    )
+    bases, positions = (
+        torch.from_numpy(stream_bases(3, ids % 8, ids)).cuda(),
+        torch.arange(len(ids), device="cuda"),
+    )
     sample_and_score(logits, scale, bases, positions, greedy=greedy)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -266,12 +321,16 @@ def test_draw_and_score_are_the_two_ops(vocab: int, num_rows: int, rows, unequal
         expected = sample_tokens(logits, scale, position_keys(bases, positions), greedy=greedy)
         graph.replay()
         assert torch.equal(tokens[:num_rows], expected[:num_rows])
-        assert unequal(logprobs[:num_rows], token_logprobs(logits, tokens, scale)[0][:num_rows]) == 0
+        assert (
+            unequal(logprobs[:num_rows], token_logprobs(logits, tokens, scale)[0][:num_rows]) == 0
+        )
         assert bool((tokens >= 0).all() & (tokens < vocab).all())
         drawn.append(tokens.tolist())
     assert drawn[0] != drawn[1]
     plain, scored = sample_and_score(logits, scale, bases, positions)
-    assert torch.equal(plain[:num_rows], sample_tokens(logits, scale, position_keys(bases, positions))[:num_rows])
+    assert torch.equal(
+        plain[:num_rows], sample_tokens(logits, scale, position_keys(bases, positions))[:num_rows]
+    )
     assert unequal(scored[:num_rows], token_logprobs(logits, plain, scale)[0][:num_rows]) == 0
     given = (plain + 1) % vocab
     same, scored = sample_and_score(logits, scale, bases, positions, given=given)
@@ -290,7 +349,11 @@ def test_padding_of_any_content_is_invisible(rows, unequal) -> None:
 
 
 def test_graph_replays_follow_positions_and_data(rows, unequal) -> None:
-    joint, weight, graph = Joint(rows, 64, HEADS[0]), rows("normal", 1, 1024)[0], torch.cuda.CUDAGraph()
+    joint, weight, graph = (
+        Joint(rows, 64, HEADS[0]),
+        rows("normal", 1, 1024)[0],
+        torch.cuda.CUDAGraph(),
+    )
     x, y = rows("normal", 64, 1024), rows("wide", 64, 1024)
 
     def step() -> list[Tensor]:
@@ -308,14 +371,20 @@ def test_graph_replays_follow_positions_and_data(rows, unequal) -> None:
 
 
 def test_control_sum_without_its_rounding_fails(rows, unequal) -> None:
-    x, beside, weight = rows("normal", 4096, 1024), rows("normal", 2, 1024)[1:] * 3, rows("normal", 1, 1024)[0]
+    x, beside, weight = (
+        rows("normal", 4096, 1024),
+        rows("normal", 2, 1024)[1:] * 3,
+        rows("normal", 1, 1024)[0],
+    )
     normed = rms_norm(x.float() + beside.float(), weight.float(), EPS).bfloat16()
     assert unequal(normed, add_rms_norm(x, beside.expand_as(x), weight, EPS)[0]) > 0.01 * x.numel()
 
 
 def test_control_rope_before_the_norms_rounding_fails(rows, unequal) -> None:
     joint = Joint(rows, 2048, HEADS[0])
-    wide = joint.apart(joint.x.float(), joint.positions, [weight.float() for weight in joint.weights])
+    wide = joint.apart(
+        joint.x.float(), joint.positions, [weight.float() for weight in joint.weights]
+    )
     assert unequal(wide.bfloat16(), joint.fused(joint.x, joint.positions)) > 0.01 * wide.numel()
 
 
@@ -331,19 +400,28 @@ def _head(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor) -> Ten
 
 
 @pytest.mark.parametrize(("vocab", "num_rows"), [(151936, 300), (5003, 700)])
-def test_head_has_the_bits_and_gradients_of_its_parts(vocab: int, num_rows: int, rows, unequal) -> None:
+def test_head_has_the_bits_and_gradients_of_its_parts(
+    vocab: int, num_rows: int, rows, unequal
+) -> None:
     hidden, weight = rows("normal", num_rows, 256), rows("normal", vocab, 256) * 0.1
-    targets, scale = torch.arange(num_rows, device="cuda") * 7 % vocab, torch.linspace(0.5, 2, num_rows, device="cuda")
+    targets, scale = (
+        torch.arange(num_rows, device="cuda") * 7 % vocab,
+        torch.linspace(0.5, 2, num_rows, device="cuda"),
+    )
     push = torch.randn(num_rows, device="cuda")
 
     def head(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return head_logprobs(hidden, weight, lambda part: linear_fp32(part, weight), targets, scale, 128)
+        return head_logprobs(
+            hidden, weight, lambda part: linear_fp32(part, weight), targets, scale, 128
+        )
 
     logprob, entropy = head(hidden, weight)
     expected = token_logprobs(linear_fp32(hidden, weight), targets, scale)
     assert unequal(logprob, expected[0]) == unequal(entropy, expected[1]) == 0
     found = _gradients(lambda *leaves: head(*leaves)[0], [hidden, weight], push)
-    wide = _gradients(lambda *leaves: _head(*leaves, targets, scale), [hidden.float(), weight.float()], push)
+    wide = _gradients(
+        lambda *leaves: _head(*leaves, targets, scale), [hidden.float(), weight.float()], push
+    )
     for one, other in zip(found, wide, strict=True):
         assert _distance(one, other) < 8e-3
 

@@ -1,7 +1,8 @@
-"""cuBLAS multiplies a shape only in a way that was seen to give the reference kernel's bits, the fastest of them.
+"""cuBLAS multiplies a shape only in a way that was seen to give the reference kernel's bits, the
+fastest of them.
 
-What the start-up check says of a way is held to another comparison, of other data; and where it refuses all or ours is
-faster, and while a graph is recorded, the product is ours.
+What the start-up check says of a way is held to another comparison, of other data; and where it
+refuses all or ours is faster, and while a graph is recorded, the product is ours.
 """
 
 from __future__ import annotations
@@ -23,14 +24,23 @@ if torch.cuda.is_available():
     from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-pytestmark = pytest.mark.skipif(not HOPPER, reason="the reference chain was compared with cuBLAS on Hopper")
+pytestmark = pytest.mark.skipif(
+    not HOPPER, reason="the reference chain was compared with cuBLAS on Hopper"
+)
 
 DEVICE = torch.device("cuda")
 BF16, FP32 = torch.bfloat16, torch.float32
-# Rows and columns of the weight, rows of x: few tiles and a long K, where a library may split it, and many tiles.
+# Rows and columns of the weight, rows of x: few tiles and a long K, where a library may split it,
+# and many tiles.
 SHAPES = [
     *((1024, 3072, 16), (1024, 3072, 128), (1024, 3072, 512), (4096, 4096, 16), (4096, 4096, 128)),
-    *((4096, 12288, 256), (6144, 4096, 128), (1024, 2048, 128), (1024, 2048, 512), (6144, 1024, 256)),
+    *(
+        (4096, 12288, 256),
+        (6144, 4096, 128),
+        (1024, 2048, 128),
+        (1024, 2048, 512),
+        (6144, 1024, 256),
+    ),
 ]
 SMALL = 2.0**-16  # of a bias beside which the rounding of the chain is not lost
 Rows = Callable[..., Tensor]
@@ -51,8 +61,8 @@ def mirrored(x: Tensor, sign: int) -> Tensor:
 def differing(way: Way, shape: Shape, rows: Rows, unequal: Unequal) -> int:
     """Elements of `way`'s product that differ from the reference's, over data of several kinds.
 
-    Mirrored, the products of the second half take away what those of the first added up to, the last first: what is
-    left is the rounding, which even bf16 shows.
+    Mirrored, the products of the second half take away what those of the first added up to, the
+    last first: what is left is the rounding, which even bf16 shows.
     """
     n, k, m, has_bias, dtype, _ = shape
     count, out = 0, torch.empty(m, n, dtype=dtype, device=DEVICE)
@@ -76,11 +86,15 @@ def test_verdicts_are_those_of_another_comparison(
             verdict = proves_equal(way, shape)
             assert verdict == (differing(way, shape, rows, unequal) == 0), f"{shape}"
             verdicts.add(verdict)
-    assert verdicts >= ({True} if has_bias else {True, False}), "no way was refused, or none admitted"
+    assert verdicts >= ({True} if has_bias else {True, False}), (
+        "no way was refused, or none admitted"
+    )
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_without_memory_for_partial_sums_cublas_proposes_no_way_that_splits_k(dtype: torch.dtype) -> None:
+def test_without_memory_for_partial_sums_cublas_proposes_no_way_that_splits_k(
+    dtype: torch.dtype,
+) -> None:
     shapes = [Shape(*one, False, dtype, DEVICE) for one in SHAPES]
     proposals = [(way, shape) for shape in shapes for way in proposed(shape)]
     assert len(proposals) > len(SHAPES)
@@ -95,14 +109,18 @@ def test_each_way_is_proposed_once() -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_ways_that_are_refused_are_those_that_say_they_cut_k(dtype: torch.dtype) -> None:
     shapes = [Shape(*one, False, dtype, DEVICE) for one in SHAPES]
-    said = {(way.splits > 1, proves_equal(way, shape)) for shape in shapes for way in proposed(shape, (LENT_BYTES,))}
+    said = {
+        (way.splits > 1, proves_equal(way, shape))
+        for shape in shapes
+        for way in proposed(shape, (LENT_BYTES,))
+    }
     assert said == {(True, False), (False, True)}
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of what the library was asked to multiply, in a process that has chosen nothing yet and whose own
-    product is slow."""
+    """The shapes of what the library was asked to multiply, in a process that has chosen nothing
+    yet and whose own product is slow."""
     seen: list[torch.Size] = []
 
     def watched(shape: Shape, least_rows: int, ours: Way) -> Way | None:
@@ -130,7 +148,9 @@ def test_large_products_go_to_the_library(
     assert calls == [x.shape]
 
 
-@pytest.mark.parametrize(("n", "k", "dtype"), [(6144, 1024, BF16), (1024, 3072, BF16), (32768, 1024, FP32)])
+@pytest.mark.parametrize(
+    ("n", "k", "dtype"), [(6144, 1024, BF16), (1024, 3072, BF16), (32768, 1024, FP32)]
+)
 def test_any_number_of_rows_goes_to_the_library_whole(
     n: int, k: int, dtype: torch.dtype, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
@@ -148,7 +168,11 @@ def test_any_number_of_rows_goes_to_the_library_whole(
 
 @pytest.mark.parametrize("rows_of_x", [128, 256, 512])
 def test_refused_products_are_ours(
-    rows_of_x: int, monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
+    rows_of_x: int,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[torch.Size],
+    rows: Rows,
+    unequal: Unequal,
 ) -> None:
     n, k = 6144, 4096
     monkeypatch.setattr(cublas, "proposed", lambda shape: [Proposed(_split_in_two, 1)])
@@ -158,7 +182,9 @@ def test_refused_products_are_ours(
     assert dispatch._chosen == {Shape(n, k, rows_of_x, False, FP32, x.device): None}
 
 
-def test_operands_at_odd_addresses_are_moved_first(calls: list[torch.Size], rows: Rows, unequal: Unequal) -> None:
+def test_operands_at_odd_addresses_are_moved_first(
+    calls: list[torch.Size], rows: Rows, unequal: Unequal
+) -> None:
     (n, k, m), odd = (6144, 1024, 512), []
     for given in (rows("normal", m, k), rows("normal", n, k), rows("normal", 1, n)[0]):
         odd.append(torch.empty(given.numel() + 1, dtype=BF16, device=DEVICE)[1:].view_as(given))
@@ -168,7 +194,9 @@ def test_operands_at_odd_addresses_are_moved_first(calls: list[torch.Size], rows
 
 
 @pytest.mark.parametrize("step", ["proves_equal", "fastest"])
-def test_ours_multiplies_where_there_is_no_memory_to_compare(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ours_multiplies_where_there_is_no_memory_to_compare(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def full(*given: object) -> None:
@@ -188,7 +216,9 @@ def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(shape, 513, slow) is ways[1]
     assert choose(shape, 513, lambda *given: None) is None
     monkeypatch.setattr(cublas, "proposed", lambda shape: [Proposed(by_torch, 2)])
-    assert choose(shape, 513, slow) is None, "what says that it cuts K is not asked whether it is fast"
+    assert choose(shape, 513, slow) is None, (
+        "what says that it cuts K is not asked whether it is fast"
+    )
 
 
 def test_nothing_is_chosen_while_a_graph_is_recorded(
@@ -201,7 +231,9 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
 
     def ask(shape: Shape, least_rows: int, ours: Way) -> Way | None:
         asked.append(shape)
-        return None if torch.cuda.is_current_stream_capturing() else watched(shape, least_rows, ours)
+        return (
+            None if torch.cuda.is_current_stream_capturing() else watched(shape, least_rows, ours)
+        )
 
     def recorded() -> int:
         graph = torch.cuda.CUDAGraph()
@@ -224,10 +256,15 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
 
 
 @pytest.mark.parametrize(
-    ("k", "bias", "dtype"), [(1024, 64, BF16), (2048, 64, FP32), (2048, 63, BF16)], ids=["k", "type", "bias"]
+    ("k", "bias", "dtype"),
+    [(1024, 64, BF16), (2048, 64, FP32), (2048, 63, BF16)],
+    ids=["k", "type", "bias"],
 )
 def test_other_operands_are_refused(k: int, bias: int, dtype: torch.dtype) -> None:
-    x, weight = torch.zeros(512, 2048, dtype=BF16, device=DEVICE), torch.zeros(64, k, dtype=dtype, device=DEVICE)
+    x, weight = (
+        torch.zeros(512, 2048, dtype=BF16, device=DEVICE),
+        torch.zeros(64, k, dtype=dtype, device=DEVICE),
+    )
     with pytest.raises(ValueError, match="no operand of a product with"):
         matmul(x, weight, torch.zeros(bias, dtype=BF16, device=DEVICE), BF16)
 
@@ -251,7 +288,11 @@ def _split_in_two(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -
 
 
 def _rounded_before_the_bias(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    out.copy_(reference(x, weight, None, BF16) if bias is None else reference(x, weight, None, BF16) + bias)
+    out.copy_(
+        reference(x, weight, None, BF16)
+        if bias is None
+        else reference(x, weight, None, BF16) + bias
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,6 +307,10 @@ def _rounded_before_the_bias(out: Tensor, x: Tensor, weight: Tensor, bias: Tenso
         (_rounded_before_the_bias, True, BF16, False),
     ],
 )
-def test_control_another_chain_is_refused(product: Way, has_bias: bool, dtype: torch.dtype, verdict: bool) -> None:
-    """In the library's place, another tile of the same chain passes; two chains, or two roundings, do not."""
+def test_control_another_chain_is_refused(
+    product: Way, has_bias: bool, dtype: torch.dtype, verdict: bool
+) -> None:
+    """In the library's place, another tile of the same chain passes; two chains, or two roundings,
+    do not.
+    """
     assert proves_equal(product, Shape(1024, 1024, 128, has_bias, dtype, DEVICE)) is verdict

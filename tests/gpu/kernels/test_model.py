@@ -1,4 +1,6 @@
-"""Whole models in bf16 on a GPU: what the engine records while it decodes is what the training forward computes."""
+"""Whole models in bf16 on a GPU: what the engine records while it decodes is what the training
+forward computes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.sequence_table import Rows
+from spmd_rl.rollout.native.sequence_table import SequenceTable
 from tests.samples import Samples, finish
 
 DEVICE = torch.device("cuda")
@@ -41,7 +43,14 @@ QWEN3 = ModelSpec(
     init_std=0.06,
 )
 QWEN2 = replace(
-    QWEN3, family="qwen2", vocab_size=5003, head_dim=128, num_heads=6, num_kv_heads=2, qkv_bias=True, qk_norm=False
+    QWEN3,
+    family="qwen2",
+    vocab_size=5003,
+    head_dim=128,
+    num_heads=6,
+    num_kv_heads=2,
+    qkv_bias=True,
+    qk_norm=False,
 )
 SPECS = {
     "qwen3": QWEN3,
@@ -67,11 +76,19 @@ def build(name: str) -> CausalLM:
 def requests(vocab: int) -> list[Request]:
     rng = np.random.default_rng(0)
     stem = rng.integers(2, vocab, 700)
-    prompts = [stem[:3], stem[:17], stem[:300], stem[:129], np.concatenate([stem[:200], rng.integers(2, vocab, 41)])]
+    prompts = [
+        stem[:3],
+        stem[:17],
+        stem[:300],
+        stem[:129],
+        np.concatenate([stem[:200], rng.integers(2, vocab, 41)]),
+    ]
     shapes = [
         SamplingConfig(max_tokens=90, seed=5, ignore_eos=True),
         SamplingConfig(max_tokens=64, seed=5, temperature=0.7, ignore_eos=True),
-        SamplingConfig(max_tokens=33, seed=5, temperature=1.3, top_k=50, top_p=0.9, ignore_eos=True),
+        SamplingConfig(
+            max_tokens=33, seed=5, temperature=1.3, top_k=50, top_p=0.9, ignore_eos=True
+        ),
         SamplingConfig(max_tokens=20, seed=6, temperature=0.0, ignore_eos=True),
         SamplingConfig(max_tokens=70, seed=6, ignore_eos=True),
     ]
@@ -89,15 +106,26 @@ def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[Sam
 
 
 def score(model: CausalLM, wanted: list[Request], samples: Samples) -> tuple[Tensor, Tensor]:
-    """Log-probs of all response tokens, packed: as the trainer computes them, and as the engine recorded them."""
+    """Log-probs of all response tokens, packed: as the trainer computes them, and as the engine
+    recorded them.
+    """
     pairs = [(request, samples[request.uid, request.index]) for request in wanted]
-    tokens = [np.concatenate([request.prompt, sample.tokens]).astype(np.int64) for request, sample in pairs]
+    tokens = [
+        np.concatenate([request.prompt, sample.tokens]).astype(np.int64)
+        for request, sample in pairs
+    ]
     lengths = np.array([len(one) for one in tokens], dtype=np.int32)
     ends = np.cumsum(lengths)
     spec = model.spec
-    attend = PackedAttention(lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=DEVICE)
-    rows = [np.arange(end - len(s.tokens) - 1, end - 1) for end, (_, s) in zip(ends, pairs, strict=True)]
-    warm = np.concatenate([np.full(len(s.tokens), s.temperature, dtype=np.float32) for _, s in pairs])
+    attend = PackedAttention(
+        lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=DEVICE
+    )
+    rows = [
+        np.arange(end - len(s.tokens) - 1, end - 1) for end, (_, s) in zip(ends, pairs, strict=True)
+    ]
+    warm = np.concatenate(
+        [np.full(len(s.tokens), s.temperature, dtype=np.float32) for _, s in pairs]
+    )
 
     def tensor(parts: list[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(DEVICE)
@@ -115,7 +143,9 @@ def test_recorded_logprobs_equal_the_training_forward(name: str, page_size: int,
     samples, stats = generate(model, wanted, max_batch=20, max_step_tokens=150, page_size=page_size)
     assert stats["num_hit_tokens"] > 0
     assert stats["num_partial_chunks"] > 0
-    assert (stats["num_copied_tails"] > 0) == (page_size == 128), "on pages of 16 no prompt has a tail worth a copy"
+    assert (stats["num_copied_tails"] > 0) == (page_size == 128), (
+        "on pages of 16 no prompt has a tail worth a copy"
+    )
     scored, recorded = score(model, wanted, samples)
     assert len(scored) == 6 * 277
     assert unequal(scored.detach(), recorded) == 0
@@ -126,14 +156,14 @@ def test_recorded_logprobs_equal_the_training_forward(name: str, page_size: int,
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
     """The sequences that engines have gone on with after a part of their answer."""
-    names, put = set(), Rows.put
+    names, put = set(), SequenceTable.put
 
-    def puts(rows: Rows, request: Request, *given: object, **named: object) -> int:
+    def puts(rows: SequenceTable, request: Request, *given: object, **named: object) -> int:
         if len(request.tokens):
             names.add((request.uid, request.index))
         return put(rows, request, *given, **named)
 
-    monkeypatch.setattr(Rows, "put", puts)
+    monkeypatch.setattr(SequenceTable, "put", puts)
     return names
 
 
@@ -142,7 +172,12 @@ def test_preempted_and_resumed_sequences_equal_the_training_forward(
     page_size: int, num_pages: int, resumed: set[tuple[int, int]], unequal
 ) -> None:
     model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
-    sizes = {"max_batch": 20, "max_step_tokens": 150, "page_size": page_size, "num_pages": num_pages}
+    sizes = {
+        "max_batch": 20,
+        "max_step_tokens": 150,
+        "page_size": page_size,
+        "num_pages": num_pages,
+    }
     samples, stats = generate(model, wanted, **sizes)
     assert stats["num_preemptions"] >= len(resumed) > 0
     assert (stats["num_copied_tails"] > 0) == (page_size == 128)
@@ -153,14 +188,18 @@ def test_preempted_and_resumed_sequences_equal_the_training_forward(
 def test_any_batch_gives_the_same_samples() -> None:
     model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
     first, _ = generate(model, wanted, max_batch=64)
-    second, _ = generate(model, wanted[::-1], max_batch=7, max_step_tokens=33, page_size=64, prefix_cache=False)
+    second, _ = generate(
+        model, wanted[::-1], max_batch=7, max_step_tokens=33, page_size=64, prefix_cache=False
+    )
     for name, sample in first.items():
         assert sample.tokens.tobytes() == second[name].tokens.tobytes()
         assert sample.logprobs.tobytes() == second[name].logprobs.tobytes()
 
 
 def test_graph_replay_equals_eager(unequal) -> None:
-    """One decode step of sequences of many lengths, captured and replayed twice over the cache it writes to."""
+    """One decode step of sequences of many lengths, captured and replayed twice over the cache it
+    writes to.
+    """
     model, lengths, page_size = build("qwen3"), np.array([1, 16, 127, 128, 300, 64, 33, 129]), 64
     cache = KvCache(
         num_layers=3, num_pages=64, page_size=page_size, num_kv_heads=4, head_dim=64,
@@ -169,12 +208,18 @@ def test_graph_replay_equals_eager(unequal) -> None:
     table = np.arange(8 * 5).reshape(8, 5)
 
     def step(starts: np.ndarray, lengths: np.ndarray) -> tuple[PagedAttention, Tensor, Tensor]:
-        positions = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+        positions = np.concatenate(
+            [np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+        )
         slots = np.repeat(table[:, 0] * page_size, lengths) + positions
         attend = PagedAttention.chunks(
             cache, page_table=table, starts=starts, lengths=lengths, slots=slots, num_heads=8
         )
-        return attend, torch.from_numpy(positions).to(DEVICE) * 13 % 4096, torch.from_numpy(positions).to(DEVICE)
+        return (
+            attend,
+            torch.from_numpy(positions).to(DEVICE) * 13 % 4096,
+            torch.from_numpy(positions).to(DEVICE),
+        )
 
     rows = torch.arange(8, device=DEVICE)
     with torch.inference_mode():
@@ -192,7 +237,9 @@ def test_graph_replay_equals_eager(unequal) -> None:
             assert unequal(cache.data, before) == 0
 
 
-def test_control_another_attention_on_one_side_fails(monkeypatch: pytest.MonkeyPatch, unequal) -> None:
+def test_control_another_attention_on_one_side_fails(
+    monkeypatch: pytest.MonkeyPatch, unequal
+) -> None:
     model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
     samples, _ = generate(model, wanted)
     monkeypatch.setattr("spmd_rl.kernels.attention.packed.flash_takes", lambda *_: False)
@@ -228,11 +275,15 @@ def test_logits_are_close_to_transformers(tmp_path) -> None:
     load_weights(model, tmp_path)
     model.to(DEVICE, torch.bfloat16)
     lengths = np.array([5, 130, 64, 257])
-    tokens = torch.randint(0, 4096, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, 4096, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0)
+    )
     attend = PackedAttention(lengths, num_heads=8, num_kv_heads=4, device=DEVICE)
     positions = torch.cat([torch.arange(n) for n in lengths])
     with torch.no_grad():
         every = torch.arange(len(tokens), device=DEVICE)
         logits = model(tokens.to(DEVICE), positions.to(DEVICE), attend, every).cpu()
-        expected = torch.cat([reference(part[None]).logits[0] for part in tokens.split(lengths.tolist())])
+        expected = torch.cat(
+            [reference(part[None]).logits[0] for part in tokens.split(lengths.tolist())]
+        )
     assert (logits - expected).norm() / expected.norm() < 2e-2

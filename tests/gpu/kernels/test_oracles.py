@@ -1,4 +1,6 @@
-"""The GPU ops and their gradients against float64 on the CPU, and sampling against the torch version."""
+"""The GPU ops and their gradients against float64 on the CPU, and sampling against the torch
+version.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ OPS: dict[str, tuple[Op, Op]] = {
     ),
     "head_norm": (
         lambda x, w: rms_norm(x.unflatten(1, (4, 64)), w[0, :64], 1e-6),
-        lambda x, w: (y := x.unflatten(1, (4, 64))) * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * w[0, :64],
+        lambda x, w: (
+            (y := x.unflatten(1, (4, 64)))
+            * (y.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            * w[0, :64]
+        ),
     ),
     "rope": (
         lambda x, w: rope(x.unflatten(1, (4, 64)), COS.cuda()[: len(x)], SIN.cuda()[: len(x)]),
@@ -67,7 +73,11 @@ def test_forward_and_gradients(name: str, num_rows: int, rows) -> None:
     for one, dtype, device in ((op, torch.bfloat16, "cuda"), (oracle, torch.float64, "cpu")):
         leaf, other = (t.to(device, dtype, copy=True).requires_grad_() for t in (x, w))
         out = one(leaf, other)
-        push = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)) if push is None else push
+        push = (
+            torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+            if push is None
+            else push
+        )
         out.backward(push.to(out.device, out.dtype))
         results.append([out, leaf.grad] + ([other.grad] if other.grad is not None else []))
     for actual, expected in zip(*results, strict=True):
@@ -86,7 +96,9 @@ def test_logprobs(vocab: int, rows) -> None:
     expected = every.gather(1, targets.cpu()[:, None])[:, 0]
     expected.backward(scale.cpu().double())
     torch.testing.assert_close(logprob.cpu().double(), expected, rtol=0, atol=4e-6)
-    torch.testing.assert_close(entropy.cpu().double(), -(every.exp() * every).sum(-1), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        entropy.cpu().double(), -(every.exp() * every).sum(-1), rtol=0, atol=2e-5
+    )
     torch.testing.assert_close(x.grad.cpu().double(), wide.grad, rtol=1e-4, atol=5e-6)
 
 
@@ -95,12 +107,17 @@ def test_drawn_tokens_equal_torch(vocab: int, rows) -> None:
     logits = rows("normal", 256, vocab, torch.float32) * 2
     ids = np.arange(256)
     keys = torch.from_numpy(stream_keys(3, ids % 8, ids, ids * 7)).cuda()
-    scale, greedy = torch.linspace(0.3, 2, 256, device="cuda"), torch.arange(256, device="cuda") % 9 == 0
+    scale, greedy = (
+        torch.linspace(0.3, 2, 256, device="cuda"),
+        torch.arange(256, device="cuda") % 9 == 0,
+    )
     noise = gumbel_noise(keys, vocab)
     expected = torch.where(greedy, logits.argmax(1), (logits * scale[:, None] + noise).argmax(1))
     drawn = sample_tokens(logits, scale, keys, greedy=greedy)
     assert torch.equal(drawn, expected)
-    alone = torch.cat([sample_tokens(logits[i : i + 1], scale[i : i + 1], keys[i : i + 1]) for i in range(1, 9)])
+    alone = torch.cat(
+        [sample_tokens(logits[i : i + 1], scale[i : i + 1], keys[i : i + 1]) for i in range(1, 9)]
+    )
     assert torch.equal(alone, expected[1:9])
     few = sample_tokens(logits, scale, keys, top_k=torch.full((256,), 1, device="cuda"))
     assert torch.equal(few, logits.argmax(1))
@@ -111,7 +128,10 @@ def test_ties_go_to_the_lowest_id() -> None:
     logits[:, [700, 700 + 512, 9000, 19999]] = 5.0
     ones, keys = torch.ones(4, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
     assert (
-        sample_tokens(logits, ones, keys, greedy=torch.ones(4, dtype=torch.bool, device="cuda")).tolist() == [700] * 4
+        sample_tokens(
+            logits, ones, keys, greedy=torch.ones(4, dtype=torch.bool, device="cuda")
+        ).tolist()
+        == [700] * 4
     )
 
 
@@ -131,7 +151,11 @@ def test_a_second_entry_near_the_top_is_not_lost(second: int) -> None:
 
 
 def test_drawn_tokens_follow_the_distribution() -> None:
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], device="cuda").expand(200_000, -1).contiguous()
+    logits = (
+        torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], device="cuda")
+        .expand(200_000, -1)
+        .contiguous()
+    )
     zeros = np.zeros(len(logits), dtype=np.int64)
     keys = torch.from_numpy(stream_keys(1, zeros, zeros, np.arange(len(logits)))).cuda()
     drawn = sample_tokens(logits, torch.ones(len(logits), device="cuda"), keys)

@@ -1,4 +1,6 @@
-"""The products of a Qwen3 layer: joined as an engine has them, apart as a trainer has them, and a row at a time."""
+"""The products of a Qwen3 layer: joined as an engine has them, apart as a trainer has them, and a
+row at a time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.shapes import QWEN3
 from spmd_rl.kernels import linear, linear_fp32
-from spmd_rl.model.fused_projections import Joined, join, lay_out, project, project_gated
+from spmd_rl.model.fused_projections import FusedProjections, join, lay_out, project, project_gated
 from spmd_rl.model.network import Linear
 from tests.gpu.kernels.products import layer, split_in_two
 
@@ -18,7 +20,13 @@ PACK = 16384  # rows: tokens of a trainer's micro-batch
 NUM_ROWS = (1, 8, 16, 33, 64, 128, 200, 1000, PACK)
 EVERY = 331  # rows from one that is compared to the next
 # what has its own weight in a trainer, and which of a layer's products it belongs to
-APART = {"q": ("qkv", 0), "k, v": ("qkv", 1), "o": ("o", 0), "gate": ("gate_up", 0), "up": ("gate_up", 1)}
+APART = {
+    "q": ("qkv", 0),
+    "k, v": ("qkv", 1),
+    "o": ("o", 0),
+    "gate": ("gate_up", 0),
+    "up": ("gate_up", 1),
+}
 APART |= {"down": ("down", 0)}
 
 
@@ -32,7 +40,7 @@ def linears(weights: Sequence[Tensor]) -> list[Linear]:
     return made
 
 
-def joined_and_apart(name: str, what: str, rows) -> tuple[Joined, list[Linear]]:
+def joined_and_apart(name: str, what: str, rows) -> tuple[FusedProjections, list[Linear]]:
     """The same weights as an engine and as a trainer has them."""
     widths, k = layer(name)[what]
     weights = rows("normal", sum(widths), k).split(widths)
@@ -46,8 +54,12 @@ def joined_and_apart(name: str, what: str, rows) -> tuple[Joined, list[Linear]]:
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("what", ["qkv", "gate_up"])
 @pytest.mark.parametrize("name", QWEN3)
-def test_joined_weights_give_the_bits_of_their_parts(name: str, what: str, num_rows: int, rows, unequal) -> None:
-    """With gradients wanted each part is a product of its own, as in a trainer; accumulators are compared as well."""
+def test_joined_weights_give_the_bits_of_their_parts(
+    name: str, what: str, num_rows: int, rows, unequal
+) -> None:
+    """With gradients wanted each part is a product of its own, as in a trainer; accumulators are
+    compared as well.
+    """
     joined, apart = joined_and_apart(name, what, rows)
     x = rows("normal", num_rows, joined.weight.shape[1])
     with torch.no_grad():
@@ -79,5 +91,7 @@ def test_rows_one_by_one_are_those_of_a_pack(name: str, what: str, op, rows, une
 def test_control_parts_in_two_chains_fail(rows, unequal) -> None:
     joined, apart = joined_and_apart("0.6B", "qkv", rows)
     x = rows("normal", 64, joined.weight.shape[1])
-    for one, part in zip(apart, split_in_two(x, joined.weight).split(joined.widths, dim=1), strict=True):
+    for one, part in zip(
+        apart, split_in_two(x, joined.weight).split(joined.widths, dim=1), strict=True
+    ):
         assert unequal(linear_fp32(x, one.weight), part) > 0.1 * part.numel()

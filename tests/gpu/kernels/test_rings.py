@@ -1,4 +1,6 @@
-"""Products out of a ring have the bits of products of a tile: every ring of the tables, at edges, and in graphs."""
+"""Products out of a ring have the bits of products of a tile: every ring of the tables, at edges,
+and in graphs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from torch import Tensor
 
 from spmd_rl.kernels import silu_mul
 from spmd_rl.kernels.linear.dispatch import ours_into
-from spmd_rl.kernels.linear.tiles import GATED_RINGS, REFERENCE, RINGS, RINGS_OF, Ring, Share, choose_share
+from spmd_rl.kernels.linear.tiles import (
+    GATED_RINGS,
+    REFERENCE,
+    RINGS,
+    RINGS_OF,
+    Ring,
+    Share,
+    choose_share,
+)
 from tests.gpu.kernels.products import shapes
 
 if torch.cuda.is_available():
@@ -24,14 +34,18 @@ def found(table: dict[int, tuple[tuple[int, Ring], ...]]) -> list[Ring]:
 
 
 def shares(gated: bool = False) -> list[Share]:
-    """For few rows and many, for one block of all, two and four, and for few and many rows of the weight."""
+    """For few rows and many, for one block of all, two and four, and for few and many rows of the
+    weight.
+    """
     high = 9728 if gated else 24576
     few = ((1, 2560), (1, high), (16, 4096), (32, 2560), (64, 2560), (64, 3072), (64, high))
     found = [choose_share(m, n, 16384, gated) for m, n in (*few, (128, 2560), (256, 2560))]
     return list(dict.fromkeys(share for share in found if share is not None))
 
 
-def tiled(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+def tiled(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     matmul_into(out, x, weight, bias, REFERENCE)
     return out
@@ -82,7 +96,10 @@ def test_gated(ring: Ring, rows, unequal) -> None:
     for m in (1, ring.m, 2 * ring.m + 3):
         x = rows("normal", m, 1088) * 0.1
         gate, up = tiled(x, weight, dtype=torch.bfloat16).chunk(2, dim=-1)
-        assert unequal(ringed(ring, x, weight, dtype=torch.bfloat16, gated=True), silu_mul(gate, up)) == 0
+        assert (
+            unequal(ringed(ring, x, weight, dtype=torch.bfloat16, gated=True), silu_mul(gate, up))
+            == 0
+        )
 
 
 @pytest.mark.parametrize("share", shares(), ids=str)
@@ -129,7 +146,9 @@ def test_what_is_gated_is_rounded(rows) -> None:
 
     x, weight, share = rows("normal", 8, 64), rows("normal", 2 * 1096, 64), shares(gated=True)[0]
     with pytest.raises(ValueError, match="a gated product rounds to bfloat16"):
-        shared_matmul_into(x.new_empty(8, 1096, dtype=torch.float32), x, weight, None, share, gated=True)
+        shared_matmul_into(
+            x.new_empty(8, 1096, dtype=torch.float32), x, weight, None, share, gated=True
+        )
 
 
 @pytest.mark.parametrize("share", shares(gated=True), ids=str)
@@ -145,11 +164,15 @@ def test_gated_shares(share: Share, rows, unequal) -> None:
             assert unequal(whole(room, m, n), silu_mul(gate, up)) == 0
 
 
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 2048), (16, 2048), (64, 2048), (64, 4096), (200, 4096)])
+@pytest.mark.parametrize(
+    ("num_rows", "width"), [(1, 2048), (16, 2048), (64, 2048), (64, 4096), (200, 4096)]
+)
 def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(
     num_rows: int, width: int, rows, unequal
 ) -> None:
-    """Every product reads what the one before it wrote; weights change between replays, as when new ones arrive."""
+    """Every product reads what the one before it wrote; weights change between replays, as when new
+    ones arrive.
+    """
     weights = [rows("normal", width, width) / width**0.5 for _ in range(16)]
     x, outs = rows("normal", num_rows, width), [rows("normal", num_rows, width) for _ in range(16)]
 
@@ -171,7 +194,9 @@ def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(
             assert unequal(out, tiled(before, weight, dtype=torch.bfloat16)) == 0
 
 
-def test_a_weight_that_is_copied_first_takes_a_tile(monkeypatch: pytest.MonkeyPatch, rows, unequal) -> None:
+def test_a_weight_that_is_copied_first_takes_a_tile(
+    monkeypatch: pytest.MonkeyPatch, rows, unequal
+) -> None:
     x, weight = rows("normal", 8, 4096), rows("normal", 4096, 1024).t()
     monkeypatch.delattr("spmd_rl.kernels.linear.gluon.ring_matmul_into")
     out = x.new_empty(8, 1024)
@@ -198,6 +223,7 @@ def test_control_another_chain_fails(rows, unequal) -> None:
     x, weight = rows("normal", 8, 4096), rows("normal", 2600, 4096)
     ring = Ring(8, 32, 512, 4)
     halves = [
-        ringed(ring, *(t[:, part].contiguous() for t in (x, weight))) for part in (slice(2048), slice(2048, 4096))
+        ringed(ring, *(t[:, part].contiguous() for t in (x, weight)))
+        for part in (slice(2048), slice(2048, 4096))
     ]
     assert unequal(halves[0] + halves[1], tiled(x, weight)) > 1000

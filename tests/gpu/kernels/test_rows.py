@@ -1,8 +1,8 @@
 """Row against batch on a GPU: every op gives a row the same bits whatever rows lie beside it.
 
-Matrix products are compared in their fp32 accumulators, where a split of K changes nearly every element; rounded to
-bf16 it would change one in five hundred. The negative controls at the end are the same checks on ops that break the
-contract; they must fail them.
+Matrix products are compared in their fp32 accumulators, where a split of K changes nearly every
+element; rounded to bf16 it would change one in five hundred. The negative controls at the end are
+the same checks on ops that break the contract; they must fail them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels import linear, linear_fp32, rms_norm, rope, rope_table, silu_mul, silu_mul_linear, token_logprobs
+from spmd_rl.kernels import (
+    linear,
+    linear_fp32,
+    rms_norm,
+    rope,
+    rope_table,
+    silu_mul,
+    silu_mul_linear,
+    token_logprobs,
+)
 from tests.gpu.kernels.products import shapes, split_in_two
 
 KINDS = ("normal", "wide", "cancelling", "tiny")
@@ -71,7 +80,10 @@ def test_products_fill_more_than_two_to_the_31_elements(rows, unequal) -> None:
 @pytest.mark.parametrize("columns", [64, 100, 128, 1024, 2560, 4096, 5120])
 def test_norm(columns: int, kind: str, dtype: torch.dtype, rows, unequal_rows) -> None:
     weight = rows("normal", 1, columns, dtype)[0]
-    assert unequal_rows(lambda x: rms_norm(x, weight, 1e-6), rows(kind, NUM_TOKENS, columns, dtype)) == 0
+    assert (
+        unequal_rows(lambda x: rms_norm(x, weight, 1e-6), rows(kind, NUM_TOKENS, columns, dtype))
+        == 0
+    )
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 14, 32])
@@ -100,7 +112,9 @@ def test_logprobs(vocab: int, rows, unequal_rows) -> None:
 
     def op(x: Tensor) -> Tensor:
         target = torch.full((len(x),), 3, device="cuda")
-        return torch.stack(token_logprobs(x, target, torch.full((len(x),), 1.25, device="cuda")), dim=1)
+        return torch.stack(
+            token_logprobs(x, target, torch.full((len(x),), 1.25, device="cuda")), dim=1
+        )
 
     assert unequal_rows(op, x) == 0
 
@@ -129,7 +143,9 @@ def test_control_other_warps_fail(monkeypatch: pytest.MonkeyPatch, rows, unequal
 def test_control_norm_with_one_rounding_less_fails(rows, unequal) -> None:
     x, weight = rows("normal", 4096, 1024), rows("normal", 1, 1024)[0]
     wide = x.float()
-    fused = (wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * weight.float()).bfloat16()
+    fused = (
+        wide * wide.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * weight.float()
+    ).bfloat16()
     assert unequal(fused, rms_norm(x, weight, 1e-6)) > 0.1 * x.numel()
 
 

@@ -12,7 +12,9 @@ ABSENT = -1
 
 
 def _ranges(num_tokens: int, count: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Results with their log-sums in any order, of each token one range to `count`; what nobody asks for is NaN."""
+    """Results with their log-sums in any order, of each token one range to `count`; what nobody
+    asks for is NaN.
+    """
     generator = torch.Generator().manual_seed(count * dim)
     partial = torch.randn(num_tokens * count, heads, dim, generator=generator).bfloat16()
     log_sum = 4 * torch.randn(num_tokens * count, heads, generator=generator)
@@ -35,7 +37,9 @@ def test_merged_ranges_against_float64(count: int, dim: int) -> None:
     torch.testing.assert_close(out.cpu().double(), expected, rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(merged.cpu().double(), sums.logsumexp(1), rtol=1e-6, atol=2e-6)
     alone = (rows >= 0).sum(1) == 1
-    assert torch.equal(out.cpu()[alone], partial[rows[alone, 0].long()]), "one range is returned as it is"
+    assert torch.equal(out.cpu()[alone], partial[rows[alone, 0].long()]), (
+        "one range is returned as it is"
+    )
 
 
 def test_control_a_range_left_out_is_seen() -> None:
@@ -83,10 +87,13 @@ def test_outputs_of_a_decoding_step(batch: int) -> None:
     turn = torch.tensor([7], device="cuda")
     steps = [(torch.randint(1, 50_000, (batch,)), torch.randn(batch)) for _ in range(3)]
     for tokens, logprobs in steps:
-        decode_outputs(tokens.cuda(), logprobs.cuda(), rows.cuda(), newest, host_tokens, host_logprobs, turn)
+        decode_outputs(
+            tokens.cuda(), logprobs.cuda(), rows.cuda(), newest, host_tokens, host_logprobs, turn
+        )
     torch.cuda.synchronize()
     assert turn.item() % 2 == 0, "the place of the next step"
-    for place, (tokens, logprobs) in ((0, steps[1]), (1, steps[2])):  # the third takes the first's place
+    # the third takes the first's place
+    for place, (tokens, logprobs) in ((0, steps[1]), (1, steps[2])):
         assert torch.equal(host_tokens[place, :batch], tokens)
         assert torch.equal(host_logprobs[place, :batch], logprobs)
     assert (host_tokens[:, batch:] == -5).all()

@@ -1,4 +1,6 @@
-"""The microscope in bfloat16: faults planted in the engine found through its graphs, hashes as those of eager steps."""
+"""The microscope in bfloat16: faults planted in the engine found through its graphs, hashes as
+those of eager steps.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.diagnose.kernel_identity import kernels_of
 from spmd_rl.microscope.page.report import Replay, examine
 from spmd_rl.microscope.replay.case import Case, Replayed
-from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePath
-from spmd_rl.microscope.replay.forward_pass import TrainerPath, load_model
+from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePass
+from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.model.spec import ModelSpec
@@ -51,8 +53,8 @@ def case(folder: Path) -> Case:
 
 
 @pytest.fixture(scope="module")
-def trainer(folder: Path) -> TrainerPath:
-    return TrainerPath(load_model(folder, torch.bfloat16, DEVICE))
+def trainer(folder: Path) -> TrainerPass:
+    return TrainerPass(load_model(folder, torch.bfloat16, DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,37 +66,55 @@ def test_hashes_are_those_of_the_cpu(dtype: torch.dtype, columns: int) -> None:
     assert torch.equal(row_hashes(x[1:-1].t().contiguous().t()).cpu(), row_hashes(x.cpu())[1:-1])
 
 
-def test_engine_and_trainer_agree_in_every_op(folder: Path, case: Case, trainer: TrainerPath) -> None:
+def test_engine_and_trainer_agree_in_every_op(
+    folder: Path, case: Case, trainer: TrainerPass
+) -> None:
     path = mismatch.engine(folder)
     comparison = compare(path, trainer, case)
     assert comparison.findings == ()
     assert path.facts["recorded graphs"] >= 4
-    seen = {"q_proj", "k_proj", "v_proj", "q", "k", "v", "attention", "act", "down_proj", "logits", "logprob"}
+    seen = {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "q",
+        "k",
+        "v",
+        "attention",
+        "act",
+        "down_proj",
+        "logits",
+        "logprob",
+    }
     assert {point.op for point in comparison.points} >= seen
 
 
 def test_the_drawing_op_is_seen_where_no_token_is_drawn_as_recorded(
-    folder: Path, case: Case, trainer: TrainerPath
+    folder: Path, case: Case, trainer: TrainerPass
 ) -> None:
     path = mismatch.engine(folder)
-    path.draw = lambda *rest, **filters: (lambda drawn, own: (drawn, own + 1))(*sample_and_score(*rest, **filters))
+    path.draw = lambda *rest, **filters: (lambda drawn, own: (drawn, own + 1))(
+        *sample_and_score(*rest, **filters)
+    )
     comparison = compare(path, trainer, case)
     scored = sum(len(one.response) for one in case.sequences)
-    assert [(one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows] == [
-        ("logprob", scored)
-    ]
+    assert [
+        (one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows
+    ] == [("logprob", scored)]
     assert path.facts[OWN_DRAWS] < scored / 4
 
 
-def test_the_head_of_a_trainer_that_recomputes_all_agrees(folder: Path, case: Case, trainer: TrainerPath) -> None:
-    alike = TrainerPath(trainer.model, recompute="all", logit_rows=64)
+def test_the_head_of_a_trainer_that_recomputes_all_agrees(
+    folder: Path, case: Case, trainer: TrainerPass
+) -> None:
+    alike = TrainerPass(trainer.model, recompute="all", logit_rows=64)
     assert compare(mismatch.engine(folder), alike, case).findings == ()
 
 
 def test_automatic_splits_where_flash_attention_does_not_run(folder: Path, case: Case) -> None:
     """No bits are promised there, so beside the same engine without."""
     cfg = EngineConfig(max_batch=64, max_step_tokens=512)
-    path, plain = (EnginePath(load_model(folder, torch.float32, DEVICE), cfg) for _ in range(2))
+    path, plain = (EnginePass(load_model(folder, torch.float32, DEVICE), cfg) for _ in range(2))
     plant("auto-splits", path)
     first = compare(path, plain, case).first
     assert first is not None
@@ -103,7 +123,9 @@ def test_automatic_splits_where_flash_attention_does_not_run(folder: Path, case:
 
 
 @pytest.mark.parametrize("fault", mismatch.EXPECTED)
-def test_a_planted_fault_is_found_where_it_is(folder: Path, case: Case, trainer: TrainerPath, fault: str) -> None:
+def test_a_planted_fault_is_found_where_it_is(
+    folder: Path, case: Case, trainer: TrainerPass, fault: str
+) -> None:
     path = mismatch.engine(folder)
     plant(fault, path)
     comparison = compare(path, trainer, case)
@@ -111,7 +133,11 @@ def test_a_planted_fault_is_found_where_it_is(folder: Path, case: Case, trainer:
     assert str(comparison.first.point) == mismatch.EXPECTED[fault].format(middle=MIDDLE)
     introduced = {one.point.op for one in comparison.findings if one.status == "introduced"}
     assert introduced == {comparison.first.point.op} | mismatch.ALSO.get(fault, set())
-    assert all(one.status == "equal" for one in comparison.findings if one.point.place < comparison.first.point.place)
+    assert all(
+        one.status == "equal"
+        for one in comparison.findings
+        if one.point.place < comparison.first.point.place
+    )
     assert path.facts["recorded graphs"] >= 4
 
 
@@ -120,11 +146,15 @@ def test_a_planted_fault_is_found_where_it_is(folder: Path, case: Case, trainer:
     [
         ("split-k-qkv", "q_proj", "K summed in 2 parts"),
         ("split-k-qkv", "v_proj", "K summed in 2 parts"),
-        ("split-k-gate-up", "act", "K summed in 2 parts, then float32 inside with one rounding, the contract's"),
+        (
+            "split-k-gate-up",
+            "act",
+            "K summed in 2 parts, then float32 inside with one rounding, the contract's",
+        ),
     ],
 )
 def test_the_arithmetic_of_a_joined_product_is_named(
-    folder: Path, case: Case, trainer: TrainerPath, fault: str, op: str, says: str
+    folder: Path, case: Case, trainer: TrainerPass, fault: str, op: str, says: str
 ) -> None:
     path = mismatch.engine(folder)
     plant(fault, path)
@@ -134,7 +164,9 @@ def test_the_arithmetic_of_a_joined_product_is_named(
     assert "the contract's" in cause.right.matches[0].says
 
 
-def test_a_log_prob_is_explained_on_both_sides(folder: Path, case: Case, trainer: TrainerPath) -> None:
+def test_a_log_prob_is_explained_on_both_sides(
+    folder: Path, case: Case, trainer: TrainerPass
+) -> None:
     path = mismatch.engine(folder)
     plant("library-logprob", path)
     found = examine(Replay(case, path, trainer, str(folder)))
@@ -174,13 +206,21 @@ def test_hashes_from_recorded_graphs_are_those_of_eager_steps(folder: Path, case
         seen = (hashes != 0) & (tables[False][point] != 0)
         scored = sum(len(one.response) for one in case.sequences)
         at_least = 200 if point.op in ("gate_proj", "up_proj") else 900
-        assert seen[:-1].sum() == scored if point.op in ("logits", "logprob") else seen[:-1].sum() > at_least
+        assert (
+            seen[:-1].sum() == scored
+            if point.op in ("logits", "logprob")
+            else seen[:-1].sum() > at_least
+        )
         assert torch.equal(hashes[seen], tables[False][point][seen]), str(point)
 
 
-def test_splits_on_one_side_are_named_and_on_both_agree(folder: Path, case: Case, trainer: TrainerPath) -> None:
-    path = EnginePath(load_model(folder, torch.bfloat16, DEVICE), EngineConfig(max_batch=64, attention_split=128))
-    alike = TrainerPath(trainer.model, attention_split=128)
+def test_splits_on_one_side_are_named_and_on_both_agree(
+    folder: Path, case: Case, trainer: TrainerPass
+) -> None:
+    path = EnginePass(
+        load_model(folder, torch.bfloat16, DEVICE), EngineConfig(max_batch=64, attention_split=128)
+    )
+    alike = TrainerPass(trainer.model, attention_split=128)
     assert compare(path, alike, case).findings == ()
     found = examine(Replay(case, path, trainer, str(folder)))
     point, cause = next(iter(found.causes.items()))
@@ -189,7 +229,7 @@ def test_splits_on_one_side_are_named_and_on_both_agree(folder: Path, case: Case
     assert sum(match.rows for match in cause.left.matches) == cause.right.matches[0].rows
 
 
-def test_a_small_cache_preempts_and_changes_no_bit(folder: Path, trainer: TrainerPath) -> None:
+def test_a_small_cache_preempts_and_changes_no_bit(folder: Path, trainer: TrainerPass) -> None:
     path, rng = mismatch.engine(folder), np.random.default_rng(0)
     path.cfg = replace(path.cfg, num_pages=20)
     prompt = rng.integers(2, 30000, 150)
@@ -200,28 +240,37 @@ def test_a_small_cache_preempts_and_changes_no_bit(folder: Path, trainer: Traine
     assert path.troubles == []
 
 
-def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: TrainerPath) -> None:
-    """With the weights that drew the samples, a replay draws every token as recorded, and sees the draw's log-probs."""
+def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: TrainerPass) -> None:
+    """With the weights that drew the samples, a replay draws every token as recorded, and sees the
+    draw's log-probs.
+    """
     path = mismatch.engine(folder)
     engine = NativeEngine(path.model, path.cfg, DEVICE)
     engine.new_version(0)
-    prompt, sampling = np.arange(2, 90, dtype=np.int32), SamplingConfig(max_tokens=40, seed=5, ignore_eos=True)
+    prompt, sampling = (
+        np.arange(2, 90, dtype=np.int32),
+        SamplingConfig(max_tokens=40, seed=5, ignore_eos=True),
+    )
     for index in range(6):
         engine.submit(Request(3, index, prompt, sampling))
     samples: list[Sample] = []
     while engine.has_work:
         samples += engine.step().finished
-    drawn = [Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index)) for one in samples]
+    drawn = [
+        Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index)) for one in samples
+    ]
     case = Case(tuple(drawn))
     assert compare(path, trainer, case).findings == ()
     assert path.facts[OWN_DRAWS] == 6 * 40
     path.draw = _wrong_when_drawn
     comparison = compare(path, trainer, case)
-    assert [(one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows] == [
-        ("logprob", 6 * 40)
-    ]
+    assert [
+        (one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows
+    ] == [("logprob", 6 * 40)]
 
 
-def _wrong_when_drawn(*rest: Any, given: Tensor | None = None, **filters: Any) -> tuple[Tensor, Tensor]:
+def _wrong_when_drawn(
+    *rest: Any, given: Tensor | None = None, **filters: Any
+) -> tuple[Tensor, Tensor]:
     tokens, logprobs = sample_and_score(*rest, given=given, **filters)
     return tokens, logprobs + 1 if given is None else logprobs

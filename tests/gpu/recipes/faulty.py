@@ -1,4 +1,6 @@
-"""The shipped recipe `grpo` with an engine whose middle layer sums K in two parts; the trainer's does not."""
+"""The shipped recipe `grpo` with an engine whose middle layer sums K in two parts; the trainer's
+does not.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ __all__ = ["Config", "Faulty", "check", "main"]
 
 
 class Faulty(rl.Rollout):
-    def __init__(self, cfg: rl.EngineConfig, place: Any) -> None:
-        super().__init__(cfg, place)
+    def __init__(self, cfg: rl.EngineConfig, context: Any) -> None:
+        super().__init__(cfg, context)
         from spmd_rl.microscope.diagnose.faults import split_k
 
         split_k(cast(Any, self.engine))  # it asks for no more than a model

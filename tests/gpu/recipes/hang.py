@@ -1,4 +1,6 @@
-"""A recipe in which one rank does not come to a collective on GPUs that the other is in, for test_two_gpus.py."""
+"""A recipe in which one rank does not come to a collective on GPUs that the other is in, for
+test_two_gpus.py.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ class Actor(rl.Role):
     def sum_twice(self) -> None:
         """The last rank comes to the first sum, and never to the second."""
         self._sum()
-        if self.place.rank == self.place.size - 1:
+        if self.context.rank == self.context.size - 1:
             Path(f"{self.cfg.run.name}.alone").touch()
             if self.cfg.how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -33,8 +35,8 @@ class Actor(rl.Role):
         import torch
         import torch.distributed as dist
 
-        numbers = torch.ones(1 << 20, device=self.place.device)
-        dist.all_reduce(numbers, group=self.place.group)
+        numbers = torch.ones(1 << 20, device=self.context.device)
+        dist.all_reduce(numbers, group=self.context.group)
         numbers[0].item()  # waits
 
 

@@ -1,5 +1,5 @@
-"""Small runs, one or two ranks on GPUs, alike but for what a test says; several at a time. What they compute in is left
-to the machine."""
+"""Small runs, one or two ranks on GPUs, alike but for what a test says; several at a time. What
+they compute in is left to the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.system.kill_resume import EXAMPLE, MODES, SMALL, Run
 
 T = TypeVar("T")
 
-# head size 64, four query heads a key-value head: without `deterministic`, their gradients are added in any order
+# head size 64, four query heads a key-value head: without `deterministic`, their gradients are
+# added in any order
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -57,8 +58,15 @@ def together(tasks: Mapping[str, Callable[[], T]]) -> dict[str, T]:
 def proof(run: Run) -> list[tuple[int, int]]:
     """Compared and mismatched tokens of each step."""
     rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return [(int(row["onpolicy/compared_tokens"]), int(row["onpolicy/mismatched_tokens"])) for row in rows]
+    return [
+        (int(row["onpolicy/compared_tokens"]), int(row["onpolicy/mismatched_tokens"]))
+        for row in rows
+    ]
 
 
 ONE_GPU = {"sync": ["grpo", "--nproc=1"], "async": ["grpo_async", "--nproc=1"]}
-TWO_GPUS = {"sharded": MODES["sharded"], "split": ["grpo", "--nproc=2", *DISJOINT], "async": MODES["async"]}
+TWO_GPUS = {
+    "sharded": MODES["sharded"],
+    "split": ["grpo", "--nproc=2", *DISJOINT],
+    "async": MODES["async"],
+}

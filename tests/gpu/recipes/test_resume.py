@@ -1,4 +1,6 @@
-"""Runs on one GPU that end in the same bits, whether nobody disturbed them, or they were stopped or killed."""
+"""Runs on one GPU that end in the same bits, whether nobody disturbed them, or they were stopped or
+killed.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,13 @@ def disturbed(folder: Path, whole: dict[str, Run]) -> dict[str, Run]:
 
 @pytest.mark.parametrize("mode", list(ONE_GPU))
 @pytest.mark.parametrize("how", ["stopped", "killed"])
-def test_goes_on_bit_for_bit(whole: dict[str, Run], disturbed: dict[str, Run], mode: str, how: str) -> None:
+def test_goes_on_bit_for_bit(
+    whole: dict[str, Run], disturbed: dict[str, Run], mode: str, how: str
+) -> None:
     expected, run = Outcome.of(whole[mode].folder), disturbed[f"{mode} {how}"]
-    assert len({row["train/loss"] for row in expected.metrics}) == 5, "nothing was learned, so nothing can be lost"
+    assert len({row["train/loss"] for row in expected.metrics}) == 5, (
+        "nothing was learned, so nothing can be lost"
+    )
     assert differences(expected, Outcome.of(run.folder)) == []
     if how == "stopped":
         assert "resuming at step" in run.output
@@ -75,7 +81,9 @@ def test_the_same_command_twice(whole: dict[str, Run]) -> None:
 
 def test_another_seed_ends_elsewhere(whole: dict[str, Run]) -> None:
     """The negative control."""
-    assert Outcome.of(whole["other seed"].folder).weights != Outcome.of(whole["sync"].folder).weights
+    assert (
+        Outcome.of(whole["other seed"].folder).weights != Outcome.of(whole["sync"].folder).weights
+    )
 
 
 def test_no_token_is_unequal(whole: dict[str, Run]) -> None:

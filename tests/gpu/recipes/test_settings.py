@@ -1,4 +1,6 @@
-"""No token is unequal under other settings of the trainer and of attention; with a fault in the engine many are."""
+"""No token is unequal under other settings of the trainer and of attention; with a fault in the
+engine many are.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,16 @@ from tests.system.kill_resume import Run
 pytestmark = pytest.mark.timeout(400)
 
 SETTINGS = {
-    "recomputed whole, in two optimizer steps": ["--trainer.recompute=all", "--trainer.minibatches=2"],
+    "recomputed whole, in two optimizer steps": [
+        "--trainer.recompute=all",
+        "--trainer.minibatches=2",
+    ],
     "recomputed where cheap, attention in splits": [
-        *("--trainer.recompute=cheap", "--trainer.attention_split=128", "--engine.attention_split=128"),
+        *(
+            "--trainer.recompute=cheap",
+            "--trainer.attention_split=128",
+            "--engine.attention_split=128",
+        ),
     ],
 }
 BLOCKS = "heads of 80, which FlashAttention-4 does not take"
@@ -26,8 +35,14 @@ FAULTY = "one product of the engine sums K in two parts"
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, Run]:
-    found = {what: new_run(folder, f"r{n}", ONE_GPU["sync"], *more) for n, (what, more) in enumerate(SETTINGS.items())}
-    own = [f"--model={write_model(folder / 'heads of 80', head_dim=80)}", "--trainer.deterministic=false"]
+    found = {
+        what: new_run(folder, f"r{n}", ONE_GPU["sync"], *more)
+        for n, (what, more) in enumerate(SETTINGS.items())
+    }
+    own = [
+        f"--model={write_model(folder / 'heads of 80', head_dim=80)}",
+        "--trainer.deterministic=false",
+    ]
     found[BLOCKS] = new_run(folder, "blocks", ONE_GPU["sync"], *own)
     found[FAULTY] = new_run(folder, "faulty", ["tests.gpu.recipes.faulty", "--nproc=1"])
     together({what: run.finish for what, run in found.items()})
@@ -54,7 +69,9 @@ def test_our_own_attention_promises_equal_bits_too(runs: dict[str, Run]) -> None
         (["--right=transformers"], 1, "transformers ran", "engine-transformers"),
     ],
 )
-def test_the_microscope_replays_a_run(runs: dict[str, Run], words: list[str], code: int, said: str, kept: str) -> None:
+def test_the_microscope_replays_a_run(
+    runs: dict[str, Run], words: list[str], code: int, said: str, kept: str
+) -> None:
     run = runs["recomputed where cheap, attention in splits"]
     command = [*run.command[:-1], "mismatch", str(run.folder), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -1,4 +1,6 @@
-"""Two GPUs: whole runs on every split, resumed on fewer ranks, and a collective that one of them does not come to."""
+"""Two GPUs: whole runs on every split, resumed on fewer ranks, and a collective that one of them
+does not come to.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,21 @@ class Hang:
     def sums(self, rank: int) -> list[dict[str, Any]]:
         """The sums on GPUs that a rank has entered, as NCCL's flight record has them."""
         record = json.loads((self.run.folder / f"stacks/rank_{rank}.collectives.json").read_text())
-        return [entry for entry in record["nccl"]["entries"] if entry["profiling_name"] == "nccl:all_reduce"]
+        return [
+            entry
+            for entry in record["nccl"]["entries"]
+            if entry["profiling_name"] == "nccl:all_reduce"
+        ]
 
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
     """Everything at once: what the tests below look at."""
     modes = {**TWO_GPUS, "alone": ONE_GPU["sync"]}
-    runs = {mode: new_run(folder, mode, words, "--run.keep_checkpoints=9") for mode, words in modes.items()}
+    runs = {
+        mode: new_run(folder, mode, words, "--run.keep_checkpoints=9")
+        for mode, words in modes.items()
+    }
     tasks: dict[str, Callable[[], Any]] = {name: run.finish for name, run in runs.items()}
     tasks |= {how: lambda how=how: Hang(folder, how) for how in LIMITS}
     found = together(tasks)
@@ -87,7 +96,9 @@ def test_no_token_is_unequal(done: dict[str, Any], mode: str) -> None:
     assert broken_promises(done["runs"][mode].folder) == []
     for step, (compared, mismatched) in enumerate(proof(done["runs"][mode])):
         assert mismatched == 0
-        assert compared > 1000 or (mode == "async" and step > 0), "one step ahead, tokens are of the weights before"
+        assert compared > 1000 or (mode == "async" and step > 0), (
+            "one step ahead, tokens are of the weights before"
+        )
 
 
 def test_a_rank_for_each_role_gives_what_one_rank_gives(done: dict[str, Any]) -> None:
@@ -105,10 +116,14 @@ def test_killed_with_sharded_weights(done: dict[str, Any]) -> None:
 
 def test_two_ranks_then_one(done: dict[str, Any]) -> None:
     run: Run = done["fewer"]
-    assert ": not bit for bit as it would have gone on (trainer from fsdp=2 to one rank)" in run.output
+    assert (
+        ": not bit for bit as it would have gone on (trainer from fsdp=2 to one rank)" in run.output
+    )
     assert [mismatched for _, mismatched in proof(run)] == [0] * 5
     steps, expected = Outcome.of(run.folder).metrics, done["sharded"].metrics
-    assert steps[CUT]["reward/mean"] == expected[CUT]["reward/mean"], "the weights are the same, only sums change"
+    assert steps[CUT]["reward/mean"] == expected[CUT]["reward/mean"], (
+        "the weights are the same, only sums change"
+    )
 
 
 @pytest.mark.parametrize("how", list(LIMITS))
@@ -119,7 +134,10 @@ def test_a_rank_that_stays_away_from_a_collective(done: dict[str, Any], how: str
     if how == "sleep":
         assert "no answer from rank 0 (host " in sentence
         assert ", rank 1 (host " in sentence
-        assert " in sum_twice, in actor.sum_twice (phase train) after 8.0 s; the stacks of all ranks" in sentence
+        assert (
+            " in sum_twice, in actor.sum_twice (phase train) after 8.0 s; the stacks of all ranks"
+            in sentence
+        )
         assert "threading.Event().wait()" in hang.stacks(1)
         assert len(hang.sums(1)) == 1
     else:
@@ -130,4 +148,6 @@ def test_a_rank_that_stays_away_from_a_collective(done: dict[str, Any], how: str
     entered = hang.sums(0)
     assert len(entered) == 2, "rank 0 is in a sum that rank 1 never entered"
     assert [entry["state"] == "completed" for entry in entered] == [True, False]
-    assert entered[1]["timeout_ms"] == COLLECTIVE_TIMEOUT.total_seconds() * 1000, "NCCL does not end whoever waits"
+    assert entered[1]["timeout_ms"] == COLLECTIVE_TIMEOUT.total_seconds() * 1000, (
+        "NCCL does not end whoever waits"
+    )

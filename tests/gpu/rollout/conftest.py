@@ -1,4 +1,6 @@
-"""What the tests of the engine's graphs share: the model, and the samples that every schedule must give."""
+"""What the tests of the engine's graphs share: the model, and the samples that every schedule must
+give.
+"""
 
 from __future__ import annotations
 

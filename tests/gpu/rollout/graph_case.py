@@ -1,4 +1,6 @@
-"""A small model, requests that end, stop and wait at every turn, and engines for them, for the tests of this folder."""
+"""A small model, requests that end, stop and wait at every turn, and engines for them, for the
+tests of this folder.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,12 @@ def workload() -> list[Request]:
             uid,
             index,
             stem[: 1 + 37 * uid % 300],
-            SamplingConfig(max_tokens=int(rng.integers(1, 200)), seed=3, ignore_eos=True, **kinds[uid % len(kinds)]),
+            SamplingConfig(
+                max_tokens=int(rng.integers(1, 200)),
+                seed=3,
+                ignore_eos=True,
+                **kinds[uid % len(kinds)],
+            ),
         )
         for uid in range(12)
         for index in range(4)

@@ -1,4 +1,6 @@
-"""Decoding as CUDA graphs: the same samples as step by step, whatever joins, ends, stops, waits or sleeps."""
+"""Decoding as CUDA graphs: the same samples as step by step, whatever joins, ends, stops, waits or
+sleeps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
-from spmd_rl.rollout.native.graph_inputs import Staged
+from spmd_rl.rollout.native.graph_inputs import GraphInputs
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
 from tests.samples import Samples, finish
 
@@ -27,7 +29,9 @@ from tests.samples import Samples, finish
     ],
     ids=["usual", "all at once", "few at a time", "small pages", "pages of one token"],
 )
-def test_graphs_give_the_samples_of_single_steps(model: CausalLM, alone: Samples, cfg: dict) -> None:
+def test_graphs_give_the_samples_of_single_steps(
+    model: CausalLM, alone: Samples, cfg: dict
+) -> None:
     engine = new_engine(model, **cfg)
     assert unequal(finish(engine, workload()), alone) == 0
     assert {sample.finish for sample in alone.values()} == {"stop", "length"}
@@ -35,7 +39,9 @@ def test_graphs_give_the_samples_of_single_steps(model: CausalLM, alone: Samples
 
 
 def test_an_engine_let_go_of_frees_its_memory(model: CausalLM) -> None:
-    """After another one, since importing and compiling kernels leaves cycles with the frames that called for it."""
+    """After another one, since importing and compiling kernels leaves cycles with the frames that
+    called for it.
+    """
     finish(new_engine(model), workload()[:4])
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -51,21 +57,32 @@ def test_an_engine_let_go_of_frees_its_memory(model: CausalLM) -> None:
 
 
 def test_attention_in_splits(model: CausalLM, alone: Samples) -> None:
-    """The same samples from graphs and step by step, the trainer's log-probs, and not the samples without splits."""
+    """The same samples from graphs and step by step, the trainer's log-probs, and not the samples
+    without splits.
+    """
     split, requests = 128, workload()
     samples = finish(new_engine(model, attention_split=split), requests)
     assert (
-        unequal(samples, finish(new_engine(model, attention_split=split, cuda_graphs=False, max_batch=2), requests))
+        unequal(
+            samples,
+            finish(
+                new_engine(model, attention_split=split, cuda_graphs=False, max_batch=2), requests
+            ),
+        )
         == 0
     )
     assert unequal(samples, alone) > 0
     for request in requests:
         sample = samples[request.uid, request.index]
         tokens = torch.from_numpy(np.concatenate([request.prompt, sample.tokens])).long().to(DEVICE)
-        attend = PackedAttention(np.array([len(tokens)]), num_heads=8, num_kv_heads=4, device=DEVICE, split=split)
+        attend = PackedAttention(
+            np.array([len(tokens)]), num_heads=8, num_kv_heads=4, device=DEVICE, split=split
+        )
         scored = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)
         logits = model(tokens, torch.arange(len(tokens), device=DEVICE), attend, scored)
-        inverse = torch.full((len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE)
+        inverse = torch.full(
+            (len(scored),), np.float32(1) / np.float32(sample.temperature), device=DEVICE
+        )
         logprobs, _ = token_logprobs(logits, tokens[scored + 1], inverse)
         assert logprobs.cpu().numpy().tobytes() == sample.logprobs.tobytes()
 
@@ -87,9 +104,9 @@ def poisoned(model: CausalLM, token: int) -> CausalLM:
 
 
 def fill_up_with(token: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
-    """Rows and tokens that a recorded step has room for get `token`; returns how many, of each decoding step and of
-    each upload of prompts."""
-    launch, upload = DecodeGraphs.launch, Staged.upload
+    """Rows and tokens that a recorded step has room for get `token`; returns how many, of each
+    decoding step and of each upload of prompts."""
+    launch, upload = DecodeGraphs.launch, GraphInputs.upload
     of_decoding: list[int] = []
     of_prompts: list[int] = []
 
@@ -98,18 +115,22 @@ def fill_up_with(token: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int]
         of_decoding.append(min(size for size in graphs._sizes if size >= len(rows)) - len(rows))
         return launch(graphs, rows)
 
-    def uploads(staged: Staged, arrays: dict[str, np.ndarray], padding: dict[str, float]) -> None:
+    def uploads(
+        staged: GraphInputs, arrays: dict[str, np.ndarray], padding: dict[str, float]
+    ) -> None:
         if "tokens" in arrays:
             of_prompts.append(len(staged.tensors["tokens"]) - len(arrays["tokens"]))
             padding = padding | {"tokens": token}
         upload(staged, arrays, padding)
 
     monkeypatch.setattr(DecodeGraphs, "launch", launches)
-    monkeypatch.setattr(Staged, "upload", uploads)
+    monkeypatch.setattr(GraphInputs, "upload", uploads)
     return of_decoding, of_prompts
 
 
-def test_what_fills_a_step_up_may_be_nan(model: CausalLM, alone: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fills_a_step_up_may_be_nan(
+    model: CausalLM, alone: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used = [sample.tokens for sample in alone.values()] + [request.prompt for request in workload()]
     unused = int(np.setdiff1d(np.arange(SPEC.vocab_size), np.concatenate(used))[0])
     of_decoding, of_prompts = fill_up_with(unused, monkeypatch)
@@ -128,7 +149,9 @@ def test_control_a_sequence_may_not_be_nan(model: CausalLM, alone: Samples) -> N
 
 
 def test_graphs_outlive_a_sleep(model: CausalLM, alone: Samples) -> None:
-    """The memory goes and comes back at the same address, with other content; requests in flight go on."""
+    """The memory goes and comes back at the same address, with other content; requests in flight go
+    on.
+    """
     engine = new_engine(model)
     first = finish(engine, workload())
     recorded = engine.stats()["num_graphs"]
@@ -164,7 +187,14 @@ def test_abort_and_resume_between_steps(model: CausalLM, alone: Samples) -> None
     assert unequal(samples | finish(engine, resumed), alone) == 0
 
 
-def test_control_stale_newest_token_is_seen(model: CausalLM, alone: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the tokens that prompts' steps drew, the first replay reads what an earlier row left there."""
-    monkeypatch.setattr("spmd_rl.rollout.native.decode_graphs.DecodeGraphs.remember", lambda self, rows, tokens: None)
+def test_control_stale_newest_token_is_seen(
+    model: CausalLM, alone: Samples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the tokens that prompts' steps drew, the first replay reads what an earlier row left
+    there.
+    """
+    monkeypatch.setattr(
+        "spmd_rl.rollout.native.decode_graphs.DecodeGraphs.remember",
+        lambda self, rows, tokens: None,
+    )
     assert unequal(finish(new_engine(model), workload()), alone) > 0

@@ -1,4 +1,6 @@
-"""New weights in mid-flight: a token has the log-prob that the weights it is labelled with give the whole history."""
+"""New weights in mid-flight: a token has the log-prob that the weights it is labelled with give the
+whole history.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def models() -> dict[int, CausalLM]:
 def requests(first_uid: int = 0) -> list[Request]:
     """Three samples of each prompt; prompts begin alike, over several pages."""
     stem = np.random.default_rng(2).integers(2, SPEC.vocab_size, 300).astype(np.int32)
-    kinds = [{}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 50, "top_p": 0.9}, {"temperature": 0.0}]
+    kinds = [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 50, "top_p": 0.9},
+        {"temperature": 0.0},
+    ]
     return [
         Request(
             first_uid + uid,
@@ -74,11 +81,16 @@ def scored(model: CausalLM, request: Request, sample: Sample) -> NDArray[np.floa
     """The log-probs of the training forward, each token's from the whole history before it."""
     tokens = torch.from_numpy(np.concatenate([request.prompt, sample.tokens])).long().to(DEVICE)
     attend = PackedAttention(
-        np.array([len(tokens)]), num_heads=SPEC.num_heads, num_kv_heads=SPEC.num_kv_heads, device=DEVICE
+        np.array([len(tokens)]),
+        num_heads=SPEC.num_heads,
+        num_kv_heads=SPEC.num_kv_heads,
+        device=DEVICE,
     )
     rows = torch.arange(len(request.prompt) - 1, len(tokens) - 1, device=DEVICE)
     logits = model(tokens, torch.arange(len(tokens), device=DEVICE), attend, rows)
-    inverse = torch.full((len(rows),), np.float32(1) / np.float32(sample.temperature), device=DEVICE)
+    inverse = torch.full(
+        (len(rows),), np.float32(1) / np.float32(sample.temperature), device=DEVICE
+    )
     return token_logprobs(logits, tokens[rows + 1], inverse)[0].cpu().numpy()
 
 
@@ -93,7 +105,9 @@ def mismatched(model: CausalLM, wanted: list[Request], samples: Samples, version
 
 
 @pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
-def test_each_token_carries_the_logprob_of_its_version(models: dict[int, CausalLM], cfg: dict) -> None:
+def test_each_token_carries_the_logprob_of_its_version(
+    models: dict[int, CausalLM], cfg: dict
+) -> None:
     """Scored with the other version's weights it does not: the comparison can tell them apart."""
     engine = in_flight(**cfg)
     recorded = engine.stats()["num_graphs"]

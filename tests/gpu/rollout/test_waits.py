@@ -13,8 +13,8 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.model_runner import Drawn, Steps
-from spmd_rl.rollout.native.prefill_graphs import PromptGraphs
+from spmd_rl.rollout.native.model_runner import Drawn, ModelRunner
+from spmd_rl.rollout.native.prefill_graphs import PrefillGraphs
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
 from tests.samples import Samples, finish
 
@@ -35,7 +35,9 @@ def decoding(model: CausalLM, num_rows: int, **cfg: object) -> NativeEngine:
     engine, rng = new_engine(model, page_size=16, num_pages=400, **cfg), np.random.default_rng(4)
     sampling = SamplingConfig(max_tokens=150, seed=3, ignore_eos=True)
     for uid in range(num_rows):
-        engine.submit(Request(uid, 0, rng.integers(2, SPEC.vocab_size, 40).astype(np.int32), sampling))
+        engine.submit(
+            Request(uid, 0, rng.integers(2, SPEC.vocab_size, 40).astype(np.int32), sampling)
+        )
     for _ in range(20):
         progress = engine.step()
     assert len(progress.tokens) == num_rows
@@ -53,8 +55,12 @@ def test_decoding_steps_do_not_synchronize(model: CausalLM) -> None:
     assert engine.stats()["num_graphs"] == recorded
 
 
-def test_steps_in_which_prompts_come_and_sequences_end_do_not_synchronize(model: CausalLM, alone: Samples) -> None:
-    """The second time, when all graphs are recorded. Half of the prompts wait until others stop or have all tokens."""
+def test_steps_in_which_prompts_come_and_sequences_end_do_not_synchronize(
+    model: CausalLM, alone: Samples
+) -> None:
+    """The second time, when all graphs are recorded. Half of the prompts wait until others stop or
+    have all tokens.
+    """
     engine, samples = new_engine(model), {}
     assert unequal(finish(engine, workload()), alone) == 0
     engine.new_version(1)  # nothing of the first time is found in the cache
@@ -78,13 +84,19 @@ def test_steps_in_which_prompts_come_and_sequences_end_do_not_synchronize(model:
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_a_step_waits_for_the_one_before(model: CausalLM, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_waits_for_the_one_before(
+    model: CausalLM, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By an event; without graphs, for what it has just launched: the control."""
-    engine, launch, arrays = decoding(model, 3, cuda_graphs=cuda_graphs), Steps.launch, Drawn.arrays
+    engine, launch, arrays = (
+        decoding(model, 3, cuda_graphs=cuda_graphs),
+        ModelRunner.launch,
+        Drawn.arrays,
+    )
     launched: list[Drawn] = []
     waited_for_newest: list[bool] = []
 
-    def launches(steps: Steps, *plan: object) -> Drawn:
+    def launches(steps: ModelRunner, *plan: object) -> Drawn:
         launched.append(launch(steps, *plan))
         return launched[-1]
 
@@ -92,14 +104,14 @@ def test_a_step_waits_for_the_one_before(model: CausalLM, cuda_graphs: bool, mon
         waited_for_newest.append(drawn is launched[-1])
         return arrays(drawn)
 
-    monkeypatch.setattr(Steps, "launch", launches)
+    monkeypatch.setattr(ModelRunner, "launch", launches)
     monkeypatch.setattr(Drawn, "arrays", waits)
     for _ in range(10):
         assert len(engine.step().tokens) == 3
     assert waited_for_newest == [not cuda_graphs] * 10
 
 
-@pytest.mark.parametrize(("graphs", "name"), [(DecodeGraphs, "launch"), (PromptGraphs, "hidden")])
+@pytest.mark.parametrize(("graphs", "name"), [(DecodeGraphs, "launch"), (PrefillGraphs, "hidden")])
 def test_control_a_wait_in_a_step_is_seen(
     model: CausalLM, graphs: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +124,7 @@ def test_control_a_wait_in_a_step_is_seen(
     with waiting_raises(), pytest.raises(RuntimeError, match="synchronizing"):
         one.item()
     monkeypatch.setattr(graphs, name, waits)
-    if graphs is PromptGraphs:
+    if graphs is PrefillGraphs:
         engine.submit(Request(3, 0, np.arange(2, 42, dtype=np.int32), SamplingConfig(max_tokens=9)))
     with waiting_raises(), pytest.raises(RuntimeError, match="synchronizing"):
         engine.step()

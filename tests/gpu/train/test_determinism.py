@@ -1,4 +1,6 @@
-"""The backward pass and the train step give the same bits again, where that was chosen; and where not, they do not."""
+"""The backward pass and the train step give the same bits again, where that was chosen; and where
+not, they do not.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,16 @@ def gradients(heads: int, kv_heads: int, dim: int, split: int = 0) -> list[Tenso
     total = int(LENGTHS.sum())
 
     def rows(count: int) -> Tensor:
-        return torch.randn(total, count, dim, device=DEVICE, generator=generator).bfloat16().requires_grad_()
+        return (
+            torch.randn(total, count, dim, device=DEVICE, generator=generator)
+            .bfloat16()
+            .requires_grad_()
+        )
 
     q, k, v = rows(heads), rows(kv_heads), rows(kv_heads)
-    out = PackedAttention(LENGTHS, num_heads=heads, num_kv_heads=kv_heads, device=DEVICE, split=split)(0, q, k, v)
+    out = PackedAttention(
+        LENGTHS, num_heads=heads, num_kv_heads=kv_heads, device=DEVICE, split=split
+    )(0, q, k, v)
     slope = torch.randn(out.shape, device=DEVICE, generator=generator).bfloat16()
     with company():
         return list(torch.autograd.grad(out, (q, k, v), slope))
@@ -54,12 +62,14 @@ def num_different(*shape: int) -> int:
     """Repetitions in which any gradient differs from the first one's."""
     first = gradients(*shape)
     return sum(
-        any(not torch.equal(a, b) for a, b in zip(first, gradients(*shape), strict=True)) for _ in range(REPEATS)
+        any(not torch.equal(a, b) for a, b in zip(first, gradients(*shape), strict=True))
+        for _ in range(REPEATS)
     )
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 4, 64), (8, 2, 32), (4, 2, 96)]
+    ("heads", "kv_heads", "dim"),
+    [(16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 4, 64), (8, 2, 32), (4, 2, 96)],
 )
 def test_attention_gives_the_same_gradients_again(heads: int, kv_heads: int, dim: int) -> None:
     with deterministic():

@@ -14,7 +14,12 @@ MakeGroup = Callable[..., Group]
 def make_group() -> MakeGroup:
     """A group from its rewards; sample i has `lengths[i]` tokens, all made by `version`."""
 
-    def make(rewards: Sequence[float], uid: int = 0, lengths: Sequence[int] | None = None, version: int = 0) -> Group:
+    def make(
+        rewards: Sequence[float],
+        uid: int = 0,
+        lengths: Sequence[int] | None = None,
+        version: int = 0,
+    ) -> Group:
         sizes = lengths or [3] * len(rewards)
         samples = [
             Sample(

@@ -20,7 +20,8 @@ REWARDS = arrays(np.float64, st.integers(2, 12), elements=st.floats(-5, 5))
 def _group(rewards: np.ndarray) -> Group:
     none = np.zeros(0, np.int32)
     samples = [
-        Sample(0, i, none, none.astype(np.float32), none, "stop", reward=float(r)) for i, r in enumerate(rewards)
+        Sample(0, i, none, none.astype(np.float32), none, "stop", reward=float(r))
+        for i, r in enumerate(rewards)
     ]
     return Group(Prompt(0, none), samples)
 
@@ -28,7 +29,9 @@ def _group(rewards: np.ndarray) -> Group:
 def test_by_hand(make_group) -> None:
     # Rewards 1 0 0 0: mean 1/4, squares 9/16 + 3/16 = 3/4, over G - 1 = 3 gives a std of 1/2.
     (values,) = group_advantage([make_group([1, 0, 0, 0])])
-    np.testing.assert_allclose(values, np.array([0.75, -0.25, -0.25, -0.25]) / (0.5 + 1e-6), rtol=1e-15)
+    np.testing.assert_allclose(
+        values, np.array([0.75, -0.25, -0.25, -0.25]) / (0.5 + 1e-6), rtol=1e-15
+    )
 
 
 def test_each_prompt_is_its_own_group_and_sizes_may_differ(make_group) -> None:
@@ -60,10 +63,13 @@ def test_a_reward_that_is_not_a_number_is_refused(make_group) -> None:
 @given(REWARDS)
 def test_grpo_against_its_definition(rewards: np.ndarray) -> None:
     (values,) = group_advantage([_group(rewards)])
-    exact = [Fraction(reward) for reward in rewards.tolist()]  # a rounded mean over 1e-6 would be no definition
+    # a rounded mean over 1e-6 would be no definition
+    exact = [Fraction(reward) for reward in rewards.tolist()]
     centred = [reward - sum(exact) / len(exact) for reward in exact]
     std = sqrt(sum(one * one for one in centred) / (len(exact) - 1))
-    np.testing.assert_allclose(values, [float(one) / (std + 1e-6) for one in centred], rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        values, [float(one) / (std + 1e-6) for one in centred], rtol=1e-9, atol=1e-9
+    )
 
 
 @given(REWARDS)
@@ -79,7 +85,9 @@ def test_without_std_advantages_are_centred_rewards(rewards: np.ndarray) -> None
     np.testing.assert_allclose(values, rewards - rewards.mean(), atol=1e-12)
 
 
-def test_a_group_goes_on_without_a_skipped_sample_and_an_emptied_one_teaches_nothing(make_group) -> None:
+def test_a_group_goes_on_without_a_skipped_sample_and_an_emptied_one_teaches_nothing(
+    make_group,
+) -> None:
     """A group that was meant to have a single sample is refused as ever."""
     left, emptied = make_group([1, 0, 0]), replace(make_group([], uid=1), skipped=["slow", "slow"])
     for estimate in (group_advantage, rloo_advantage):

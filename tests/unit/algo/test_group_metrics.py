@@ -33,8 +33,14 @@ def test_what_was_skipped_is_counted_and_in_no_statistic(make_group) -> None:
     emptied = replace(make_group([], uid=2), skipped=["slow", "slow"])
     part = replace(whole[0], skipped=["slow"])
     skipped = {"reward/skipped_samples": 3.0, "reward/skipped_groups": 1.0}
-    assert group_metrics([part, whole[1], emptied], version=0) == group_metrics(whole, version=0) | skipped
-    assert group_metrics([emptied], version=0) == {"reward/skipped_samples": 2.0, "reward/skipped_groups": 1.0}
+    assert (
+        group_metrics([part, whole[1], emptied], version=0)
+        == group_metrics(whole, version=0) | skipped
+    )
+    assert group_metrics([emptied], version=0) == {
+        "reward/skipped_samples": 2.0,
+        "reward/skipped_groups": 1.0,
+    }
 
 
 def test_no_groups_say_nothing() -> None:
@@ -45,7 +51,10 @@ def test_the_parts_of_a_reward_are_means_over_those_that_have_them(make_group) -
     group = make_group([1, 0, 0])
     parts = [{"reward": 1.0, "form": 1.0, "late": 4.0}, {"reward": 0.0, "form": 0.0}, {}]
     changed = [one.changed(parts=part) for one, part in zip(group.samples, parts, strict=True)]
-    got, plain = group_metrics([replace(group, samples=changed)], version=0), group_metrics([group], version=0)
+    got, plain = (
+        group_metrics([replace(group, samples=changed)], version=0),
+        group_metrics([group], version=0),
+    )
     assert got == plain | {"reward/form": 0.5, "reward/late": 4.0}
 
 

@@ -13,7 +13,9 @@ from spmd_rl.algo.losses import LossInput, checked, grpo_loss, sft_loss
 from spmd_rl.errors import ContractError
 
 
-def _inputs(lp: list[float], old: list[float], advantages: list[float], roll: list[float] | None = None) -> LossInput:
+def _inputs(
+    lp: list[float], old: list[float], advantages: list[float], roll: list[float] | None = None
+) -> LossInput:
     def tensor(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
@@ -65,9 +67,13 @@ def test_against_numpy_in_float64(tokens: list[tuple[float, ...]], low: float, h
     knobs = {"clip_low": low, "clip_high": high}
     ratio, engine_ratio = np.exp(lp - old), np.exp(lp - roll)
     np.testing.assert_allclose(grpo_loss(out, **knobs)[0].detach(), clipped(ratio), rtol=1e-12)
-    np.testing.assert_allclose(grpo_loss(out, **knobs, behaviour="roll")[0].detach(), clipped(engine_ratio), rtol=1e-12)
+    np.testing.assert_allclose(
+        grpo_loss(out, **knobs, behaviour="roll")[0].detach(), clipped(engine_ratio), rtol=1e-12
+    )
     weight = np.minimum(np.exp(old - roll), 2.0)
-    np.testing.assert_allclose(grpo_loss(out, **knobs, tis_cap=2.0)[0].detach(), weight * clipped(ratio), rtol=1e-12)
+    np.testing.assert_allclose(
+        grpo_loss(out, **knobs, tis_cap=2.0)[0].detach(), weight * clipped(ratio), rtol=1e-12
+    )
 
 
 def test_correcting_twice_is_refused() -> None:
@@ -95,13 +101,25 @@ def test_losses_take_an_empty_micro_batch() -> None:
 @pytest.mark.parametrize(
     ("loss", "problem"),
     [
-        (lambda out: (out.lp.sum(), {}), r"the loss as the shape \[\]: expected \[2\], a value for each token"),
-        (lambda out: (out.lp.mean(0, keepdim=True), {}), r"the loss as the shape \[1\]: expected \[2\]"),
+        (
+            lambda out: (out.lp.sum(), {}),
+            r"the loss as the shape \[\]: expected \[2\], a value for each token",
+        ),
+        (
+            lambda out: (out.lp.mean(0, keepdim=True), {}),
+            r"the loss as the shape \[1\]: expected \[2\]",
+        ),
         (lambda out: (out.lp, {"mine": out.lp.mean()}), r"mine as the shape \[\]: expected \[2\]"),
         (lambda out: (out.lp, {"mine": 0.5}), r"mine as a float: expected \[2\]"),
-        (lambda out: out.lp, "returned a Tensor: expected two things, the loss of each token and a dict"),
+        (
+            lambda out: out.lp,
+            "returned a Tensor: expected two things, the loss of each token and a dict",
+        ),
         (lambda out: (out.lp, out.lp), "returned a tuple: expected two things"),
-        (lambda out: (out.lp, {"ratio": out.lp}), "measures 'ratio', which the trainer has: choose another name"),
+        (
+            lambda out: (out.lp, {"ratio": out.lp}),
+            "measures 'ratio', which the trainer has: choose another name",
+        ),
         (lambda out: (out.lp, {"train/loss": out.lp}), "measures 'train/loss'"),
         (lambda out: (out.lp, {"onpolicy/k1": out.lp}), "measures 'onpolicy/k1'"),
     ],

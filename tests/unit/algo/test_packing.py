@@ -18,11 +18,21 @@ def _groups(lengths: list[list[int]]) -> list[Group]:
     def sample(uid: int, index: int, size: int) -> Sample:
         tokens = np.full(size, 10 * uid + index, np.int32)
         return Sample(
-            uid, index, tokens, -tokens.astype(np.float32), np.full(size, 3, np.int32), "stop", 0.7, reward=1.0
+            uid,
+            index,
+            tokens,
+            -tokens.astype(np.float32),
+            np.full(size, 3, np.int32),
+            "stop",
+            0.7,
+            reward=1.0,
         )
 
     return [
-        Group(Prompt(uid, np.arange(1 + uid, dtype=np.int32)), [sample(uid, i, size) for i, size in enumerate(sizes)])
+        Group(
+            Prompt(uid, np.arange(1 + uid, dtype=np.int32)),
+            [sample(uid, i, size) for i, size in enumerate(sizes)],
+        )
         for uid, sizes in enumerate(lengths)
     ]
 
@@ -73,7 +83,9 @@ def test_aggregations_are_their_definitions(lengths: list[list[int]], seed: int)
 
 
 @given(LENGTHS, st.integers(1, 5))
-def test_shards_hold_every_sequence_once_and_the_same_denominator(lengths: list[list[int]], num_shards: int) -> None:
+def test_shards_hold_every_sequence_once_and_the_same_denominator(
+    lengths: list[list[int]], num_shards: int
+) -> None:
     batch, _ = _batch(lengths, aggregation="sample")
     shards = batch.shard(num_shards)
     assert len(shards) == num_shards
@@ -81,15 +93,29 @@ def test_shards_hold_every_sequence_once_and_the_same_denominator(lengths: list[
     assert sorted(index.tolist()) == list(range(batch.num_sequences))
     assert {shard.denominator for shard in shards} == {batch.denominator}
     restored = batch.take(index)
-    for name in ("tokens", "mask", "weight", "advantages", "roll_logprobs", "versions", "lengths", "temperature"):
+    for name in (
+        "tokens",
+        "mask",
+        "weight",
+        "advantages",
+        "roll_logprobs",
+        "versions",
+        "lengths",
+        "temperature",
+    ):
         joined = np.concatenate([getattr(shard, name) for shard in shards])
         np.testing.assert_array_equal(joined, getattr(restored, name))
 
 
 @given(LENGTHS, st.integers(1, 5))
-def test_scores_of_shards_join_in_the_batch_s_order(lengths: list[list[int]], num_shards: int) -> None:
+def test_scores_of_shards_join_in_the_batch_s_order(
+    lengths: list[list[int]], num_shards: int
+) -> None:
     batch, _ = _batch(lengths)
-    parts = [Scores(-shard.tokens.astype(np.float32), shard.lengths, shard.index) for shard in batch.shard(num_shards)]
+    parts = [
+        Scores(-shard.tokens.astype(np.float32), shard.lengths, shard.index)
+        for shard in batch.shard(num_shards)
+    ]
     joined = Scores.join(parts)
     np.testing.assert_array_equal(joined.logprobs, -batch.tokens.astype(np.float32))
     np.testing.assert_array_equal(joined.lengths, batch.lengths)
@@ -125,7 +151,9 @@ def test_bad_requests_are_refused() -> None:
 
 def test_skipped_samples_leave_the_batch_that_the_others_make(make_group) -> None:
     whole, emptied = make_group([1, 0]), replace(make_group([], uid=1), skipped=["poisoned"])
-    alone, beside = (pack(groups, group_advantage(groups)) for groups in ([whole], [emptied, whole]))
+    alone, beside = (
+        pack(groups, group_advantage(groups)) for groups in ([whole], [emptied, whole])
+    )
     for entry in fields(alone):
         np.testing.assert_array_equal(getattr(alone, entry.name), getattr(beside, entry.name))
     with pytest.raises(DataError, match="no sample of this step could be graded: poisoned"):

@@ -23,7 +23,7 @@ from spmd_rl.kernels.linear.cublaslt import Shape, Way
 from spmd_rl.model import network
 from spmd_rl.rollout.native.step_plan import Counters
 from spmd_rl.train import learner
-from spmd_rl.train.metric_sums import Tally
+from spmd_rl.train.metric_sums import MetricSums
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("4B", 4.022), ("8B", 8.191)])
@@ -47,21 +47,27 @@ def test_what_the_proof_used_is_counted() -> None:
     ("other", "said"),
     [
         ({}, []),
-        ({"linear": "library, no promise"}, ["follow different numeric contracts: linear", "'library, no promise'"]),
+        (
+            {"linear": "library, no promise"},
+            ["follow different numeric contracts: linear", "'library, no promise'"],
+        ),
         (
             {"dtype": "torch.float32"},
             ["follow different numeric contracts: dtype", "rollout computes in torch.float32"],
         ),
     ],
 )
-def test_a_proof_without_a_promise_is_seen(tmp_path: Path, other: dict[str, str], said: list[str]) -> None:
+def test_a_proof_without_a_promise_is_seen(
+    tmp_path: Path, other: dict[str, str], said: list[str]
+) -> None:
     facts = {"dtype": "torch.bfloat16", "linear": "one ascending chain"}
     kept = followed({"trainer": facts, "rollout": facts | other})
     (tmp_path / FILE).write_text(json.dumps({"trainer->rollout": kept}))
     broken = broken_promises(tmp_path)
     assert len(broken) == len(said)
     assert all(
-        clause.startswith("trainer->rollout: ") and part in clause for clause, part in zip(broken, said, strict=True)
+        clause.startswith("trainer->rollout: ") and part in clause
+        for clause, part in zip(broken, said, strict=True)
     )
 
 
@@ -123,7 +129,11 @@ def test_products_are_those_of_the_network(tmp_path: Path, name: str) -> None:
 
     qkv, swiglu = [f"self_attn.{one}" for one in "qkv"], ["mlp.gate", "mlp.up"]
     products = decode_gemm.shapes()
-    assert {key.split()[1]: value[:2] for key, value in products.items() if key.startswith(f"Qwen3-{name} ")} == {
+    assert {
+        key.split()[1]: value[:2]
+        for key, value in products.items()
+        if key.startswith(f"Qwen3-{name} ")
+    } == {
         "q": shape(qkv[0]),
         "kv": shape(qkv[1]),
         "qkv": shape(*qkv),
@@ -133,19 +143,28 @@ def test_products_are_those_of_the_network(tmp_path: Path, name: str) -> None:
         "down": shape("mlp.down"),
         "lm_head": weights["model.embed_tokens.weight"],
     }
-    assert [decode_gemm.pack_rows(f"Qwen3-{name} {one}") for one in ("q", "lm_head")] == [16384, 2048]
+    assert [decode_gemm.pack_rows(f"Qwen3-{name} {one}") for one in ("q", "lm_head")] == [
+        16384,
+        2048,
+    ]
 
 
 def test_products_of_decoding_are_counted() -> None:
     def product(what: str, value: float, itself: float = 1.0) -> list[record.Row]:
         return [
             record.measured(f"{what}, {decode_gemm.ITSELF}", itself, ""),
-            record.compared(what, value, "us", peer="cuBLAS's best", peer_value=1, at_most=decode_gemm.BAR),
-            record.measured(f"{what}, {decode_gemm.FLOOR}", 1 / value, "", at_least=decode_gemm.FLOOR_BAR),
+            record.compared(
+                what, value, "us", peer="cuBLAS's best", peer_value=1, at_most=decode_gemm.BAR
+            ),
+            record.measured(
+                f"{what}, {decode_gemm.FLOOR}", 1 / value, "", at_least=decode_gemm.FLOOR_BAR
+            ),
             record.measured(f"{what}, {decode_gemm.WEIGHT_FLOOR}", 0.9 / value, ""),
         ]
 
-    rows = decode_gemm.summary([*product("a", 1.0), *product("b", 1.01), *product("c", 1.2, itself=1.015)])
+    rows = decode_gemm.summary(
+        [*product("a", 1.0), *product("b", 1.01), *product("c", 1.2, itself=1.015)]
+    )
     assert [(row.value, row.unit, row.holds) for row in rows] == [
         (1.0, "", None),
         (1.015, "", None),
@@ -182,7 +201,11 @@ def test_torch_operations_compute_what_ours_do() -> None:
         (network.qk_norm_rope(q, k, weight, weight, 1e-6, *rotary), paths.torch_norm_rope),
         (network.add_rms_norm(q, q, weight, 1e-6), paths.torch_add_norm),
     ):
-        given = (q, k, weight, weight, 1e-6, *rotary) if theirs is paths.torch_norm_rope else (q, q, weight, 1e-6)
+        given = (
+            (q, k, weight, weight, 1e-6, *rotary)
+            if theirs is paths.torch_norm_rope
+            else (q, q, weight, 1e-6)
+        )
         for one, other in zip(ours, theirs(*given), strict=True):
             assert torch.allclose(one, other, atol=1e-5)
     logits, targets, scale = torch.randn(6, 50), torch.randint(50, (6,)), torch.rand(6) + 0.5
@@ -196,7 +219,8 @@ def test_torch_operations_compute_what_ours_do() -> None:
 
 def test_a_bar_may_be_a_least_ratio() -> None:
     rows = [
-        record.compared("rollout", value, "tokens/s", peer="SGLang", peer_value=10, at_least=1.2) for value in (12, 11)
+        record.compared("rollout", value, "tokens/s", peer="SGLang", peer_value=10, at_least=1.2)
+        for value in (12, 11)
     ]
     assert [(row.bar, row.holds) for row in rows] == [(">= 1.2x", True), (">= 1.2x", False)]
 
@@ -208,18 +232,23 @@ def test_time_that_two_streams_share() -> None:
     spans = [(float(i), i + 1.5) for i in range(0, 20, 2)]
     ticks = [0.25 + 0.5 * i for i in range(44)]
     shifted = [(start + 0.5, end + 1) for start, end in spans]
-    both = sum(any(a <= t < b for a, b in spans) and any(a <= t < b for a, b in shifted) for t in ticks)
+    both = sum(
+        any(a <= t < b for a, b in spans) and any(a <= t < b for a, b in shifted) for t in ticks
+    )
     assert overlap(spans, shifted) == both / 2
 
 
 def test_a_step_without_the_comparison_has_the_same_sums() -> None:
     lp = torch.zeros(3)
     micro = SimpleNamespace(versions=torch.tensor([1, 1, -1]), roll=torch.tensor([0.0, 1.0, 0.0]))
-    compared, left_out, leave_out = Tally(), Tally(), proof_cost.LeftOut()
+    compared, left_out, leave_out = MetricSums(), MetricSums(), proof_cost.LeftOut()
     for _ in range(2):
         learner._compare(lp, micro, 1, compared)
         leave_out(lp, micro, 1, left_out)
     (names,) = compared._sums
-    assert (compared._sums.keys(), compared._maxima.keys()) == (left_out._sums.keys(), left_out._maxima.keys())
+    assert (compared._sums.keys(), compared._maxima.keys()) == (
+        left_out._sums.keys(),
+        left_out._maxima.keys(),
+    )
     assert compared._sums[names][names.index(learner.MISMATCHED)] == 2
     assert not any(value.any() for value in (left_out._sums[names], *left_out._maxima.values()))

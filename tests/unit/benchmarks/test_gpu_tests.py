@@ -35,11 +35,19 @@ def test_later(): pass
 
 @pytest.fixture
 def report(pytester: pytest.Pytester) -> Path:
-    for name, text in {"kernels/test_planted": TESTS, "test_absent": "import no_such_module"}.items():
+    for name, text in {
+        "kernels/test_planted": TESTS,
+        "test_absent": "import no_such_module",
+    }.items():
         path = pytester.path / f"tests/gpu/{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    options = ["--import-mode=importlib", "--continue-on-collection-errors", "-p", "no:cacheprovider"]
+    options = [
+        "--import-mode=importlib",
+        "--continue-on-collection-errors",
+        "-p",
+        "no:cacheprovider",
+    ]
     pytester.runpytest_subprocess("tests/gpu", "--junitxml=report.xml", *options)
     return pytester.path / "report.xml"
 

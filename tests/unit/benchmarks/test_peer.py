@@ -43,5 +43,8 @@ def test_a_contender_that_ends_is_shown(tmp_path: Path) -> None:
         Peer(command("raise SystemExit('no such module')"), ENV, tmp_path / "log")
     assert "did not report" in str(raised.value)
     ends = "from benchmarks.peer import Laps\nLaps().request()\nraise SystemExit('out of memory')"
-    with Peer(command(ends), ENV, tmp_path / "log") as peer, pytest.raises(RuntimeError, match="out of memory"):
+    with (
+        Peer(command(ends), ENV, tmp_path / "log") as peer,
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
         peer.ask(laps=1)

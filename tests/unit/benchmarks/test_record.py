@@ -46,7 +46,9 @@ def test_what_is_saved_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert result.code == Code(commit=COMMIT, dirty=False, kernels=measured_code.kernels_digest())
 
 
-def test_without_a_commit_the_file_is_kept_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_without_a_commit_the_file_is_kept_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     monkeypatch.setattr(measured_code, "ROOT", tmp_path)
     monkeypatch.delenv(measured_code.COMMIT_ENV, raising=False)

@@ -47,7 +47,10 @@ def test_committed_results_fit() -> None:
 @pytest.mark.parametrize(("kernels", "mark"), [("now", "as now"), ("new", "older")])
 def test_the_table(tmp_path: Path, kernels: str, mark: str) -> None:
     text = table(read_results(written(tmp_path, RESULT)), kernels)
-    assert text.splitlines()[-1] == f"| laptop | push.py | push | 2 ms | x 4 | 0.5 | <= 1 | yes | {mark} |"
+    assert (
+        text.splitlines()[-1]
+        == f"| laptop | push.py | push | 2 ms | x 4 | 0.5 | <= 1 | yes | {mark} |"
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,10 @@ def test_the_table(tmp_path: Path, kernels: str, mark: str) -> None:
         ({"machine": "other"}, "machine is 'other', the folder is 'laptop'"),
         ({"script": "pull.py"}, "script is 'pull.py'"),
         ({"code": {"commit": "", "dirty": None, "kernels": "now"}}, "code.commit is ''"),
-        ({"code": {"commit": "c" * 7, "dirty": None, "kernels": "now"}}, "code.commit is 'ccccccc'"),
+        (
+            {"code": {"commit": "c" * 7, "dirty": None, "kernels": "now"}},
+            "code.commit is 'ccccccc'",
+        ),
         ({"code": {"commit": "c" * 40, "dirty": None}}, "missing required field `kernels`"),
         ({"extra": 1}, "unknown field `extra`"),
         ({"rows": [ROW | {"holds": None}]}, "a bar and whether it holds"),

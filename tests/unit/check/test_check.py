@@ -90,7 +90,9 @@ def test_ranks_meet_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "open_store", lambda _: store)
 
     def rank(number: int) -> None:
-        world = World(rank=number, size=3, local_rank=number, local_size=3, node=0, run_id="x", restart=0)
+        world = World(
+            rank=number, size=3, local_rank=number, local_size=3, node=0, run_id="x", restart=0
+        )
         skews[number] = clocks.rank_skew(world)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]

@@ -23,14 +23,20 @@ def test_a_folder_that_takes_no_file_says_why() -> None:
     assert facts.folder(Path("/proc/runs")).error
 
 
-def test_a_rename_that_copies_nothing_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rename_that_copies_nothing_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "replace", lambda old, new: None)
     assert not facts.folder(tmp_path).renames
 
 
-def test_a_file_system_without_modes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_modes_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     really = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777, **rest: really(path, flags, 0o644, **rest))
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, mode=0o777, **rest: really(path, flags, 0o644, **rest)
+    )
     assert not facts.folder(tmp_path).keeps_modes
 
 
@@ -41,7 +47,9 @@ def test_this_clock_agrees_with_its_own_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offset_s", [-100.0, 100.0])
-def test_a_clock_that_is_off_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset_s: float) -> None:
+def test_a_clock_that_is_off_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset_s: float
+) -> None:
     really = time.time
     monkeypatch.setattr(time, "time", lambda: really() + offset_s)
     assert facts.file_skew(tmp_path).seconds == pytest.approx(100.0, abs=20.0)

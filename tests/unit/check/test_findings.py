@@ -16,7 +16,12 @@ TWO = Gpus(num_devices=2, driver="580.1", cuda="13.0", names=("H200", "H200"))
 LIMITS = Limits(nofile=65536, memlock_bytes=None, shm_bytes=16 * GIB, num_infiniband=0)
 PORTS = Ports(host="node1", address="10.0.0.1", first_ephemeral=32768)
 FOLDER = Folder(Path("/shared/runs"), free_bytes=500 * GIB, renames=True, keeps_modes=True)
-JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "1"}
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NODEID": "1",
+}
 BROKEN = Probe(False, "unhandled system error")
 FINE = Probe(True, "it works")
 
@@ -33,7 +38,11 @@ CASES = [
     ("ok", "CPUs", findings.driver(NO_GPU)),
     ("ok", "2 x H200, driver 580.1, CUDA 13.0", findings.driver(TWO)),
     ("fail", "built for CPUs", findings.driver(replace(TWO, names=(), cuda=None))),
-    ("fail", "torch cannot use them", findings.driver(replace(TWO, names=(), error="driver too old"))),
+    (
+        "fail",
+        "torch cannot use them",
+        findings.driver(replace(TWO, names=(), error="driver too old")),
+    ),
     ("warn", "CUDA_VISIBLE_DEVICES", findings.driver(replace(TWO, names=(), hidden=True))),
     ("ok", "fewer", findings.peers(NO_GPU)),
     ("ok", "every pair", findings.peers(TWO)),
@@ -49,7 +58,11 @@ CASES = [
     ("fail", "ulimit -Hn", findings.files(replace(LIMITS, nofile=256))),
     ("ok", "unlimited", findings.memlock(LIMITS)),
     ("ok", "8192 KiB", findings.memlock(replace(LIMITS, memlock_bytes=8 << 20))),
-    ("fail", "ulimit -l", findings.memlock(replace(LIMITS, memlock_bytes=8 << 20, num_infiniband=4))),
+    (
+        "fail",
+        "ulimit -l",
+        findings.memlock(replace(LIMITS, memlock_bytes=8 << 20, num_infiniband=4)),
+    ),
     ("ok", "16.0 GiB", findings.shared_memory(LIMITS, 8)),
     ("fail", "0.1 GiB", findings.shared_memory(replace(LIMITS, shm_bytes=64 << 20), 8)),
     ("warn", "0.1 GiB", findings.shared_memory(replace(LIMITS, shm_bytes=64 << 20), 1)),
@@ -66,7 +79,11 @@ CASES = [
     ("ok", "not in a job", findings.slurm({}, 0, 2)),
     ("ok", "job 7 on 2 nodes", findings.slurm(JOB, 0, 8)),
     ("ok", "job 7", findings.slurm(JOB | {"SLURM_GPUS_ON_NODE": "4"}, 4, 64)),
-    ("fail", "SLURM_JOB_NODELIST", findings.slurm({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, 0, 8)),
+    (
+        "fail",
+        "SLURM_JOB_NODELIST",
+        findings.slurm({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, 0, 8),
+    ),
     ("fail", "8 tasks a node", findings.slurm(JOB | {"SLURM_NTASKS_PER_NODE": "8"}, 8, 64)),
     ("fail", "node 5 of 2", findings.slurm(JOB | {"SLURM_NODEID": "5"}, 0, 8)),
     ("fail", "CUDA_VISIBLE_DEVICES", findings.slurm(JOB | {"SLURM_GPUS_ON_NODE": "8"}, 4, 64)),
@@ -79,7 +96,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("level", "says", "finding"), CASES, ids=[f"{case[2].name}-{case[1]}" for case in CASES])
+@pytest.mark.parametrize(
+    ("level", "says", "finding"), CASES, ids=[f"{case[2].name}-{case[1]}" for case in CASES]
+)
 def test_finding(level: str, says: str, finding: Finding) -> None:
     line = str(finding)
     assert line.startswith(f"{level:<4}  {finding.name}")

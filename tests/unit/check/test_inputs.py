@@ -1,4 +1,6 @@
-"""What is refused in the launching process, and that looking for it loads neither torch nor transformers."""
+"""What is refused in the launching process, and that looking for it loads neither torch nor
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,18 @@ def model(tmp_path: Path) -> Path:
 def _check(model: Path, rows: list[dict[str, Any]], init: str = "random", **prompts: Any) -> None:
     data = model.with_name("data.jsonl")
     data.write_text("".join(json.dumps({"answer": "1"} | row) + "\n" for row in rows))
-    check_inputs(model=str(model), data=str(data), prompts=PromptConfig(**prompts), trainer=TrainerConfig(init=init))
+    check_inputs(
+        model=str(model),
+        data=str(data),
+        prompts=PromptConfig(**prompts),
+        trainer=TrainerConfig(init=init),
+    )
 
 
 def test_no_torch_and_no_threads(model: Path) -> None:
-    """Ranks are forked from the process that looks: a tokenizer that had threads before is slow in each of them."""
+    """Ranks are forked from the process that looks: a tokenizer that had threads before is slow in
+    each of them.
+    """
     words = [sys.executable, "-c", LOOK, str(model), str(EXAMPLE / "train.jsonl")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -56,7 +65,9 @@ def test_weights_that_do_not_fit_the_config(model: Path) -> None:
     save_file(weights, model / "model.safetensors")
     _check(model, [{"prompt": "1+1="}], init="folder")
     save_file(weights | {"model.norm.weight": torch.ones(3)}, model / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight is \[3\], and the config asks for \[64\]"):
+    with pytest.raises(
+        ConfigError, match=r"model\.norm\.weight is \[3\], and the config asks for \[64\]"
+    ):
         _check(model, [{"prompt": "1+1="}], init="folder")
     _check(model, [{"prompt": "1+1="}], init="random")
     data = (model / "model.safetensors").read_bytes()
@@ -74,14 +85,18 @@ def test_a_broken_token_file(model: Path) -> None:
 def test_empty_and_long_prompts(model: Path) -> None:
     with pytest.raises(DataError, match=r"data\.jsonl:2: prompt: the prompt is empty"):
         _check(model, [{"prompt": "1+1="}, {"prompt": ""}])
-    with pytest.raises(DataError, match=r"data\.jsonl:1: prompt: has 202 tokens, and the model's context of 128"):
+    with pytest.raises(
+        DataError, match=r"data\.jsonl:1: prompt: has 202 tokens, and the model's context of 128"
+    ):
         _check(model, [{"prompt": "1+" * 101}])
     _check(model, [{"prompt": "1+" * 101}], max_prompt_tokens=100)
 
 
 def test_only_the_first_prompts_are_tokenised(model: Path) -> None:
     good, empty = {"prompt": "1+1="}, {"prompt": ""}
-    with pytest.raises(DataError, match=rf"data\.jsonl:{CHECKED_PROMPTS}: prompt: the prompt is empty"):
+    with pytest.raises(
+        DataError, match=rf"data\.jsonl:{CHECKED_PROMPTS}: prompt: the prompt is empty"
+    ):
         _check(model, [*[good] * (CHECKED_PROMPTS - 1), empty])
     _check(model, [*[good] * CHECKED_PROMPTS, empty])
     _check(model, [{"prompt": "1" * (CHECKED_CHARACTERS + 1)}, empty])
@@ -95,5 +110,7 @@ def test_messages(model: Path) -> None:
         _check(model, [{"prompt": messages}], chat_template=True)
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     _check(model, [{"prompt": messages}, {"prompt": "1+1="}], chat_template=True)
-    with pytest.raises(DataError, match=r"data\.jsonl:1: prompt: expected messages, each with 'role' and 'content'"):
+    with pytest.raises(
+        DataError, match=r"data\.jsonl:1: prompt: expected messages, each with 'role' and 'content'"
+    ):
         _check(model, [{"prompt": [{"role": "user"}]}], chat_template=True)

@@ -30,15 +30,23 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     monkeypatch.setattr(main, "launch", launch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setenv(BEGAN_ENV, "")  # which a launcher sets, and the tests after this one must not see
+    # which a launcher sets, and the tests after this one must not see
+    monkeypatch.setenv(BEGAN_ENV, "")
     monkeypatch.chdir(tmp_path)
     return started
 
 
 def run(*words: str) -> int:
-    given = (f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--run.name=r", "--nproc=1")
+    given = (
+        f"--model={EXAMPLE / 'model'}",
+        f"--data={EXAMPLE / 'train.jsonl'}",
+        "--run.name=r",
+        "--nproc=1",
+    )
     given += ("--trainer.init=random",)
-    return main._guarded(main._main, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words])
+    return main._guarded(
+        main._main, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words]
+    )
 
 
 def test_the_folder_of_another_run(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +55,9 @@ def test_the_folder_of_another_run(launched: list[int], capfd: pytest.CaptureFix
     assert run() == 0
     (folder / "notes.txt").write_text("mine")
     assert run() == 2
-    assert "runs/r exists and is not the folder of a run: add --run.name=r-2" in capfd.readouterr().err
+    assert (
+        "runs/r exists and is not the folder of a run: add --run.name=r-2" in capfd.readouterr().err
+    )
     (folder / "config.toml").write_text("steps = 3\n")
     Path("runs/r-2").mkdir()
     assert run() == 2
@@ -93,7 +103,9 @@ def test_input_that_does_not_serve(launched: list[int], capfd: pytest.CaptureFix
     assert launched == []
 
 
-def test_the_folder_of_a_run_that_goes_on(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_that_goes_on(
+    launched: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = Path("runs/r")
     folder.mkdir(parents=True)
     held = claim(folder)
@@ -104,7 +116,9 @@ def test_the_folder_of_a_run_that_goes_on(launched: list[int], capfd: pytest.Cap
     assert launched == [1]
 
 
-def test_the_folder_of_a_run_that_begins(launched: list[int], capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_run_that_begins(
+    launched: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
     """Its controller is not there yet."""
     Path("runs/r").mkdir(parents=True)
     with launching(Path("runs/r")):
@@ -123,7 +137,13 @@ def most_files() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_a_low_limit_of_open_files_is_raised_as_far_as_allowed(launched: list[int], most_files: int) -> None:
+def test_a_low_limit_of_open_files_is_raised_as_far_as_allowed(
+    launched: list[int], most_files: int
+) -> None:
     assert run() == 0
-    expected = main.OPEN_FILES if most_files == resource.RLIM_INFINITY else min(most_files, main.OPEN_FILES)
+    expected = (
+        main.OPEN_FILES
+        if most_files == resource.RLIM_INFINITY
+        else min(most_files, main.OPEN_FILES)
+    )
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, most_files)

@@ -43,12 +43,16 @@ def test_the_overview_has_every_command_in_a_line(capfd: pytest.CaptureFixture[s
     out, err = capfd.readouterr()
     assert err == ""
     for command, (_, meaning) in COMMANDS.items():
-        assert any(line.split()[:1] == [command] and line.endswith(meaning) for line in out.splitlines())
+        assert any(
+            line.split()[:1] == [command] and line.endswith(meaning) for line in out.splitlines()
+        )
     assert ended() == 2
     assert capfd.readouterr() == ("", out)
 
 
-@pytest.mark.parametrize("words", [["run"], ["run", "--help"], ["run", "--nproc=2", "grpo", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["run"], ["run", "--help"], ["run", "--nproc=2", "grpo", "--help"]]
+)
 def test_help_of_run_names_the_recipes(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     asked = "--help" in words
     assert ended(*words) == (0 if asked else 2)
@@ -66,14 +70,22 @@ def test_help_of_run_names_the_recipes(words: list[str], capfd: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--steps", "3"], "there is no recipe '3': shipped ones are grpo, grpo_async, sft (a path must end in .py)"),
+        (
+            ["--steps", "3"],
+            "there is no recipe '3': shipped ones are grpo, grpo_async, sft (a path must end in .py)",
+        ),
         (["--steps=3"], "spmd-rl run: the following arguments are required: recipe"),
         (["--nproc", "2"], "spmd-rl run: the following arguments are required: recipe"),
-        (["--nproc", "2", "gpro"], "there is no recipe 'gpro': did you mean grpo? (a path must end in .py)"),
+        (
+            ["--nproc", "2", "gpro"],
+            "there is no recipe 'gpro': did you mean grpo? (a path must end in .py)",
+        ),
         (["--verbose", "./missing.py"], "there is no recipe at ./missing.py"),
     ],
 )
-def test_a_forgotten_or_mistyped_recipe(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_forgotten_or_mistyped_recipe(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert ended("run", *words) == 2
     assert capfd.readouterr() == ("", f"{said}\n")
 
@@ -101,12 +113,17 @@ def test_no_ranks_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         (["frobnicate"], "spmd-rl has no command 'frobnicate': there are run, plan, submit, "),
-        (["frobnicate", "--help"], "spmd-rl has no command 'frobnicate': there are run, plan, submit, "),
+        (
+            ["frobnicate", "--help"],
+            "spmd-rl has no command 'frobnicate': there are run, plan, submit, ",
+        ),
         (["reprot", "runs/r"], "spmd-rl has no command 'reprot': did you mean report?"),
         (["--steps=3"], "spmd-rl has no command '--steps=3': there are run, plan, "),
     ],
 )
-def test_an_unknown_command(words: list[str], sentence: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command(
+    words: list[str], sentence: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert ended(*words) == 2
     out, err = capfd.readouterr()
     assert err.startswith(sentence)
@@ -125,7 +142,9 @@ def test_a_reader_who_has_gone(words: str) -> None:
     try:
         command = [sys.executable, "-c", MAIN, *words.split()]
         env = os.environ | {"PYTHONUNBUFFERED": ""}
-        done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False, env=env)
+        done = subprocess.run(
+            command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False, env=env
+        )
     finally:
         os.close(writes)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
@@ -143,7 +162,8 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("given", "spins"), [({}, main.SPINS), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")]
+    ("given", "spins"),
+    [({}, main.SPINS), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")],
 )
 def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: str | None) -> None:
     """It must be known before torch is loaded, which reads it once."""
@@ -151,8 +171,12 @@ def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: st
         "import os, sys; from spmd_rl.cli import main; main._guarded(lambda words: 0, []);"
         "assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
     )
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
-    done = subprocess.run([sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True)
+    clean = {
+        key: value for key, value in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean | given, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == str(spins)
 
 
@@ -178,6 +202,10 @@ def test_a_terminal_is_told_that_ranks_start(
     monkeypatch.setattr(main.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     demo = ROOT / "examples/arithmetic"
-    inputs = [f"--model={demo / 'model'}", f"--data={demo / 'train.jsonl'}", "--trainer.init=random"]
+    inputs = [
+        f"--model={demo / 'model'}",
+        f"--data={demo / 'train.jsonl'}",
+        "--trainer.init=random",
+    ]
     assert ended("run", "grpo", *inputs, f"--run.folder={tmp_path}", *words) == 0
     assert capsys.readouterr().out == said

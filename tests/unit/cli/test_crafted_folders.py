@@ -1,4 +1,6 @@
-"""The folder of a run that somebody else has made, with links to files of ours: no command follows one to write."""
+"""The folder of a run that somebody else has made, with links to files of ours: no command follows
+one to write.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,14 @@ HEADER = {"process": "rank 0", "rank": 0, "host": "h", "pid": 1, "began_unix_ns"
 def ours(tmp_path: Path) -> Path:
     """Files that nothing may change, named as a run names its own."""
     folder = tmp_path / "ours"
-    for name in ("file", "step_00009.jsonl", "step_000009/state.json", "rank_0.txt", "later/file", "run_id"):
+    for name in (
+        "file",
+        "step_00009.jsonl",
+        "step_000009/state.json",
+        "rank_0.txt",
+        "later/file",
+        "run_id",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"our {name}")
     return folder
@@ -45,7 +54,9 @@ def ours(tmp_path: Path) -> Path:
 def run(tmp_path: Path) -> Path:
     """A run of two steps, with two checkpoints and a trace."""
     folder = RunFolder.open(tmp_path / "run", CONFIG, {}).path
-    (folder / "metrics.jsonl").write_text('{"step": 1, "unix_s": 1.0}\n{"step": 2, "unix_s": 2.0}\n')
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "unix_s": 1.0}\n{"step": 2, "unix_s": 2.0}\n'
+    )
     for step in (1, 2):
         checkpoint = folder / f"checkpoints/step_{step:06d}"
         checkpoint.mkdir(parents=True)
@@ -62,7 +73,9 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def digest(folder: Path) -> dict[str, str]:
     found = sorted(folder.rglob("*"))
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found if path.is_file()}
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in found if path.is_file()
+    }
 
 
 def attempt(act: Callable[[], object]) -> None:
@@ -124,14 +137,24 @@ def test_no_command_leaves_the_folder(run: Path, ours: Path, name: str, target: 
 
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
-def test_a_run_refuses_links_in_the_place_of_what_it_writes(run: Path, ours: Path, name: str) -> None:
+def test_a_run_refuses_links_in_the_place_of_what_it_writes(
+    run: Path, ours: Path, name: str
+) -> None:
     replaced_by(run / name, ours)
     with pytest.raises(ConfigError, match=f"{name} is a symbolic link"):
         RunFolder.open(run, CONFIG, {})
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "curves.png", "stacks/rank_0.txt", "stacks/controller.txt", POINTER, "wandb/run_id"]
+    "name",
+    [
+        "metrics.jsonl",
+        "curves.png",
+        "stacks/rank_0.txt",
+        "stacks/controller.txt",
+        POINTER,
+        "wandb/run_id",
+    ],
 )
 @pytest.mark.parametrize("target", ["file", "missing"])
 def test_no_part_of_a_run_leaves_the_folder(run: Path, ours: Path, name: str, target: str) -> None:
@@ -143,7 +166,9 @@ def test_no_part_of_a_run_leaves_the_folder(run: Path, ours: Path, name: str, ta
     assert digest(ours) == before
 
 
-@pytest.mark.parametrize("file", ["report.html", "trace.json", "metrics", "metrics.jsonl", "curves.png", "config.toml"])
+@pytest.mark.parametrize(
+    "file", ["report.html", "trace.json", "metrics", "metrics.jsonl", "curves.png", "config.toml"]
+)
 def test_no_name_of_an_unfinished_file_is_taken(run: Path, ours: Path, file: str) -> None:
     before = digest(ours)
     (run / f"{file}.part").symlink_to(ours / "file")

@@ -17,21 +17,45 @@ EVERY = (*RL, "sft")
 
 
 def configured(recipe: str, setting: str) -> object:
-    return load_recipe(recipe).configure(Invocation.parse([recipe, "--model=m", "--data=d.jsonl", f"--{setting}"]))
+    return load_recipe(recipe).configure(
+        Invocation.parse([recipe, "--model=m", "--data=d.jsonl", f"--{setting}"])
+    )
 
 
 REFUSED = [
     *[(recipe, "steps=-1", "steps = -1: expected 0 or more") for recipe in EVERY],
     *[(recipe, "prompts_per_step=0", "prompts_per_step = 0: expected 1 or more") for recipe in RL],
-    *[(recipe, "sampling.num_samples=1", "sampling.num_samples = 1: expected 2 or more") for recipe in RL],
-    *[(recipe, "sampling.num_samples=0", "sampling: num_samples = 0: expected at least 1") for recipe in RL],
-    *[(recipe, "sampling.max_tokens=0", "sampling: max_tokens = 0: expected at least 1") for recipe in RL],
+    *[
+        (recipe, "sampling.num_samples=1", "sampling.num_samples = 1: expected 2 or more")
+        for recipe in RL
+    ],
+    *[
+        (recipe, "sampling.num_samples=0", "sampling: num_samples = 0: expected at least 1")
+        for recipe in RL
+    ],
+    *[
+        (recipe, "sampling.max_tokens=0", "sampling: max_tokens = 0: expected at least 1")
+        for recipe in RL
+    ],
     *[(recipe, "clip_low=-0.1", "clip_low = -0.1: expected 0 or more") for recipe in RL],
     *[(recipe, "clip_high=nan", "clip_high = nan: expected 0 or more") for recipe in RL],
-    *[(recipe, "prompts.max_prompt_tokens=-1", "max_prompt_tokens = -1: expected 0 or more") for recipe in EVERY],
-    *[(recipe, "run.save_every=-1", "run: save_every = -1: expected 0 or more") for recipe in EVERY],
-    ("grpo", "engine.reward_deadline_s=inf", "engine: reward_deadline_s = inf: expected 0 (none) or more, and finite"),
-    *[(recipe, "trainer.lr=-1", "trainer: lr = -1.0: expected 0 or more, and finite") for recipe in EVERY],
+    *[
+        (recipe, "prompts.max_prompt_tokens=-1", "max_prompt_tokens = -1: expected 0 or more")
+        for recipe in EVERY
+    ],
+    *[
+        (recipe, "run.save_every=-1", "run: save_every = -1: expected 0 or more")
+        for recipe in EVERY
+    ],
+    (
+        "grpo",
+        "engine.reward_deadline_s=inf",
+        "engine: reward_deadline_s = inf: expected 0 (none) or more, and finite",
+    ),
+    *[
+        (recipe, "trainer.lr=-1", "trainer: lr = -1.0: expected 0 or more, and finite")
+        for recipe in EVERY
+    ],
     ("sft", "pairs_per_step=0", "pairs_per_step = 0: expected 1 or more"),
     (ARITHMETIC, "warmup_steps=-1", "warmup_steps = -1: expected 0 or more"),
     (ARITHMETIC, "warmup_pairs=0", "warmup_pairs = 0: expected 1 or more"),
@@ -56,7 +80,8 @@ TAKEN_FROM = {
 
 
 @pytest.mark.parametrize(
-    ("recipe", "setting"), [*product(RL, TAKEN_FROM), ("sft", "trainer.model=x"), ("sft", "prompts.path=x")]
+    ("recipe", "setting"),
+    [*product(RL, TAKEN_FROM), ("sft", "trainer.model=x"), ("sft", "prompts.path=x")],
 )
 def test_a_key_that_would_be_ignored(recipe: str, setting: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(TAKEN_FROM[setting])):

@@ -60,7 +60,9 @@ def test_defaults() -> None:
 
 def test_a_file_then_overrides(tmp_path: Path) -> None:
     toml = written(tmp_path, 'name = "a"\nsteps = 7\n[optimizer]\nkind = "sgd"\n')
-    cfg = load(Run, toml, ["steps=9", "--optimizer.betas=[0.5, 1]", "extra.beta=2", "stop=['x', 'y']"])
+    cfg = load(
+        Run, toml, ["steps=9", "--optimizer.betas=[0.5, 1]", "extra.beta=2", "stop=['x', 'y']"]
+    )
     assert (cfg.name, cfg.steps, cfg.stop, cfg.extra) == ("a", 9, ["x", "y"], {"beta": 2.0})
     assert cfg.optimizer == Optimizer(lr=0.5, betas=(0.5, 1.0), kind="sgd")
 
@@ -83,7 +85,11 @@ def test_a_partial_table_keeps_the_parents_default() -> None:
         ("anything=[1]", "anything", [1]),
         ("extra={a = 1.5}", "extra", {"a": 1.5}),
         ('extra={"a": 1.5, "b": 2}', "extra", {"a": 1.5, "b": 2.0}),
-        ('anything={"tools": [{"a": 1}, {"a": true}]}', "anything", {"tools": [{"a": 1}, {"a": True}]}),
+        (
+            'anything={"tools": [{"a": 1}, {"a": true}]}',
+            "anything",
+            {"tools": [{"a": 1}, {"a": True}]},
+        ),
         ('anything=[{"a": "x\\u00e9"}]', "anything", [{"a": "xé"}]),
         ('anything={"a": null}', "anything", '{"a": null}'),
         ("steps=9223372036854775807", "steps", (1 << 63) - 1),
@@ -102,8 +108,14 @@ def test_an_overrides_text_is_read_by_type(override: str, key: str, value: objec
         ("optimiser.kind=sgd", "unknown key 'optimiser'; the nearest known key is 'optimizer'"),
         ("optimizer.step=3", "unknown key 'optimizer.step'; the nearest known key is 'steps'"),
         ("optimizer.learning_rate=3", "unknown key 'optimizer.learning_rate'$"),
-        ("optimizer.peak_rate=3", "unknown key 'optimizer.peak_rate'; the nearest known key is 'optimizer.lr'"),
-        ("weight_decay=3", "unknown key 'weight_decay'; the nearest known key is 'optimizer.decay'"),
+        (
+            "optimizer.peak_rate=3",
+            "unknown key 'optimizer.peak_rate'; the nearest known key is 'optimizer.lr'",
+        ),
+        (
+            "weight_decay=3",
+            "unknown key 'weight_decay'; the nearest known key is 'optimizer.decay'",
+        ),
         ("peak=3", "unknown key 'peak'$"),
         ("stop=abc", r"""stop: expected a list .each a string. such as '\["abc"\]', got 'abc'"""),
         ("stop=[abc]", r"""such as '\["abc"\]', got '\[abc\]'"""),
@@ -122,11 +134,20 @@ def test_an_overrides_text_is_read_by_type(override: str, key: str, value: objec
         ("stop=[1]", r"stop\[0\]: expected a string, got 1"),
         ("limit=x", "limit: expected a whole number or none, got 'x'"),
         ("extra.a=x", "extra.a: expected a number, got 'x'"),
-        ("extra=x", r"""extra: expected a table .each value a number. such as '\{"name": 0.5\}', got 'x'"""),
+        (
+            "extra=x",
+            r"""extra: expected a table .each value a number. such as '\{"name": 0.5\}', got 'x'""",
+        ),
         ('extra={"a": null}', r"""such as '\{"name": 0.5\}', got '\{"a": null\}'"""),
         ('extra={"a": "b"}', "extra.a: expected a number, got 'b'"),
-        (f"steps={1 << 63}", "steps: expected a whole number that 64 bits hold, got one of 64 bits"),
-        (f"sizes=[1, {1 << 70}]", r"sizes\[1\]: expected a whole number that 64 bits hold, got one of 71 bits"),
+        (
+            f"steps={1 << 63}",
+            "steps: expected a whole number that 64 bits hold, got one of 64 bits",
+        ),
+        (
+            f"sizes=[1, {1 << 70}]",
+            r"sizes\[1\]: expected a whole number that 64 bits hold, got one of 71 bits",
+        ),
         ("steps=" + "9" * 5000, "steps: expected a whole number, got '999"),
         ("steps", "override 'steps' is not of the form key=value"),
         ("=3", "override '=3' is not of the form key=value"),
@@ -143,9 +164,14 @@ def test_a_value_cannot_have_keys() -> None:
 
 
 def test_a_required_key() -> None:
-    with pytest.raises(ConfigError, match=r"^path is required: say --path VALUE \(a string\); count is required: say"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^path is required: say --path VALUE \(a string\); count is required: say",
+    ):
         load(Needy)
-    with pytest.raises(ConfigError, match=r"^count is required: say --count VALUE \(a whole number\)$"):
+    with pytest.raises(
+        ConfigError, match=r"^count is required: say --count VALUE \(a whole number\)$"
+    ):
         load(Needy, overrides={"path": "x"})
     assert load(Needy, overrides={"path": "x", "count": "3"}) == Needy("x", 3)
 
@@ -158,7 +184,10 @@ def test_a_missing_or_broken_file(tmp_path: Path) -> None:
 
 
 def test_a_number_in_a_file_that_64_bits_do_not_hold_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"optimizer.lr: expected a number that 64 bits hold, got one of 1329 bits"):
+    with pytest.raises(
+        ConfigError,
+        match=r"optimizer.lr: expected a number that 64 bits hold, got one of 1329 bits",
+    ):
         load(Run, written(tmp_path, f"[optimizer]\nlr = {10**400}"))
     with pytest.raises(ConfigError, match="run.toml is not valid TOML: "):
         load(Run, written(tmp_path, "steps = " + "9" * 5000))

@@ -31,7 +31,9 @@ def test_the_first_difference_is_named_with_both_values() -> None:
 
 def test_what_is_followed_has_a_digest_of_its_facts() -> None:
     facts = {"torch": "2.11", "threads": 2}
-    first, other = followed({"a on rank 0": facts, "b on rank 0": facts | {"threads": 3}, "a on rank 1": dict(facts)})
+    first, other = followed(
+        {"a on rank 0": facts, "b on rank 0": facts | {"threads": 3}, "a on rank 1": dict(facts)}
+    )
     assert (first["by"], first["facts"]) == (["a on rank 0", "a on rank 1"], facts)
     assert (other["by"], other["facts"]["threads"]) == (["b on rank 0"], 3)
     (turned,) = followed({"a": dict(reversed(facts.items()))})
@@ -39,7 +41,11 @@ def test_what_is_followed_has_a_digest_of_its_facts() -> None:
 
 
 def test_where_no_bits_are_promised_is_said_once() -> None:
-    gpu = {"attention": "keys in ascending blocks, not compared", "linear": "library, no promise", "threads": 2}
+    gpu = {
+        "attention": "keys in ascending blocks, not compared",
+        "linear": "library, no promise",
+        "threads": 2,
+    }
     assert not_promised({"a": {"linear": "library", "threads": 2}}) == ""
     said = "attention is 'keys in ascending blocks, not compared'; linear is 'library, no promise'"
     assert not_promised({"a": gpu, "b": dict(gpu)}) == said
@@ -48,10 +54,15 @@ def test_where_no_bits_are_promised_is_said_once() -> None:
 
 
 def test_contracts_of_roles_and_links_stand_beside_each_other(tmp_path: Path) -> None:
-    roles = {"train": {"train on rank 0": {"threads": 1}}, "infer": {"infer on rank 0": {"threads": 2}}}
+    roles = {
+        "train": {"train on rank 0": {"threads": 1}},
+        "infer": {"infer on rank 0": {"threads": 2}},
+    }
     for name, parties in roles.items():
         agree(tmp_path, name, parties, exact=True)
-    with pytest.raises(ContractError, match=r"threads is 1 in the first and 2 in the second \(run.exact = false"):
+    with pytest.raises(
+        ContractError, match=r"threads is 1 in the first and 2 in the second \(run.exact = false"
+    ):
         agree(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=True)
     assert json.loads((tmp_path / FILE).read_text()).keys() == roles.keys()
     agree(tmp_path, "train->infer", roles["train"] | roles["infer"], exact=False)

@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spmd_rl.controller.endpoint import Role, Sharded, Signature, collective, endpoints, join, local, shard
+from spmd_rl.controller.endpoint import (
+    Role,
+    Sharded,
+    Signature,
+    collective,
+    endpoints,
+    join,
+    local,
+    shard,
+)
 from spmd_rl.errors import ConfigError, ContractError
 
 
@@ -58,7 +67,9 @@ def test_signature_knows_what_is_sharded() -> None:
 def test_arguments_cross_in_order_also_those_that_go_by_name() -> None:
     class Named(Role):
         @collective
-        def shift(self, words: Sharded[list[str]], /, by: int = 1, *, sign: str = "+", end: str) -> str:
+        def shift(
+            self, words: Sharded[list[str]], /, by: int = 1, *, sign: str = "+", end: str
+        ) -> str:
             return f"{words}{sign}{by}{end}"
 
         @collective
@@ -68,7 +79,9 @@ def test_arguments_cross_in_order_also_those_that_go_by_name() -> None:
     role = Named(None, None)  # type: ignore[arg-type]
     signature = Signature(endpoints(Named)["shift"])
     for args, kwargs in [((["a"],), {"end": "."}), ((["a"], 2), {"end": ".", "sign": "-"})]:
-        arguments = signature.arguments.unpack(signature.arguments.pack(signature.bind(args, kwargs)))
+        arguments = signature.arguments.unpack(
+            signature.arguments.pack(signature.bind(args, kwargs))
+        )
         assert signature.method(role)(*arguments) == role.shift(*args, **kwargs)
     for wrong in ((["a"], 2, "-", "."), (["a"],)):
         with pytest.raises(TypeError):
@@ -112,7 +125,9 @@ def test_join_inverts_shard(items: list[int], num_shards: int) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert len(parts) == num_shards
     assert join(shard(tuple(items), num_shards), tuple) == tuple(items)
-    assert (join(shard(np.array(items, dtype=object), num_shards), Any) == np.array(items, dtype=object)).all()
+    assert (
+        join(shard(np.array(items, dtype=object), num_shards), Any) == np.array(items, dtype=object)
+    ).all()
 
 
 def test_classes_bring_their_own_shard_and_join() -> None:
@@ -125,7 +140,9 @@ def test_classes_bring_their_own_shard_and_join() -> None:
 
         @staticmethod
         def join(parts: list[Even]) -> Even:
-            return Even([item for row in zip(*(part.items for part in parts), strict=True) for item in row])
+            return Even(
+                [item for row in zip(*(part.items for part in parts), strict=True) for item in row]
+            )
 
     class Uneven:
         def shard(self, num_shards: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 
 from spmd_rl.controller.endpoint import Bound, Role, Sharded, collective
 from spmd_rl.controller.pending import Pending
-from spmd_rl.controller.prefetch import VALUES_FILE, Ahead
+from spmd_rl.controller.prefetch import VALUES_FILE, CallQueue
 from spmd_rl.errors import ConfigError
 from spmd_rl.types.samples import Group, Prompt, Sample
 
@@ -39,7 +39,9 @@ class Here(Bound[..., Any]):
 def sample(uid: int, version: int) -> Sample:
     tokens = np.arange(uid + 1, dtype=np.int32)
     logprobs = np.array([-0.1] * len(tokens), np.float32)
-    return Sample(uid, 0, tokens, logprobs, np.full_like(tokens, version), "stop", text="é", parts={"a": 0.1})
+    return Sample(
+        uid, 0, tokens, logprobs, np.full_like(tokens, version), "stop", text="é", parts={"a": 0.1}
+    )
 
 
 def prompt(uid: int) -> Prompt:
@@ -52,12 +54,15 @@ def same(one: list[Group], other: list[Group]) -> bool:
 
 
 def _flat(group: Group) -> list[Any]:
-    values = [*vars(group.prompt).values(), *(value for item in group.samples for value in vars(item).values())]
+    values = [
+        *vars(group.prompt).values(),
+        *(value for item in group.samples for value in vars(item).values()),
+    ]
     return [(v.dtype.name, v.tobytes()) if isinstance(v, np.ndarray) else repr(v) for v in values]
 
 
 def test_first_in_first_out() -> None:
-    ahead = Ahead(Here())
+    ahead = CallQueue(Here())
     assert not ahead
     ahead.start([prompt(1)], version=3)
     ahead.start([prompt(2)], 4)
@@ -68,7 +73,7 @@ def test_first_in_first_out() -> None:
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     here = Here()
-    ahead, again = Ahead(here), Ahead(Here())
+    ahead, again = CallQueue(here), CallQueue(Here())
     ahead.start([prompt(1), prompt(2)], 3)
     ahead.start([prompt(4)], 4)
     ahead.save(str(tmp_path / "ahead"))
@@ -82,8 +87,10 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert here.num_waits == 2, "a call is waited for once, whether saved or not"
 
 
-@pytest.mark.parametrize("data", [b"", b"\x91\x01", b"\x91\x82\xa4body\xc4\x01\x01\xa7payload\xc4\x00"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\x91\x01", b"\x91\x82\xa4body\xc4\x01\x01\xa7payload\xc4\x00"]
+)
 def test_what_is_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / VALUES_FILE).write_bytes(data)
     with pytest.raises(ConfigError, match="does not hold what this recipe would have saved"):
-        Ahead(Here()).load(str(tmp_path))
+        CallQueue(Here()).load(str(tmp_path))

@@ -11,11 +11,20 @@ from spmd_rl.mesh.world import World
 
 @pytest.mark.parametrize(
     "lie",
-    ["", "noise", "[]", '{"endpoint": 7, "generation": 7}', '{"endpoint": "nowhere", "generation": 7}', "\x00" * 1000],
+    [
+        "",
+        "noise",
+        "[]",
+        '{"endpoint": 7, "generation": 7}',
+        '{"endpoint": "nowhere", "generation": 7}',
+        "\x00" * 1000,
+    ],
 )
 def test_a_store_that_others_write_to_is_told_of(monkeypatch: pytest.MonkeyPatch, lie: str) -> None:
     monkeypatch.setenv(secret.SECRET_ENV, "ab" * 32)
     store = HashStore()
     store.set(ENDPOINT_KEY, lie)
-    with pytest.raises(SpmdError, match="holds no address of the controller .*: another process writes to it"):
+    with pytest.raises(
+        SpmdError, match="holds no address of the controller .*: another process writes to it"
+    ):
         _dial(World(3, 4, 1, 2, 1, "run", 0), store, None)

@@ -16,14 +16,14 @@ from spmd_rl.rollout.engine import SamplingConfig
 
 Jsonl = Callable[..., str]
 SAMPLING = SamplingConfig(max_tokens=7)
-NO_END = (
-    "this model has no end-of-text token, and there is no sampling.stop or sampling.stop_ids: every sample goes on "
-)
+NO_END = "this model has no end-of-text token, and there is no sampling.stop or sampling.stop_ids: every sample goes on "
 
 
 @pytest.fixture
 def cfg(jsonl: Jsonl) -> PromptConfig:
-    return PromptConfig(jsonl(*(json.dumps({"prompt": "?" * num, "answer": "7"}) for num in range(1, 9))))
+    return PromptConfig(
+        jsonl(*(json.dumps({"prompt": "?" * num, "answer": "7"}) for num in range(1, 9)))
+    )
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -32,10 +32,21 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("own", "config", "ids"),
-    [(2, (2,), (2,)), (2, (), (2,)), (None, (3, 4), (3, 4)), (2, (3, 2), (2, 3)), (2, (3,), (2, 3)), (None, (), ())],
+    [
+        (2, (2,), (2,)),
+        (2, (), (2,)),
+        (None, (3, 4), (3, 4)),
+        (2, (3, 2), (2, 3)),
+        (2, (3,), (2, 3)),
+        (None, (), ()),
+    ],
 )
 def test_supervised_answers_end_with_what_ends_samples(
-    cfg: PromptConfig, tokenizer: Any, own: int | None, config: tuple[int, ...], ids: tuple[int, ...]
+    cfg: PromptConfig,
+    tokenizer: Any,
+    own: int | None,
+    config: tuple[int, ...],
+    ids: tuple[int, ...],
 ) -> None:
     tokenizer.eos_token_id, tokenizer.model_ends = own, config
     assert end_ids(tokenizer) == ids
@@ -67,7 +78,9 @@ def test_other_ids_in_config_and_tokenizer(
     assert said(capsys) == []
 
 
-def test_no_end_at_all(cfg: PromptConfig, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_end_at_all(
+    cfg: PromptConfig, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizer.eos_token_id, tokenizer.model_ends = None, ()
     Prompts(cfg, tokenizer, SAMPLING)
     assert said(capsys) == [f"{NO_END}to sampling.max_tokens = 7"]

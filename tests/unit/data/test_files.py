@@ -80,14 +80,17 @@ def test_fields_are_checked() -> None:
     assert [record.text_or_number(key) for key in ("a", "n", "f")] == ["x", "4", "2.5"]
     assert record.text("a") == "x"
     with pytest.raises(
-        DataError, match="f.jsonl:3: z: no such key in this record \\(it has 'a', 'n', 'b', 'l', 'f', 'i'\\)"
+        DataError,
+        match="f.jsonl:3: z: no such key in this record \\(it has 'a', 'n', 'b', 'l', 'f', 'i'\\)",
     ):
         record.text("z")
     for key in ("b", "l", "n", "f"):
         with pytest.raises(DataError, match=f"f.jsonl:3: {key}: expected a string, got "):
             record.text(key)
     for key in ("b", "l", "i"):
-        with pytest.raises(DataError, match=f"f.jsonl:3: {key}: expected a string or a finite number, got "):
+        with pytest.raises(
+            DataError, match=f"f.jsonl:3: {key}: expected a string or a finite number, got "
+        ):
             record.text_or_number(key)
 
 
@@ -99,10 +102,14 @@ def test_parquet(tmp_path: Path) -> None:
     assert [record.text("prompt") for record in read_records(str(path))] == ["a", "b"]
 
 
-def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match=r"needs pyarrow: pip install -e '.\[parquet\]' in its repository"):
+    with pytest.raises(
+        ConfigError, match=r"needs pyarrow: pip install -e '.\[parquet\]' in its repository"
+    ):
         read_records(str(tmp_path / "x.parquet"))
 
 

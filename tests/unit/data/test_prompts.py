@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.data.epoch_order import Order
+from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.prompts import PromptConfig, Prompts
 from spmd_rl.data.sft import Pairs
 from spmd_rl.errors import ConfigError, DataError
@@ -23,32 +23,32 @@ def lines(num: int, **extra: Any) -> list[str]:
     return [json.dumps({"prompt": f"{i}?", "answer": str(i), **extra}) for i in range(num)]
 
 
-def drawn(order: Order, num: int) -> list[int]:
+def drawn(order: EpochOrder, num: int) -> list[int]:
     return [order.next() for _ in range(num)]
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 130))
 def test_order_depends_on_seed_epoch_and_position_alone(num: int, seed: int, start: int) -> None:
-    whole, late = Order(num, seed=seed, shuffle=True), Order(num, seed=seed, shuffle=True)
+    whole, late = EpochOrder(num, seed=seed, shuffle=True), EpochOrder(num, seed=seed, shuffle=True)
     late.drawn = start
     assert drawn(whole, start + 50)[start:] == drawn(late, 50)
 
 
 @given(st.integers(1, 40), st.integers(0, 5))
 def test_every_epoch_draws_each_record_once(num: int, seed: int) -> None:
-    order = Order(num, seed=seed, shuffle=True)
+    order = EpochOrder(num, seed=seed, shuffle=True)
     assert all(sorted(drawn(order, num)) == list(range(num)) for _ in range(3))
 
 
 def test_epochs_and_seeds_differ_and_the_order_never_changes() -> None:
-    order = Order(8, seed=0, shuffle=True)
-    epochs = [drawn(order, 8), drawn(order, 8), drawn(Order(8, seed=1, shuffle=True), 8)]
+    order = EpochOrder(8, seed=0, shuffle=True)
+    epochs = [drawn(order, 8), drawn(order, 8), drawn(EpochOrder(8, seed=1, shuffle=True), 8)]
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert epochs[0] == [0, 3, 7, 4, 1, 5, 2, 6]  # as it was when this test was written
 
 
 def test_without_shuffling_the_files_order() -> None:
-    assert drawn(Order(3, seed=0, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
+    assert drawn(EpochOrder(3, seed=0, shuffle=False), 7) == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_uids_number_the_draws(jsonl: Jsonl, tokenizer: Any) -> None:
@@ -62,15 +62,24 @@ def test_uids_number_the_draws(jsonl: Jsonl, tokenizer: Any) -> None:
 def test_a_prompt_carries_text_tokens_source_and_the_rest(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(*lines(1, level=3), name="sums.jsonl")
     (prompt,) = Prompts(PromptConfig(path), tokenizer).next(1)
-    assert (prompt.text, prompt.answer, prompt.source, prompt.meta) == ("0?", "0", "sums", {"level": 3})
+    assert (prompt.text, prompt.answer, prompt.source, prompt.meta) == (
+        "0?",
+        "0",
+        "sums",
+        {"level": 3},
+    )
     assert prompt.tokens.dtype == np.int32
     assert prompt.tokens.tolist() == [1, ord("0"), ord("?")]
 
 
-@pytest.mark.parametrize("value", ["18446744073709551616", "-9223372036854775809", '{"a": [1e400, "\\ud800"]}'])
+@pytest.mark.parametrize(
+    "value", ["18446744073709551616", "-9223372036854775809", '{"a": [1e400, "\\ud800"]}']
+)
 def test_a_value_that_cannot_travel_is_named(jsonl: Jsonl, tokenizer: Any, value: str) -> None:
     path = jsonl(*lines(2), f'{{"prompt": "p", "answer": {2**70}, "id": {value}}}')
-    with pytest.raises(DataError, match=r"train.jsonl:3: id: this value cannot go to another process: "):
+    with pytest.raises(
+        DataError, match=r"train.jsonl:3: id: this value cannot go to another process: "
+    ):
         Prompts(PromptConfig(path), tokenizer)
     assert len(Prompts(PromptConfig(f"{path}@[:2]"), tokenizer)) == 2
 
@@ -82,7 +91,9 @@ def test_the_largest_numbers_that_travel(jsonl: Jsonl, tokenizer: Any) -> None:
 
 def test_chat_template(jsonl: Jsonl, tokenizer: Any) -> None:
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    path = jsonl(json.dumps({"prompt": turns, "answer": "a"}), json.dumps({"prompt": "u", "answer": "a"}))
+    path = jsonl(
+        json.dumps({"prompt": turns, "answer": "a"}), json.dumps({"prompt": "u", "answer": "a"})
+    )
     cfg = PromptConfig(path, chat_template=True, shuffle=False, template_kwargs={"thinking": False})
     one, other = Prompts(cfg, tokenizer).next(2)
     assert one.text == "<system>s<user>u<assistant>[thinking=False]"
@@ -92,7 +103,9 @@ def test_chat_template(jsonl: Jsonl, tokenizer: Any) -> None:
 
 def test_chat_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     messages = jsonl(json.dumps({"prompt": [{"role": "user"}], "answer": "a"}))
-    with pytest.raises(DataError, match=r"train.jsonl:1: prompt: a list of messages needs chat_template = true"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl:1: prompt: a list of messages needs chat_template = true"
+    ):
         Prompts(PromptConfig(messages), tokenizer)
     with pytest.raises(DataError, match="each with 'role' and 'content'"):
         Prompts(PromptConfig(messages, chat_template=True), tokenizer)
@@ -101,7 +114,9 @@ def test_chat_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
         Prompts(PromptConfig(messages, chat_template=True), tokenizer)
 
 
-def test_long_prompts_are_dropped_and_counted(jsonl: Jsonl, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_prompts_are_dropped_and_counted(
+    jsonl: Jsonl, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = jsonl(*lines(12))  # 10? and 11? have four tokens with BOS
     prompts = Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)
     assert (len(prompts), prompts.num_dropped) == (10, 2)
@@ -114,7 +129,9 @@ def test_long_prompts_are_dropped_and_counted(jsonl: Jsonl, tokenizer: Any, caps
 
 def test_a_prompt_leaves_room_for_its_answer(jsonl: Jsonl, tokenizer: Any) -> None:
     path, tokenizer.context = jsonl(*lines(12)), 4
-    with pytest.raises(DataError, match=r"train.jsonl:11: prompt: has 4 tokens, and the model's context of 4"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl:11: prompt: has 4 tokens, and the model's context of 4"
+    ):
         Prompts(PromptConfig(path), tokenizer)
     assert len(Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)) == 10
     tokenizer.context = 5
@@ -128,7 +145,10 @@ def test_a_field_of_the_wrong_kind_is_named(jsonl: Jsonl, tokenizer: Any) -> Non
         Prompts(PromptConfig(jsonl('{"prompt": null, "answer": "a"}')), tokenizer)
     with pytest.raises(DataError, match=r"train.jsonl:1: prompt: half of a surrogate pair"):
         Prompts(PromptConfig(jsonl(r'{"prompt": "x\ud800", "answer": "a"}')), tokenizer)
-    assert Prompts(PromptConfig(jsonl('{"prompt": "x"}'), answer_key=""), tokenizer).next(1)[0].answer == ""
+    assert (
+        Prompts(PromptConfig(jsonl('{"prompt": "x"}'), answer_key=""), tokenizer).next(1)[0].answer
+        == ""
+    )
 
 
 def test_a_prompt_that_is_a_number_is_refused(jsonl: Jsonl, tokenizer: Any) -> None:
@@ -138,7 +158,8 @@ def test_a_prompt_that_is_a_number_is_refused(jsonl: Jsonl, tokenizer: Any) -> N
             stream(PromptConfig(path), tokenizer)
     path = jsonl('{"prompt": [{"role": "user", "content": 12}], "answer": "a"}')
     with pytest.raises(
-        DataError, match=r"train.jsonl:1: prompt: expected a string as the content of a message, got 12"
+        DataError,
+        match=r"train.jsonl:1: prompt: expected a string as the content of a message, got 12",
     ):
         Prompts(PromptConfig(path, chat_template=True), tokenizer)
 
@@ -156,7 +177,9 @@ def test_an_answer_that_is_a_number_is_its_text_and_this_is_said(
     assert pairs.next(4)[2].tokens.tolist() == [1, ord("x"), ord("4"), ord("2"), 2]
     Prompts(PromptConfig(f"{path}@[:2]"), tokenizer)
     assert capsys.readouterr().out == ""
-    with pytest.raises(DataError, match=r"train.jsonl:1: answer: expected a string or a finite number, got True"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl:1: answer: expected a string or a finite number, got True"
+    ):
         Prompts(PromptConfig(jsonl('{"prompt": "x", "answer": true}')), tokenizer)
 
 
@@ -174,7 +197,8 @@ def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: 
     second.restore(json.loads(json.dumps(first.state())))
     assert [(p.uid, p.text) for p in first.next(9)] == [(p.uid, p.text) for p in second.next(9)]
     with pytest.raises(
-        DataError, match=r"train.jsonl@\[:4\]: the prompts are not those the saved position was .*--run.name"
+        DataError,
+        match=r"train.jsonl@\[:4\]: the prompts are not those the saved position was .*--run.name",
     ):
         Prompts(PromptConfig(path + "@[:4]"), tokenizer).restore(first.state())
     with pytest.raises(DataError, match="not those the saved position was taken in"):
@@ -201,7 +225,8 @@ def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     assert len(Pairs(PromptConfig(path), tokenizer)) == 4
     tokenizer.context = 4
     with pytest.raises(
-        DataError, match=r"train.jsonl:1: prompt and answer have 5 tokens, and the model's context is 4"
+        DataError,
+        match=r"train.jsonl:1: prompt and answer have 5 tokens, and the model's context is 4",
     ):
         Pairs(PromptConfig(path), tokenizer)
     tokenizer.eos_token_id, tokenizer.model_ends = None, ()

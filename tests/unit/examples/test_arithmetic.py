@@ -1,4 +1,6 @@
-"""The arithmetic example: its data is what its generator makes, its model folders load, its check can fail."""
+"""The arithmetic example: its data is what its generator makes, its model folders load, its check
+can fail.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,13 @@ def test_answers_are_right_and_held_out_prompts_are_held_out() -> None:
     assert all(a + b == answer for a, b, answer in train + held_out)
     trained_on = {(a, b) for a, b, _ in train + warmup}
     assert trained_on.isdisjoint((a, b) for a, b, _ in held_out)
-    assert 0.4 < np.mean([a + b == answer for a, b, answer in warmup]) < 0.5  # the teacher is careless
+    # the teacher is careless
+    assert 0.4 < np.mean([a + b == answer for a, b, answer in warmup]) < 0.5
 
 
-@pytest.mark.parametrize(("folder", "least", "most"), [("model", 0.1e6, 0.3e6), ("model-20m", 20e6, 40e6)])
+@pytest.mark.parametrize(
+    ("folder", "least", "most"), [("model", 0.1e6, 0.3e6), ("model-20m", 20e6, 40e6)]
+)
 def test_the_model_folders_load_in_transformers(folder: str, least: float, most: float) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
@@ -52,7 +57,9 @@ def test_the_model_folders_load_in_transformers(folder: str, least: float, most:
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE / folder)
     config = AutoConfig.from_pretrained(EXAMPLE / folder)
     ids = tokenizer("37+48= ok\n")["input_ids"]
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "37+48= ok\n"
+    assert (
+        tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "37+48= ok\n"
+    )
     assert len(ids) == 10
     assert len(tokenizer) <= config.vocab_size
     assert least <= ModelSpec.from_folder(EXAMPLE / folder).num_parameters <= most
@@ -66,7 +73,9 @@ def test_the_reward() -> None:
         for text, finish in (("85", "stop"), ("85", "length"), ("86", "stop"), (" 85", "stop"))
     }
     assert [key for key, reward in said.items() if reward] == [("85", "stop")]
-    assert resolve_reward(f"{EXAMPLE / 'reward.py'}:correct")(prompt, Sample(0, 0, none, none, none, "stop", text="85"))
+    assert resolve_reward(f"{EXAMPLE / 'reward.py'}:correct")(
+        prompt, Sample(0, 0, none, none, none, "stop", text="85")
+    )
 
 
 def lines(rewards: list[float], mismatched: int | None = 0) -> list[dict[str, float | None]]:
@@ -82,7 +91,9 @@ def test_the_check_passes_what_learned_and_fails_what_did_not() -> None:
     assert failing(lines([0.6, *[0.95] * 6])) == ["reward of the first step"]
     assert failing(lines([0.4, *[0.85] * 6])) == ["mean reward of the last 5 steps"]
     assert failing(lines([0.4, *[0.95] * 6], mismatched=1)) == ["mismatched tokens"]
-    assert failing(lines([0.4, *[0.95] * 6], mismatched=None)) == ["steps without a count of mismatched tokens"]
+    assert failing(lines([0.4, *[0.95] * 6], mismatched=None)) == [
+        "steps without a count of mismatched tokens"
+    ]
     assert not Figure("x", float("nan"), ">= 0").holds
 
 
@@ -92,13 +103,20 @@ def test_the_check_of_an_empty_folder_fails(tmp_path: Path) -> None:
     assert (done.returncode, "holds no metrics" in done.stderr) == (1, True)
 
 
-@pytest.mark.parametrize(("reward", "cpu_s", "code"), [(0.95, 170, 0), (0.95, 190, 1), (0.85, 170, 1)])
+@pytest.mark.parametrize(
+    ("reward", "cpu_s", "code"), [(0.95, 170, 0), (0.95, 190, 1), (0.85, 170, 1)]
+)
 def test_the_check_runs_the_command_and_counts_its_processor_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float, cpu_s: float, code: int
 ) -> None:
-    rows = [row | {"step": i, "unix_s": time.time()} for i, row in enumerate(lines([0.4, *[reward] * 6]), 1)]
+    rows = [
+        row | {"step": i, "unix_s": time.time()}
+        for i, row in enumerate(lines([0.4, *[reward] * 6]), 1)
+    ]
     warmed_up = [{"step": 0, "unix_s": time.time(), "warmup/loss": 0.5}]
-    (tmp_path / "made.jsonl").write_text("".join(json.dumps(row) + "\n" for row in warmed_up + rows))
+    (tmp_path / "made.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in warmed_up + rows)
+    )
     for others in ("files", "exported"):
         monkeypatch.setattr(check, others, lambda *given: ())
     monkeypatch.setattr(check, "_cpu_s_of_children", lambda: cpu_s)

@@ -1,4 +1,6 @@
-"""`make demo` keeps what an earlier demo left. Nothing is installed: the stamp is newer than what it depends on."""
+"""`make demo` keeps what an earlier demo left. Nothing is installed: the stamp is newer than what
+it depends on.
+"""
 
 from __future__ import annotations
 

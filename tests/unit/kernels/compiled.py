@@ -1,4 +1,6 @@
-"""Triton's kernels compiled for Hopper on a host that need have no GPU: a driver that compiles and never launches."""
+"""Triton's kernels compiled for Hopper on a host that need have no GPU: a driver that compiles and
+never launches.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class _Driver:
 
 @contextmanager
 def compiling(target: GPUTarget = HOPPER) -> Iterator[None]:
-    """Inside, a launch on host tensors compiles its kernel as on an H200, and leaves its results unset."""
+    """Inside, a launch on host tensors compiles its kernel as on an H200, and leaves its results
+    unset.
+    """
     before = driver._active
     driver.set_active(_Driver(target))
     try:

@@ -1,3 +1,4 @@
 import sys
 
-collect_ignore = [] if sys.platform == "linux" else ["test_compiled.py"]  # Triton has no compiler elsewhere
+# Triton has no compiler elsewhere
+collect_ignore = [] if sys.platform == "linux" else ["test_compiled.py"]

@@ -1,4 +1,5 @@
-"""Triton's kernels run by its interpreter, on a host that need have no GPU: what they compute, not how fast.
+"""Triton's kernels run by its interpreter, on a host that need have no GPU: what they compute, not
+how fast.
 
 Triton reads when it is imported whether to interpret, so this is a process of its own:
 
@@ -47,7 +48,9 @@ class _Kind(type):
 
 
 class _Int(builtins.int, metaclass=_Kind):
-    """`int`, also of an array of one number with a dimension, which numpy 2.4 refuses and the interpreter asks for."""
+    """`int`, also of an array of one number with a dimension, which numpy 2.4 refuses and the
+    interpreter asks for.
+    """
 
     def __new__(cls, one: Any) -> Any:
         return one.item() if hasattr(one, "item") else builtins.int(one)
@@ -59,7 +62,9 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
-    """One ascending chain over K. What numpy multiplies with may sum by a row's place, on some CPUs."""
+    """One ascending chain over K. What numpy multiplies with may sum by a row's place, on some
+    CPUs.
+    """
     del builder, how
     sums = np.cumsum(a.data[:, :, None] * b.data, axis=1, dtype=d.data.dtype)
     return type(d)(d.data + sums[:, -1], d.dtype.scalar)
@@ -69,7 +74,9 @@ _ready: set[int] = set()
 
 
 def _call(function: Any, *given: Any, **named: Any) -> Any:
-    """A kernel calls a function: Triton would put the interpreter in the language's place at each such call."""
+    """A kernel calls a function: Triton would put the interpreter in the language's place at each
+    such call.
+    """
     from triton.runtime import interpreter
 
     names = function.fn.__globals__
@@ -80,7 +87,9 @@ def _call(function: Any, *given: Any, **named: Any) -> Any:
 
 
 def _prepare(module: ModuleType) -> None:
-    """What the interpreter lacks: functions of CUDA's library, and a driver to ask about overlapping launches."""
+    """What the interpreter lacks: functions of CUDA's library, and a driver to ask about
+    overlapping launches.
+    """
     from triton.runtime import interpreter
 
     interpreter.int = _Int

@@ -1,4 +1,6 @@
-"""Attention's test data on any device, sequences fed to a paged cache in steps of any size, and a plain oracle."""
+"""Attention's test data on any device, sequences fed to a paged cache in steps of any size, and a
+plain oracle.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,22 @@ class Heads:
     dim: int
 
 
-def qkv(total: int, heads: Heads, seed: int = 0, *, dtype: torch.dtype, device: torch.device) -> Data:
+def qkv(
+    total: int, heads: Heads, seed: int = 0, *, dtype: torch.dtype, device: torch.device
+) -> Data:
     generator = torch.Generator(device).manual_seed(seed)
 
     def rows(count: int) -> Tensor:
-        return (torch.randn(total, count, heads.dim, device=device, generator=generator) * 1.5).to(dtype)
+        return (torch.randn(total, count, heads.dim, device=device, generator=generator) * 1.5).to(
+            dtype
+        )
 
     return rows(heads.query), rows(heads.key), rows(heads.key)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, split: int = 0) -> Tensor:
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads, split: int = 0
+) -> Tensor:
     sizes = {"num_heads": heads.query, "num_kv_heads": heads.key}
     return PackedAttention(np.array(lengths), **sizes, device=q.device, split=split)(0, q, k, v)
 
@@ -51,7 +59,8 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) ->
 class Paged:
     """Feeds sequences to a paged cache in steps that a test chooses, pages placed at random.
 
-    Every other step is padded. `poison`: what is not written yet is large, and pages that nobody has are not numbers.
+    Every other step is padded. `poison`: what is not written yet is large, and pages that nobody
+    has are not numbers.
     """
 
     def __init__(
@@ -92,18 +101,26 @@ class Paged:
             else:
                 pages.fill_(large).unflatten(1, (-1, self.page_size))[:, free] = torch.nan
 
-    def step(self, chosen: dict[int, int], q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """`chosen`: sequence -> number of new tokens. Returns which rows of q they are, and their outputs."""
+    def step(
+        self, chosen: dict[int, int], q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`chosen`: sequence -> number of new tokens. Returns which rows of q they are, and their
+        outputs.
+        """
         firsts = np.cumsum([0, *self.lengths])
         names, rows, slots = list(chosen), [], []
         for name in names:
             span = np.arange(self.done[name], self.done[name] + chosen[name])
             rows.append(firsts[name] + span)
-            slots.append(self.tables[name][span // self.page_size] * self.page_size + span % self.page_size)
+            slots.append(
+                self.tables[name][span // self.page_size] * self.page_size + span % self.page_size
+            )
         width = max(len(self.tables[name]) for name in names)
         attend = PagedAttention.chunks(
             self.cache,
-            page_table=np.stack([np.pad(self.tables[n], (0, width - len(self.tables[n]))) for n in names]),
+            page_table=np.stack(
+                [np.pad(self.tables[n], (0, width - len(self.tables[n]))) for n in names]
+            ),
             starts=self.done[names],
             lengths=np.array([chosen[name] for name in names]),
             slots=np.concatenate(slots),
@@ -123,13 +140,17 @@ class Paged:
         rng, out = np.random.default_rng(self.seed), torch.empty_like(data[0])
         while len(waiting := np.flatnonzero(self.done < self.lengths)):
             some = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)]
-            chosen = {int(n): int(min(self.lengths[n] - self.done[n], rng.choice(sizes))) for n in some}
+            chosen = {
+                int(n): int(min(self.lengths[n] - self.done[n], rng.choice(sizes))) for n in some
+            }
             rows, part = self.step(chosen, *data)
             out[rows] = part
         return out
 
     def decoding(self, data: Data, num_tokens: int) -> Tensor:
-        """All sequences to their end together: first all but `num_tokens` of each, then one at a time."""
+        """All sequences to their end together: first all but `num_tokens` of each, then one at a
+        time.
+        """
         out = torch.empty_like(data[0])
         chosen = {n: max(1, length - num_tokens) for n, length in enumerate(self.lengths)}
         while chosen:

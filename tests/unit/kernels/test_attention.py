@@ -39,13 +39,17 @@ def qkv(lengths: list[int], heads: Heads, seed: int = 0) -> Data:
     return paged_case.qkv(sum(lengths), heads, seed, dtype=torch.float32, device=CPU)
 
 
-def new_paged(lengths: list[int], heads: Heads, page_size: int, seed: int, poison: bool = False) -> Paged:
+def new_paged(
+    lengths: list[int], heads: Heads, page_size: int, seed: int, poison: bool = False
+) -> Paged:
     return Paged(lengths, heads, page_size, poison, seed=seed, dtype=torch.float32, device=CPU)
 
 
 @settings(max_examples=25)
 @given(
-    lengths=st.lists(st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 90, 128, 150]), min_size=1, max_size=6),
+    lengths=st.lists(
+        st.sampled_from([1, 2, 15, 16, 17, 63, 64, 65, 90, 128, 150]), min_size=1, max_size=6
+    ),
     heads=st.sampled_from(HEADS),
     page_size=st.sampled_from([1, 16, 64, 128]),
     seed=st.integers(0, 10**6),
@@ -62,7 +66,9 @@ def test_laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, heads: Heads) -> 
     """There sequences lie beside those of about their rows and keys: many parts in place of two."""
     alike, numbers = paged._alike, set()
 
-    def on_gpu(rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device) -> NDArray[np.int64]:
+    def on_gpu(
+        rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device
+    ) -> NDArray[np.int64]:
         parts = alike(rows, keys, torch.device("cuda"))
         for part in np.unique(parts):
             same = keys[parts == part]
@@ -73,7 +79,9 @@ def test_laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, heads: Heads) -> 
     monkeypatch.setattr(paged, "_alike", on_gpu)
     lengths = [1, 5, 16, 40, 150, 130, 64]
     data = qkv(lengths, heads)
-    assert torch.equal(new_paged(lengths, heads, 16, 3).chunks(data, SIZES), packed(*data, lengths, heads))
+    assert torch.equal(
+        new_paged(lengths, heads, 16, 3).chunks(data, SIZES), packed(*data, lengths, heads)
+    )
     assert max(numbers) > 2
 
 
@@ -82,13 +90,17 @@ def test_alone_equals_packed_in_any_order(heads: Heads) -> None:
     lengths = [40, 1, 200, 64, 129]
     q, k, v = qkv(lengths, heads)
     whole = packed(q, k, v, lengths, heads).split(lengths)
-    for i, (one_q, one_k, one_v) in enumerate(zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)):
+    for i, (one_q, one_k, one_v) in enumerate(
+        zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    ):
         assert torch.equal(packed(one_q, one_k, one_v, [lengths[i]], heads), whole[i])
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_poisoned_pages_do_not_leak(heads: Heads) -> None:
-    """NaN in pages of nobody, the largest finite numbers (of keys: products) in unused slots of pages in use."""
+    """NaN in pages of nobody, the largest finite numbers (of keys: products) in unused slots of
+    pages in use.
+    """
     lengths = [70, 3, 64]
     data = qkv(lengths, heads)
     expected = packed(*data, lengths, heads)
@@ -147,7 +159,9 @@ def test_gradients_of_the_library(heads: Heads, starts: list[int]) -> None:
     q = layout.rows(qkv(lengths.tolist(), heads)[0], heads.key)
     shape = heads.key, len(lengths), padded_rows(int((lengths + starts).max())), heads.dim
     generator = torch.Generator().manual_seed(0)
-    leaves = [x.double().requires_grad_() for x in (q, *torch.randn(2, *shape, generator=generator))]
+    leaves = [
+        x.double().requires_grad_() for x in (q, *torch.randn(2, *shape, generator=generator))
+    ]
     tokens = layout.tokens(blocked_attention(*leaves, layout, 0.3))[: lengths.sum()]
     push = torch.randn(tokens.shape, generator=generator).double()
     tokens.backward(push)
@@ -175,8 +189,12 @@ def test_row_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("max_scores", [1, 3000, 20_000])
 @pytest.mark.parametrize("heads", [Heads(7, 1, 8), Heads(10, 2, 8), Heads(12, 4, 8)])
-def test_slices_end_where_rows_are_padding(monkeypatch: pytest.MonkeyPatch, heads: Heads, max_scores: int) -> None:
-    """Rows of a sequence are padded to whole tiles of rows and heads, which can be more than one slice of rows."""
+def test_slices_end_where_rows_are_padding(
+    monkeypatch: pytest.MonkeyPatch, heads: Heads, max_scores: int
+) -> None:
+    """Rows of a sequence are padded to whole tiles of rows and heads, which can be more than one
+    slice of rows.
+    """
     lengths = [9] * 5
     leaves = [x.requires_grad_() for x in qkv(lengths, heads)]
     out = packed(*leaves, lengths, heads)
@@ -184,7 +202,9 @@ def test_slices_end_where_rows_are_padding(monkeypatch: pytest.MonkeyPatch, head
     monkeypatch.setattr("spmd_rl.kernels.attention.blocked.MAX_SCORES", max_scores)
     sliced = packed(*leaves, lengths, heads)
     assert torch.equal(sliced, out)
-    for found, expected in zip(torch.autograd.grad(sliced.square().sum(), leaves), grads, strict=True):
+    for found, expected in zip(
+        torch.autograd.grad(sliced.square().sum(), leaves), grads, strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     one = new_paged([9, 9], heads, 16, 1).chunks(tuple(x[:18].detach() for x in leaves), [1])
     assert torch.equal(one, out[:18])
@@ -211,14 +231,18 @@ def test_control_other_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_control_descending_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def descending(weights: Tensor, v: Tensor, height: int) -> Tensor:
         blocks = range((weights.shape[-1] - 1) // 64 * 64, -1, -64)
-        return torch.as_tensor(sum(weights[..., b : b + 64] @ v[..., b : b + 64, :] for b in blocks))
+        return torch.as_tensor(
+            sum(weights[..., b : b + 64] @ v[..., b : b + 64, :] for b in blocks)
+        )
 
     assert _mismatches(monkeypatch, "_ascending_sums", descending) > 0
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 33, 64, 100, 1000])
 def test_softmax_is_that_of_the_keys_seen(width: int) -> None:
-    """Its bits depend neither on how many unseen keys follow, in steps of the row tile, nor on the row's place."""
+    """Its bits depend neither on how many unseen keys follow, in steps of the row tile, nor on the
+    row's place.
+    """
     scores = torch.randn(37, width, generator=torch.Generator().manual_seed(width)) * 3
     least = padded_rows(width)
     expected = F.pad(scores, (0, least - width), value=-torch.inf).softmax(-1)[:, :width]
@@ -232,7 +256,9 @@ def test_softmax_is_that_of_the_keys_seen(width: int) -> None:
 
 def test_control_softmax_of_other_keys_differs() -> None:
     scores = torch.randn(37, 100, generator=torch.Generator().manual_seed(0)) * 3
-    assert not torch.equal(scores.roll(1, dims=-1).softmax(-1).roll(-1, dims=-1), scores.softmax(-1))
+    assert not torch.equal(
+        scores.roll(1, dims=-1).softmax(-1).roll(-1, dims=-1), scores.softmax(-1)
+    )
 
 
 def test_control_stale_key_fails() -> None:
@@ -245,7 +271,9 @@ def test_control_stale_key_fails() -> None:
     assert not torch.equal(last, packed(*data, lengths, heads)[rows])
 
 
-def test_control_a_library_that_counts_places_for_heads_of_no_multiple_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_library_that_counts_places_for_heads_of_no_multiple_of_four(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     heads, lengths, plain = Heads(3, 3, 10), [40, 3, 64], torch.bmm
     data = qkv(lengths, heads)
 

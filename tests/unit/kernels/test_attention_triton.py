@@ -1,4 +1,5 @@
-"""Attention's own kernel of GPUs, run by Triton's interpreter: right, and the same for a row beside any others.
+"""Attention's own kernel of GPUs, run by Triton's interpreter: right, and the same for a row beside
+any others.
 
 The interpreter multiplies no bfloat16; that is left to tests/gpu.
 """
@@ -48,7 +49,9 @@ def exact(given: Case) -> Tensor:
 
 
 def beyond_sight(given: Case) -> Case:
-    """What no row of a sequence sees is not a number, and what not every row sees is as large as can be."""
+    """What no row of a sequence sees is not a number, and what not every row sees is as large as
+    can be.
+    """
     k, v = given.k.clone(), given.v.clone()
     for one in range(BATCH):
         most = int(given.visible[one].max())
@@ -75,7 +78,9 @@ CASES = {
     "one sequence": Case(*(x[:, 1:2] for x in SINGLE[:3]), SINGLE.visible[1:2], NUM_ROWS),
     "one row": Case(SINGLE.q[:, :, 7:8], SINGLE.k, SINGLE.v, SINGLE.visible[:, 7:8], 1),
     "some rows": SINGLE._replace(num_used=9),
-    "more keys": SINGLE._replace(**{one: torch.nn.functional.pad(getattr(SINGLE, one), (0, 0, 0, 48)) for one in "kv"}),
+    "more keys": SINGLE._replace(
+        **{one: torch.nn.functional.pad(getattr(SINGLE, one), (0, 0, 0, 48)) for one in "kv"}
+    ),
     "beyond sight": beyond_sight(SINGLE),
     "large": large_where_one_row_sees(SINGLE),
 }

@@ -1,6 +1,8 @@
-"""What the contract asks of the code for Hopper, read from the code: its instructions, chains and trees of sums.
+"""What the contract asks of the code for Hopper, read from the code: its instructions, chains and
+trees of sums.
 
-The launches are the project's own, so the kernels have the arguments, tiles and options that they have on a GPU.
+The launches are the project's own, so the kernels have the arguments, tiles and options that they
+have on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from spmd_rl.kernels.linear.tiles import (
     Tile,
 )
 from spmd_rl.kernels.rowwise import activation_triton, norm_triton, rope_triton, row_hash_triton
-from spmd_rl.kernels.vocab import decode_outputs_triton, filter_triton, logprob_triton, sampling_triton
+from spmd_rl.kernels.vocab import (
+    decode_outputs_triton,
+    filter_triton,
+    logprob_triton,
+    sampling_triton,
+)
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, VOCAB_CHUNK
 from tests.unit.kernels.compiled import compiled_of, instructions, ptx_of, shuffles
 
@@ -40,7 +47,9 @@ WARP, WGMMA_K = 32, 16
 THREADS_OF_A_ROW = 4  # in what wgmma returns
 VOCAB = NUM_VOCAB_SHARDS, VOCAB_CHUNK
 PLAIN = sorted({tile for by_width in TILES.values() for _, tile in by_width} | {REFERENCE})
-RINGED = sorted({ring for by_width in RINGS.values() for _, ring in by_width} | set(RINGS_OF.values()))
+RINGED = sorted(
+    {ring for by_width in RINGS.values() for _, ring in by_width} | set(RINGS_OF.values())
+)
 GATED_RINGED = sorted({ring for by_width in GATED_RINGS.values() for _, ring in by_width})
 GATED = sorted({tile for by_width in GATED_TILES.values() for _, tile in by_width})
 
@@ -60,12 +69,17 @@ def rows(count: int, columns: int, dtype: torch.dtype = BF16) -> Tensor:
 def product(tile: Tile, num_rows: int = 300, k: int = 1024, gated: bool = False) -> str:
     out, weight = rows(num_rows, 4096), rows(8192 if gated else 4096, k)
     return ptx_of(
-        triton_gemm._matmul, lambda: triton_gemm.matmul_into(out, rows(num_rows, k), weight, None, tile, gated)
+        triton_gemm._matmul,
+        lambda: triton_gemm.matmul_into(out, rows(num_rows, k), weight, None, tile, gated),
     )
 
 
 def tensor_core(ptx: str) -> dict[str, int]:
-    return {name: count for name, count in instructions(ptx).items() if name.startswith(("mma", "wgmma.mma"))}
+    return {
+        name: count
+        for name, count in instructions(ptx).items()
+        if name.startswith(("mma", "wgmma.mma"))
+    }
 
 
 def added(ptx: str) -> dict[str, int]:
@@ -74,9 +88,13 @@ def added(ptx: str) -> dict[str, int]:
     return {name: count for name, count in instructions(ptx).items() if name.startswith(names)}
 
 
-@pytest.mark.parametrize(("tile", "gated"), [(one, False) for one in PLAIN] + [(one, True) for one in GATED], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "gated"), [(one, False) for one in PLAIN] + [(one, True) for one in GATED], ids=str
+)
 def test_a_product_is_one_chain_of_wgmma(tile: Tile, gated: bool) -> None:
-    """One instruction for each 16 of K, which adds to what came before; nothing is added up beside it."""
+    """One instruction for each 16 of K, which adds to what came before; nothing is added up beside
+    it.
+    """
     ptx = product(tile, gated=gated)
     (name,) = tensor_core(ptx)
     m, n, k, warps, *_, swap = tile
@@ -85,14 +103,21 @@ def test_a_product_is_one_chain_of_wgmma(tile: Tile, gated: bool) -> None:
     assert name.endswith(f"k{WGMMA_K}.f32.bf16.bf16")
     columns = int(name.partition("m64n")[2].partition("k")[0])
     height = tall // (warps // 4)
-    assert tensor_core(ptx)[name] == (1 + gated) * height * wide // (WGMMA_ROWS * columns) * k // WGMMA_K
+    assert (
+        tensor_core(ptx)[name]
+        == (1 + gated) * height * wide // (WGMMA_ROWS * columns) * k // WGMMA_K
+    )
     assert set(added(ptx)) <= ({"add.rn.f32"} if gated else set())  # SiLU's
 
 
 @pytest.mark.parametrize(
-    ("ring", "gated"), [(one, False) for one in RINGED] + [(one, True) for one in GATED_RINGED], ids=str
+    ("ring", "gated"),
+    [(one, False) for one in RINGED] + [(one, True) for one in GATED_RINGED],
+    ids=str,
 )
-def test_a_ring_is_one_chain_of_wgmma(monkeypatch: pytest.MonkeyPatch, ring: Ring, gated: bool) -> None:
+def test_a_ring_is_one_chain_of_wgmma(
+    monkeypatch: pytest.MonkeyPatch, ring: Ring, gated: bool
+) -> None:
     """Weight by x, as the shape of a program's products says."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     out, weight, k = rows(ring.m, 4096), rows(8192 if gated else 4096, 4096), 4096
@@ -127,23 +152,33 @@ def test_a_product_in_halves_is_seen() -> None:
 def norm(size: int, num_rows: int) -> str:
     return ptx_of(
         norm_triton._forward,
-        lambda: norm_triton.add_rms_norm_forward(rows(num_rows, size), rows(num_rows, size), rows(1, size)[0], 1e-6),
+        lambda: norm_triton.add_rms_norm_forward(
+            rows(num_rows, size), rows(num_rows, size), rows(1, size)[0], 1e-6
+        ),
     )
 
 
 @pytest.mark.parametrize("size", [64, 128, 1024, 2560, 4096, 5120])
 def test_a_norm_sums_along_one_tree(size: int) -> None:
-    """A thread's own elements, then its warp's threads, then the warps; rounded each time, and never fused."""
+    """A thread's own elements, then its warp's threads, then the warps; rounded each time, and
+    never fused.
+    """
     ptx = norm(size, 300)
     tile_rows, block = norm_triton.norm_tile(size)
     threads = WARP * norm_triton.NUM_WARPS
     each = tile_rows * block // threads
     across = threads // tile_rows
     lanes = [1 << i for i in reversed(range(min(across, WARP).bit_length() - 1))]
-    warps = [1 << i for i in reversed(range((across // WARP).bit_length() - 1))] if across > WARP else []
+    warps = (
+        [1 << i for i in reversed(range((across // WARP).bit_length() - 1))]
+        if across > WARP
+        else []
+    )
     assert shuffles(ptx) == lanes + warps
-    assert added(ptx) == {"add.rn.f32": each - 1 + len(lanes + warps) + 1}  # the last one's is epsilon
-    assert instructions(ptx)["add.rn.bf16x2"] == each // 2  # x to the residual: one rounding, as of float32's sum
+    # the last one's is epsilon
+    assert added(ptx) == {"add.rn.f32": each - 1 + len(lanes + warps) + 1}
+    # x to the residual: one rounding, as of float32's sum
+    assert instructions(ptx)["add.rn.bf16x2"] == each // 2
 
 
 def test_another_tree_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +188,23 @@ def test_another_tree_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fused_rounding_is_seen() -> None:
-    given = rows(8, 1024), None, rows(1, 1024)[0], rows(8, 1024), None, torch.zeros(8), 8, 1e-6, 1024, 1, 1024
-    ptx = ptx_of(norm_triton._forward, lambda: norm_triton._forward[(8,)](*given, num_warps=4, launch_pdl=True))
+    given = (
+        rows(8, 1024),
+        None,
+        rows(1, 1024)[0],
+        rows(8, 1024),
+        None,
+        torch.zeros(8),
+        8,
+        1e-6,
+        1024,
+        1,
+        1024,
+    )
+    ptx = ptx_of(
+        norm_triton._forward,
+        lambda: norm_triton._forward[(8,)](*given, num_warps=4, launch_pdl=True),
+    )
     assert "fma.rn.f32" in added(ptx)
 
 
@@ -164,7 +214,9 @@ def rope(num_rows: int) -> str:
     positions = torch.zeros(num_rows, dtype=torch.int64)
     return ptx_of(
         rope_triton._forward,
-        lambda: rope_triton.qk_norm_rope_forward(q, k, weight, weight, 1e-6, positions, table, table),
+        lambda: rope_triton.qk_norm_rope_forward(
+            q, k, weight, weight, 1e-6, positions, table, table
+        ),
     )
 
 
@@ -176,7 +228,10 @@ def silu(num_rows: int) -> str:
 def shards(num_rows: int) -> str:
     logits, ones = rows(num_rows, 151936, torch.float32), torch.ones(num_rows)
     targets = torch.zeros(num_rows, dtype=torch.int64)
-    return ptx_of(logprob_triton._shard_sums, lambda: logprob_triton.logprob_forward(logits, targets, ones, *VOCAB))
+    return ptx_of(
+        logprob_triton._shard_sums,
+        lambda: logprob_triton.logprob_forward(logits, targets, ones, *VOCAB),
+    )
 
 
 def draw(num_rows: int) -> str:
@@ -189,20 +244,30 @@ def draw(num_rows: int) -> str:
 
 
 def hashes(num_rows: int) -> str:
-    return ptx_of(row_hash_triton._row_hashes, lambda: row_hash_triton.row_hashes(rows(num_rows, 1024)))
+    return ptx_of(
+        row_hash_triton._row_hashes, lambda: row_hash_triton.row_hashes(rows(num_rows, 1024))
+    )
 
 
 def merge(num_rows: int) -> str:
-    partial, sums, out = torch.zeros(3 * num_rows, 16, 128), torch.zeros(3 * num_rows, 16), rows(16 * num_rows, 128)
+    partial, sums, out = (
+        torch.zeros(3 * num_rows, 16, 128),
+        torch.zeros(3 * num_rows, 16),
+        rows(16 * num_rows, 128),
+    )
     ranges = torch.zeros(num_rows, 3, dtype=torch.int64)
     whole = out.view(num_rows, 16, 128)
     return ptx_of(
-        merge_states_triton._merge, lambda: merge_states_triton.merge_ranges_gpu(partial, sums, ranges, whole, None)
+        merge_states_triton._merge,
+        lambda: merge_states_triton.merge_ranges_gpu(partial, sums, ranges, whole, None),
     )
 
 
 def launch_attention(num_rows: int, dim: int, dtype: torch.dtype) -> Tensor:
-    q, k = torch.zeros(2, 3, num_rows, dim, dtype=dtype), torch.zeros(2, 3, 8 * num_rows, dim, dtype=dtype)
+    q, k = (
+        torch.zeros(2, 3, num_rows, dim, dtype=dtype),
+        torch.zeros(2, 3, 8 * num_rows, dim, dtype=dtype),
+    )
     visible = torch.ones(3, num_rows, dtype=torch.int64)
     return blocked_triton.attend_in_blocks(q, k, k, visible, num_rows, 0.1)
 
@@ -226,21 +291,28 @@ OPS: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_code_is_one_for_all_numbers_of_rows(op: str) -> None:
-    """17 and 48: Triton makes code of its own for arguments of 1, and for multiples of 16, if it may."""
+    """17 and 48: Triton makes code of its own for arguments of 1, and for multiples of 16, if it
+    may.
+    """
     codes = {count: OPS[op](count) for count in (1, 17, 48)}
     assert len(set(codes.values())) == 1
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_attention_in_blocks_adds_in_its_own_order(dim: int) -> None:
-    """Tensor cores multiply, sums of weights are shuffled along one tree, and nothing is rounded once for two ops."""
+    """Tensor cores multiply, sums of weights are shuffled along one tree, and nothing is rounded
+    once for two ops.
+    """
     ptx = attention(48, dim)
     names = tensor_core(ptx)
     assert names
-    assert all(name.startswith("wgmma") and name.endswith(f"k{WGMMA_K}.f32.bf16.bf16") for name in names)
+    assert all(
+        name.startswith("wgmma") and name.endswith(f"k{WGMMA_K}.f32.bf16.bf16") for name in names
+    )
     each = blocked_triton.block_tile(BF16, dim).keys // THREADS_OF_A_ROW
     assert shuffles(ptx)[-4 * 2 :] == [2, 1] * 4  # the greatest and the sum, of two rows a thread
-    assert added(ptx) == {"add.rn.f32": 2 * (each - 1 + 2 + 1)}  # the last one's is what came before
+    # the last one's is what came before
+    assert added(ptx) == {"add.rn.f32": 2 * (each - 1 + 2 + 1)}
 
 
 @pytest.mark.parametrize(("capability", "shared_kib"), [(80, 163), (86, 99), (90, 227), (120, 99)])
@@ -249,7 +321,9 @@ def test_attention_in_blocks_adds_in_its_own_order(dim: int) -> None:
 def test_attention_in_blocks_fits_every_gpu_since_ampere(
     dim: int, dtype: torch.dtype, capability: int, shared_kib: int
 ) -> None:
-    found = compiled_of(blocked_triton._attend, lambda: launch_attention(48, dim, dtype), capability)
+    found = compiled_of(
+        blocked_triton._attend, lambda: launch_attention(48, dim, dtype), capability
+    )
     assert found.metadata.shared <= shared_kib << 10
 
 
@@ -264,16 +338,22 @@ def _specialised(x, count) -> None:
 
 
 def test_code_of_its_own_is_seen() -> None:
-    one, many = (ptx_of(_specialised, partial(_specialised[(1,)], torch.zeros(64), count)) for count in (1, 17))
+    one, many = (
+        ptx_of(_specialised, partial(_specialised[(1,)], torch.zeros(64), count))
+        for count in (1, 17)
+    )
     assert one != many
 
 
 def test_what_frames_a_step_compiles() -> None:
-    """The kernels that make a decoding step's inputs and take its outputs have no arithmetic to be held to."""
+    """The kernels that make a decoding step's inputs and take its outputs have no arithmetic to be
+    held to.
+    """
     ids, one = torch.zeros(40, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     pages = torch.zeros(40, 8, dtype=torch.int32)
     inputs = ptx_of(
-        decode_inputs_triton._inputs, lambda: decode_inputs_triton.decode_inputs(ids, ids, ids, ids, pages, 128)
+        decode_inputs_triton._inputs,
+        lambda: decode_inputs_triton.decode_inputs(ids, ids, ids, ids, pages, 128),
     )
     host = torch.zeros(2, 64, dtype=torch.int64), torch.zeros(2, 64)
     outputs = ptx_of(
@@ -288,7 +368,9 @@ def test_filters_order_the_same_scores(name: str) -> None:
     """A score is rounded as a product, in every kernel, before it is subtracted from or added to."""
     logits, ones = rows(17, 151936, torch.float32), torch.ones(17)
     kernel = getattr(filter_triton, name)
-    ptx = ptx_of(kernel, lambda: filter_triton.filtered(logits, ones, ones > 0, None, ones * 0.9, ones * 0.1))
+    ptx = ptx_of(
+        kernel, lambda: filter_triton.filtered(logits, ones, ones > 0, None, ones * 0.9, ones * 0.1)
+    )
     found = instructions(ptx)
     assert "griddepcontrol.wait" in ptx
     assert "mul.rn.f32" in found
@@ -304,4 +386,6 @@ def test_a_draw_takes_the_exponentials_of_training() -> None:
 
 def test_the_tiles_fit() -> None:
     """None takes more shared memory than a block may, which a launch on a GPU would refuse."""
-    assert max(tile.stages * (tile.m + tile.n) * tile.k * 2 for tile in PLAIN) <= tiles.SHARED_BYTES + (3 << 10)
+    assert max(
+        tile.stages * (tile.m + tile.n) * tile.k * 2 for tile in PLAIN
+    ) <= tiles.SHARED_BYTES + (3 << 10)

@@ -1,4 +1,6 @@
-"""The numeric contract lists what the kernels define: a change where it is defined is another contract."""
+"""The numeric contract lists what the kernels define: a change where it is defined is another
+contract.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,12 @@ def changed(facts: Callable[[], Facts], change: Callable[[], None]) -> set[str]:
     ],
 )
 def test_rules_of_every_device(
-    module: Any, name: str, value: object, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+    module: Any,
+    name: str,
+    value: object,
+    fact: str,
+    monkeypatch: pytest.MonkeyPatch,
+    hopper: dict[str, Any],
 ) -> None:
     with monkeypatch.context() as patch:
         assert changed(cpu_facts, lambda: patch.setattr(module, name, value)) == {fact}
@@ -128,22 +135,32 @@ def test_flash_attention_of_another_version_was_not_compared(hopper: dict[str, A
 
 
 def test_the_unit_of_widths_is_the_kernels_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert changed(cpu_facts, lambda: monkeypatch.setattr(padding, "COLUMN_UNIT", 8)) == {"column_unit"}
+    assert changed(cpu_facts, lambda: monkeypatch.setattr(padding, "COLUMN_UNIT", 8)) == {
+        "column_unit"
+    }
 
 
 @pytest.mark.parametrize(("name", "fact"), [("KV_BLOCK", "kv_block"), ("QUERY_TILE", "query_tile")])
-def test_attention_of_the_cpu(name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+def test_attention_of_the_cpu(
+    name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+) -> None:
     before = gpu_facts()
-    assert changed(cpu_facts, lambda: monkeypatch.setattr(f"spmd_rl.kernels.attention.blocked.{name}", 32)) == {fact}
+    assert changed(
+        cpu_facts, lambda: monkeypatch.setattr(f"spmd_rl.kernels.attention.blocked.{name}", 32)
+    ) == {fact}
     assert gpu_facts() == before
 
 
 def test_key_block_of_the_gpu(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
     assert gpu_facts()["kv_block"] == flash_decode.TILE[1]
-    assert changed(gpu_facts, lambda: monkeypatch.setattr(flash_decode, "TILE", (64, 64))) == {"kv_block"}
+    assert changed(gpu_facts, lambda: monkeypatch.setattr(flash_decode, "TILE", (64, 64))) == {
+        "kv_block"
+    }
 
 
-def test_attention_of_the_gpu_without_flash(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+def test_attention_of_the_gpu_without_flash(
+    monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+) -> None:
     monkeypatch.setattr(flash, "flash_takes", lambda *given: False)
     assert gpu_facts()["attention"] == "keys in ascending blocks"
     assert "kv_block" not in gpu_facts()
@@ -165,13 +182,19 @@ def test_attention_of_the_gpu_without_flash(monkeypatch: pytest.MonkeyPatch, hop
         ("triton", "__version__", "triton"),
     ],
 )
-def test_triton(module: str, name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+def test_triton(
+    module: str, name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+) -> None:
     assert changed(gpu_facts, lambda: monkeypatch.setattr(hopper[module], name, 8)) == {fact}
 
 
 @pytest.mark.parametrize(
     ("package", "fact"),
-    [*((package, package) for package in versions.DSL), ("nvidia-cublas", "cublas"), ("flash-attn-4", "attention")],
+    [
+        *((package, package) for package in versions.DSL),
+        ("nvidia-cublas", "cublas"),
+        ("flash-attn-4", "attention"),
+    ],
 )
 def test_packages(package: str, fact: str, hopper: dict[str, Any]) -> None:
     assert changed(gpu_facts, lambda: hopper["versions"].update({package: "0.1"})) == {fact}
@@ -192,15 +215,26 @@ def test_cublas_of_cuda_12(hopper: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "fact"),
     [
-        (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 1)), "capability"),
-        (lambda patch: patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100"), "gpu"),
+        (
+            lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 1)),
+            "capability",
+        ),
+        (
+            lambda patch: patch.setattr(
+                torch.cuda, "get_device_name", lambda device: "NVIDIA H100"
+            ),
+            "gpu",
+        ),
         (lambda patch: patch.setattr(torch.version, "cuda", "12.8"), "cuda"),
         (lambda patch: patch.setattr(LINEAR, "keeps_chain", lambda *given: False), "linear"),
     ],
     ids=["capability", "gpu", "cuda", "linear"],
 )
 def test_the_gpu(
-    change: Callable[[pytest.MonkeyPatch], None], fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+    change: Callable[[pytest.MonkeyPatch], None],
+    fact: str,
+    monkeypatch: pytest.MonkeyPatch,
+    hopper: dict[str, Any],
 ) -> None:
     assert changed(gpu_facts, lambda: change(monkeypatch)) == {fact}
 
@@ -208,16 +242,21 @@ def test_the_gpu(
 @pytest.mark.parametrize("fact", ["isa", "threads"])
 def test_the_cpu(fact: str, monkeypatch: pytest.MonkeyPatch) -> None:
     others = {
-        "isa": lambda: monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX"),
+        "isa": lambda: monkeypatch.setattr(
+            torch.backends.cpu, "get_cpu_capability", lambda: "NO AVX"
+        ),
         "threads": lambda: monkeypatch.setattr(torch, "get_num_threads", lambda: 99),
     }
     assert changed(cpu_facts, others[fact]) == {fact}
 
 
 @pytest.mark.parametrize(
-    ("flag", "fact"), [("allow_tf32", "tf32"), ("allow_bf16_reduced_precision_reduction", "bf16_reduced")]
+    ("flag", "fact"),
+    [("allow_tf32", "tf32"), ("allow_bf16_reduced_precision_reduction", "bf16_reduced")],
 )
-def test_flags_of_precision(flag: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+def test_flags_of_precision(
+    flag: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+) -> None:
     flags = SimpleNamespace(allow_tf32=False, allow_bf16_reduced_precision_reduction=False)
     monkeypatch.setattr(torch.backends.cuda, "matmul", flags)
     assert changed(gpu_facts, lambda: setattr(flags, flag, True)) == {fact}
@@ -228,7 +267,9 @@ def test_the_type_of_numbers_is_a_fact() -> None:
     assert [key for key in kinds[0] if kinds[0][key] != kinds[1][key]] == ["dtype"]
 
 
-def test_tiles_are_free_where_that_was_measured(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
+def test_tiles_are_free_where_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
+) -> None:
     assert gpu_facts()["linear"] == "one ascending chain"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert gpu_facts()["linear"] == "one ascending chain, tiles not compared"

@@ -18,23 +18,45 @@ def test_a_gpu_without_memory_to_compare_is_said_to_be(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(cublas, "proposed", full)
     shape = Shape(4096, 1024, 512, False, torch.bfloat16, torch.device("cuda"))
-    with pytest.warns(UserWarning, match=r"no memory to compare cuBLAS's ways for Shape\(n=4096, k=1024, rows=512"):
+    with pytest.warns(
+        UserWarning, match=r"no memory to compare cuBLAS's ways for Shape\(n=4096, k=1024, rows=512"
+    ):
         assert cublas.choose(shape, 512, lambda *given: None) is None
 
 
 @pytest.mark.parametrize(
     ("rows", "n", "shared"),
     [
-        *((1, 4096, None), (100, 4096, None), (127, 4096, None), (129, 4096, None), (255, 4096, None)),
-        *((128, 4096, (128, 128)), (128, 2048, None), (256, 4096, (256, 256)), (256, 2048, None), (64, 4096, None)),
-        *((257, 16, None), (511, 16, None), (512, 16, (512, 512)), (513, 16, (513, 1024)), (1024, 16, (513, 1024))),
+        *(
+            (1, 4096, None),
+            (100, 4096, None),
+            (127, 4096, None),
+            (129, 4096, None),
+            (255, 4096, None),
+        ),
+        *(
+            (128, 4096, (128, 128)),
+            (128, 2048, None),
+            (256, 4096, (256, 256)),
+            (256, 2048, None),
+            (64, 4096, None),
+        ),
+        *(
+            (257, 16, None),
+            (511, 16, None),
+            (512, 16, (512, 512)),
+            (513, 16, (513, 1024)),
+            (1024, 16, (513, 1024)),
+        ),
         *((9000, 16, (8193, 16384)), (16384, 16, (8193, 16384)), (512, 12, None), (0, 4096, None)),
     ],
 )
 def test_products_that_share_a_way(
     monkeypatch: pytest.MonkeyPatch, rows: int, n: int, shared: tuple[int, int] | None
 ) -> None:
-    """(the least and the most rows that it is compared for); None where no way of cuBLAS's is asked for."""
+    """(the least and the most rows that it is compared for); None where no way of cuBLAS's is asked
+    for.
+    """
     asked, multiplied = watch(monkeypatch)
     x, weight = operands(rows, n)
     assert dispatch.matmul(x, weight, None, torch.float32).shape == (rows, n)
@@ -54,7 +76,9 @@ def test_more_rows_than_ways_are_compared_for_are_parts(monkeypatch: pytest.Monk
 def test_a_number_of_rows_that_is_refused_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     _, multiplied = watch(monkeypatch, refused=600)
     dispatch.matmul(*operands(700, 16), None, torch.float32)
-    with pytest.warns(UserWarning, match="a slower kernel multiplies 600 rows: cublasLtMatmul: status 7"):
+    with pytest.warns(
+        UserWarning, match="a slower kernel multiplies 600 rows: cublasLtMatmul: status 7"
+    ):
         dispatch.matmul(*operands(600, 16), None, torch.float32)
     assert multiplied == [("cuBLAS", 700), ("ours", 600)]
 
@@ -89,7 +113,9 @@ def watch(
 
 
 def test_a_way_must_serve_the_least_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One way has the bits at both ends, one only for the most rows, one does not multiply fewer, one has others."""
+    """One way has the bits at both ends, one only for the most rows, one does not multiply fewer,
+    one has others.
+    """
     good, most_only, refusing, other = ways = [Proposed(lambda *given: None, 1) for _ in range(4)]
 
     def proves_equal(way: Proposed, shape: Shape) -> bool:
@@ -111,10 +137,16 @@ def test_a_way_must_serve_the_least_rows_too(monkeypatch: pytest.MonkeyPatch) ->
     assert raced == [[max, good], [max, good, most_only, refusing]]
 
 
-@pytest.mark.parametrize(("status", "refused"), [(7, True), (15, True), (1, False), (13, False), (14, False)])
-def test_a_call_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch, status: int, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("status", "refused"), [(7, True), (15, True), (1, False), (13, False), (14, False)]
+)
+def test_a_call_that_fails_is_no_refusal(
+    monkeypatch: pytest.MonkeyPatch, status: int, refused: bool
+) -> None:
     """Nothing goes on after a failure of the device or the library."""
-    monkeypatch.setattr(cublaslt, "_library", lambda: SimpleNamespace(cublasLtMatmul=lambda: status))
+    monkeypatch.setattr(
+        cublaslt, "_library", lambda: SimpleNamespace(cublasLtMatmul=lambda: status)
+    )
     with pytest.raises(RuntimeError, match=f"cublasLtMatmul: status {status}") as error:
         cublaslt._call("cublasLtMatmul")
     assert isinstance(error.value, Refused) is refused

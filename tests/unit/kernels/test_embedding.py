@@ -1,4 +1,6 @@
-"""The embedding is the table's rows, bit for bit, and its gradient a product with the ids' one-hot rows."""
+"""The embedding is the table's rows, bit for bit, and its gradient a product with the ids' one-hot
+rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def test_rows_and_gradient_against_float64(shape: tuple[int, ...], dtype: torch.
     assert out.dtype == dtype
     assert torch.equal(out.double(), table.detach().double()[ids])
 
-    push = torch.randint(-4, 5, out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)  # sums are exact
+    # sums are exact
+    push = torch.randint(-4, 5, out.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     out.backward(push)
     one_hot = (ids.reshape(-1, 1) == torch.arange(VOCAB)).double()
     assert torch.equal(table.grad.double(), one_hot.t() @ push.double().reshape(-1, COLUMNS))

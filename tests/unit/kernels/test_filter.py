@@ -1,4 +1,6 @@
-"""The filters' kernels of GPUs, run by Triton's interpreter, beside the sort that defines what they leave."""
+"""The filters' kernels of GPUs, run by Triton's interpreter, beside the sort that defines what they
+leave.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     arguments = [(logits(kind), SCALE, None, *filters) for kind, filters in CASES.values()]
     arguments.append((logits("normal"), SCALE, GREEDY, None, None, MIN_P))
     calls = Calls("spmd_rl.kernels.vocab.filter_triton", "filtered", CONSTANTS, arguments)
-    return dict(zip((*CASES, "greedy"), results(calls, tmp_path_factory.mktemp("filters")), strict=True))
+    return dict(
+        zip((*CASES, "greedy"), results(calls, tmp_path_factory.mktemp("filters")), strict=True)
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

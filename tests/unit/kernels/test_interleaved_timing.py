@@ -28,7 +28,9 @@ def test_each_comes_after_each_other() -> None:
 
 
 def test_the_median_of_the_turns_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still but for the works: the first turn of each is slow, and one in five later."""
+    """By a clock that stands still but for the works: the first turn of each is slow, and one in
+    five later.
+    """
     now = 0.0
 
     class Event:

@@ -1,4 +1,6 @@
-"""The tables of tiles and rings: every ring fits a multiprocessor, and who has a ring has a tile too."""
+"""The tables of tiles and rings: every ring fits a multiprocessor, and who has a ring has a tile
+too.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ ROWS = (1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 256)
 
 
 def shared_bytes(ring: Ring, halves: int) -> int:
-    behind = max(0, WGMMA_ROWS - ring.n) * PART * 2  # what a low tile's operand reads behind the last one
+    # what a low tile's operand reads behind the last one
+    behind = max(0, WGMMA_ROWS - ring.n) * PART * 2
     return ring.stages * (ring.k * (ring.m + halves * ring.n) * 2 + 8) + behind
 
 
 @pytest.mark.parametrize(("table", "halves"), [(RINGS, 1), (GATED_RINGS, 2)])
-def test_every_ring_fits_shared_memory(table: dict[int, tuple[tuple[int, Ring], ...]], halves: int) -> None:
+def test_every_ring_fits_shared_memory(
+    table: dict[int, tuple[tuple[int, Ring], ...]], halves: int
+) -> None:
     for rows, row in table.items():
         for _, ring in row:
             assert shared_bytes(ring, halves) <= SHARED_BYTES, ring
@@ -45,7 +50,9 @@ def test_exact_shapes_have_rings_of_their_own() -> None:
 def test_a_gated_ring_is_chosen_only_where_a_gated_tile_is() -> None:
     for m in ROWS:
         for n in (1024, 3072, 4096, 9728, 12288, 40000):
-            assert choose_ring(m, n, 4096, gated=True) is None or choose_gated_tile(m, n) is not None
+            assert (
+                choose_ring(m, n, 4096, gated=True) is None or choose_gated_tile(m, n) is not None
+            )
 
 
 def test_more_rows_than_the_last_bucket_have_no_ring() -> None:
@@ -56,11 +63,24 @@ def test_more_rows_than_the_last_bucket_have_no_ring() -> None:
 
 def test_large_weights_and_k_in_no_whole_parts_have_no_ring() -> None:
     assert choose_ring(16, 4096, 1024) is not None
-    assert choose_ring(16, 4096, 1000) is choose_ring(16, 4096, 4096) is choose_ring(16, 3072, 4096, True) is None
+    assert (
+        choose_ring(16, 4096, 1000)
+        is choose_ring(16, 4096, 4096)
+        is choose_ring(16, 3072, 4096, True)
+        is None
+    )
     assert choose_ring(16, 151936, 4096) is not None
 
 
-LARGE = ((2560, 9728), (4096, 4096), (4096, 12288), (6144, 2560), (9728, 2560), (12288, 4096), (24576, 4096))
+LARGE = (
+    (2560, 9728),
+    (4096, 4096),
+    (4096, 12288),
+    (6144, 2560),
+    (9728, 2560),
+    (12288, 4096),
+    (24576, 4096),
+)
 
 
 @pytest.mark.parametrize("halves", [1, 2])
@@ -71,10 +91,15 @@ def test_shares_cover_a_product_with_a_block_at_most_for_each_multiprocessor(hal
         if share is not None:
             high = -(-((halves - 1) * share.padded + share.n) // WGMMA_ROWS) * WGMMA_ROWS
             assert -(-m // share.m) <= share.blocks and share.n <= n <= share.n * share.most_shares
-            assert share.stages * (share.k * (share.m + halves * share.padded) * 2 + 16) + 1024 <= SHARED_BYTES
+            assert (
+                share.stages * (share.k * (share.m + halves * share.padded) * 2 + 16) + 1024
+                <= SHARED_BYTES
+            )
             results = share.m * (share.n + 8) if share.swap else (high + 8) * share.m
-            assert results * 2 <= share.stages * share.k * share.padded * halves * 2  # are turned over in the ring
-            behind = (high - halves * share.padded) * PART  # of the last tile, where its operand is taller
+            # are turned over in the ring
+            assert results * 2 <= share.stages * share.k * share.padded * halves * 2
+            # of the last tile, where its operand is taller
+            behind = (high - halves * share.padded) * PART
             assert behind <= share.stages * share.k * share.m
             assert share.stages >= 3 and 0 < share.early < share.stages
             assert share.m % 8 == 0 and share.n % (4 if share.n < WGMMA_ROWS else 8) == 0
@@ -95,8 +120,16 @@ def test_half_of_a_ring_is_asked_for_early_rounded_up_for_long_products() -> Non
 
 def test_small_weights_and_heads_have_no_share() -> None:
     assert choose_share(64, 2560, 9728) == Share(32, 40, 128, 12, 6, 2)
-    assert choose_share(1, 4096, 4096) == choose_share(8, 4096, 4096) == Share(8, 32, 128, 22, 11, 1)
-    for m, n, k in ((257, 2560, 9728), (65, 6144, 4096), (32, 4096, 1024), (64, 151936, 4096), (64, 1024, 3072)):
+    assert (
+        choose_share(1, 4096, 4096) == choose_share(8, 4096, 4096) == Share(8, 32, 128, 22, 11, 1)
+    )
+    for m, n, k in (
+        (257, 2560, 9728),
+        (65, 6144, 4096),
+        (32, 4096, 1024),
+        (64, 151936, 4096),
+        (64, 1024, 3072),
+    ):
         assert choose_share(m, n, k) is None
     assert choose_share(64, 4096, 1024) is not None
     assert choose_share(32, 2560, 4096) is not None and choose_share(65, 2560, 4096) is None

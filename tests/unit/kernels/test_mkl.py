@@ -1,7 +1,7 @@
 """MKL sums alike for any number of rows on an Intel processor, as the package sets it.
 
-MKL asks one of its functions whether the processor is Intel's. Where it is not, a library in front of MKL says so: then
-its kernels for Intel processors run here.
+MKL asks one of its functions whether the processor is Intel's. Where it is not, a library in front
+of MKL says so: then its kernels for Intel processors run here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ print(sum(not torch.equal(torch.bmm(x[:, :rows], y), whole[:, :rows]) for rows i
 def intel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What a process needs to see an Intel processor."""
     compiler = shutil.which("cc")
-    if compiler is None or not torch.backends.mkl.is_available() or "avx2" not in Path("/proc/cpuinfo").read_text():
+    if (
+        compiler is None
+        or not torch.backends.mkl.is_available()
+        or "avx2" not in Path("/proc/cpuinfo").read_text()
+    ):
         pytest.skip("needs a C compiler, MKL and AVX2")
     library = tmp_path_factory.mktemp("intel") / "intel.so"
     words = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
@@ -48,7 +52,10 @@ def unequal(environment: dict[str, str]) -> int:
     """How many numbers of rows give a row other bits than all rows do. Waits for a process."""
     inherited = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     done = subprocess.run(
-        [sys.executable, "-c", UNEQUAL], env=inherited | environment, check=True, stdout=subprocess.PIPE
+        [sys.executable, "-c", UNEQUAL],
+        env=inherited | environment,
+        check=True,
+        stdout=subprocess.PIPE,
     )
     return int(done.stdout)
 
@@ -66,7 +73,9 @@ def test_products_do_not_depend_on_the_number_of_rows(intel: dict[str, str]) -> 
         (None, {}, {}),
     ],
 )
-def test_mkl_is_told_on_intel_processors_alone(tmp_path: Path, vendor: str | None, before: dict, after: dict) -> None:
+def test_mkl_is_told_on_intel_processors_alone(
+    tmp_path: Path, vendor: str | None, before: dict, after: dict
+) -> None:
     cpuinfo = tmp_path / "cpuinfo"
     if vendor is not None:
         cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 6\n")

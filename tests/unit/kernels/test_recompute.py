@@ -1,4 +1,6 @@
-"""What is made again is what was dropped: the same gradients, from recipes that are followed once each."""
+"""What is made again is what was dropped: the same gradients, from recipes that are followed once
+each.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def _layer(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
     normed, residual = add_rms_norm(x, residual, norm, 1e-6)
     q, k, v = (linear(normed, one).unflatten(1, (2, WIDTH // 2)) for one in weight[:3])
     table = rope_table(torch.linspace(0.1, 1, WIDTH // 4), TOKENS)
-    q, k = qk_norm_rope(q, k, norm[: WIDTH // 2], norm[WIDTH // 2 :], 1e-6, torch.arange(TOKENS), *table)
+    q, k = qk_norm_rope(
+        q, k, norm[: WIDTH // 2], norm[WIDTH // 2 :], 1e-6, torch.arange(TOKENS), *table
+    )
     mixed = linear((q * k + v).flatten(1), weight[3])
     return linear(silu_mul(mixed, linear(residual, weight[4])), weight[5]) + residual
 
@@ -70,6 +74,9 @@ def test_gradients_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_control_a_wrong_recipe_shows_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recompute, "_Making", _Counting)
     monkeypatch.setattr(_Counting, "spoil", 1e-3)
-    same = [torch.equal(one, other) for one, other in zip(_results(nullcontext()), _results(remaking()), strict=True)]
+    same = [
+        torch.equal(one, other)
+        for one, other in zip(_results(nullcontext()), _results(remaking()), strict=True)
+    ]
     assert same[0]
     assert not all(same)

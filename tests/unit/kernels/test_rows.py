@@ -1,6 +1,8 @@
-"""Row against batch: every op gives a row the same bits whatever rows lie beside it, and agrees with float64.
+"""Row against batch: every op gives a row the same bits whatever rows lie beside it, and agrees
+with float64.
 
-The negative controls at the end are the same checks on ops that break the contract; they must fail them.
+The negative controls at the end are the same checks on ops that break the contract; they must fail
+them.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def unequal_rows(op: RowOp, x: Tensor) -> int:
     for rows in ROWS:
         for first in (0, 1, 5, TOTAL - rows):
             part = op(x[first : first + rows].clone())
-            count += int((part.view(torch.int32) != whole[first : first + rows].view(torch.int32)).sum())
+            count += int(
+                (part.view(torch.int32) != whole[first : first + rows].view(torch.int32)).sum()
+            )
     return count
 
 
@@ -60,7 +64,18 @@ def weight(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
 
 
-SHAPES = [(64, 192), (128, 32), (192, 64), (64, 20), (48, 97), (256, 1024), (1024, 256), (13, 7), (97, 3), (6, 11)]
+SHAPES = [
+    (64, 192),
+    (128, 32),
+    (192, 64),
+    (64, 20),
+    (48, 97),
+    (256, 1024),
+    (1024, 256),
+    (13, 7),
+    (97, 3),
+    (6, 11),
+]
 KINDS = ("normal", "wide", "cancelling")
 
 
@@ -72,7 +87,9 @@ def test_linear(k: int, n: int, kind: str) -> None:
 
 
 def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that sums K in as many parts as there are tiles: then each tile is multiplied by itself."""
+    """A library that sums K in as many parts as there are tiles: then each tile is multiplied by
+    itself.
+    """
     sizes: list[int] = []
 
     def by_parts(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -110,7 +127,9 @@ def test_a_row_has_its_bits_at_any_place_in_its_tile(n: int, k: int, by: int, wi
     assert torch.equal(linear(x.roll(by, 0), w).roll(-by, 0), linear(x, w))
 
 
-def test_control_a_library_that_counts_places_where_k_is_no_multiple_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_a_library_that_counts_places_where_k_is_no_multiple_of_four(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain, x, w = F.linear, data("normal", TOTAL, 13), weight(7, 13)
 
     def by_place(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -126,7 +145,9 @@ def test_control_a_library_that_counts_places_where_k_is_no_multiple_of_four(mon
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_library_is_compared_once_a_shape(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_compared_once_a_shape(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cpu.rows_stand_alone.cache_clear()
     for _ in range(3):
         linear(data("normal", 40, 64).to(dtype), weight(32, 64).to(dtype))
@@ -161,12 +182,17 @@ def test_row_wise_ops(columns: int, kind: str) -> None:
         "qk_norm_rope": lambda x: torch.stack(
             qk_norm_rope(
                 *(x.unsqueeze(1), x.flip(1).unsqueeze(1), scale, scale, 1e-6),
-                *(torch.full((len(x),), 5), *rope_table(1.0 / 10000 ** (torch.arange(0, columns, 2) / columns), 8)),
+                *(
+                    torch.full((len(x),), 5),
+                    *rope_table(1.0 / 10000 ** (torch.arange(0, columns, 2) / columns), 8),
+                ),
             )
         ).transpose(0, 1),
         "silu_mul": lambda x: silu_mul(x, x),
         "silu_mul of halves": lambda x: silu_mul(*torch.cat([x, x.flip(1)], 1).chunk(2, 1)),
-        "rope": lambda x: rope(x.unsqueeze(1), cos[5].expand(len(x), -1), sin[5].expand(len(x), -1)).squeeze(1),
+        "rope": lambda x: rope(
+            x.unsqueeze(1), cos[5].expand(len(x), -1), sin[5].expand(len(x), -1)
+        ).squeeze(1),
         "logprob": lambda x: token_logprobs(x, torch.full((len(x),), 3), one[: len(x)])[0],
         "entropy": lambda x: token_logprobs(x, torch.full((len(x),), 3), one[: len(x)])[1],
     }
@@ -180,7 +206,8 @@ def test_logprob_of_any_vocabulary(columns: int) -> None:
     whole = token_logprobs(x, targets, torch.full((24,), 1.25))[0]
     for row in range(24):
         assert torch.equal(
-            token_logprobs(x[row : row + 1], targets[row : row + 1], torch.tensor([1.25]))[0][0], whole[row]
+            token_logprobs(x[row : row + 1], targets[row : row + 1], torch.tensor([1.25]))[0][0],
+            whole[row],
         )
     expected = (x.double() * 1.25).log_softmax(-1).gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=2e-6)
@@ -189,7 +216,9 @@ def test_logprob_of_any_vocabulary(columns: int) -> None:
 def test_padding_of_linear_is_invisible() -> None:
     w = weight(64, 64)
     x = data("normal", 5, 64)
-    torch.testing.assert_close(linear(x, w).double(), x.double() @ w.double().t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        linear(x, w).double(), x.double() @ w.double().t(), rtol=1e-5, atol=1e-5
+    )
 
 
 TABLE = rope_table(torch.tensor([1.0, 0.3, 0.1]), 9)
@@ -197,7 +226,15 @@ GRADIENTS: dict[str, Callable[..., Tensor]] = {
     "rms_norm": lambda x, w: rms_norm(x, w[0, :12], 1e-6),
     "add_rms_norm": lambda x, w: torch.cat(add_rms_norm(x, w[:9, 2:14], w[0, :12], 1e-6), 1),
     "qk_norm_rope": lambda x, w: torch.cat(
-        qk_norm_rope(x[:, :6].view(9, 1, 6), x[:, 6:].view(9, 1, 6), w[0, :6], w[1, :6], 1e-6, torch.arange(9), *TABLE),
+        qk_norm_rope(
+            x[:, :6].view(9, 1, 6),
+            x[:, 6:].view(9, 1, 6),
+            w[0, :6],
+            w[1, :6],
+            1e-6,
+            torch.arange(9),
+            *TABLE,
+        ),
         1,
     ),
     "silu_mul": lambda x, w: silu_mul(x, w[:9, :12]),
@@ -208,10 +245,14 @@ GRADIENTS: dict[str, Callable[..., Tensor]] = {
 ORACLES: dict[str, Callable[..., Tensor]] = {
     "rms_norm": lambda x, w: _norm(x, w[0, :12]),
     "add_rms_norm": lambda x, w: torch.cat([_norm(x + w[:9, 2:14], w[0, :12]), x + w[:9, 2:14]], 1),
-    "qk_norm_rope": lambda x, w: _complex_rope(torch.stack([_norm(x[:, :6], w[0, :6]), _norm(x[:, 6:], w[1, :6])], 1)),
+    "qk_norm_rope": lambda x, w: _complex_rope(
+        torch.stack([_norm(x[:, :6], w[0, :6]), _norm(x[:, 6:], w[1, :6])], 1)
+    ),
     "silu_mul": lambda x, w: F.silu(x) * w[:9, :12],
     "linear": lambda x, w: x @ w[:, :12].t(),
-    "logprob": lambda x, w: (x * (w[:9, :1].abs() + 0.5)).log_softmax(-1)[torch.arange(9), torch.arange(9)],
+    "logprob": lambda x, w: (x * (w[:9, :1].abs() + 0.5)).log_softmax(-1)[
+        torch.arange(9), torch.arange(9)
+    ],
     "rope": lambda x, w: _complex_rope(x.view(9, 2, 6)),
 }
 
@@ -221,8 +262,12 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _complex_rope(x: Tensor) -> Tensor:
-    angles = torch.outer(torch.arange(9.0, dtype=x.dtype), torch.tensor([1.0, 0.3, 0.1], dtype=x.dtype))
-    turned = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    angles = torch.outer(
+        torch.arange(9.0, dtype=x.dtype), torch.tensor([1.0, 0.3, 0.1], dtype=x.dtype)
+    )
+    turned = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(
+        torch.ones_like(angles), angles
+    ).unsqueeze(1)
     return torch.cat([turned.real, turned.imag], dim=-1)
 
 
@@ -231,10 +276,16 @@ def test_forward_and_gradients_against_float64(name: str) -> None:
     x, w = data("normal", 9, 12), weight(16, 16)
     results = []
     for op, dtype in ((GRADIENTS[name], torch.float32), (ORACLES[name], torch.float64)):
-        leaf, other = x.to(dtype, copy=True).requires_grad_(), w.to(dtype, copy=True).requires_grad_(name != "logprob")
+        leaf, other = (
+            x.to(dtype, copy=True).requires_grad_(),
+            w.to(dtype, copy=True).requires_grad_(name != "logprob"),
+        )
         out = op(leaf, other)
         (out * torch.linspace(-1, 1, out.numel(), dtype=dtype).view_as(out)).sum().backward()
-        results.append([out.double(), leaf.grad.double()] + ([other.grad.double()] if other.grad is not None else []))
+        results.append(
+            [out.double(), leaf.grad.double()]
+            + ([other.grad.double()] if other.grad is not None else [])
+        )
     for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
@@ -267,9 +318,13 @@ def test_operands_of_other_numbers_of_rows_are_refused() -> None:
     for keys, positions in (16, 1), (1, 16), (17, 16):
         k, at = torch.ones(keys, 1, 8), torch.zeros(positions, dtype=torch.int64)
         rest = weight, weight, 1e-6, at, table, table
-        with pytest.raises(ValueError, match=f"16 queries and {keys} keys at {positions} positions"):
+        with pytest.raises(
+            ValueError, match=f"16 queries and {keys} keys at {positions} positions"
+        ):
             qk_norm_rope(q, k, *rest)
-        with pytest.raises(ValueError, match=f"16 queries and {keys} keys at {positions} positions"):
+        with pytest.raises(
+            ValueError, match=f"16 queries and {keys} keys at {positions} positions"
+        ):
             qk_norm_rope_into(q, k, k, *rest, KvPlace(table, table, at))
 
 
@@ -286,7 +341,9 @@ def test_negative_controls_fail(name: str, op: RowOp) -> None:
 
 
 def _exp_in_eights(x: Tensor) -> Tensor:
-    """As an instruction set of eight lanes gives it, with another function for what is left of them."""
+    """As an instruction set of eight lanes gives it, with another function for what is left of
+    them.
+    """
     flat = x.reshape(-1)
     whole = len(flat) // 8 * 8
     return torch.cat([flat[:whole].exp(), 1 / (-flat[whole:]).exp()]).view_as(x)

@@ -1,4 +1,6 @@
-"""Keyed sampling: right distribution, right support, and a draw that nothing but its key can change."""
+"""Keyed sampling: right distribution, right support, and a draw that nothing but its key can
+change.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def keys(count: int, seed: int = 0) -> torch.Tensor:
 def draws(count: int, **filters: float) -> np.ndarray:
     rows = {name: torch.full((count,), value) for name, value in filters.items()}
     inv_temperature = rows.pop("inv_temperature", torch.ones(count))
-    tokens = sample_tokens(LOGITS.expand(count, -1).contiguous(), inv_temperature, keys(count), **rows)
+    tokens = sample_tokens(
+        LOGITS.expand(count, -1).contiguous(), inv_temperature, keys(count), **rows
+    )
     return np.bincount(tokens.numpy(), minlength=len(LOGITS))
 
 
@@ -49,7 +53,13 @@ def test_distribution(inv_temperature: float) -> None:
 
 @pytest.mark.parametrize(
     ("filters", "kept"),
-    [({"top_k": 2}, 2), ({"top_p": 0.6}, 2), ({"top_p": 0.5}, 1), ({"min_p": 0.3}, 2), ({"top_p": 1.0}, 6)],
+    [
+        ({"top_k": 2}, 2),
+        ({"top_p": 0.6}, 2),
+        ({"top_p": 0.5}, 1),
+        ({"min_p": 0.3}, 2),
+        ({"top_p": 1.0}, 6),
+    ],
 )
 def test_filters_keep_the_right_support(filters: dict[str, float], kept: int) -> None:
     counts = draws(50_000, **filters)
@@ -60,8 +70,14 @@ def test_filters_keep_the_right_support(filters: dict[str, float], kept: int) ->
 
 
 @settings(max_examples=30)
-@given(top_p=st.floats(0.01, 0.999), seed=st.integers(0, 1000), rows=st.lists(st.integers(0, 19), min_size=1))
-def test_a_nucleus_is_the_least_and_does_not_depend_on_company(top_p: float, seed: int, rows: list[int]) -> None:
+@given(
+    top_p=st.floats(0.01, 0.999),
+    seed=st.integers(0, 1000),
+    rows=st.lists(st.integers(0, 19), min_size=1),
+)
+def test_a_nucleus_is_the_least_and_does_not_depend_on_company(
+    top_p: float, seed: int, rows: list[int]
+) -> None:
     """Beside float64: the kept entries reach top_p, and without the last of them do not."""
     logits = 3 * torch.randn(20, 301, generator=torch.Generator().manual_seed(seed))
     filters = None, torch.full((20,), top_p), None
@@ -89,7 +105,10 @@ def test_rows_are_filtered_some_at_a_time(monkeypatch: pytest.MonkeyPatch, entri
 
 def test_rows_of_one_call_filter_apart() -> None:
     tokens = sample_tokens(
-        LOGITS.expand(3000, -1).contiguous(), torch.ones(3000), keys(3000), top_k=torch.tensor([1, 0, 3]).repeat(1000)
+        LOGITS.expand(3000, -1).contiguous(),
+        torch.ones(3000),
+        keys(3000),
+        top_k=torch.tensor([1, 0, 3]).repeat(1000),
     ).view(-1, 3)
     assert (tokens[:, 0] == 0).all()
     assert tokens[:, 1].max() == 5
@@ -112,7 +131,11 @@ def test_draws_do_not_depend_on_company(rows: list[int], seed: int) -> None:
 
 
 def test_keys_separate_every_coordinate() -> None:
-    grid = np.stack(np.meshgrid(np.arange(20), np.arange(20), np.arange(20)), -1).reshape(-1, 3).astype(np.int64)
+    grid = (
+        np.stack(np.meshgrid(np.arange(20), np.arange(20), np.arange(20)), -1)
+        .reshape(-1, 3)
+        .astype(np.int64)
+    )
     made = stream_keys(5, grid[:, 0], grid[:, 1], grid[:, 2])
     assert len(set(made.tolist())) == len(grid)
     assert not (made == stream_keys(6, grid[:, 0], grid[:, 1], grid[:, 2])).any()
@@ -131,23 +154,38 @@ def test_noise_is_gumbel() -> None:
 def test_keys_of_positions_are_those_of_the_host() -> None:
     rng = np.random.default_rng(0)
     seed, uid, index, position = rng.integers(0, 1 << 62, (4, 100))
-    expected = [stream_keys(*(int(seed[i]), uid[i : i + 1], index[i : i + 1], position[i : i + 1])) for i in range(100)]
+    expected = [
+        stream_keys(*(int(seed[i]), uid[i : i + 1], index[i : i + 1], position[i : i + 1]))
+        for i in range(100)
+    ]
     bases = torch.from_numpy(stream_bases(seed, uid, index))
-    assert position_keys(bases, torch.from_numpy(position)).tolist() == np.concatenate(expected).tolist()
+    assert (
+        position_keys(bases, torch.from_numpy(position)).tolist()
+        == np.concatenate(expected).tolist()
+    )
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": torch.full((40,), 3)}])
 def test_draw_and_score_are_the_two_ops(filters: dict[str, torch.Tensor]) -> None:
     logits = torch.randn(40, 50, generator=torch.Generator().manual_seed(1))
     scale, positions = torch.linspace(0.5, 2, 40), torch.arange(40) * 3
-    bases, greedy = torch.from_numpy(stream_bases(7, np.arange(40), np.zeros(40, np.int64))), torch.arange(40) % 5 == 0
+    bases, greedy = (
+        torch.from_numpy(stream_bases(7, np.arange(40), np.zeros(40, np.int64))),
+        torch.arange(40) % 5 == 0,
+    )
     tokens, logprobs = sample_and_score(logits, scale, bases, positions, greedy=greedy, **filters)
-    expected = sample_tokens(logits, scale, position_keys(bases, positions), greedy=greedy, **filters)
+    expected = sample_tokens(
+        logits, scale, position_keys(bases, positions), greedy=greedy, **filters
+    )
     assert torch.equal(tokens, expected)
     assert torch.equal(logprobs, token_logprobs(logits, tokens, scale)[0])
-    assert not torch.equal(tokens, sample_and_score(logits, scale, bases, positions + 1, greedy=greedy, **filters)[0])
+    assert not torch.equal(
+        tokens, sample_and_score(logits, scale, bases, positions + 1, greedy=greedy, **filters)[0]
+    )
     given = (tokens + 1) % 50
-    same, scored = sample_and_score(logits, scale, bases, positions, greedy=greedy, given=given, **filters)
+    same, scored = sample_and_score(
+        logits, scale, bases, positions, greedy=greedy, given=given, **filters
+    )
     assert torch.equal(same, given)
     assert torch.equal(scored, token_logprobs(logits, given, scale)[0])
 

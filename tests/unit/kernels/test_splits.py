@@ -24,13 +24,19 @@ Seen = tuple[Tensor, Tensor]
 
 
 def seen(q: Tensor, k: Tensor, v: Tensor) -> Seen:
-    """One token [H, D] over keys [S, H, D] in float64: its result [H, D] and the log of its sum [H]."""
+    """One token [H, D] over keys [S, H, D] in float64: its result [H, D] and the log of its sum
+    [H].
+    """
     scores = torch.einsum("hd,shd->hs", q, k)
     return torch.einsum("hs,shd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def merged(splits: Splits, starts: np.ndarray, data: list[tuple[Tensor, Tensor, Tensor]], size: int) -> Tensor:
-    """What the runs and pairs of `splits` compute, merged as `splits.rows` says; data [S, H, D] for each sequence."""
+def merged(
+    splits: Splits, starts: np.ndarray, data: list[tuple[Tensor, Tensor, Tensor]], size: int
+) -> Tensor:
+    """What the runs and pairs of `splits` compute, merged as `splits.rows` says; data [S, H, D] for
+    each sequence.
+    """
     parts: list[Seen] = []
     done = starts.copy()
     tokens = []  # (sequence, position) of each new token
@@ -60,11 +66,17 @@ SEQUENCES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size
 
 @settings(max_examples=40)
 @given(SEQUENCES, st.integers(1, 16), st.integers(0, 9))
-def test_splits_merge_to_attention_over_all_keys(sequences: list[tuple[int, int]], size: int, seed: int) -> None:
+def test_splits_merge_to_attention_over_all_keys(
+    sequences: list[tuple[int, int]], size: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     starts, lengths = (np.array(x) for x in zip(*sequences, strict=True))
     data = [
-        tuple(torch.randn(3, start + length, HEADS, DIM, generator=generator, dtype=torch.float64).unbind())
+        tuple(
+            torch.randn(
+                3, start + length, HEADS, DIM, generator=generator, dtype=torch.float64
+            ).unbind()
+        )
         for start, length in sequences
     ]
     splits = Splits.of(starts, lengths, size)
@@ -74,13 +86,27 @@ def test_splits_merge_to_attention_over_all_keys(sequences: list[tuple[int, int]
         for at in range(start, start + length)
     ]
     assert (splits.num_keys <= size).all()
-    assert ((splits.rows >= 0).sum(1) == np.concatenate([s + np.arange(n) for s, n in sequences]) // size + 1).all()
-    torch.testing.assert_close(merged(splits, starts, data, size).double(), torch.stack(whole), atol=1e-5, rtol=1e-5)
+    assert (
+        (splits.rows >= 0).sum(1)
+        == np.concatenate([s + np.arange(n) for s, n in sequences]) // size + 1
+    ).all()
+    torch.testing.assert_close(
+        merged(splits, starts, data, size).double(), torch.stack(whole), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_padding_sees_itself_alone() -> None:
     splits = Splits.of(np.array([0]), np.array([5]), 4, padding=3)
-    assert splits.rows.tolist() == [[0, -1], [1, -1], [2, -1], [3, -1], [8, 4], [5, -1], [6, -1], [7, -1]]
+    assert splits.rows.tolist() == [
+        [0, -1],
+        [1, -1],
+        [2, -1],
+        [3, -1],
+        [8, 4],
+        [5, -1],
+        [6, -1],
+        [7, -1],
+    ]
 
 
 def test_one_range_is_returned_as_it_is() -> None:

@@ -1,4 +1,6 @@
-"""Kernels in CuTe DSL run with the versions that they were seen to work with, which are those that are installed."""
+"""Kernels in CuTe DSL run with the versions that they were seen to work with, which are those that
+are installed.
+"""
 
 from __future__ import annotations
 
@@ -36,5 +38,7 @@ def test_only_verified_versions_are_built_on(
 def test_the_gpu_extra_installs_them() -> None:
     setup = (Path(__file__).parents[3] / "setup.py").read_text()
     assert [
-        f'"{package}=={wanted}"' for package, wanted in versions.FLASH.items() if f'"{package}=={wanted}"' not in setup
+        f'"{package}=={wanted}"'
+        for package, wanted in versions.FLASH.items()
+        if f'"{package}=={wanted}"' not in setup
     ] == []

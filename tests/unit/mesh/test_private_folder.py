@@ -32,7 +32,10 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def in_another_process(name: str) -> subprocess.Popen[str]:
     """A process that has entered the folder, and stays there until it is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", ENTER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ENTER, name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline().strip().endswith(name)
@@ -44,8 +47,12 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-@pytest.mark.parametrize(("runtime", "parent"), [("here", "here"), ("of/another/host", "tmp"), ("", "tmp")])
-def test_it_is_on_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, parent: str) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "parent"), [("here", "here"), ("of/another/host", "tmp"), ("", "tmp")]
+)
+def test_it_is_on_this_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str, parent: str
+) -> None:
     """A batch system hands on the variables of the host that the job was submitted from."""
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / runtime) if runtime else "")
@@ -119,7 +126,9 @@ def test_ranks_of_one_start_meet_and_others_do_not(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("file", [None, "/dev/null"])
-def test_without_torchruns_log_folder_there_is_no_meeting(monkeypatch: pytest.MonkeyPatch, file: str | None) -> None:
+def test_without_torchruns_log_folder_there_is_no_meeting(
+    monkeypatch: pytest.MonkeyPatch, file: str | None
+) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     if file:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", file)

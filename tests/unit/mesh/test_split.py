@@ -38,7 +38,10 @@ def test_mixed_split_of_user_roles() -> None:
             Split(RoleSplit("4"), RoleSplit("4")),
             "the split asks for 8 ranks (train 4, infer 4), and the world has 6 (`run` starts as many as --nproc says)",
         ),
-        (Split(RoleSplit("7"), RoleSplit("2")), "the split asks for 9 ranks (train 7, infer 2), and the world has 6"),
+        (
+            Split(RoleSplit("7"), RoleSplit("2")),
+            "the split asks for 9 ranks (train 7, infer 2), and the world has 6",
+        ),
         (Split(RoleSplit("0-6")), "the split asks for 7 ranks (train 0-6), and the world has 6"),
         (Split(RoleSplit("9" * 30)), "asks for 9{30} ranks"),
         (Split(RoleSplit("3-1")), "is empty"),
@@ -65,12 +68,16 @@ def test_every_placed_rank_has_one_seat(dp: int, fsdp: int, spare: int) -> None:
     size = dp * fsdp
     placement = plan_split({"a": RoleSplit(str(size), dp=dp)}, size + spare).a
     assert placement.size == math.prod(placement.axes.values()) == size
-    assert [placement.data_rank(rank) for rank in placement.ranks] == list(range(placement.data_size))
+    assert [placement.data_rank(rank) for rank in placement.ranks] == list(
+        range(placement.data_size)
+    )
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(0, 3))
 def test_counted_roles_never_overlap(sizes: list[int], spare: int) -> None:
-    roles = plan_split({f"r{i}": RoleSplit(str(size)) for i, size in enumerate(sizes)}, sum(sizes) + spare)
+    roles = plan_split(
+        {f"r{i}": RoleSplit(str(size)) for i, size in enumerate(sizes)}, sum(sizes) + spare
+    )
     ranks = [rank for placement in roles.values() for rank in placement.ranks]
     assert ranks == list(range(sum(sizes)))
     with pytest.raises(PlanError):

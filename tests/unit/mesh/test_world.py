@@ -15,14 +15,23 @@ def test_a_process_outside_torchrun_is_told_how_to_start(monkeypatch: pytest.Mon
 
 
 def test_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"RANK": 9, "WORLD_SIZE": 16, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, "MASTER_ADDR": "h"}
+    given = {
+        "RANK": 9,
+        "WORLD_SIZE": 16,
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 8,
+        "GROUP_RANK": 1,
+        "MASTER_ADDR": "h",
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     world = World.from_env()
     assert (world.rank, world.local_rank, world.node, world.num_nodes) == (9, 1, 1, 2)
 
 
-def test_ranks_of_one_node_meet_in_a_private_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_of_one_node_meet_in_a_private_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0/0/error.json"))
     monkeypatch.setenv("MASTER_ADDR", "no such host")
@@ -37,5 +46,7 @@ def test_restarts_over_several_nodes_need_fresh_stores(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     world = World(rank=9, size=16, local_rank=1, local_size=8, node=1, run_id="r", restart=0)
-    with pytest.raises(ConfigError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node"):
+    with pytest.raises(
+        ConfigError, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node"
+    ):
         open_store(world)

@@ -1,4 +1,6 @@
-"""A tiny model folder with weights that no op leaves as they are, and sequences long enough for every fault."""
+"""A tiny model folder with weights that no op leaves as they are, and sequences long enough for
+every fault.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ import pytest
 import torch
 
 from spmd_rl.microscope.replay.case import Case, Replayed
-from spmd_rl.microscope.replay.engine_pass import EnginePath
-from spmd_rl.microscope.replay.forward_pass import ReferencePath, TrainerPath, load_model
+from spmd_rl.microscope.replay.engine_pass import EnginePass
+from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, load_model
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
@@ -48,20 +50,22 @@ def case() -> Case:
     rng = np.random.default_rng(0)
     stem = rng.integers(2, 100, 60)
     sizes = {"0:0": (9, 4), "0:1": (9, 7), "1:0": (50, 120), "2:0": (17, 1)}
-    return Case(tuple(Replayed(name, stem[:p], rng.integers(2, 100, r)) for name, (p, r) in sizes.items()))
+    return Case(
+        tuple(Replayed(name, stem[:p], rng.integers(2, 100, r)) for name, (p, r) in sizes.items())
+    )
 
 
 @pytest.fixture(scope="session")
-def engine(folder: Path) -> Callable[[], EnginePath]:
+def engine(folder: Path) -> Callable[[], EnginePass]:
     cfg = EngineConfig(page_size=4, max_batch=8, max_step_tokens=40)
-    return lambda: EnginePath(load_model(folder, torch.float32, CPU), cfg)
+    return lambda: EnginePass(load_model(folder, torch.float32, CPU), cfg)
 
 
 @pytest.fixture(scope="session")
-def trainer(folder: Path) -> TrainerPath:
-    return TrainerPath(load_model(folder, torch.float32, CPU), max_tokens=64, logit_rows=16)
+def trainer(folder: Path) -> TrainerPass:
+    return TrainerPass(load_model(folder, torch.float32, CPU), max_tokens=64, logit_rows=16)
 
 
 @pytest.fixture(scope="session")
-def reference(folder: Path) -> ReferencePath:
-    return ReferencePath(folder, torch.float32, CPU)
+def reference(folder: Path) -> ReferencePass:
+    return ReferencePass(folder, torch.float32, CPU)

@@ -20,21 +20,28 @@ from spmd_rl.cli import main
 from spmd_rl.errors import SpmdError
 from spmd_rl.microscope import command
 from spmd_rl.microscope.diagnose.faults import plant
-from spmd_rl.microscope.replay.engine_pass import EnginePath
-from spmd_rl.microscope.replay.forward_pass import TrainerPath, load_model
+from spmd_rl.microscope.replay.engine_pass import EnginePass
+from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.replay.inputs import mismatched_tokens, samples_of, samples_of_run
-from spmd_rl.microscope.replay.kv_provenance import Origins
+from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import EngineConfig
 from spmd_rl.train.checkpoint_index import INDEX_FILE, merged
-from spmd_rl.train.progress import Progress
+from spmd_rl.train.progress import TrainerState
 from spmd_rl.train.shards import write_shards
 from spmd_rl.weights.layout import Piece
-from spmd_rl.weights.local_tensors import Held
+from spmd_rl.weights.local_tensors import LocalTensors
 
-SENTENCE = {"prompt_uid": 7, "prompt": "15+29=", "answer": "44", "text": "44", "reward": 1.0, "finish": "stop"}
+SENTENCE = {
+    "prompt_uid": 7,
+    "prompt": "15+29=",
+    "answer": "44",
+    "text": "44",
+    "reward": 1.0,
+    "finish": "stop",
+}
 
 
 @pytest.fixture
@@ -42,11 +49,15 @@ def run(tmp_path: Path, folder: Path) -> Path:
     run = tmp_path / "demo"
     (run / "samples").mkdir(parents=True)
     shutil.copytree(folder, run / "hf")
-    (run / "config.toml").write_text('[engine]\npage_size = 4\ndtype = "float32"\n[sampling]\ntemperature = 0.7\n')
+    (run / "config.toml").write_text(
+        '[engine]\npage_size = 4\ndtype = "float32"\n[sampling]\ntemperature = 0.7\n'
+    )
     for step in (1, 2):
         rows = [SENTENCE | {"index": i, "tokens": [22, 22, 20 + i + step, 1]} for i in range(3)]
         rows.append(SENTENCE | {"index": 3, "tokens": []})
-        (run / "samples" / f"step_{step:05d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (run / "samples" / f"step_{step:05d}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return run
 
 
@@ -80,12 +91,16 @@ def checkpoint(folder: Path, weights: dict[str, torch.Tensor], version: int) -> 
     """As a run leaves it, of one rank."""
     trainer = folder / "trainer"
     trainer.mkdir(parents=True)
-    state = {"weights": list(Held.whole(weights).items())}
-    layout = {"weights": [Piece(name, one.shape, one.dtype, one.box) for name, one in state["weights"]]}
+    state = {"weights": list(LocalTensors.whole(weights).items())}
+    layout = {
+        "weights": [Piece(name, one.shape, one.dtype, one.box) for name, one in state["weights"]]
+    }
     written = write_shards(trainer, 0, state)
-    index = merged(Progress(version, version), {}, [layout], [written])
+    index = merged(TrainerState(version, version), {}, [layout], [written])
     (trainer / INDEX_FILE).write_bytes(msgspec.json.encode(index))
-    (folder / "state.json").write_text(json.dumps({"next_step": version, "seed": 0, "roles": {"trainer": {}}}))
+    (folder / "state.json").write_text(
+        json.dumps({"next_step": version, "seed": 0, "roles": {"trainer": {}}})
+    )
 
 
 def test_a_run_whose_sides_agree_exits_zero(run: Path, mismatch, capsys) -> None:
@@ -99,7 +114,9 @@ def test_a_run_whose_sides_agree_exits_zero(run: Path, mismatch, capsys) -> None
     assert data["verdict"] in (run / "mismatch" / "engine-trainer.html").read_text()
 
 
-def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(run: Path, mismatch, capsys) -> None:
+def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(
+    run: Path, mismatch, capsys
+) -> None:
     rows = [
         {"step": 1, "onpolicy/mismatched_tokens": 1200.0},
         {"step": 2, "onpolicy/mismatched_tokens": 34.0},
@@ -109,18 +126,27 @@ def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(run: Path, m
     assert mismatch(run) == 0
     said = capsys.readouterr().out
     assert "agree in every bit" in said
-    assert "the run itself counted 1,234 unequal tokens: 1,200 in step 1, 34 in step 2. 3 of its samples were" in said
+    assert (
+        "the run itself counted 1,234 unequal tokens: 1,200 in step 1, 34 in step 2. 3 of its samples were"
+        in said
+    )
     assert "in another process, on cpu in float32" in said
     assert "But the run itself" in (run / "mismatch" / "engine-trainer.html").read_text()
     assert mismatch(run, "--prompts", "1+1=") == 0
-    assert "itself counted" not in capsys.readouterr().out, "what the run never saw says nothing of it"
+    assert "itself counted" not in capsys.readouterr().out, (
+        "what the run never saw says nothing of it"
+    )
     assert mismatch(run, "--plant", "split-k") == 1
     assert "itself counted" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("engine", "trainer"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_each_side_computes_in_the_type_of_its_role(run: Path, mismatch, capsys, engine: str, trainer: str) -> None:
-    (run / "config.toml").write_text(f'[engine]\npage_size = 4\ndtype = "{engine}"\n[trainer]\ndtype = "{trainer}"\n')
+def test_each_side_computes_in_the_type_of_its_role(
+    run: Path, mismatch, capsys, engine: str, trainer: str
+) -> None:
+    (run / "config.toml").write_text(
+        f'[engine]\npage_size = 4\ndtype = "{engine}"\n[trainer]\ndtype = "{trainer}"\n'
+    )
     assert mismatch(run) == 1
     out, err = capsys.readouterr()
     said = out.splitlines()
@@ -131,10 +157,14 @@ def test_each_side_computes_in_the_type_of_its_role(run: Path, mismatch, capsys,
     assert mismatch(run, "--dtype", "float32") == 0
     capsys.readouterr()
     assert mismatch(run, "--left", "trainer", "--right", "transformers") in (0, 1)
-    assert "computes in" not in capsys.readouterr().out, "transformers takes the type of the other side"
+    assert "computes in" not in capsys.readouterr().out, (
+        "transformers takes the type of the other side"
+    )
 
 
-def test_a_planted_fault_exits_one_and_the_page_shows_it(run: Path, mismatch, capsys, tmp_path: Path) -> None:
+def test_a_planted_fault_exits_one_and_the_page_shows_it(
+    run: Path, mismatch, capsys, tmp_path: Path
+) -> None:
     assert mismatch(run, "--samples", "7:1", "--plant", "split-k", "--out", tmp_path / "out") == 1
     out = capsys.readouterr().out
     assert out.startswith("layer 1 down_proj: ")
@@ -154,7 +184,9 @@ def test_prompts_need_no_run(folder: Path, mismatch, capsys, tmp_path: Path) -> 
     prompts = "15+29=" * 4, "17+18=" * 5
     words = ("--model", folder, "--prompts", *prompts, "--right", "transformers", "--out", tmp_path)
     assert mismatch(*words) == 1
-    assert re.match(r"layer 0 (attention|[qkv]_proj): ", capsys.readouterr().out), "BLAS has other sums for other rows"
+    assert re.match(r"layer 0 (attention|[qkv]_proj): ", capsys.readouterr().out), (
+        "BLAS has other sums for other rows"
+    )
     data = json.loads((tmp_path / "engine-transformers.json").read_text())
     assert [one["name"] for one in data["sequences"]] == ["prompt 1", "prompt 2"]
     assert {one["op"] for one in data["causes"]} >= {"attention", "act"}
@@ -164,7 +196,9 @@ def test_the_newest_sample_of_a_name_is_replayed(run: Path, mismatch) -> None:
     assert mismatch(run, "--samples", "7:2") == 0
     newest = json.loads((run / "samples" / "step_00002.jsonl").read_text().splitlines()[2])
     sequences = json.loads((run / "mismatch" / "engine-trainer.json").read_text())["sequences"]
-    assert [(one["name"], one["response_tokens"]) for one in sequences] == [("7:2", len(newest["tokens"]))]
+    assert [(one["name"], one["response_tokens"]) for one in sequences] == [
+        ("7:2", len(newest["tokens"]))
+    ]
 
 
 BAD = {
@@ -185,7 +219,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_sentence_and_exits_two(run: Path, mismatch, capsys, tmp_path: Path, case: str) -> None:
+def test_bad_input_is_one_sentence_and_exits_two(
+    run: Path, mismatch, capsys, tmp_path: Path, case: str
+) -> None:
     words, said = BAD[case]
     assert mismatch(*(word.format(tmp=tmp_path, run=run) for word in words)) == 2
     captured = capsys.readouterr()
@@ -211,9 +247,15 @@ def test_a_broken_sample_file_is_named(run: Path, mismatch, capsys, line: str) -
 
 
 def test_a_damaged_line_of_metrics_is_skipped_with_a_warning(run: Path) -> None:
-    lines = ("no", '{"step": 1, "onpolicy/mismatched_tokens": 3}', '{"step": 2, "onpolicy/mismatched_tokens": "x"}')
+    lines = (
+        "no",
+        '{"step": 1, "onpolicy/mismatched_tokens": 3}',
+        '{"step": 2, "onpolicy/mismatched_tokens": "x"}',
+    )
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.warns(UserWarning, match=r"metrics\.jsonl:1: not valid JSON.*; this line is skipped"):
+    with pytest.warns(
+        UserWarning, match=r"metrics\.jsonl:1: not valid JSON.*; this line is skipped"
+    ):
         assert mismatched_tokens(run) == {1: 3}
 
 
@@ -228,15 +270,23 @@ def test_a_sample_may_hold_any_separator_of_lines(run: Path, separator: str) -> 
 
 def test_the_newest_step_that_has_samples_is_replayed(run: Path, mismatch) -> None:
     (run / "samples" / "step_00003.jsonl").write_text("")
-    (run / "samples" / "step_00004.jsonl").write_text(json.dumps(SENTENCE | {"index": 0, "tokens": []}) + "\n")
+    (run / "samples" / "step_00004.jsonl").write_text(
+        json.dumps(SENTENCE | {"index": 0, "tokens": []}) + "\n"
+    )
     assert mismatch(run, "--samples", "7:0,") == 0
     assert mismatch(run) == 0
     assert [one["name"] for one in replayed(run)["sequences"]] == ["7:0", "7:1", "7:2"]
 
 
 def test_by_default_samples_are_of_many_prompts(run: Path) -> None:
-    lines = [SENTENCE | {"prompt_uid": uid, "index": i, "tokens": [22, 1]} for uid in (5, 9, 6) for i in range(4)]
-    (run / "samples" / "step_00003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [
+        SENTENCE | {"prompt_uid": uid, "index": i, "tokens": [22, 1]}
+        for uid in (5, 9, 6)
+        for i in range(4)
+    ]
+    (run / "samples" / "step_00003.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     names = [one.name for one in samples_of(run)]
     assert names == ["5:0", "9:0", "6:0", "5:1", "9:1", "6:1", "5:2", "9:2"]
     assert [one.name for one in samples_of(run, ["9:3", "5:0"])] == ["9:3", "5:0"]
@@ -244,7 +294,9 @@ def test_by_default_samples_are_of_many_prompts(run: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), SpmdError("weights are gone")])
-def test_a_failure_is_no_answer(run: Path, mismatch, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_failure_is_no_answer(
+    run: Path, mismatch, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def failing(replay: object) -> None:
         raise error
 
@@ -256,11 +308,21 @@ def test_page_and_data_tell_what_was_replayed(run: Path, mismatch, capsys) -> No
     assert mismatch(run, "--samples", "7:1") == 0
     data, page = replayed(run), (run / "mismatch" / "engine-trainer.html").read_text()
     assert data["sequences"] == [
-        {"name": "7:1", "prompt_tokens": 6, "response_tokens": 4, "prompt": "15+29=", "response": "445<|end|>"}
+        {
+            "name": "7:1",
+            "prompt_tokens": 6,
+            "response_tokens": 4,
+            "prompt": "15+29=",
+            "response": "445<|end|>",
+        }
     ]
     assert data["run"] == "demo"
     assert data["command"] == f"spmd-rl mismatch {run} --samples 7:1"
-    for text in ("15+29=<b>445&lt;|end|&gt;</b>", html.escape(data["command"]), "with which the run ended"):
+    for text in (
+        "15+29=<b>445&lt;|end|&gt;</b>",
+        html.escape(data["command"]),
+        "with which the run ended",
+    ):
         assert text in page
     assert "log-probs of its own draw: " in page
     assert "micro-batches: 1" in page
@@ -280,7 +342,9 @@ def test_a_planted_fault_has_a_page_of_its_own(run: Path, mismatch) -> None:
     assert len(text.splitlines()) < 150, "a finding is a line, and so is a token"
 
 
-def test_unequal_tokens_are_listed_with_what_each_side_gives_them(run: Path, mismatch, capsys) -> None:
+def test_unequal_tokens_are_listed_with_what_each_side_gives_them(
+    run: Path, mismatch, capsys
+) -> None:
     assert mismatch(run, "--plant", "logits-bf16") == 1
     data = replayed(run, "engine-trainer.logits-bf16")
     tokens = data["unequal_logprobs"]
@@ -296,9 +360,11 @@ def test_unequal_tokens_are_listed_with_what_each_side_gives_them(run: Path, mis
     assert "Log-probs that differ" in page
 
 
-def test_a_run_that_broke_the_rules_does_not_agree(run: Path, mismatch, capsys, monkeypatch) -> None:
+def test_a_run_that_broke_the_rules_does_not_agree(
+    run: Path, mismatch, capsys, monkeypatch
+) -> None:
     trouble = "At position 0, 7:1 reads position 0 of 7:0 in the cache: not its own history."
-    monkeypatch.setattr(Origins, "troubles", [trouble])
+    monkeypatch.setattr(KvProvenance, "troubles", [trouble])
     assert mismatch(run) == 1
     assert capsys.readouterr().out.startswith(trouble)
     assert (replayed(run)["agree"], replayed(run)["troubles"]) == (False, [trouble])
@@ -306,13 +372,17 @@ def test_a_run_that_broke_the_rules_does_not_agree(run: Path, mismatch, capsys, 
 
 
 @pytest.mark.parametrize(("left", "right"), [("engine", "trainer"), ("trainer", "transformers")])
-def test_nan_is_traced_to_where_it_begins(run: Path, mismatch, capsys, left: str, right: str) -> None:
+def test_nan_is_traced_to_where_it_begins(
+    run: Path, mismatch, capsys, left: str, right: str
+) -> None:
     poison(run / "hf", "model.layers.1.mlp.down_proj.weight", torch.nan)
     assert mismatch(run, "--left", left, "--right", right) == 1
     said = capsys.readouterr().out
     for name in (left, right):
         name = name if name == "transformers" else f"the {name}"
-        assert re.search(rf"{name.capitalize()}: .* outputs are NaN at layer 1 down_proj, the first place", said)
+        assert re.search(
+            rf"{name.capitalize()}: .* outputs are NaN at layer 1 down_proj, the first place", said
+        )
     assert ("None of" not in said) and "by nan" not in said
     assert (left == "engine") or "All 12 log-probs are NaN." in said
     data = replayed(run, f"{left}-{right}")
@@ -336,7 +406,7 @@ def test_a_step_is_replayed_under_the_weights_that_drew_it(
         trained.model.norm.weight.mul_(1.1)
     case = samples_of_run(run, folder, tomllib.loads((run / "config.toml").read_text()), ())
     hashes = Hashes(case.num_rows)
-    EnginePath(trained, EngineConfig(page_size=4)).run(case, hashes)
+    EnginePass(trained, EngineConfig(page_size=4)).run(case, hashes)
     assert hashes.logprobs is not None
     file, told = run / "samples" / "step_00002.jsonl", []
     for number, line in enumerate(file.read_text().splitlines()[:3]):
@@ -354,9 +424,13 @@ def test_a_step_is_replayed_under_the_weights_that_drew_it(
     if same:
         assert note.startswith("Replayed under the weights that drew the samples, version 1, from ")
         assert (recorded["equal"], recorded["of"]) == (12, 12)
-        assert rest[0] == "Of the 12 log-probs recorded with the samples, the engine gives 12 again."
+        assert (
+            rest[0] == "Of the 12 log-probs recorded with the samples, the engine gives 12 again."
+        )
     else:
-        assert note.endswith("the samples were drawn by version 0, of which there is no checkpoint.")
+        assert note.endswith(
+            "the samples were drawn by version 0, of which there is no checkpoint."
+        )
         assert recorded["equal"] < 12
         assert "only under the weights that drew them" in recorded["says"]
         assert len(rest) == 1
@@ -368,21 +442,29 @@ def test_a_run_that_exported_nothing_says_so(run: Path, mismatch, capsys) -> Non
     assert "name a model with --model" in capsys.readouterr().err
 
 
-def test_a_run_with_attention_in_splits_is_replayed_without_where_they_cannot_run(run: Path, mismatch, capsys) -> None:
+def test_a_run_with_attention_in_splits_is_replayed_without_where_they_cannot_run(
+    run: Path, mismatch, capsys
+) -> None:
     config = run / "config.toml"
     split = "attention_split = 128"
-    config.write_text(config.read_text().replace("[engine]", f"[trainer]\n{split}\n[engine]\n{split}"))
+    config.write_text(
+        config.read_text().replace("[engine]", f"[trainer]\n{split}\n[engine]\n{split}")
+    )
     assert mismatch(run) == 0
     notice, sentence, _ = capsys.readouterr().out.splitlines()
     assert "attention_split needs FlashAttention-4" in notice
     assert "agree in every bit" in sentence
 
 
-@pytest.mark.parametrize(("recompute", "recomputes"), [("none", False), ("cheap", False), ("all", True)])
-def test_the_trainers_head_is_the_one_that_the_run_has(folder: Path, recompute: str, recomputes: bool) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "recomputes"), [("none", False), ("cheap", False), ("all", True)]
+)
+def test_the_trainers_head_is_the_one_that_the_run_has(
+    folder: Path, recompute: str, recomputes: bool
+) -> None:
     settings = {"trainer": {"recompute": recompute}}
     path = command._path("trainer", folder, torch.float32, torch.device("cpu"), settings)
-    assert isinstance(path, TrainerPath)
+    assert isinstance(path, TrainerPass)
     assert path.scorer.recomputes is recomputes
 
 
@@ -390,13 +472,17 @@ def test_the_trainers_head_is_the_one_that_the_run_has(folder: Path, recompute: 
 def test_the_proof_compares_whole_rows_of_logits(
     run: Path, folder: Path, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def path(model: CausalLM, cfg: EngineConfig) -> EnginePath:
-        made = EnginePath(model, cfg)
+    def path(model: CausalLM, cfg: EngineConfig) -> EnginePass:
+        made = EnginePass(model, cfg)
         if fault:
             plant(fault, made)
         return made
 
-    for name, value in {"DEVICE": torch.device("cpu"), "DTYPE": torch.float32, "EnginePath": path}.items():
+    for name, value in {
+        "DEVICE": torch.device("cpu"),
+        "DTYPE": torch.float32,
+        "EnginePass": path,
+    }.items():
         monkeypatch.setattr(grpo_proof, name, value)
     logits, unequal = grpo_proof.replayed("demo", folder, run)
     assert (logits.value, logits.holds) == (4, False), "one sample's, fewer than the bar"

@@ -18,7 +18,7 @@ from spmd_rl.microscope.diagnose.explain import Trial
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.page.verdict import verdict
 from spmd_rl.microscope.replay.case import Case, Replayed
-from spmd_rl.microscope.replay.engine_pass import EnginePath
+from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.microscope.taps.points import OPS, Point
 from spmd_rl.microscope.taps.taps import Hashes, Marks, Tap, Values
@@ -43,7 +43,9 @@ def test_engine_and_trainer_agree_in_every_op(engine, trainer, case) -> None:
     hits = path.facts["tokens from the prefix cache"]
     assert hits == 32
     every = (sum(len(one.tokens) - 1 for one in case.sequences) - hits) * (1 + 3 * 14 + 1)
-    assert comparison.num_compared_rows == every + 2 * sum(len(one.response) for one in case.sequences)
+    assert comparison.num_compared_rows == every + 2 * sum(
+        len(one.response) for one in case.sequences
+    )
     assert "agree in every bit" in verdict(comparison, case, ("engine", "trainer"))
 
 
@@ -60,17 +62,25 @@ def test_whatever_the_engine_goes_through_changes_no_bit(engine, trainer) -> Non
         assert path.facts[what] > 0, what
 
 
-def test_a_cache_that_gives_somebody_elses_keys_is_called_that(engine, trainer, case, monkeypatch) -> None:
+def test_a_cache_that_gives_somebody_elses_keys_is_called_that(
+    engine, trainer, case, monkeypatch
+) -> None:
     def careless(keys: list[bytes], root: bytes, tokens: np.ndarray, page_size: int) -> None:
         keys.extend(bytes([page]) for page in range(len(keys), len(tokens) // page_size))
 
     for module in ("prefix_sharing", "scheduler"):
         monkeypatch.setattr(f"spmd_rl.rollout.native.{module}.extend_keys", careless)
     rng = np.random.default_rng(1)
-    case = Case(tuple(Replayed(f"{n}:0", rng.integers(2, 100, 9), rng.integers(2, 100, 5)) for n in range(2)))
+    case = Case(
+        tuple(
+            Replayed(f"{n}:0", rng.integers(2, 100, 9), rng.integers(2, 100, 5)) for n in range(2)
+        )
+    )
     comparison = compare(engine(), trainer, case)
     said = verdict(comparison, case, ("engine", "trainer")).splitlines()
-    assert said[0] == "At position 0, 1:0 reads position 0 of 0:0 in the cache: not its own history."
+    assert (
+        said[0] == "At position 0, 1:0 reads position 0 of 0:0 in the cache: not its own history."
+    )
     assert said[1].startswith("layer 0 attention: ")
 
 
@@ -85,11 +95,11 @@ FOUND = {
 
 
 @pytest.fixture(scope="module")
-def faulty(engine, trainer, case) -> Callable[[str], tuple[EnginePath, Comparison]]:
+def faulty(engine, trainer, case) -> Callable[[str], tuple[EnginePass, Comparison]]:
     """An engine with that fault, and how it compares with the trainer."""
 
     @cache
-    def found(fault: str) -> tuple[EnginePath, Comparison]:
+    def found(fault: str) -> tuple[EnginePass, Comparison]:
         path = engine()
         plant(fault, path)
         return path, compare(path, trainer, case)
@@ -116,7 +126,9 @@ def test_a_planted_fault_is_found_where_it_is_and_only_there(faulty, case, fault
 
 
 def test_a_harmless_change_is_not_called_a_fault(engine, trainer, case) -> None:
-    """The row tile makes the library's product exact on the CPU, where it gives each tile its own bits."""
+    """The row tile makes the library's product exact on the CPU, where it gives each tile its own
+    bits.
+    """
     path = engine()
     width, depth = path.model.model.layers[MIDDLE].mlp.down_proj.weight.shape
     if not rows_stand_alone(width, depth, False, torch.float32, torch.get_num_threads()):
@@ -142,7 +154,7 @@ def test_one_split_is_the_plain_softmax() -> None:
 
 
 def test_automatic_splits_are_not_planted_beside_splits_of_one_size(engine) -> None:
-    path = EnginePath(engine().model, EngineConfig(attention_split=128))
+    path = EnginePass(engine().model, EngineConfig(attention_split=128))
     with pytest.raises(ConfigError, match="attention_split is 128 here"):
         plant("auto-splits", path)
 
@@ -153,12 +165,16 @@ def test_an_unknown_fault_is_refused(engine) -> None:
 
 
 @pytest.mark.parametrize("left", ["engine", "trainer"])
-def test_the_difference_from_transformers_is_explained(engine, trainer, reference, case, left: str) -> None:
+def test_the_difference_from_transformers_is_explained(
+    engine, trainer, reference, case, left: str
+) -> None:
     path = engine() if left == "engine" else trainer
     comparison = compare(path, reference, case)
     assert comparison.first is not None
     # their products of rows that fill no tile have other bits on some CPUs
-    assert comparison.first.point in {Point(0, op) for op in ("q_proj", "k_proj", "v_proj", "attention")}
+    assert comparison.first.point in {
+        Point(0, op) for op in ("q_proj", "k_proj", "v_proj", "attention")
+    }
     found = kinds(comparison)
     # their attention is another kernel and their SiLU another exponential; norms and RoPE agree
     assert found["attention"] == 3
@@ -173,7 +189,9 @@ class Meddling(Tap):
     def __init__(self, inner: Tap, point: Point, row: int) -> None:
         self.inner, self.point, self.row = inner, point, row
 
-    def take(self, point: Point, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+    def take(
+        self, point: Point, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None
+    ) -> torch.Tensor:
         hit = (rows == self.row).nonzero()[:, 0]
         if point == self.point and len(hit):
             x = x.clone()
@@ -187,9 +205,9 @@ class Meddling(Tap):
 class Wrong:
     """An engine whose op at `point` is wrong in one row."""
 
-    name, rows_are_distinct = EnginePath.name, False
+    name, rows_are_distinct = EnginePass.name, False
 
-    def __init__(self, engine: EnginePath, point: Point, row: int) -> None:
+    def __init__(self, engine: EnginePass, point: Point, row: int) -> None:
         self.engine, self.point, self.row = engine, point, row
         self.facts, self.troubles = {}, []
 
@@ -197,7 +215,9 @@ class Wrong:
         self.engine.run(case, Meddling(tap, self.point, self.row))
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ("embed", "final_norm", "logits", "logprob")])
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if op not in ("embed", "final_norm", "logits", "logprob")]
+)
 def test_a_wrong_element_is_found_at_any_op_of_any_row(engine, trainer, case, op: str) -> None:
     few = Case(case.sequences[:2])
     row = int(few.offsets[1]) + 11  # decoded
@@ -225,7 +245,9 @@ def test_what_is_wrong_only_once_is_said_to_be_that(engine, trainer, case) -> No
     assert comparison.first is None
     assert not comparison.agree
     said = verdict(comparison, few, ("wrong", "trainer"))
-    assert said.startswith("wrong and trainer parted at layer 1 o_proj, in 1 row, but a second run did not repeat it")
+    assert said.startswith(
+        "wrong and trainer parted at layer 1 o_proj, in 1 row, but a second run did not repeat it"
+    )
 
 
 def test_log_probs_are_kept_as_they_are_hashed(engine, trainer, faulty, case) -> None:
@@ -242,8 +264,12 @@ def test_log_probs_are_kept_as_they_are_hashed(engine, trainer, faulty, case) ->
 
 
 @pytest.mark.parametrize("left", ["engine", "trainer"])
-def test_a_row_that_the_trainer_shares_is_fed_to_the_engine(engine, trainer, case, left: str) -> None:
-    """The last token of a prompt: once in the trainer, for each sample in the engine, in one of which it is wrong."""
+def test_a_row_that_the_trainer_shares_is_fed_to_the_engine(
+    engine, trainer, case, left: str
+) -> None:
+    """The last token of a prompt: once in the trainer, for each sample in the engine, in one of
+    which it is wrong.
+    """
     few, point = Case(case.sequences[:2]), Point(0, "o_proj")
     wrong = Wrong(engine(), point, int(few.offsets[0]) + 8)
     comparison = compare(*((wrong, trainer) if left == "engine" else (trainer, wrong)), few)
@@ -258,7 +284,9 @@ def test_no_hook_is_left_behind(engine, case, tap) -> None:
     path = engine()
     path.run(case, tap(case.num_rows))
     assert not path.model._forward_pre_hooks
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in path.model.modules())
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in path.model.modules()
+    )
     assert "logits" not in vars(path.model)
 
 
@@ -272,7 +300,8 @@ def said_of(path, comparison, other, case, folder) -> list[list[str]]:
         side.run(case, marks)
         sides.append((values, marks.step_of[:-1].tolist()))
     return [
-        [match.says for match in trial.matches(comparison.first.point, values, pass_of)] for values, pass_of in sides
+        [match.says for match in trial.matches(comparison.first.point, values, pass_of)]
+        for values, pass_of in sides
     ]
 
 

@@ -1,4 +1,6 @@
-"""Which log-probs a replay sees: those that come with a draw, and those that the drawing op makes of given tokens."""
+"""Which log-probs a replay sees: those that come with a draw, and those that the drawing op makes
+of given tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from spmd_rl.kernels import sample_and_score
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.replay.case import Case, Replayed
-from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePath
+from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePass
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.rollout.engine import Request, SamplingConfig
@@ -22,32 +24,41 @@ LOGPROB = Point(3, "logprob")
 
 
 @pytest.fixture(scope="module")
-def drawn(engine: Callable[[], EnginePath]) -> Case:
+def drawn(engine: Callable[[], EnginePass]) -> Case:
     """Samples of the engine itself."""
     path, sequences = engine(), []
     generating = NativeEngine(path.model, path.cfg, path.device)
     generating.new_version(0)
-    prompt, sampling = np.arange(2, 11, dtype=np.int32), SamplingConfig(max_tokens=12, seed=5, ignore_eos=True)
+    prompt, sampling = (
+        np.arange(2, 11, dtype=np.int32),
+        SamplingConfig(max_tokens=12, seed=5, ignore_eos=True),
+    )
     for index in range(3):
         generating.submit(Request(3, index, prompt, sampling))
     while generating.has_work:
         for one in generating.step().finished:
-            sequences.append(Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index)))
+            sequences.append(
+                Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index))
+            )
     return Case(tuple(sequences))
 
 
-def draw_only(logits: Tensor, inv_temperature: Tensor, *rest: Tensor, given=None, **filters) -> tuple[Tensor, Tensor]:
+def draw_only(
+    logits: Tensor, inv_temperature: Tensor, *rest: Tensor, given=None, **filters
+) -> tuple[Tensor, Tensor]:
     """Wrong in the log-prob that comes with a draw, right in that of given tokens."""
     tokens, logprobs = sample_and_score(logits, inv_temperature, *rest, given=given, **filters)
     return tokens, logprobs if given is not None else logprobs + 1
 
 
-def always(logits: Tensor, inv_temperature: Tensor, *rest: Tensor, **filters) -> tuple[Tensor, Tensor]:
+def always(
+    logits: Tensor, inv_temperature: Tensor, *rest: Tensor, **filters
+) -> tuple[Tensor, Tensor]:
     tokens, logprobs = sample_and_score(logits, inv_temperature, *rest, **filters)
     return tokens, logprobs + 1
 
 
-def introduced(path: EnginePath, trainer, case: Case) -> dict[Point, int]:
+def introduced(path: EnginePass, trainer, case: Case) -> dict[Point, int]:
     found = compare(path, trainer, case).findings
     return {one.point: one.introduced_rows for one in found if one.status == "introduced"}
 
@@ -58,7 +69,9 @@ def test_the_log_probs_of_its_own_draws_are_counted_and_agree(engine, trainer, d
     assert path.facts[OWN_DRAWS] == 3 * 12
 
 
-def test_control_a_fault_of_drawing_alone_is_found_where_tokens_are_drawn_as_recorded(engine, trainer, drawn) -> None:
+def test_control_a_fault_of_drawing_alone_is_found_where_tokens_are_drawn_as_recorded(
+    engine, trainer, drawn
+) -> None:
     path = engine()
     path.draw = draw_only
     assert introduced(path, trainer, drawn) == {LOGPROB: 3 * 12}

@@ -1,4 +1,6 @@
-"""Engines that take several projections as one product, as on GPUs, beside a trainer that takes them apart."""
+"""Engines that take several projections as one product, as on GPUs, beside a trainer that takes
+them apart.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from spmd_rl.microscope.diagnose.explain import Match
 from spmd_rl.microscope.diagnose.faults import InHalves, plant
 from spmd_rl.microscope.page.report import Replay, examine
 from spmd_rl.microscope.replay.case import Case
-from spmd_rl.microscope.replay.engine_pass import EnginePath
-from spmd_rl.microscope.replay.forward_pass import TrainerPath
+from spmd_rl.microscope.replay.engine_pass import EnginePass
+from spmd_rl.microscope.replay.forward_pass import TrainerPass
 from spmd_rl.microscope.taps.points import OPS, Point
 from spmd_rl.microscope.taps.taps import Hashes
-from spmd_rl.model.fused_projections import Joined
+from spmd_rl.model.fused_projections import FusedProjections
 
 MIDDLE = 1  # of three layers
 CHAIN, HALVES = "the contract's product", "K summed in 2 parts"
@@ -30,21 +32,21 @@ def few(case: Case) -> Case:
 
 
 @pytest.fixture
-def joined(engine: Callable[[], EnginePath]) -> EnginePath:
+def joined(engine: Callable[[], EnginePass]) -> EnginePass:
     path = engine()
     path.model.lay_out_projections()
     path.model.join_projections()
     return path
 
 
-class Fused(Joined):
+class Fused(FusedProjections):
     """As on a GPU: no product is to be seen."""
 
     def fuses(self, x: torch.Tensor) -> bool:
         return True
 
 
-class Wrong(Joined):
+class Wrong(FusedProjections):
     """The last column of the product is wrong."""
 
     def product(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -53,11 +55,15 @@ class Wrong(Joined):
         return parts
 
 
-def test_the_columns_of_a_joined_product_are_the_trainers_projections(joined, trainer, case) -> None:
+def test_the_columns_of_a_joined_product_are_the_trainers_projections(
+    joined, trainer, case
+) -> None:
     comparison = compare(joined, trainer, case)
     assert comparison.findings == ()
     assert {point.op for point in comparison.points} == set(OPS)
-    assert all(isinstance(layer.mlp.joined, Joined) for layer in joined.model.model.layers)
+    assert all(
+        isinstance(layer.mlp.joined, FusedProjections) for layer in joined.model.model.layers
+    )
 
 
 def test_what_is_fused_has_no_point_and_the_rest_agrees(joined, trainer, case) -> None:
@@ -72,15 +78,23 @@ def test_the_joined_products_are_put_back(joined, case) -> None:
     before = [(layer.self_attn.joined, layer.mlp.joined) for layer in joined.model.model.layers]
     joined.run(case, Hashes(case.num_rows))
     after = [(layer.self_attn.joined, layer.mlp.joined) for layer in joined.model.model.layers]
-    assert all(x is y for one, other in zip(before, after, strict=True) for x, y in zip(one, other, strict=True))
+    assert all(
+        x is y
+        for one, other in zip(before, after, strict=True)
+        for x, y in zip(one, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("name", "op"), [("self_attn", "v_proj"), ("mlp", "up_proj")])
-def test_a_wrong_column_is_found_in_the_projection_that_it_belongs_to(joined, trainer, few, name, op) -> None:
+def test_a_wrong_column_is_found_in_the_projection_that_it_belongs_to(
+    joined, trainer, few, name, op
+) -> None:
     module = getattr(joined.model.model.layers[MIDDLE], name)
     module.joined = Wrong(**vars(module.joined))
     found = compare(joined, trainer, few)
-    assert [one.point for one in found.findings if one.status == "introduced"] == [Point(MIDDLE, op)]
+    assert [one.point for one in found.findings if one.status == "introduced"] == [
+        Point(MIDDLE, op)
+    ]
 
 
 PLANTED = {
@@ -91,7 +105,9 @@ PLANTED = {
 
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_planted_fault_is_found_and_its_arithmetic_named(engine, trainer, few, folder, fault, side) -> None:
+def test_a_planted_fault_is_found_and_its_arithmetic_named(
+    engine, trainer, few, folder, fault, side
+) -> None:
     path = engine()
     plant(fault, path)
     sides = (path, trainer) if side == "left" else (trainer, path)
@@ -114,22 +130,35 @@ class FusedForFew(InHalves):
 
 
 @pytest.mark.parametrize("fed", ["engine", "trainer"])
-def test_each_row_is_explained_from_what_its_step_showed(joined, trainer, case, folder, fed: str) -> None:
+def test_each_row_is_explained_from_what_its_step_showed(
+    joined, trainer, case, folder, fed: str
+) -> None:
     module = joined.model.model.layers[MIDDLE].mlp
     module.joined = FusedForFew(**vars(module.joined))
-    apart = TrainerPath(trainer.model, max_tokens=64)
+    apart = TrainerPass(trainer.model, max_tokens=64)
     apart.rows_are_distinct = fed == "trainer"
-    some = Case((*case.sequences[1:2], replace(case.sequences[2], response=case.sequences[2].response[:20])))
+    some = Case(
+        (*case.sequences[1:2], replace(case.sequences[2], response=case.sequences[2].response[:20]))
+    )
     found = examine(Replay(some, joined, apart, str(folder)))
     assert found.comparison.fed == fed
-    rows = {one.point.op: one.num_rows for one in found.comparison.findings if one.status == "introduced"}
+    rows = {
+        one.point.op: one.num_rows
+        for one in found.comparison.findings
+        if one.status == "introduced"
+    }
     fused = rows["act"] - rows["gate_proj"]
     assert set(rows) == {"gate_proj", "up_proj", "act"}
     assert fused > 0
     cause = found.causes[Point(MIDDLE, "act")]
-    assert cause.left.matches == (Match(SILU, rows["gate_proj"]), Match(f"{HALVES}, then {SILU}", fused, fused))
+    assert cause.left.matches == (
+        Match(SILU, rows["gate_proj"]),
+        Match(f"{HALVES}, then {SILU}", fused, fused),
+    )
     assert cause.right.matches == (Match(SILU, rows["act"], fused),)
-    assert [match.says for match in found.causes[Point(MIDDLE, "gate_proj")].left.matches] == [HALVES]
+    assert [match.says for match in found.causes[Point(MIDDLE, "gate_proj")].left.matches] == [
+        HALVES
+    ]
 
 
 def test_a_fault_outlives_the_engine_joining_its_projections_again(engine) -> None:
@@ -141,8 +170,12 @@ def test_a_fault_outlives_the_engine_joining_its_projections_again(engine) -> No
     assert [isinstance(one, InHalves) for one in joined] == [False, True, False]
 
 
-@pytest.mark.parametrize(("op", "says"), [("q", HALVES), ("v", HALVES), ("v", "rounded to bfloat16")])
-def test_what_no_side_shows_is_explained_from_what_came_before(joined, trainer, few, folder, op, says) -> None:
+@pytest.mark.parametrize(
+    ("op", "says"), [("q", HALVES), ("v", HALVES), ("v", "rounded to bfloat16")]
+)
+def test_what_no_side_shows_is_explained_from_what_came_before(
+    joined, trainer, few, folder, op, says
+) -> None:
     """An engine of another make, which shows q, k and v as attention takes them and no projections."""
     run, attention = joined.run, joined.model.model.layers[MIDDLE].self_attn
     if says == HALVES:
@@ -153,7 +186,9 @@ def test_what_no_side_shows_is_explained_from_what_came_before(joined, trainer, 
 
     def unseen(case, tap) -> None:
         take = tap.take
-        tap.take = lambda point, x, *where: x if point.op in ("q_proj", "k_proj", "v_proj") else take(point, x, *where)
+        tap.take = lambda point, x, *where: (
+            x if point.op in ("q_proj", "k_proj", "v_proj") else take(point, x, *where)
+        )
         run(case, tap)
 
     joined.run = unseen

@@ -1,4 +1,6 @@
-"""Watching attention whose keys and values go into the cache before it is called, as FlashAttention's do."""
+"""Watching attention whose keys and values go into the cache before it is called, as
+FlashAttention's do.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ class PagesOnCpu:
     """In the place of FlashAttention: its layout of the cache, and the CPU's arithmetic."""
 
     def __init__(
-        self, table: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int
+        self,
+        table: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        size: int,
     ) -> None:
         self.given, self.page_size = (table, starts, lengths), size
 
@@ -34,7 +40,9 @@ class PagesOnCpu:
 @pytest.fixture(autouse=True)
 def _flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spmd_rl.kernels.attention.paged.flash_takes", lambda *given: True)
-    monkeypatch.setattr("spmd_rl.kernels.attention.paged.flash_of_chunks", lambda *given: PagesOnCpu(*given[:4]))
+    monkeypatch.setattr(
+        "spmd_rl.kernels.attention.paged.flash_of_chunks", lambda *given: PagesOnCpu(*given[:4])
+    )
 
 
 def test_the_cache_has_flashs_layout() -> None:
@@ -51,12 +59,18 @@ def test_engine_and_trainer_agree_in_every_op(engine, trainer, case) -> None:
     assert {point.op for point in comparison.points} >= {"q", "k", "v", "attention"}
 
 
-@pytest.mark.parametrize(("fault", "found"), [("rope-bf16", {"q", "k"}), ("norm-order", {"post_norm"})])
-def test_what_is_put_in_the_place_of_keys_goes_into_the_cache(engine, trainer, case, fault: str, found: set) -> None:
+@pytest.mark.parametrize(
+    ("fault", "found"), [("rope-bf16", {"q", "k"}), ("norm-order", {"post_norm"})]
+)
+def test_what_is_put_in_the_place_of_keys_goes_into_the_cache(
+    engine, trainer, case, fault: str, found: set
+) -> None:
     path = engine()
     plant(fault, path)
     comparison = compare(path, trainer, case)
     assert comparison.fed == "engine"
     assert {one.point.op for one in comparison.findings if one.status == "introduced"} == found
     assert comparison.first is not None
-    assert comparison.first.point == Point(*((0, "q") if fault == "rope-bf16" else (1, "post_norm")))
+    assert comparison.first.point == Point(
+        *((0, "q") if fault == "rope-bf16" else (1, "post_norm"))
+    )

@@ -48,7 +48,10 @@ def test_a_kernels_name_is_read(name: str, said: tuple[str, str, str]) -> None:
             "void at::native::elementwise_kernel<128, 4, at::native::BinaryFunctor<MulFunctor<float> > >(int)",
             "elementwise_kernel Mul",
         ),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<x>(y)", "CatArrayBatchedCopy"),
+        (
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<x>(y)",
+            "CatArrayBatchedCopy",
+        ),
         ("_draw", "Triton _draw"),
         ("aten::linear [16,64] × [64,64]", "aten::linear [16,64] × [64,64]"),
         ("_SiluMul [48,192] × [48,192]", "_SiluMul [48,192] × [48,192]"),
@@ -88,7 +91,9 @@ def test_our_products_names_tell_tile_and_chain(name: str, said: str) -> None:
         ("_ring_matmul_16x32x512x4", True, "wgmma"),
     ],
 )
-def test_an_instruction_is_only_told_where_it_is_known(name: str, hopper: bool, instruction: str) -> None:
+def test_an_instruction_is_only_told_where_it_is_known(
+    name: str, hopper: bool, instruction: str
+) -> None:
     assert identify(name, hopper).instruction == instruction
 
 
@@ -124,20 +129,31 @@ def test_kernels_belong_to_the_mark_after_their_launch_not_their_run() -> None:
         ([], "one split"),
         (["_merge"], "ranges of keys in 1 launch, merged"),
         (["flash", "add", "flash"], "ranges of keys in 3 launches, merged"),
-        (["kernel_cutlass_kernel_flash_attncuteflash_fwd_combineFlashAttentionForwardCombine_object_at"], "keys split"),
+        (
+            [
+                "kernel_cutlass_kernel_flash_attncuteflash_fwd_combineFlashAttentionForwardCombine_object_at"
+            ],
+            "keys split",
+        ),
     ],
 )
 def test_splits_of_keys_are_told_by_what_ran(after: list[str], said: str) -> None:
     flash = "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at"
     names = [flash, *(flash if name == "flash" else name for name in after)]
-    launches = [event(n + 1, "cuda_driver", "cuLaunchKernelEx", correlation=n) for n in range(len(names))]
+    launches = [
+        event(n + 1, "cuda_driver", "cuLaunchKernelEx", correlation=n) for n in range(len(names))
+    ]
     runs = [event(n + 50, "kernel", name, correlation=n) for n, name in enumerate(names)]
-    (kernels,) = between_marks([mark(0, "0||"), *launches, mark(20, "0|2|attention"), *runs]).values()
+    (kernels,) = between_marks(
+        [mark(0, "0||"), *launches, mark(20, "0|2|attention"), *runs]
+    ).values()
     assert [kernel.splits for kernel in kernels if kernel.name == "FlashAttention-4"] == [said]
 
 
 def test_without_a_gpu_the_outermost_ops_count() -> None:
-    outer = event(1, "cpu_op", "aten::linear", **{"Input Dims": [[16, 64], [64, 64], []]}) | {"dur": 3}
+    outer = event(1, "cpu_op", "aten::linear", **{"Input Dims": [[16, 64], [64, 64], []]}) | {
+        "dur": 3
+    }
     events = [
         mark(0, "1||"),
         outer,
@@ -145,7 +161,9 @@ def test_without_a_gpu_the_outermost_ops_count() -> None:
         event(5, "cpu_op", "aten::view"),
         mark(6, "1|0|o_proj"),
     ]
-    assert between_marks(events) == {(1, Point(0, "o_proj")): (Kernel("aten::linear [16,64] × [64,64]"),)}
+    assert between_marks(events) == {
+        (1, Point(0, "o_proj")): (Kernel("aten::linear [16,64] × [64,64]"),)
+    }
 
 
 def test_a_function_of_ours_is_looked_into() -> None:
@@ -168,4 +186,5 @@ def test_a_rows_kernels_are_those_of_its_own_pass(engine, case) -> None:
     point = Point(1, "down_proj")
     assert "[48,192]" in str(kernels.at(point, prompt)[0])  # a chunk of 40, padded to the row tile
     assert "[16,192]" in str(kernels.at(point, decoded)[0])
-    assert kernels.at(Point(1, "k"), decoded) == kernels.at(Point(1, "q"), decoded)  # both end at attention
+    # both end at attention
+    assert kernels.at(Point(1, "k"), decoded) == kernels.at(Point(1, "q"), decoded)

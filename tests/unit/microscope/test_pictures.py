@@ -14,7 +14,9 @@ SEQUENCES: list[dict[str, Any]] = [
 
 def rects(picture: str, status: str) -> list[tuple[float, float]]:
     """Top and height of each."""
-    found = re.findall(rf'y="([0-9.]+)" width="[0-9.]+" height="([0-9.]+)" rx="2" class="{status}"', picture)
+    found = re.findall(
+        rf'y="([0-9.]+)" width="[0-9.]+" height="([0-9.]+)" rx="2" class="{status}"', picture
+    )
     return [(float(y), float(height)) for y, height in found]
 
 
@@ -38,7 +40,14 @@ def test_where_a_response_begins_is_seen_where_all_rows_differ() -> None:
 
 def test_a_cell_is_named_as_its_point() -> None:
     found = [
-        {"layer": layer, "op": op, "status": "equal", "rows": 3, "unequal_rows": 0, "introduced_rows": 0}
+        {
+            "layer": layer,
+            "op": op,
+            "status": "equal",
+            "rows": 3,
+            "unequal_rows": 0,
+            "introduced_rows": 0,
+        }
         for layer, op in ((-1, "embed"), (0, "q"), (1, "logits"))
     ]
     titles = re.findall(r"<title>([^:]+):", network_map(found))

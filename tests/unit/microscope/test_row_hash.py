@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 import spmd_rl.kernels.rowwise.row_hash as row_hash
 from spmd_rl.kernels.rowwise.row_hash import row_hashes
 
-rows = st.integers(1, 40).flatmap(lambda width: st.lists(st.integers(0, 2**32 - 1), min_size=width, max_size=width))
+rows = st.integers(1, 40).flatmap(
+    lambda width: st.lists(st.integers(0, 2**32 - 1), min_size=width, max_size=width)
+)
 
 
 def as_row(bits: list[int]) -> torch.Tensor:
@@ -45,7 +47,9 @@ def test_columns_are_told_apart(bits: list[int]) -> None:
     assert (row_hashes(as_row(bits)) == row_hashes(as_row(turned))).item() == (turned == bits)
 
 
-def test_rows_beside_it_their_layout_and_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beside_it_their_layout_and_chunks_do_not_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     x = torch.randn(300, 33, generator=torch.Generator().manual_seed(0))
     whole = row_hashes(x)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))

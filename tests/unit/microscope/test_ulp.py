@@ -51,11 +51,18 @@ def test_between_two_formats_the_coarser_one_counts() -> None:
 
 @pytest.mark.parametrize(
     ("steps", "counts"),
-    [([0, 0], (2,)), ([0, 1, 2, 3, 4], (1, 1, 2, 1)), ([7, 8, 9, 1000], (0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 1))],
+    [
+        ([0, 0], (2,)),
+        ([0, 1, 2, 3, 4], (1, 1, 2, 1)),
+        ([7, 8, 9, 1000], (0, 0, 0, 1, 2, 0, 0, 0, 0, 0, 1)),
+    ],
 )
 def test_histogram_counts_by_powers_of_two(steps: list[int], counts: tuple[int, ...]) -> None:
     base = torch.full((len(steps),), 1.0).view(torch.int32)
-    x, y = base.view(torch.float32), (base + torch.tensor(steps, dtype=torch.int32)).view(torch.float32)
+    x, y = (
+        base.view(torch.float32),
+        (base + torch.tensor(steps, dtype=torch.int32)).view(torch.float32),
+    )
     assert histogram(x, y) == Histogram(counts, max(steps))
     assert histogram(x, y).unequal == sum(step > 0 for step in steps)
     for bucket, count in enumerate(counts):

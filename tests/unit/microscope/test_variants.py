@@ -24,7 +24,9 @@ def test_a_log_prob_is_what_its_name_says(says: str) -> None:
     expected = (logits.double() / scale[:, None]).log_softmax(-1).gather(1, targets[:, None])
     out = dict(variants("logprob"))[says](given)
     assert out.shape == (50, 1)
-    torch.testing.assert_close(out.double(), expected, rtol=ROUNDED.get(says, 1e-5), atol=ROUNDED.get(says, 1e-5))
+    torch.testing.assert_close(
+        out.double(), expected, rtol=ROUNDED.get(says, 1e-5), atol=ROUNDED.get(says, 1e-5)
+    )
 
 
 def test_no_two_ways_have_the_same_bits() -> None:

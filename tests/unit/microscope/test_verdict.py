@@ -17,14 +17,25 @@ from spmd_rl.microscope.replay.case import Case, Replayed
 from spmd_rl.microscope.taps.points import BEFORE, Point
 
 NAMES = ("engine", "trainer")
-CASE = Case((Replayed("7:0", np.arange(3), np.arange(2)), Replayed("7:1", np.arange(3), np.arange(4))))
+CASE = Case(
+    (Replayed("7:0", np.arange(3), np.arange(2)), Replayed("7:1", np.arange(3), np.arange(4)))
+)
 EQUAL, APART = Histogram((40,), 0), Histogram((37, 2, 1), 3)
 
 
-def finding(point: Point, plain: Histogram = EQUAL, fed: Histogram = EQUAL, rows: tuple[int, ...] = ()) -> Finding:
+def finding(
+    point: Point, plain: Histogram = EQUAL, fed: Histogram = EQUAL, rows: tuple[int, ...] = ()
+) -> Finding:
     introduced = len(rows) if fed is not EQUAL else 0
     return Finding(
-        point, 10, 2 if plain is not EQUAL else 0, introduced, rows, plain, fed, 0.5 if plain is APART else 0.0
+        point,
+        10,
+        2 if plain is not EQUAL else 0,
+        introduced,
+        rows,
+        plain,
+        fed,
+        0.5 if plain is APART else 0.0,
     )
 
 
@@ -35,7 +46,10 @@ def said(*findings: Finding, cause: Cause | None = None) -> str:
 
 def test_agreement_counts_what_was_compared() -> None:
     agreed = Comparison((Point(BEFORE, "embed"), Point(0, "q")), 1234, (), "engine")
-    assert verdict(agreed, CASE, NAMES) == "engine and trainer agree in every bit: 1,234 rows at 2 points."
+    assert (
+        verdict(agreed, CASE, NAMES)
+        == "engine and trainer agree in every bit: 1,234 rows at 2 points."
+    )
 
 
 def test_the_first_that_introduces_leads_and_the_rest_is_counted() -> None:
@@ -46,7 +60,9 @@ def test_the_first_that_introduces_leads_and_the_rest_is_counted() -> None:
         finding(Point(2, "o_proj"), APART),
         finding(Point(3, "logprob"), APART),
     )
-    assert sentence.startswith("layer 1 down_proj: 3 of 40 outputs, in 2 of 10 rows, differ by at most 3 ULP")
+    assert sentence.startswith(
+        "layer 1 down_proj: 3 of 40 outputs, in 2 of 10 rows, differ by at most 3 ULP"
+    )
     assert "first at 7:1 position 1." in sentence
     assert "Introduced as well: attention (causal attention) in 1 place." in sentence
     assert "2 later points only inherit it." in sentence
@@ -61,7 +77,9 @@ def test_both_sides_are_named_with_kernel_and_arithmetic() -> None:
     )
     sentence = said(finding(Point(1, "down_proj"), APART, APART, rows=(6, 7)), cause=cause)
     named = "nvjet (tile 64x8, K split, wgmma)"
-    assert f"There the engine ran {'; '.join([named] * 4)}; 2 more: K summed in 2 parts.\n" in sentence
+    assert (
+        f"There the engine ran {'; '.join([named] * 4)}; 2 more: K summed in 2 parts.\n" in sentence
+    )
     assert "The trainer: one chain." in sentence
     assert "Both run" not in sentence
 
@@ -69,24 +87,36 @@ def test_both_sides_are_named_with_kernel_and_arithmetic() -> None:
 def test_arithmetic_is_told_of_the_rows_that_differ_and_of_all_of_them() -> None:
     ways = tuple(Match(f"{n} ranges", 50, n) for n in range(1, 6))
     cause = Cause(Side((), (Match("one chain", 466, 0), *ways)), Side((), ()))
-    sentence = said(finding(Point(0, "attention"), APART, APART, rows=tuple(range(20))), cause=cause)
+    sentence = said(
+        finding(Point(0, "attention"), APART, APART, rows=tuple(range(20))), cause=cause
+    )
     assert (
-        "The engine: 5 ranges in 5, 4 ranges in 4, 3 ranges in 3, others in 8 of the 20 rows that differ." in sentence
+        "The engine: 5 ranges in 5, 4 ranges in 4, 3 ranges in 3, others in 8 of the 20 rows that differ."
+        in sentence
     )
     assert "The trainer: no arithmetic that was tried gives a row that differs." in sentence
 
 
 def test_one_arithmetic_on_both_sides_is_the_companys_doing() -> None:
     side = Side((), (Match("one chain", 10, 2),))
-    sentence = said(finding(Point(1, "down_proj"), APART, APART, rows=(6, 7)), cause=Cause(side, side))
-    assert "Both run the same arithmetic; its bits depend on which rows are computed together." in sentence
+    sentence = said(
+        finding(Point(1, "down_proj"), APART, APART, rows=(6, 7)), cause=Cause(side, side)
+    )
+    assert (
+        "Both run the same arithmetic; its bits depend on which rows are computed together."
+        in sentence
+    )
 
 
 def test_what_a_second_run_does_not_repeat_is_no_agreement() -> None:
     parted = ((Point(1, "o_proj"), 64), (Point(2, "q"), 3))
-    flaky = Comparison((Point(1, "o_proj"),), 100, (finding(Point(1, "o_proj")),), "engine", parted=parted)
+    flaky = Comparison(
+        (Point(1, "o_proj"),), 100, (finding(Point(1, "o_proj")),), "engine", parted=parted
+    )
     sentence = verdict(flaky, CASE, NAMES)
-    assert sentence.startswith("engine and trainer parted at layer 1 o_proj, in 64 rows, but a second run did not")
+    assert sentence.startswith(
+        "engine and trainer parted at layer 1 o_proj, in 64 rows, but a second run did not"
+    )
     assert "agree" not in sentence
     assert not flaky.agree
 
@@ -98,25 +128,36 @@ def test_what_a_second_run_does_not_repeat_is_no_agreement() -> None:
         ([nan, -1.0], [nan, -1.0], "None of 2 log-probs changes; 1 is NaN."),
     ],
 )
-def test_log_probs_that_are_no_numbers_are_counted(left: list[float], right: list[float], said: str) -> None:
+def test_log_probs_that_are_no_numbers_are_counted(
+    left: list[float], right: list[float], said: str
+) -> None:
     point = Point(3, "logprob")
-    found = Finding(point, 2, 0, 0, (), EQUAL, EQUAL, 0.0), finding(Point(1, "q"), APART, APART, rows=(6,))
+    found = (
+        Finding(point, 2, 0, 0, (), EQUAL, EQUAL, 0.0),
+        finding(Point(1, "q"), APART, APART, rows=(6,)),
+    )
     logprobs = Logprobs(torch.arange(2), torch.tensor(left), torch.tensor(right))
-    sentence = verdict(Comparison((point,), 100, found[::-1], "engine", logprobs=logprobs), CASE, NAMES)
+    sentence = verdict(
+        Comparison((point,), 100, found[::-1], "engine", logprobs=logprobs), CASE, NAMES
+    )
     assert sentence.endswith(said)
 
 
 def test_another_format_is_not_called_a_distance() -> None:
     same = Histogram((40,), 0)
     one = Finding(Point(3, "logits"), 10, 10, 10, tuple(range(10)), same, same, 0.01)
-    assert said(one).startswith("logits: 10 of 10 rows are of another format, equal when rounded to the coarser")
+    assert said(one).startswith(
+        "logits: 10 of 10 rows are of another format, equal when rounded to the coarser"
+    )
 
 
 def test_a_difference_that_nothing_introduces_is_not_explained_away() -> None:
     assert "what was replayed is not what ran" in said(finding(Point(0, "q"), APART))
 
 
-@pytest.mark.parametrize(("row", "where"), [(0, ("7:0", 0)), (4, ("7:0", 4)), (5, ("7:1", 0)), (11, ("7:1", 6))])
+@pytest.mark.parametrize(
+    ("row", "where"), [(0, ("7:0", 0)), (4, ("7:0", 4)), (5, ("7:1", 0)), (11, ("7:1", 6))]
+)
 def test_rows_have_names_and_positions(row: int, where: tuple[str, int]) -> None:
     assert CASE.where(row) == where
     assert CASE.positions[row] == where[1]

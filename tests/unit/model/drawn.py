@@ -11,7 +11,9 @@ from typing import Any
 
 @dataclass
 class Draw:
-    """One folder: the generator, its config, and keys and files of which a refusal of it may complain."""
+    """One folder: the generator, its config, and keys and files of which a refusal of it may
+    complain.
+    """
 
     seed: int
     random: random.Random

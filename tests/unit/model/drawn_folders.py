@@ -1,4 +1,6 @@
-"""Model folders with settings drawn at random: what config.json may hold, with weight files of the same network."""
+"""Model folders with settings drawn at random: what config.json may hold, with weight files of the
+same network.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def _yarn(draw: Draw, rope: dict[str, Any]) -> None:
         "beta_fast": [32, 4.0, None],
         "beta_slow": [1, 0.5, 2.0],
     }
-    rope.update({key: draw.random.choice(values) for key, values in optional.items() if draw.chance(0.4)})
+    rope.update(
+        {key: draw.random.choice(values) for key, values in optional.items() if draw.chance(0.4)}
+    )
 
 
 def _odd_rope_key(draw: Draw, rope: dict[str, Any]) -> None:
@@ -174,7 +178,11 @@ def _odd_key(draw: Draw) -> None:
     draw.config[key] = value
     draw.suspect(
         key,
-        *{"vocab_size": ["embed_tokens", "lm_head"], "intermediate_size": ["mlp."], "head_dim": ["_proj"]}.get(key, []),
+        *{
+            "vocab_size": ["embed_tokens", "lm_head"],
+            "intermediate_size": ["mlp."],
+            "head_dim": ["_proj"],
+        }.get(key, []),
     )
     if key == "num_key_value_heads":
         draw.suspect("k_proj")

@@ -6,7 +6,16 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -23,11 +32,19 @@ MODEL = {
     "max_position_embeddings": 64,
 }
 
-ADDED = {"__type": "AddedToken", "content": "<|bos|>", "lstrip": False, "normalized": False, "rstrip": False}
+ADDED = {
+    "__type": "AddedToken",
+    "content": "<|bos|>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+}
 
 
 def draw_tokenizer(seed: int, folder: Path) -> None:
-    """Write the folder of a seed: byte-level BPE as a class of transformers would make it, or another."""
+    """Write the folder of a seed: byte-level BPE as a class of transformers would make it, or
+    another.
+    """
     draw = random.Random(f"tokenizer {seed}")
     folder.mkdir(parents=True)
     write(folder / "config.json", MODEL | {"model_type": draw.choice(["llama", "qwen2", "qwen3"])})
@@ -37,7 +54,10 @@ def draw_tokenizer(seed: int, folder: Path) -> None:
         listed = {"added_tokens_decoder": _listed(draw, rust)} if draw.random() < 0.4 else {}
         write(folder / "tokenizer_config.json", _settings(draw) | listed)
     if draw.random() < 0.15:
-        write(folder / "special_tokens_map.json", {"eos_token": "<|endoftext|>", "pad_token": "<|new|>"})
+        write(
+            folder / "special_tokens_map.json",
+            {"eos_token": "<|endoftext|>", "pad_token": "<|new|>"},
+        )
     if draw.random() < 0.15:
         write(folder / "added_tokens.json", {"<|new|>": 266})
     if draw.random() < 0.4:
@@ -51,7 +71,10 @@ def _rust(draw: random.Random) -> Tokenizer:
     rust = Tokenizer(models.BPE(vocab, merges))
     split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    usual, other = pre_tokenizers.Sequence([split, byte_level]), pre_tokenizers.ByteLevel(add_prefix_space=True)
+    usual, other = (
+        pre_tokenizers.Sequence([split, byte_level]),
+        pre_tokenizers.ByteLevel(add_prefix_space=True),
+    )
     rust.normalizer = draw.choice([normalizers.NFC()] * 4 + [normalizers.Lowercase(), None])
     rust.pre_tokenizer = draw.choice([usual] * 4 + [other])
     rust.decoder = decoders.ByteLevel()
@@ -83,7 +106,12 @@ def _listed(draw: random.Random, rust: Tokenizer) -> dict[str, Any]:
 
 def _settings(draw: random.Random) -> dict[str, Any]:
     optional: dict[str, list[Any]] = {
-        "tokenizer_class": ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast", "TokenizersBackend"],
+        "tokenizer_class": [
+            "PreTrainedTokenizerFast",
+            "Qwen2Tokenizer",
+            "Qwen2TokenizerFast",
+            "TokenizersBackend",
+        ],
         "bos_token": ["<|bos|>", None],
         "pad_token": ["<|endoftext|>", "<|endoftext|>", "<|pad|>", None],
         "unk_token": [None],
@@ -103,7 +131,9 @@ def _settings(draw: random.Random) -> dict[str, Any]:
         "tokenizer_class": ["LlamaTokenizer"],
     }
     settings: dict[str, Any] = {"eos_token": draw.choice(["<|im_end|>"] * 4 + [ADDED, "<|new|>"])}
-    settings |= {key: draw.choice(values) for key, values in optional.items() if draw.random() < 0.4}
+    settings |= {
+        key: draw.choice(values) for key, values in optional.items() if draw.random() < 0.4
+    }
     settings |= {key: draw.choice(values) for key, values in rare.items() if draw.random() < 0.06}
     return settings
 
@@ -112,6 +142,10 @@ def _save_after_a_call(draw: random.Random, folder: Path) -> None:
     """A tokenizer that was saved keeps the truncation and the padding of its last call."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.pad_token or "<|endoftext|>"
-    settings = [{"truncation": True}, {"padding": "max_length"}, {"truncation": True, "padding": "max_length"}]
+    settings = [
+        {"truncation": True},
+        {"padding": "max_length"},
+        {"truncation": True, "padding": "max_length"},
+    ]
     tokenizer(["hello", "hello world 12"], max_length=6, **draw.choice(settings))
     tokenizer.save_pretrained(folder)

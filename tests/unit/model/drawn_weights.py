@@ -20,7 +20,9 @@ Tensors = dict[str, torch.Tensor]
 
 def draw_weights(draw: Draw, plain: dict[str, Any], folder: Path) -> None:
     """Random weights of the network, in one of the ways in which files may hold them."""
-    config = AutoConfig.for_model(**{key: value for key, value in plain.items() if not key.startswith("rope_")})
+    config = AutoConfig.for_model(
+        **{key: value for key, value in plain.items() if not key.startswith("rope_")}
+    )
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(draw.seed)
     tensors: Tensors = {}
@@ -70,12 +72,18 @@ def _single(draw: Draw, tensors: Tensors, folder: Path) -> None:
 
 def _shards(draw: Draw, tensors: Tensors, folder: Path, under: str = "") -> None:
     names = list(tensors)
-    halves = {f"{under}model-{part + 1:05d}-of-00002.safetensors": names[part::2] for part in range(2)}
+    halves = {
+        f"{under}model-{part + 1:05d}-of-00002.safetensors": names[part::2] for part in range(2)
+    }
     for file, part in halves.items():
         (folder / file).parent.mkdir(exist_ok=True)
         save_file({name: tensors[name] for name in part}, folder / file)
     write(
-        folder / INDEX, {"metadata": {}, "weight_map": {name: file for file, part in halves.items() for name in part}}
+        folder / INDEX,
+        {
+            "metadata": {},
+            "weight_map": {name: file for file, part in halves.items() for name in part},
+        },
     )
 
 
@@ -91,7 +99,9 @@ def _both(draw: Draw, tensors: Tensors, folder: Path) -> None:
 
 def _stray(draw: Draw, tensors: Tensors, folder: Path) -> None:
     draw.random.choice([_single, _shards])(draw, tensors, folder)
-    name = draw.random.choice(["old_model.safetensors", "a.safetensors", "model-00001-of-00003.safetensors"])
+    name = draw.random.choice(
+        ["old_model.safetensors", "a.safetensors", "model-00001-of-00003.safetensors"]
+    )
     save_file({name: one * 2 for name, one in tensors.items()}, folder / name)
 
 
@@ -107,7 +117,10 @@ def _odd_index(draw: Draw, tensors: Tensors, folder: Path) -> None:
 def _twice(draw: Draw, tensors: Tensors, folder: Path) -> None:
     _shards(draw, tensors, folder)
     first, *rest = tensors
-    save_file({name: tensors[name] * 2 for name in (first, *rest[::2])}, folder / "model-00002-of-00002.safetensors")
+    save_file(
+        {name: tensors[name] * 2 for name in (first, *rest[::2])},
+        folder / "model-00002-of-00002.safetensors",
+    )
     draw.suspect("both hold")
 
 

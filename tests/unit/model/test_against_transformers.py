@@ -1,4 +1,6 @@
-"""Logits against transformers on random small models of every family, and folders through both loaders."""
+"""Logits against transformers on random small models of every family, and folders through both
+loaders.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,26 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 500000.0,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 CONFIGS = {
     "qwen3": transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=False),
-    "qwen3-tied-yarn": transformers.Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN),
+    "qwen3-tied-yarn": transformers.Qwen3Config(
+        **SMALL, head_dim=16, tie_word_embeddings=True, rope_parameters=YARN
+    ),
     "qwen2.5": transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
-    "qwen2.5-linear": transformers.Qwen2Config(**SMALL, tie_word_embeddings=False, rope_parameters=LINEAR),
+    "qwen2.5-linear": transformers.Qwen2Config(
+        **SMALL, tie_word_embeddings=False, rope_parameters=LINEAR
+    ),
     "llama3": transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
-    "llama3-biases": transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama3-biases": transformers.LlamaConfig(
+        **SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
 }
 
 
@@ -68,7 +81,10 @@ def _logits(model: CausalLM, tokens: list[torch.Tensor]) -> torch.Tensor:
     lengths = np.array([len(row) for row in tokens], dtype=np.int32)
     spec = model.spec
     attend = PackedAttention(
-        lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=torch.device("cpu")
+        lengths,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        device=torch.device("cpu"),
     )
     positions = torch.cat([torch.arange(n) for n in lengths])
     return model(torch.cat(tokens), positions, attend, torch.arange(int(lengths.sum())))
@@ -89,7 +105,9 @@ def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
     reference, ours = _reference(name, tmp_path), _ours(tmp_path)
     tokens = [torch.randint(0, 97, (n,)) for n in (7, 70)]
     weights = [torch.randn(len(row), 97) for row in tokens]
-    sum((reference(row[None]).logits[0] * w).sum() for row, w in zip(tokens, weights, strict=True)).backward()
+    sum(
+        (reference(row[None]).logits[0] * w).sum() for row, w in zip(tokens, weights, strict=True)
+    ).backward()
     (_logits(ours, tokens) * torch.cat(weights)).sum().backward()
     expected = {key: value.grad for key, value in reference.named_parameters()}
     for key, value in ours.named_parameters():
@@ -101,17 +119,23 @@ def test_gradients_equal_transformers(name: str, tmp_path: Path) -> None:
 def test_parameter_count(name: str, tmp_path: Path) -> None:
     ours = (_reference(name, tmp_path), _ours(tmp_path))[1]
     assert ours.spec.num_parameters == sum(p.numel() for p in ours.parameters())
-    assert ours.spec.parameter_shapes() == {key: tuple(p.shape) for key, p in ours.named_parameters()}
+    assert ours.spec.parameter_shapes() == {
+        key: tuple(p.shape) for key, p in ours.named_parameters()
+    }
 
 
-def test_saved_folder_loads_in_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_folder_loads_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference, ours = _reference("qwen3", tmp_path / "a"), _ours(tmp_path / "a")
     monkeypatch.setattr("spmd_rl.model.hf.SHARD_BYTES", 20_000)
     assert SHARD_BYTES > 20_000
     save_folder(tmp_path / "b", tmp_path / "a", ours.named_parameters())
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
-    for (name, one), (_, other) in zip(reference.named_parameters(), again.named_parameters(), strict=True):
+    for (name, one), (_, other) in zip(
+        reference.named_parameters(), again.named_parameters(), strict=True
+    ):
         assert torch.equal(one, other), name
     assert {name for name, _ in read_weights(tmp_path / "b")} == set(dict(ours.named_parameters()))
     save_folder(tmp_path / "b", tmp_path / "a", ours.named_parameters())
@@ -145,7 +169,10 @@ def test_bad_folders_end_in_one_sentence(tmp_path: Path) -> None:
     for changes, sentence in [
         ({"model_type": "mamba"}, "mamba"),
         ({"hidden_size": "wide"}, "hidden_size is .wide.: expected a whole number"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0: expected a whole number of 1 or more"),
+        (
+            {"num_attention_heads": 0},
+            "num_attention_heads is 0: expected a whole number of 1 or more",
+        ),
         ({"vocab_size": -1}, "vocab_size is -1: expected a whole number of 1 or more"),
         ({"num_key_value_heads": 4}, "multiple"),
         ({"hidden_size": 64}, "is \\["),

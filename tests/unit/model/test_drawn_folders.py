@@ -1,4 +1,6 @@
-"""Model folders with settings drawn at random give transformers' logits and token ids, or a refusal that says why."""
+"""Model folders with settings drawn at random give transformers' logits and token ids, or a refusal
+that says why.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from tests.unit.model.drawn_tokenizers import draw_tokenizer
 
 NUM_FOLDERS = 100
 TOKENS = torch.arange(POSITIONS) * 37 % 251
-TEXTS = ["hello world 1212", "He<think>ll <|im_end|>o", "", "  é\n\n12 <|pad|><|more|><|mask|><|new|>", "<|bos|>x" * 9]
+TEXTS = [
+    "hello world 1212",
+    "He<think>ll <|im_end|>o",
+    "",
+    "  é\n\n12 <|pad|><|more|><|mask|><|new|>",
+    "<|bos|>x" * 9,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +67,9 @@ def _ids(one: Any) -> list[Any]:
     return [ids, texts, one.eos_token_id]
 
 
-def judge(ours: Callable[[], Any], theirs: Callable[[], Any], same: Callable[[Any, Any], bool]) -> str:
+def judge(
+    ours: Callable[[], Any], theirs: Callable[[], Any], same: Callable[[Any, Any], bool]
+) -> str:
     try:
         result = ours()
     except ConfigError as error:
@@ -76,14 +86,22 @@ def judge_model(seed: int, folder: Path) -> str:
     draw = draw_folder(seed, folder)
     with torch.no_grad():
         verdict = judge(lambda: _logits(folder), lambda: _their_logits(folder), _close)
-    if verdict.startswith("refused") and "\n" not in verdict and any(one in verdict for one in draw.suspects):
+    if (
+        verdict.startswith("refused")
+        and "\n" not in verdict
+        and any(one in verdict for one in draw.suspects)
+    ):
         return "refused"
     return verdict
 
 
 def judge_tokenizer(seed: int, folder: Path) -> str:
     draw_tokenizer(seed, folder)
-    return judge(lambda: _ids(load_tokenizer(folder)), lambda: _ids(AutoTokenizer.from_pretrained(folder)), list.__eq__)
+    return judge(
+        lambda: _ids(load_tokenizer(folder)),
+        lambda: _ids(AutoTokenizer.from_pretrained(folder)),
+        list.__eq__,
+    )
 
 
 def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -93,7 +111,9 @@ def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 def _count(one: Callable[[int, Path], str], tmp_path: Path) -> tuple[Counter[str], dict[int, str]]:
     """How many of each verdict, and those that no folder may have."""
     verdicts = {seed: one(seed, tmp_path / str(seed)) for seed in range(NUM_FOLDERS)}
-    wrong = {seed: verdict for seed, verdict in verdicts.items() if verdict not in ("same", "refused")}
+    wrong = {
+        seed: verdict for seed, verdict in verdicts.items() if verdict not in ("same", "refused")
+    }
     return Counter(verdicts.values()), wrong
 
 
@@ -104,7 +124,9 @@ def test_logits_are_those_of_transformers_or_refused(tmp_path: Path) -> None:
 
 
 def _never_truncate(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(spec, "rope_spec", lambda config: replace(rope_spec.rope_spec(config), truncate=True))
+    patch.setattr(
+        spec, "rope_spec", lambda config: replace(rope_spec.rope_spec(config), truncate=True)
+    )
 
 
 def _index_first(patch: pytest.MonkeyPatch) -> None:
@@ -113,7 +135,11 @@ def _index_first(patch: pytest.MonkeyPatch) -> None:
 
 def _drop_the_head(patch: pytest.MonkeyPatch) -> None:
     def without(folder: Path, shapes: dict[str, Any]) -> dict[str, Any]:
-        return {name: one for name, one in weight_files.stored_weights(folder, shapes).items() if name in shapes}
+        return {
+            name: one
+            for name, one in weight_files.stored_weights(folder, shapes).items()
+            if name in shapes
+        }
 
     patch.setattr(hf, "stored_weights", without)
 
@@ -150,4 +176,6 @@ def test_a_fault_of_reading_a_tokenizer_is_seen(
     fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
-    assert "different" in (judge_tokenizer(seed, tmp_path / str(seed)) for seed in range(NUM_FOLDERS))
+    assert "different" in (
+        judge_tokenizer(seed, tmp_path / str(seed)) for seed in range(NUM_FOLDERS)
+    )

@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 MODEL = Path(__file__).parents[3] / "examples/arithmetic/model"
 
 
-def test_the_code_of_the_network_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_network_is_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torch.device("meta"):
         model = CausalLM(ModelSpec.from_folder(MODEL))
     facts = model.contract(CPU, torch.float32)
@@ -64,7 +66,9 @@ def test_what_a_model_computes_by_is_part_of_it(field: str) -> None:
 
 
 def test_nothing_of_a_model_is_forgotten() -> None:
-    assert OTHERWISE.keys() | {"family", "eos_ids", "init_std"} == {field.name for field in fields(ModelSpec)}
+    assert OTHERWISE.keys() | {"family", "eos_ids", "init_std"} == {
+        field.name for field in fields(ModelSpec)
+    }
 
 
 def test_a_bit_of_the_rotary_table_is_part_of_it() -> None:

@@ -45,18 +45,27 @@ def _spec(folder: Path, **changes: Any) -> ModelSpec:
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"head_dim": -4}, "head_dim is -4: expected a whole number of 1 or more"),
         ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
-        ({"num_key_value_heads": "absent"}, "num_attention_heads 2 is not a multiple of num_key_value_heads 32"),
+        (
+            {"num_key_value_heads": "absent"},
+            "num_attention_heads 2 is not a multiple of num_key_value_heads 32",
+        ),
         ({"hidden_size": 8.0}, "hidden_size is 8.0: expected a whole number"),
         ({"vocab_size": True}, "vocab_size is true: expected a whole number"),
         ({"vocab_size": "absent"}, "has no field 'vocab_size'"),
-        ({"model_type": "llama", "hidden_size": 9}, "hidden_size 9 is not a multiple of num_attention_heads 2"),
+        (
+            {"model_type": "llama", "hidden_size": 9},
+            "hidden_size 9 is not a multiple of num_attention_heads 2",
+        ),
         ({"rope_theta": 0}, "rope_theta is 0: expected a number greater than 1"),
         ({"rope_theta": 1, "rope_scaling": YARN}, "rope_theta is 1: expected"),
         ({"rope_theta": None}, "rope_theta is null: expected"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1: expected a number greater than 0"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is Infinity: expected"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000.*: expected"),
-        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false": expected true or false'),
+        (
+            {"tie_word_embeddings": "false"},
+            'tie_word_embeddings is "false": expected true or false',
+        ),
         ({"attention_bias": None}, "attention_bias is null: expected true or false"),
         ({"eos_token_id": [1, "x"]}, r'eos_token_id is \[1, "x"\]: expected a token\'s id'),
         ({"eos_token_id": -1}, "eos_token_id is -1: expected a token's id"),
@@ -65,15 +74,24 @@ def _spec(folder: Path, **changes: Any) -> ModelSpec:
         ({"transformers_weights": "x.safetensors"}, "transformers_weights is set"),
         ({"attention_chunk_size": 8}, "attention_chunk_size is set"),
         ({"is_causal": False}, "is_causal is false"),
-        ({"layer_types": ["sliding_attention"] * 2}, "layer_types is .*: expected 'full_attention' for each"),
+        (
+            {"layer_types": ["sliding_attention"] * 2},
+            "layer_types is .*: expected 'full_attention' for each",
+        ),
         ({"layer_types": ["full_attention"]}, "layer_types is"),
         ({"model_type": "llama", "sliding_window": 4}, "sliding_window is set"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu"'),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5: expected 1"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor is 0.5"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters: partial_rotary_factor is 0.5",
+        ),
         ({"rope_parameters": "yarn"}, 'rope_parameters is "yarn": expected an object'),
         ({"rope_parameters": {"factor": 2}}, "factor is not supported with rope_type 'default'"),
-        ({"rope_scaling": YARN | {"attn_factor": 1.0}}, "attn_factor is not supported with rope_type 'yarn'"),
+        (
+            {"rope_scaling": YARN | {"attn_factor": 1.0}},
+            "attn_factor is not supported with rope_type 'yarn'",
+        ),
         ({"rope_scaling": YARN | {"truncate": 0}}, "truncate is 0: expected true or false"),
         ({"rope_scaling": YARN | {"beta_fast": "32"}}, 'beta_fast is "32"'),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling has no field 'factor'"),
@@ -81,7 +99,10 @@ def _spec(folder: Path, **changes: Any) -> ModelSpec:
             {"rope_scaling": LLAMA3 | {"high_freq_factor": 1}},
             "high_freq_factor is 1: expected more than low_freq_factor",
         ),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not one of default, linear, llama3, yarn"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            "rope_type 'longrope' is not one of default, linear, llama3, yarn",
+        ),
         (
             {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
             "rope_scaling and rope_parameters disagree",
@@ -118,8 +139,14 @@ def test_the_original_context_may_stand_outside(tmp_path: Path) -> None:
 
 def test_both_spellings_of_the_same(tmp_path: Path) -> None:
     """rope_theta may stand in either, or beside them."""
-    both = {"rope_scaling": YARN | {"rope_theta": 500.0}, "rope_parameters": YARN, "rope_theta": 500.0}
-    assert _spec(tmp_path, **both).rope == _spec(tmp_path, rope_parameters=YARN, rope_theta=500.0).rope
+    both = {
+        "rope_scaling": YARN | {"rope_theta": 500.0},
+        "rope_parameters": YARN,
+        "rope_theta": 500.0,
+    }
+    assert (
+        _spec(tmp_path, **both).rope == _spec(tmp_path, rope_parameters=YARN, rope_theta=500.0).rope
+    )
 
 
 def _save(folder: Path, **files: dict[str, torch.Tensor]) -> None:
@@ -128,7 +155,9 @@ def _save(folder: Path, **files: dict[str, torch.Tensor]) -> None:
 
 
 def _index(folder: Path, *files: str) -> None:
-    (folder / INDEX).write_text(json.dumps({"weight_map": {str(i): file for i, file in enumerate(files)}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {str(i): file for i, file in enumerate(files)}})
+    )
 
 
 @pytest.fixture
@@ -140,7 +169,9 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
     return dict(model_weights(folder, ModelSpec.from_folder(folder).parameter_shapes()))
 
 
-def test_one_file_wins_over_an_index_and_strays(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_one_file_wins_over_an_index_and_strays(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
     _save(tmp_path, model=tensors, old_model={name: one + 1 for name, one in tensors.items()})
     _index(tmp_path, "old_model.safetensors")
     assert weight_files(tmp_path) == [tmp_path / SINGLE]
@@ -149,7 +180,9 @@ def test_one_file_wins_over_an_index_and_strays(tmp_path: Path, tensors: dict[st
     assert weight_files(tmp_path) == [tmp_path / "old_model.safetensors"]
     (tmp_path / INDEX).unlink()
     assert not has_weights(tmp_path)
-    with pytest.raises(ConfigError, match=re.escape(f"holds no weights (neither {SINGLE} nor {INDEX}")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"holds no weights (neither {SINGLE} nor {INDEX}")
+    ):
         weight_files(tmp_path)
 
 
@@ -160,14 +193,18 @@ def test_shards_may_lie_in_folders_inside(tmp_path: Path, tensors: dict[str, tor
     assert has_weights(tmp_path) and _read(tmp_path).keys() == tensors.keys()
     for name in ("../a.safetensors", "s/../../a.safetensors", str(tmp_path / "s/a.safetensors")):
         _index(tmp_path, name)
-        with pytest.raises(ConfigError, match=f"names {re.escape(name)}, which is outside the model folder"):
+        with pytest.raises(
+            ConfigError, match=f"names {re.escape(name)}, which is outside the model folder"
+        ):
             weight_files(tmp_path)
 
 
 def test_a_tensor_in_two_shards(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     _save(tmp_path, a=tensors, b={EMBEDDING: tensors[EMBEDDING]})
     _index(tmp_path, "a.safetensors", "b.safetensors")
-    with pytest.raises(ConfigError, match=rf"b\.safetensors and a\.safetensors both hold {EMBEDDING}"):
+    with pytest.raises(
+        ConfigError, match=rf"b\.safetensors and a\.safetensors both hold {EMBEDDING}"
+    ):
         _read(tmp_path)
 
 
@@ -177,9 +214,13 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path, tensors: dict[str, torch.T
     assert HEAD not in _read(tmp_path)
     for other in (embedding + 1, embedding.double()):
         _save(tmp_path, model=tensors | {HEAD: other})
-        with pytest.raises(ConfigError, match=f"tie_word_embeddings is true, and {HEAD} is not {EMBEDDING}"):
+        with pytest.raises(
+            ConfigError, match=f"tie_word_embeddings is true, and {HEAD} is not {EMBEDDING}"
+        ):
             _read(tmp_path)
-    _save(tmp_path, model={HEAD if name == EMBEDDING else name: one for name, one in tensors.items()})
+    _save(
+        tmp_path, model={HEAD if name == EMBEDDING else name: one for name, one in tensors.items()}
+    )
     assert torch.equal(_read(tmp_path)[EMBEDDING], embedding)
 
 
@@ -190,7 +231,9 @@ def test_odd_weights(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
         _read(tmp_path)
     _save(tmp_path, model=tensors)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds adapter_config\.json, and adapters are not applied"):
+    with pytest.raises(
+        ConfigError, match=r"holds adapter_config\.json, and adapters are not applied"
+    ):
         _read(tmp_path)
     (tmp_path / "adapter_config.json").unlink()
     assert load_file(tmp_path / SINGLE).keys() == _read(tmp_path).keys()

@@ -14,14 +14,15 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.tokenizer import light_tokenizer, load_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic/model"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    vocab = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *"0123456789+-= abc<>"])}
+    vocab = {
+        token: i
+        for i, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *"0123456789+-= abc<>"])
+    }
     rust = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
     rust.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     rust.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 2)])
@@ -44,14 +45,18 @@ def test_same_ids_and_text(folder: Path, add_special_tokens: bool) -> None:
     assert ids == theirs(texts, add_special_tokens=add_special_tokens)["input_ids"]
     for skip in (True, False):
         for row in ids:
-            assert ours.decode(row, skip_special_tokens=skip) == theirs.decode(row, skip_special_tokens=skip)
+            assert ours.decode(row, skip_special_tokens=skip) == theirs.decode(
+                row, skip_special_tokens=skip
+            )
     assert ours.eos_token_id == theirs.eos_token_id == 1
 
 
 def test_chat_template(folder: Path) -> None:
     ours = load_tokenizer(folder)
     assert ours.chat_template == TEMPLATE
-    text = ours.apply_chat_template([{"role": "b", "content": "1"}], tokenize=False, add_generation_prompt=True)
+    text = ours.apply_chat_template(
+        [{"role": "b", "content": "1"}], tokenize=False, add_generation_prompt=True
+    )
     assert text == "<b>1<a>"
 
 
@@ -80,7 +85,9 @@ def test_broken_folders(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not load"):
         load_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match="holds no tokenizer: there is no tokenizer.json, nor any other file"):
+    with pytest.raises(
+        ConfigError, match="holds no tokenizer: there is no tokenizer.json, nor any other file"
+    ):
         load_tokenizer(folder)
     shutil.copy(EXAMPLE / "config.json", folder)
     (folder / "vocab.json").write_text("{")

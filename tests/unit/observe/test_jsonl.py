@@ -22,7 +22,10 @@ from spmd_rl.observe.jsonl import lines, parse, parse_finite
         (b'{\n "a": 1,\n "b": \n', "cut off at line 3, column 5"),
         (b"", "cut off at column 0"),
         (b"[" * 100_000, "it is nested too deeply"),
-        (b"1" * 5000, "Exceeds the limit .4300 digits. for integer string conversion: value has 5000 digits"),
+        (
+            b"1" * 5000,
+            "Exceeds the limit .4300 digits. for integer string conversion: value has 5000 digits",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_column(content: bytes, said: str) -> None:

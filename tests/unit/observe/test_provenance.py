@@ -14,7 +14,9 @@ from spmd_rl.observe import provenance
 
 def git(folder: Path, *words: str) -> str:
     name = ("-c", "user.name=a", "-c", "user.email=a@b.c")
-    return subprocess.run(["git", "-C", str(folder), *name, *words], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        ["git", "-C", str(folder), *name, *words], check=True, capture_output=True, text=True
+    ).stdout
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
@@ -48,7 +50,9 @@ def test_the_facts_of_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_machine_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cpu").write_text("processor\t: 0\nmodel name\t: AMD EPYC 9R14\n\nmodel name\t: other\n")
+    (tmp_path / "cpu").write_text(
+        "processor\t: 0\nmodel name\t: AMD EPYC 9R14\n\nmodel name\t: other\n"
+    )
     (tmp_path / "memory").write_text("MemTotal:       131072000 kB\n")
     for number in (0, 1):
         (tmp_path / f"gpus/{number}").mkdir(parents=True)

@@ -51,20 +51,28 @@ def test_the_same_configuration_continues(tmp_path: Path) -> None:
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     """A lock belongs to an open file, so two in one process are as good as two processes."""
     held = claim(tmp_path)
-    with pytest.raises(ConfigError, match=rf"another run is going on in .* \(host \S+, pid {os.getpid()}\)"):
+    with pytest.raises(
+        ConfigError, match=rf"another run is going on in .* \(host \S+, pid {os.getpid()}\)"
+    ):
         claim(tmp_path, wait_s=0.0)
     os.close(held)
     os.close(claim(tmp_path, wait_s=0.0))
 
 
-def test_a_live_run_of_this_host_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its controller is a child of its rank 0 still. One that is ending, or an older lock, is waited for."""
+def test_a_live_run_of_this_host_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its controller is a child of its rank 0 still. One that is ending, or an older lock, is
+    waited for.
+    """
     refuse_live(tmp_path)
     held = claim(tmp_path)
     for refused in (refuse_live, claim):
         with monkeypatch.context() as patch:
             patch.setattr("spmd_rl.observe.run_lock.LOOK_S", "nobody waits")
-            with pytest.raises(ConfigError, match=rf"is going on in .* \(host \S+, pid {os.getpid()}\): end"):
+            with pytest.raises(
+                ConfigError, match=rf"is going on in .* \(host \S+, pid {os.getpid()}\): end"
+            ):
                 refused(tmp_path)
     lock = tmp_path / CLAIM_FILE
     for ending in (lock.read_text().replace(str(os.getppid()), "1234567"), "host h, pid 12\n", ""):
@@ -78,7 +86,9 @@ def test_a_live_run_of_this_host_is_refused_at_once(tmp_path: Path, monkeypatch:
     refuse_live(tmp_path)
 
 
-@pytest.mark.parametrize("line", [b"{", b"[]", b'{"step": null}', b"\0", b'{"step": 1e999}', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b'{"step": null}', b"\0", b'{"step": 1e999}', b"\xff", b"[" * 100_000]
+)
 def test_a_damaged_line_of_metrics_is_skipped_and_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
@@ -86,12 +96,17 @@ def test_a_damaged_line_of_metrics_is_skipped_and_named(tmp_path: Path, line: by
         assert [row["step"] for row in read_metrics(path)] == [1, 3]
     with pytest.warns(UserWarning, match=r"metrics\.jsonl:2: not "):
         keep_until(path, 3)
-    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'  # where a run goes on, the damage is gone
+    # where a run goes on, the damage is gone
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
 
 def test_numbers_that_no_float_can_hold_are_no_metrics(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 1e999, "b": NaN, "c": 1%s, "d": 0.5}\n' % ("0" * 400))
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": None, "d": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "a": 1e999, "b": NaN, "c": 1%s, "d": 0.5}\n' % ("0" * 400)
+    )
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "a": None, "b": None, "c": None, "d": 0.5}
+    ]
 
 
 def test_a_warm_up_alone_keeps_no_other_configuration_out(tmp_path: Path) -> None:
@@ -106,7 +121,9 @@ def test_a_warm_up_alone_keeps_no_other_configuration_out(tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(tmp_path: Path) -> None:
+def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(
+    tmp_path: Path,
+) -> None:
     began = time.monotonic()
     ours, theirs = socket.socketpair()
     with launching(tmp_path):
@@ -131,12 +148,16 @@ def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:
     RunFolder.open(tmp_path, CONFIG, {})
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_00001", "hf/model.safetensors", "scores.json"])
+@pytest.mark.parametrize(
+    "left", ["metrics.jsonl", "checkpoints/step_00001", "hf/model.safetensors", "scores.json"]
+)
 def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path, left: str) -> None:
     file = RunFolder.open(tmp_path / "r", CONFIG, {"world": 2}).path / left
     file.parent.mkdir(exist_ok=True)
     file.write_text('{"step": 1}\n')
-    with pytest.raises(ConfigError, match=r"another configuration \(trainer\.lr was 0\.1, is 0\.2\)"):
+    with pytest.raises(
+        ConfigError, match=r"another configuration \(trainer\.lr was 0\.1, is 0\.2\)"
+    ):
         RunFolder.open(tmp_path / "r", CONFIG.replace("0.1", "0.2"), {"world": 4})
     assert (tmp_path / "r" / "config.toml").read_text() == CONFIG
     assert json.loads((tmp_path / "r" / "plan.json").read_text()) == {"world": 2}
@@ -150,7 +171,9 @@ def test_how_a_run_is_kept_and_watched_is_no_configuration_of_it(tmp_path: Path)
     assert RunFolder.open(tmp_path / "r", again, {}).metrics.read_text() == "kept\n"
     with pytest.raises(ConfigError, match=r"another configuration \(run\.seed was 1, is 2\)"):
         RunFolder.open(tmp_path / "r", again.replace("seed = 1", "seed = 2"), {})
-    assert {name.removeprefix("run.") for name in NOT_OF_THE_RUN} <= {field.name for field in fields(RunConfig)}
+    assert {name.removeprefix("run.") for name in NOT_OF_THE_RUN} <= {
+        field.name for field in fields(RunConfig)
+    }
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -181,7 +204,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_samples_keep_every_bit(tmp_path: Path) -> None:
     run = RunFolder.open(tmp_path / "r", CONFIG, {})
     run.write_samples(1, [group()])
-    (row,) = [json.loads(line) for line in (run.samples / "step_00001.jsonl").read_text().splitlines()]
+    (row,) = [
+        json.loads(line) for line in (run.samples / "step_00001.jsonl").read_text().splitlines()
+    ]
     assert (row["prompt"], row["answer"], row["text"], row["reward"]) == ("37+48=", "85", "85", 1.0)
     assert np.array(row["logprobs"], np.float32).tobytes() == group().samples[0].logprobs.tobytes()
 
@@ -190,9 +215,14 @@ def test_any_text_and_any_reward_is_written(tmp_path: Path) -> None:
     run = RunFolder.open(tmp_path / "r", CONFIG, {})
     [good] = group().samples
     texts = ["\ud83d", "null", "é\u2028\x00", "a\nb"]
-    samples = [replace(good, text=text, reward=reward) for text in texts for reward in (float("nan"), -0.1)]
+    samples = [
+        replace(good, text=text, reward=reward) for text in texts for reward in (float("nan"), -0.1)
+    ]
     run.write_samples(1, [replace(group(), samples=samples)])
-    rows = [json.loads(line) for line in (run.samples / "step_00001.jsonl").read_text("utf-8").split("\n")[:-1]]
+    rows = [
+        json.loads(line)
+        for line in (run.samples / "step_00001.jsonl").read_text("utf-8").split("\n")[:-1]
+    ]
     assert [row["text"] for row in rows] == [sample.text for sample in samples]
     assert str([row["reward"] for row in rows]) == str([sample.reward for sample in samples])
 
@@ -207,7 +237,9 @@ def test_a_line_a_step_is_there_at_once(tmp_path: Path) -> None:
 
 def test_nan_is_written_as_null_and_warned_of(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    with pytest.warns(UserWarning, match="step 3: not a finite number, written as null: train/loss"):
+    with pytest.warns(
+        UserWarning, match="step 3: not a finite number, written as null: train/loss"
+    ):
         log.write(3, {"train/loss": float("nan"), "reward/mean": 1.0})
     assert read_metrics(log.path)[0]["train/loss"] is None
     log.close()
@@ -215,7 +247,8 @@ def test_nan_is_written_as_null_and_warned_of(tmp_path: Path) -> None:
 
 def test_a_resumed_run_writes_the_later_lines_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')  # the last line was cut by a crash
+    # the last line was cut by a crash
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     keep_until(path, 2)
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
@@ -225,7 +258,9 @@ def test_metric_names_are_unique_and_explained() -> None:
     assert all("/" in metric.name and metric.meaning for metric in METRICS)
 
 
-def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     full = os.open("/dev/full", os.O_WRONLY)
@@ -245,7 +280,9 @@ def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(tmp_path: Path, mo
         ({"step": 9.0}, "step 3: logged 'step', which each line has already"),
     ],
 )
-def test_what_cannot_be_a_metric_is_named(tmp_path: Path, metrics: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_a_metric_is_named(
+    tmp_path: Path, metrics: dict[str, Any], sentence: str
+) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
     with pytest.raises(DataError, match=sentence):
         log.write(3, metrics)

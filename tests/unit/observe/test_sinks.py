@@ -31,9 +31,16 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     out.close()
     [file] = (tmp_path / "tensorboard").iterdir()
     events = [Event.FromString(raw) for raw in RawEventFileLoader(str(file)).Load()]
-    values = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
+    values = [
+        (event.step, value.tag, value.simple_value)
+        for event in events
+        for value in event.summary.value
+    ]
     assert values == [(1, "reward/mean", 0.25), (2, "reward/mean", 0.5), (2, "train/loss", -0.125)]
-    assert [event.wall_time for event in events if event.summary.value] == [1_700_000_000.5, 1_700_000_001.5]
+    assert [event.wall_time for event in events if event.summary.value] == [
+        1_700_000_000.5,
+        1_700_000_001.5,
+    ]
 
 
 OFFLINE = """
@@ -49,7 +56,9 @@ sinks.close()
 
 
 def test_wandb_offline_keeps_the_metrics_in_the_run_folder(tmp_path: Path) -> None:
-    """In a process of its own: wandb starts a service and sets up signals, exit hooks and warnings of all kinds."""
+    """In a process of its own: wandb starts a service and sets up signals, exit hooks and warnings
+    of all kinds.
+    """
     settings = {
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
@@ -60,7 +69,12 @@ def test_wandb_offline_keeps_the_metrics_in_the_run_folder(tmp_path: Path) -> No
         subprocess.run(
             [sys.executable, "-c", OFFLINE, str(tmp_path)],
             check=True,
-            env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path), **settings},
+            env={
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(tmp_path),
+                "PYTHONPATH": ":".join(sys.path),
+                **settings,
+            },
         )
     run_id = (tmp_path / "wandb" / "run_id").read_text()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
@@ -98,7 +112,9 @@ class Keeping:
         pass
 
 
-def test_a_sink_that_fails_is_dropped_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_fails_is_dropped_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sinks, "KINDS", {"failing": Failing, "keeping": Keeping})
     out = Sinks(["failing", "keeping"], tmp_path, {})
     with pytest.warns(UserWarning, match="failing gets no more metrics: no route"):
@@ -111,13 +127,18 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on(tmp_path: Path, monke
 def test_an_unknown_sink_and_a_missing_package_are_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="no sink called 'tensorbord': there are tensorboard and wandb"):
+    with pytest.raises(
+        ConfigError, match="no sink called 'tensorbord': there are tensorboard and wandb"
+    ):
         RunConfig(sinks=("tensorbord",))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (tmp_path / "wandb").mkdir()
-    with pytest.raises(ConfigError, match=r"wandb is not installed: pip install -e '.\[log\]' in spmd-rl's repository"):
+    with pytest.raises(
+        ConfigError,
+        match=r"wandb is not installed: pip install -e '.\[log\]' in spmd-rl's repository",
+    ):
         RunConfig(sinks=("wandb",))
 
 
@@ -126,7 +147,9 @@ def test_without_sinks_nothing_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_sink_that_does_not_open_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_does_not_open_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sinks, "KINDS", {"closed": lambda run, config: 1 / 0})
     with pytest.raises(ConfigError, match=r"run\.sinks: closed does not open: division by zero"):
         Sinks(["closed"], tmp_path, {})

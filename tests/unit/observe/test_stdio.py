@@ -22,7 +22,8 @@ def _on_a_full_disk() -> TextIO:
 
 
 @pytest.mark.parametrize(
-    ("opened", "why"), [(_without_reader, "Broken pipe"), (_on_a_full_disk, "No space left on device")]
+    ("opened", "why"),
+    [(_without_reader, "Broken pipe"), (_on_a_full_disk, "No space left on device")],
 )
 def test_a_stream_without_a_reader_ends_nothing(
     opened: Callable[[], TextIO], why: str, capsys: pytest.CaptureFixture[str]
@@ -31,7 +32,9 @@ def test_a_stream_without_a_reader_ends_nothing(
     lasting = Lasting(stream)
     print("step 1/3", file=lasting, flush=True)
     print("step 2/3", file=lasting, flush=True)
-    assert capsys.readouterr().err == f"{stream.name} takes no more ({why}): this goes on without\n", "once"
+    assert (
+        capsys.readouterr().err == f"{stream.name} takes no more ({why}): this goes on without\n"
+    ), "once"
     stream.close()  # what was buffered has gone, too
 
 

@@ -17,14 +17,17 @@ from tests.unit.report.synthetic import make_run, write_trace
 
 
 def check_chrome(trace: Any) -> None:
-    """The rules of the Trace Event Format's JSON object form that viewers rely on, for the events we write."""
+    """The rules of the Trace Event Format's JSON object form that viewers rely on, for the events
+    we write.
+    """
     assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert trace["displayTimeUnit"] in ("ms", "ns")
     named_processes, named_threads = set(), set()
     per_thread: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in trace["traceEvents"]:
         assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int) and event["pid"] > 0  # 0 is the idle process to Perfetto
+        # 0 is the idle process to Perfetto
+        assert isinstance(event["pid"], int) and event["pid"] > 0
         assert isinstance(event["tid"], int)
         assert isinstance(event["args"], dict)
         if event["ph"] == "M":
@@ -38,7 +41,9 @@ def check_chrome(trace: Any) -> None:
         assert isinstance(event["ts"], (int, float)) and event["ts"] >= 0
         assert isinstance(event["dur"], (int, float)) and event["dur"] >= 0
         assert isinstance(event["cat"], str)
-        per_thread.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+        per_thread.setdefault((event["pid"], event["tid"]), []).append(
+            (event["ts"], event["ts"] + event["dur"])
+        )
     assert {pid for pid, _ in per_thread} <= named_processes
     assert set(per_thread) == named_threads
     for spans in per_thread.values():
@@ -51,7 +56,9 @@ def check_nesting(spans: list[tuple[float, float]]) -> None:
     for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         while open_ends and open_ends[-1] <= start + 1e-6:
             open_ends.pop()
-        assert not open_ends or end <= open_ends[-1] + 1e-6, f"{start} to {end} leaves the span around it"
+        assert not open_ends or end <= open_ends[-1] + 1e-6, (
+            f"{start} to {end} leaves the span around it"
+        )
         open_ends.append(end)
 
 
@@ -61,7 +68,9 @@ def test_the_checks_can_fail() -> None:
         check_nesting([(0, 10), (5, 12)])
 
 
-def test_a_run_becomes_a_trace_that_viewers_accept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_becomes_a_trace_that_viewers_accept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "demo", num_steps=5, num_ranks=2)
     assert main([str(run)]) == 0
     trace = json.loads((run / "trace.json").read_text())
@@ -71,7 +80,11 @@ def test_a_run_becomes_a_trace_that_viewers_accept(tmp_path: Path, capsys: pytes
     assert f"{len(spans):,} spans" in capsys.readouterr().out
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"]
     assert names == ["controller on node1", "rank 0 on node1", "rank 1 on node1"]
-    train = next(event for event in spans if event["name"] == "trainer.train_step" and event["args"].get("role"))
+    train = next(
+        event
+        for event in spans
+        if event["name"] == "trainer.train_step" and event["args"].get("role")
+    )
     assert (train["cat"], train["args"]) == ("train", {"phase": "train", "role": "trainer"})
     assert min(event["ts"] for event in spans) == 0
 
@@ -81,7 +94,11 @@ def test_more_than_nine_ranks_come_in_their_order(tmp_path: Path) -> None:
     write_trace(tmp_path / "run", range(1, 2), 12, random.Random(0))
     write_chrome(tmp_path / "run")
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    names = [event["args"]["name"].partition(" on ")[0] for event in events if event["name"] == "process_name"]
+    names = [
+        event["args"]["name"].partition(" on ")[0]
+        for event in events
+        if event["name"] == "process_name"
+    ]
     assert names == ["controller", *(f"rank {rank}" for rank in range(12))]
 
 
@@ -93,16 +110,22 @@ def test_calls_that_overlap_go_on_threads_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     head = {"process": "controller", "rank": None, "host": "h", "pid": 1, "began_unix_ns": 5}
     calls = [overlapping("a", 0, 1000), overlapping("b", 500, 1500), overlapping("c", 1000, 2000)]
-    (tmp_path / "traces" / "controller.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [head, *calls]))
+    (tmp_path / "traces" / "controller.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [head, *calls])
+    )
     write_chrome(tmp_path)
     trace = json.loads((tmp_path / "trace.json").read_text())
     check_chrome(trace)
-    thread_of = {event["name"]: event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    thread_of = {
+        event["name"]: event["tid"] for event in trace["traceEvents"] if event["ph"] == "X"
+    }
     assert thread_of == {"a": 1, "b": 2, "c": 1}
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=25))
-def test_on_a_track_spans_lie_within_or_beside_one_another(intervals: list[tuple[int, int]]) -> None:
+def test_on_a_track_spans_lie_within_or_beside_one_another(
+    intervals: list[tuple[int, int]],
+) -> None:
     spans = [Span(str(i), start, length, "x", {}) for i, (start, length) in enumerate(intervals)]
     placed = list(tracks(spans))
     assert sorted(span.name for _, _, span in placed) == sorted(span.name for span in spans)
@@ -116,7 +139,9 @@ def test_on_a_track_spans_lie_within_or_beside_one_another(intervals: list[tuple
 
 def test_a_line_that_is_no_span_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rank_0.jsonl"
-    path.write_text('{"process": "rank 0", "rank": 0, "host": "h", "pid": 1, "began_unix_ns": 0}\n["x", 1]\n')
+    path.write_text(
+        '{"process": "rank 0", "rank": 0, "host": "h", "pid": 1, "began_unix_ns": 0}\n["x", 1]\n'
+    )
     with pytest.raises(DataError, match=r"rank_0\.jsonl:2: neither the header nor a span"):
         list(read_spans(path))
 

@@ -16,13 +16,18 @@ from spmd_rl.observe.trace import Trace, now_ns, unix_offset_ns
 
 
 def spans_of(folder: Path) -> list[Span]:
-    return [span for path in folder.glob("*.jsonl") for _, span in read_spans(path) if span is not None]
+    return [
+        span for path in folder.glob("*.jsonl") for _, span in read_spans(path) if span is not None
+    ]
 
 
 def test_a_span_says_what_when_and_where(tmp_path: Path) -> None:
     trace = Trace(tmp_path, "rank 3", rank=3)
     before = time.time_ns()
-    with trace.span("trainer.train_step", role="trainer", phase="train", step=7), trace.span("forward"):
+    with (
+        trace.span("trainer.train_step", role="trainer", phase="train", step=7),
+        trace.span("forward"),
+    ):
         pass
     after = time.time_ns()
     trace.close()
@@ -121,7 +126,9 @@ def trace_files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.jsonl"))
 
 
-def test_a_full_disk_ends_the_recording_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_recording_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     monkeypatch.setattr("os.open", lambda *_: full)
     trace = Trace(tmp_path, "rank 0", rank=0)
@@ -135,7 +142,9 @@ def test_a_full_disk_ends_the_recording_not_the_run(tmp_path: Path, monkeypatch:
     assert not trace.on
 
 
-def test_processes_started_at_different_times_share_one_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_at_different_times_share_one_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     early, instant = Trace(tmp_path / "traces", "controller"), now_ns()
     monkeypatch.setattr(
         tracing, "now_ns", lambda: time.monotonic_ns() + 50_000_000_000

@@ -1,4 +1,6 @@
-"""Memory that comes and goes, by a driver that only keeps books: what a failed mapping leaves behind."""
+"""Memory that comes and goes, by a driver that only keeps books: what a failed mapping leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def memory(driver: Driver) -> elastic.ElasticMemory:
 
 
 @pytest.mark.parametrize("refused", MADE)
-def test_a_mapping_that_fails_leaves_nothing(memory: elastic.ElasticMemory, driver: Driver, refused: str) -> None:
+def test_a_mapping_that_fails_leaves_nothing(
+    memory: elastic.ElasticMemory, driver: Driver, refused: str
+) -> None:
     driver.refuses = refused
     with pytest.raises(ResidencyError, match=f"{refused}: refused"):
         memory.map()
@@ -62,6 +66,8 @@ def test_a_mapping_that_fails_leaves_nothing(memory: elastic.ElasticMemory, driv
 
 def test_more_than_is_left_is_not_asked_for(memory: elastic.ElasticMemory, driver: Driver) -> None:
     memory._size = 2 << 30
-    with pytest.raises(ResidencyError, match=r"2.000 GiB are asked for, and the GPU has 1.000 GiB left"):
+    with pytest.raises(
+        ResidencyError, match=r"2.000 GiB are asked for, and the GPU has 1.000 GiB left"
+    ):
         memory.map()
     assert driver.handles == 0

@@ -45,4 +45,5 @@ def test_asleep_it_is_the_systems_to_take() -> None:
     memory.bytes.fill_(7)
     before = lazily_freed_kib()
     memory.unmap()
-    assert lazily_freed_kib() - before >= NUM_BYTES // 1024 - 4096  # but for what is no whole huge page
+    # but for what is no whole huge page
+    assert lazily_freed_kib() - before >= NUM_BYTES // 1024 - 4096

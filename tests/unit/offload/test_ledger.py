@@ -21,7 +21,9 @@ from spmd_rl.offload.ledger import (
 
 
 def test_eight_billion_on_four_gpus() -> None:
-    ledger = trainer_ledger(8_000_000_000, num_shards=4, compute_bytes=2, num_gathered=1_000_000_000)
+    ledger = trainer_ledger(
+        8_000_000_000, num_shards=4, compute_bytes=2, num_gathered=1_000_000_000
+    )
     assert ledger.resident_bytes("train") == 8_000_000_000 // 4 * 4 * 4 + 2_000_000_000
     assert ledger.resident_bytes("rollout") == 8_000_000_000 // 4 * 4 * 3
 
@@ -38,30 +40,46 @@ def test_kv_of_qwen3_8b() -> None:
 def test_refusal_shows_the_sum() -> None:
     ledger = total([trainer_ledger(1 << 30, 1, 4), engine_ledger(1 << 30, 2, 6 << 30)])
     ledger.require(ledger.peak_bytes())
-    assert ledger.resident_bytes("sync") == ledger.resident_bytes("rollout"), "a push finds the pages there"
+    assert ledger.resident_bytes("sync") == ledger.resident_bytes("rollout"), (
+        "a push finds the pages there"
+    )
     assert ledger.resident_bytes("train") == 18 << 30, "and gradients take their place"
     with pytest.raises(
-        PlanError, match=r"phase sync needs master 4\.000 GiB .* kv 6\.000 GiB = 20\.00 GiB.*19\.00 GiB"
+        PlanError,
+        match=r"phase sync needs master 4\.000 GiB .* kv 6\.000 GiB = 20\.00 GiB.*19\.00 GiB",
     ):
         ledger.require(19 << 30)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 1 << 40), st.booleans()), max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 1 << 40), st.booleans()), max_size=6
+    )
+)
 def test_peak_is_the_worst_phase(rows: list[tuple[str, int, bool]]) -> None:
-    ledger = Ledger(tuple(Entry(tag, size, ("train",) if narrow else ("sync", "train")) for tag, size, narrow in rows))
+    ledger = Ledger(
+        tuple(
+            Entry(tag, size, ("train",) if narrow else ("sync", "train"))
+            for tag, size, narrow in rows
+        )
+    )
     assert ledger.peak_bytes() == sum(size for _, size, _ in rows) == ledger.resident_bytes("train")
     assert ledger.resident_bytes("rollout") == 0
 
 
 def test_an_engine_that_never_sleeps_is_there_in_every_phase() -> None:
-    kept, given_back = (engine_ledger(10, 2, 100, sleeps=sleeps, step=7) for sleeps in (False, True))
+    kept, given_back = (
+        engine_ledger(10, 2, 100, sleeps=sleeps, step=7) for sleeps in (False, True)
+    )
     assert [kept.resident_bytes(phase) for phase in PHASES] == [127, 127, 127]
     assert [given_back.resident_bytes(phase) for phase in PHASES] == [120, 127, 20]
 
 
 def test_beside_a_tag() -> None:
     """The worst phase of those in which it is there, whatever its size."""
-    narrow = Ledger((Entry("kv", 5, ("sync", "rollout")), Entry("all", 3), Entry("train", 90, ("train",))))
+    narrow = Ledger(
+        (Entry("kv", 5, ("sync", "rollout")), Entry("all", 3), Entry("train", 90, ("train",)))
+    )
     assert narrow.beside_bytes("kv") == narrow.sized("kv", 10**12).beside_bytes("kv") == 3
     assert narrow.beside_bytes("train") == 3
     assert narrow.beside_bytes("all") == 90

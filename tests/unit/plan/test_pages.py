@@ -97,25 +97,37 @@ def test_all_that_is_counted_fits_and_the_engine_takes_what_is_planned(
 def test_pages_are_what_is_left(model: Path) -> None:
     """Of 0.9 of the GPU, but for a part of a page; the worst phase that they are there in counts."""
     ledger = resolve(configured(model), 1, 140 * GIB).ledgers[0]
-    assert ledger.beside_bytes("kv") == max(ledger.resident_bytes(phase) for phase in ("sync", "rollout")) - kv(ledger)
+    assert ledger.beside_bytes("kv") == max(
+        ledger.resident_bytes(phase) for phase in ("sync", "rollout")
+    ) - kv(ledger)
     assert 0 <= 0.9 * 140 * GIB - ledger.beside_bytes("kv") - kv(ledger) < PAGE_BYTES
 
 
 def test_one_context_is_taken_of_a_full_gpu_and_refused(model: Path) -> None:
     found = resolve(configured(model), 1, 10 * GIB)
     assert kv(found.ledgers[0]) == LEAST
-    with pytest.raises(PlanError, match=r"phase sync needs .* \+ kv 4\.375 GiB \+ .* and there are 10\.00 GiB"):
+    with pytest.raises(
+        PlanError, match=r"phase sync needs .* \+ kv 4\.375 GiB \+ .* and there are 10\.00 GiB"
+    ):
         found.require(10 * GIB)
 
 
 def test_roles_that_overlap_leave_less(model: Path) -> None:
-    """On shared ranks: while the trainer trains, the pages stay, and so does what a step computes in."""
-    turns, overlapping = (resolve(configured(model, recipe=one), 1, 140 * GIB).ledgers[0] for one in (grpo, grpo_async))
+    """On shared ranks: while the trainer trains, the pages stay, and so does what a step computes
+    in.
+    """
+    turns, overlapping = (
+        resolve(configured(model, recipe=one), 1, 140 * GIB).ledgers[0]
+        for one in (grpo, grpo_async)
+    )
     entries = {entry.tag: entry for entry in overlapping.entries}
     assert entries["kv"].phases == entries["step"].phases == PHASES
     trained = sum(entries[tag].num_bytes for tag in ("grads", "gathered", "activations"))
     assert kv(turns) - kv(overlapping) == pytest.approx(trained, abs=PAGE_BYTES)
-    apart = [resolve(configured(model, *DISJOINT, recipe=one), 2, 140 * GIB) for one in (grpo, grpo_async)]
+    apart = [
+        resolve(configured(model, *DISJOINT, recipe=one), 2, 140 * GIB)
+        for one in (grpo, grpo_async)
+    ]
     assert apart[0].ledgers == apart[1].ledgers
 
 
@@ -124,30 +136,44 @@ def test_an_engine_that_finds_more_in_use_takes_less(model: Path) -> None:
     room = 126 * GIB - cfg.beside_bytes
     assert room - taken(model, cfg, 140 * GIB, 140 * GIB) < PAGE_BYTES
     assert room - taken(model, cfg, 140 * GIB - cfg.beside_bytes, 140 * GIB) < PAGE_BYTES
-    assert 0 <= 36 * GIB - taken(model, cfg, 50 * GIB, 140 * GIB) < PAGE_BYTES, "90 are in use, of 126"
+    assert 0 <= 36 * GIB - taken(model, cfg, 50 * GIB, 140 * GIB) < PAGE_BYTES, (
+        "90 are in use, of 126"
+    )
 
 
-@pytest.mark.parametrize(("fraction", "free", "left"), [(0.9, 140, 56), (0.9, 40, 16), (0.5, 90, 20), (0.9, 10, 0)])
-def test_an_engine_that_nobody_counted_for_takes_a_share(model: Path, fraction: float, free: int, left: int) -> None:
+@pytest.mark.parametrize(
+    ("fraction", "free", "left"), [(0.9, 140, 56), (0.9, 40, 16), (0.5, 90, 20), (0.9, 10, 0)]
+)
+def test_an_engine_that_nobody_counted_for_takes_a_share(
+    model: Path, fraction: float, free: int, left: int
+) -> None:
     """Of what is free, as long as all in use stays below the fraction, and at least one context."""
     assert FREE_SHARE == 0.4
     pages = taken(model, EngineConfig(memory_fraction=fraction), free * GIB, 140 * GIB)
     assert 0 <= max(left * GIB, LEAST) - pages < PAGE_BYTES
 
 
-def test_an_engine_without_room_for_one_context_says_so(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_room_for_one_context_says_so(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = resolve(configured(model), 1).spec
     assert spec is not None
     cfg = EngineConfig(dtype="bfloat16", page_size=128, beside_bytes=9 * GIB)
     for capacity, said in (10, "0 B"), (12, "1.800 GiB"):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, size=capacity: (size * GIB, size * GIB))
-        sentence = f"room for {said} of keys and values, and one context of 40960 tokens takes 4.375 GiB"
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda device, size=capacity: (size * GIB, size * GIB)
+        )
+        sentence = (
+            f"room for {said} of keys and values, and one context of 40960 tokens takes 4.375 GiB"
+        )
         with pytest.warns(UserWarning, match=sentence):
             assert auto_pages(spec, cfg, torch.device("cuda")) * PAGE_BYTES == LEAST
 
 
 def test_what_cannot_be_counted_stays_as_it_is(model: Path) -> None:
-    """Pages that are given; no engine, model, ranks or parts; and a role that the ledger does not know."""
+    """Pages that are given; no engine, model, ranks or parts; and a role that the ledger does not
+    know.
+    """
     full = configured(model)
     cases = [
         configured(model, "engine.num_pages=7"),
@@ -162,7 +188,9 @@ def test_what_cannot_be_counted_stays_as_it_is(model: Path) -> None:
     ]
     assert all(counted(cfg, 1) is cfg for cfg in cases)
     assert counted(full, 1) != full
-    apart = replace(full, split={"train": RoleSplit("1"), "infer": RoleSplit("1"), "judge": RoleSplit("2-2")})
+    apart = replace(
+        full, split={"train": RoleSplit("1"), "infer": RoleSplit("1"), "judge": RoleSplit("2-2")}
+    )
     assert counted(apart, 3).engine.beside_bytes > 0
 
 

@@ -65,23 +65,36 @@ def test_what_is_gathered(model: Path, word: str, whole: bool) -> None:
 
 def test_eight_billion_split_four_and_four(model: Path) -> None:
     found = planned(
-        model, 8, "split.train.ranks=4", "split.infer.ranks=4", "engine.dtype=bfloat16", "engine.num_pages=100"
+        model,
+        8,
+        "split.train.ranks=4",
+        "split.infer.ranks=4",
+        "engine.dtype=bfloat16",
+        "engine.num_pages=100",
     )
     assert found.spec is not None
     assert found.spec.num_parameters == PARAMETERS
     assert (found.routes.within_bytes, found.routes.between_bytes) == (0, 4 * PARAMETERS * 2)
     assert {source for source, _ in found.routes} == {0, 1, 2, 3}
     assert {target for _, target in found.routes} == {4, 5, 6, 7}
-    assert found.groups == [("train.fsdp", (0, 1, 2, 3)), ("infer.fsdp", (4, 5, 6, 7)), ("link", tuple(range(8)))]
+    assert found.groups == [
+        ("train.fsdp", (0, 1, 2, 3)),
+        ("infer.fsdp", (4, 5, 6, 7)),
+        ("link", tuple(range(8))),
+    ]
     train, infer = found.ledgers[0], found.ledgers[7]
     assert _bytes(train)["moments"] == 2 * PARAMETERS
     kept = _bytes(infer)
     assert (kept["weights"], kept["kv"]) == (PARAMETERS * 2, 100 * 128 * 2 * 36 * 8 * 128 * 2)
-    assert infer.resident_bytes("train") > kept["weights"] + kept["kv"], "an engine with ranks of its own never sleeps"
+    assert infer.resident_bytes("train") > kept["weights"] + kept["kv"], (
+        "an engine with ranks of its own never sleeps"
+    )
 
 
 def test_communicators_of_two_ranks_that_share_roles(model: Path) -> None:
-    """One of seven sums gradients in a ring of 24 channels, another carries pushes over the 32 to the other rank."""
+    """One of seven sums gradients in a ring of 24 channels, another carries pushes over the 32 to
+    the other rank.
+    """
     words = ("engine.dtype=bfloat16", "engine.num_pages=100")
     ledger = planned(model, 2, *words).ledgers[0]
     bytes_of = {entry.tag: entry.num_bytes for entry in ledger.entries}
@@ -100,7 +113,9 @@ def test_a_rank_alone_connects_to_nobody(model: Path) -> None:
 
 def test_a_cpu_has_no_communicators(model: Path) -> None:
     words = ("trainer.dtype=float32", "engine.dtype=float32")
-    assert not {"context", "communicators"} & {entry.tag for entry in planned(model, 2, *words).ledgers[0].entries}
+    assert not {"context", "communicators"} & {
+        entry.tag for entry in planned(model, 2, *words).ledgers[0].entries
+    }
 
 
 def test_what_is_left_open_is_planned_for_gpus(model: Path) -> None:
@@ -120,7 +135,8 @@ def test_refusal_names_rank_phase_and_sum(model: Path) -> None:
     found = planned(model, 8, "engine.dtype=bfloat16", "engine.num_pages=125")
     found.require(200 << 30)
     with pytest.raises(
-        PlanError, match=r"rank 0: phase sync needs master .* \+ weights .* = .* and there are 27\.00 GiB"
+        PlanError,
+        match=r"rank 0: phase sync needs master .* \+ weights .* = .* and there are 27\.00 GiB",
     ):
         found.require(27 << 30)
 
@@ -136,7 +152,14 @@ def test_replicated_trainer_has_groups_of_both_kinds(model: Path) -> None:
 
 
 def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["grpo", "--world", "64", f"--model={model}", "--data=x.jsonl", "--engine.dtype=bfloat16"]
+    words = [
+        "grpo",
+        "--world",
+        "64",
+        f"--model={model}",
+        "--data=x.jsonl",
+        "--engine.dtype=bfloat16",
+    ]
     assert main([*words, "--gpu-gib", "4000"]) == 0
     out = capsys.readouterr().out
     assert "world of 64" in out
@@ -148,11 +171,15 @@ def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="--gpu-gib=nan: expected more than 0"):
         main([*words, "--gpu-gib", "nan"])
     for number in ("0", "-1", "1000000000"):
-        with pytest.raises(ConfigError, match=f"a world of {number} ranks: say --world N, of 1 to 8192"):
+        with pytest.raises(
+            ConfigError, match=f"a world of {number} ranks: say --world N, of 1 to 8192"
+        ):
             main(["grpo", "--world", number, f"--model={model}", "--data=x.jsonl"])
 
 
-def test_the_words_of_a_run_are_planned_as_they_are(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_words_of_a_run_are_planned_as_they_are(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["grpo", f"--model={model}", "--data=x.jsonl", "--nproc", "4"]
     assert main(words) == 0
     assert "world of 4\n" in capsys.readouterr().out
@@ -174,7 +201,10 @@ def test_it_is_said_where_memory_is_that_of_gpus(
 
 
 def test_a_plan_without_a_model_says_which_words_are_missing() -> None:
-    with pytest.raises(ConfigError, match=r"^model is required: say --model VALUE \(a string\); data is required: say"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^model is required: say --model VALUE \(a string\); data is required: say",
+    ):
         main(["grpo", "--world=2"])
 
 
@@ -228,12 +258,17 @@ def memory(found: Resolved) -> dict[str, dict[str, list[str]]]:
 
 
 def test_memory_of_each_role_on_ranks_of_its_own(model: Path) -> None:
-    """The trainer's is told beside an engine that needs more, and an engine's beside a trainer that does."""
+    """The trainer's is told beside an engine that needs more, and an engine's beside a trainer that
+    does.
+    """
     words = ("split.train.ranks=4", "split.infer.ranks=4", "engine.dtype=bfloat16")
     for pages in (1, 10_000):
         found = planned(model, 8, *words, f"engine.num_pages={pages}")
         tables = memory(found)
-        assert list(tables) == ["memory of train, most on rank 0", "memory of infer, most on rank 4"]
+        assert list(tables) == [
+            "memory of train, most on rank 0",
+            "memory of infer, most on rank 4",
+        ]
         train, infer = tables.values()
         assert train["master"] == [as_size(PARAMETERS)] * 3
         assert train["grads"] == ["-", "-", as_size(PARAMETERS)]
@@ -244,7 +279,9 @@ def test_memory_of_each_role_on_ranks_of_its_own(model: Path) -> None:
 
 
 def test_memory_of_roles_that_overlap_in_part(model: Path) -> None:
-    """A table for each set of roles on a rank, in the order of their first ranks; none for ranks without a role."""
+    """A table for each set of roles on a rank, in the order of their first ranks; none for ranks
+    without a role.
+    """
     found = planned(model, 5, "split.train.ranks=1-3", "split.infer.ranks=0-1")
     assert list(memory(found)) == [
         "memory of infer, most on rank 0",
@@ -255,7 +292,9 @@ def test_memory_of_roles_that_overlap_in_part(model: Path) -> None:
 
 
 def test_what_the_ranks_of_a_role_hold(model: Path) -> None:
-    """An engine's hold the whole model each, whatever axis its ranks are on; those without a role are told."""
+    """An engine's hold the whole model each, whatever axis its ranks are on; those without a role
+    are told.
+    """
     said = list(lines(planned(model, 9, "split.train.ranks=4", "split.infer.ranks=3")))
     assert said[1:4] == [
         "  train    dp 1 x fsdp 4 x tp 1         ranks 0-3",
@@ -276,8 +315,15 @@ def test_the_rank_that_needs_most_is_told(model: Path) -> None:
 
 
 def test_a_small_model_has_sizes_too(tmp_path: Path) -> None:
-    small = QWEN3_8B | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(small | {"num_attention_heads": 2, "num_key_value_heads": 2}))
+    small = QWEN3_8B | {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(small | {"num_attention_heads": 2, "num_key_value_heads": 2})
+    )
     found = planned(tmp_path, 1, "trainer.dtype=float32", "engine.dtype=float32")
     assert found.spec is not None
     (table,) = memory(found).values()
@@ -296,7 +342,9 @@ def test_a_recipe_without_an_engine(model: Path, capsys: pytest.CaptureFixture[s
 def test_a_config_that_lacks_what_a_role_is_planned_by(model: Path) -> None:
     known = {"split": Split(), "model": str(model), "trainer": TrainerConfig()}
     for lacking in ({}, {"engine": "fast"}):
-        with pytest.raises(PlanError, match="split.infer cannot be planned: .* has no `engine: EngineConfig`"):
+        with pytest.raises(
+            PlanError, match="split.infer cannot be planned: .* has no `engine: EngineConfig`"
+        ):
             resolve(SimpleNamespace(**known, **lacking), 2)
     assert resolve(SimpleNamespace(**known, engine=EngineConfig()), 2).ledgers
 
@@ -310,7 +358,9 @@ def test_a_thousand_ranks_take_seconds(model: Path) -> None:
 
 
 def test_misfits(model: Path) -> None:
-    with pytest.raises(PlanError, match=r"asks for 9 ranks \(train 4, infer 5\), and the world has 8"):
+    with pytest.raises(
+        PlanError, match=r"asks for 9 ranks \(train 4, infer 5\), and the world has 8"
+    ):
         planned(model, 8, "split.train.ranks=4", "split.infer.ranks=5")
     with pytest.raises(ConfigError, match="no model folder"):
         planned(model / "nothing", 8)

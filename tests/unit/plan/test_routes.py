@@ -18,19 +18,30 @@ Case = tuple[int, Placement, Placement, dict[Dims, int]]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A trainer on some ranks of a world, an engine on some, overlapping or not; tensors of few rows or many."""
+    """A trainer on some ranks of a world, an engine on some, overlapping or not; tensors of few
+    rows or many.
+    """
     world_size = draw(st.integers(1, 9))
     train = _placement("train", world_size, draw)
     infer = _placement("infer", world_size, draw)
     shapes = st.lists(st.integers(1, 20), min_size=1, max_size=2).map(tuple)
-    return world_size, train, infer, draw(st.dictionaries(shapes, st.integers(1, 3), min_size=1, max_size=3))
+    return (
+        world_size,
+        train,
+        infer,
+        draw(st.dictionaries(shapes, st.integers(1, 3), min_size=1, max_size=3)),
+    )
 
 
 def _placement(name: str, world_size: int, draw: st.DrawFn) -> Placement:
     first, last = sorted(draw(st.tuples(*[st.integers(0, world_size - 1)] * 2)))
     num_ranks = last - first + 1
-    fsdp = draw(st.sampled_from([size for size in range(1, num_ranks + 1) if num_ranks % size == 0]))
-    return Placement(name, tuple(range(first, last + 1)), {"dp": num_ranks // fsdp, "fsdp": fsdp, "tp": 1})
+    fsdp = draw(
+        st.sampled_from([size for size in range(1, num_ranks + 1) if num_ranks % size == 0])
+    )
+    return Placement(
+        name, tuple(range(first, last + 1)), {"dp": num_ranks // fsdp, "fsdp": fsdp, "tp": 1}
+    )
 
 
 def by_every_move(train: Placement, infer: Placement, tensors: dict[Dims, int]) -> Pairs:
@@ -38,8 +49,13 @@ def by_every_move(train: Placement, infer: Placement, tensors: dict[Dims, int]) 
     moved: Pairs = Counter()
     for shape, count in tensors.items():
         whole = Piece("any", shape, "bfloat16", Box((0,) * len(shape), shape))
-        shards = [Piece("any", shape, "float32", chunk_box(shape, part, num_shards)) for part in range(num_shards)]
-        source = [Layout(rank, (shards[seat % num_shards],)) for seat, rank in enumerate(train.ranks)]
+        shards = [
+            Piece("any", shape, "float32", chunk_box(shape, part, num_shards))
+            for part in range(num_shards)
+        ]
+        source = [
+            Layout(rank, (shards[seat % num_shards],)) for seat, rank in enumerate(train.ranks)
+        ]
         destination = [Layout(rank, (whole,)) for rank in infer.ranks]
         for rank in infer.ranks:
             for move in plan(source, destination, None, rank).moves:
@@ -55,7 +71,9 @@ def test_routes_are_those_of_the_plan(case: Case) -> None:
     expected = by_every_move(train, infer, tensors)
     assert {pair: found[pair] for pair in found} == expected
     assert len(found) == len(expected)
-    assert found.within_bytes == sum(size for (source, target), size in expected.items() if source == target)
+    assert found.within_bytes == sum(
+        size for (source, target), size in expected.items() if source == target
+    )
     assert found.within_bytes + found.between_bytes == expected.total()
 
 
@@ -67,6 +85,10 @@ def test_what_a_rank_packs_and_whom_it_meets(case: Case, scale: int) -> None:
     found = push_routes(train, infer, tensors, "bfloat16", world_size)
     moved = by_every_move(train, infer, tensors)
     for rank in range(world_size):
-        crossing = {pair: size for pair, size in moved.items() if rank in pair and pair != (rank, rank)}
-        assert found.bucket_bytes(rank) == sum(min(size, BUCKET_BYTES) for size in crossing.values())
+        crossing = {
+            pair: size for pair, size in moved.items() if rank in pair and pair != (rank, rank)
+        }
+        assert found.bucket_bytes(rank) == sum(
+            min(size, BUCKET_BYTES) for size in crossing.values()
+        )
         assert found.num_peers(rank) == len({other for pair in crossing for other in pair} - {rank})

@@ -1,4 +1,6 @@
-"""Run folders that no run made: as many steps, ranks and samples as a test wants, the same for the same seed."""
+"""Run folders that no run made: as many steps, ranks and samples as a test wants, the same for the
+same seed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ WORDS = "first we add the units then carry one so 7 + 8 = 15 and the answer is".
 PLAN = {
     "world_size": 4,
     "roles": {"trainer": {"ranks": [0, 1, 2, 3], "axes": {"dp": 1, "fsdp": 4, "tp": 1}}},
-    "routes": [{"name": f"model.layers.{i}.mlp.up_proj.weight", "route": "alias", "bytes": 0} for i in range(20)],
+    "routes": [
+        {"name": f"model.layers.{i}.mlp.up_proj.weight", "route": "alias", "bytes": 0}
+        for i in range(20)
+    ],
 }
 
 
@@ -39,7 +44,8 @@ def make_run(
     group_size: int = 8,
     tokenizer: bool = False,
 ) -> Path:
-    """A whole run folder. `text` is what every answer says, `sample_steps` which steps left samples (a few by default).
+    """A whole run folder. `text` is what every answer says, `sample_steps` which steps left samples
+    (a few by default).
 
     With `tokenizer` the run has exported one, and the samples' token ids are its own.
     """
@@ -51,8 +57,12 @@ def make_run(
     for step in range(1, num_steps + 1):
         log.write(step, metrics(step, num_steps, rng))
     log.close()
-    for step in sample_steps if sample_steps is not None else sorted({1, max(1, num_steps // 2), num_steps}):
-        run.write_samples(step, [group(uid, step / num_steps, rng, encode, text, group_size) for uid in range(6)])
+    for step in (
+        sample_steps if sample_steps is not None else sorted({1, max(1, num_steps // 2), num_steps})
+    ):
+        run.write_samples(
+            step, [group(uid, step / num_steps, rng, encode, text, group_size) for uid in range(6)]
+        )
     last = min(num_steps, 40)
     write_trace(path, range(1, last + 1), num_ranks, rng)
     return path
@@ -95,17 +105,35 @@ def metrics(step: int, num_steps: int, rng: random.Random) -> dict[str, float]:
 Encode = Callable[[str], Sequence[int]]
 
 
-def group(uid: int, done: float, rng: random.Random, encode: Encode, text: str | None = None, size: int = 8) -> Group:
+def group(
+    uid: int,
+    done: float,
+    rng: random.Random,
+    encode: Encode,
+    text: str | None = None,
+    size: int = 8,
+) -> Group:
     a, b = rng.randrange(1000), rng.randrange(1000)
     question = text or f"What is {a} + {b}?\nThink, then answer."
     prompt = Prompt(uid, np.array([1, 2], np.int32), text=question, answer=str(a + b))
-    return Group(prompt, [sample(uid, index, done, rng, encode, text, a + b) for index in range(size)])
+    return Group(
+        prompt, [sample(uid, index, done, rng, encode, text, a + b) for index in range(size)]
+    )
 
 
 def sample(
-    uid: int, index: int, done: float, rng: random.Random, encode: Encode, text: str | None, answer: int
+    uid: int,
+    index: int,
+    done: float,
+    rng: random.Random,
+    encode: Encode,
+    text: str | None,
+    answer: int,
 ) -> Sample:
-    said = text or " ".join(rng.choice(WORDS) for _ in range(rng.randrange(12, 60))) + f" → naïve\n{answer}"
+    said = (
+        text
+        or " ".join(rng.choice(WORDS) for _ in range(rng.randrange(12, 60))) + f" → naïve\n{answer}"
+    )
     finish: FinishReason = "stop" if rng.random() < 0.8 else "length"
     tokens = [*encode(said), *([EOS] if finish == "stop" else [])]
     return Sample(
@@ -126,7 +154,9 @@ def random_tokens(text: str) -> list[int]:
 
 
 def write_tokenizer(folder: Path) -> Encode:
-    """A small byte-level BPE, whose tokens may be parts of a character, with end-of-sequence as token 0."""
+    """A small byte-level BPE, whose tokens may be parts of a character, with end-of-sequence as
+    token 0.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -158,15 +188,25 @@ def write_trace(run: Path, steps: range, num_ranks: int, rng: random.Random) -> 
         ):
             begin, over = at + int(start * 1e9), at + int((start + length) * 1e9)
             controller.append(span(phase, begin, over, step=step))
-            controller.append(span(call, begin + 100_000, over - 100_000, lane="calls", phase=phase))
+            controller.append(
+                span(call, begin + 100_000, over - 100_000, lane="calls", phase=phase)
+            )
             for lines in ranks:
                 late = int(rng.uniform(0.0, 0.08) * (over - begin))
-                inner = span(call, begin + 300_000, over - 400_000 - late, phase=phase, role=call.split(".")[0])
+                inner = span(
+                    call,
+                    begin + 300_000,
+                    over - 400_000 - late,
+                    phase=phase,
+                    role=call.split(".")[0],
+                )
                 lines.extend(parts_of(inner, rng))
                 lines.append(inner)
     for lines in [controller, *ranks]:
         name = lines[0]["process"].replace(" ", "_")
-        (run / "traces" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run / "traces" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
 
 
 def parts_of(outer: list[Any], rng: random.Random) -> list[list[Any]]:
@@ -184,7 +224,13 @@ def parts_of(outer: list[Any], rng: random.Random) -> list[list[Any]]:
 
 
 def header(process: str, rank: int | None) -> dict[str, Any]:
-    return {"process": process, "rank": rank, "host": "node1", "pid": 100, "began_unix_ns": int(BEGAN_S * 1e9)}
+    return {
+        "process": process,
+        "rank": rank,
+        "host": "node1",
+        "pid": 100,
+        "began_unix_ns": int(BEGAN_S * 1e9),
+    }
 
 
 def span(name: str, start_ns: int, end_ns: int, lane: str = "MainThread", **args: Any) -> list[Any]:

@@ -17,7 +17,9 @@ Row = dict[str, Any]
 def rows_of(num_steps: int = 40, **changed: float) -> list[Row]:
     rng = random.Random(0)
     changes = {name.replace("__", "/"): value for name, value in changed.items()}
-    return [{"step": step} | metrics(step, num_steps, rng) | changes for step in range(1, num_steps + 1)]
+    return [
+        {"step": step} | metrics(step, num_steps, rng) | changes for step in range(1, num_steps + 1)
+    ]
 
 
 def supervised() -> list[Row]:
@@ -35,7 +37,11 @@ def panels(rows: list[Row]) -> dict[str, Any]:
 
 def right_of(axes: Any) -> Any:
     """The second scale in the same place."""
-    return next(other for other in axes.figure.axes if other is not axes and other.bbox.bounds == axes.bbox.bounds)
+    return next(
+        other
+        for other in axes.figure.axes
+        if other is not axes and other.bbox.bounds == axes.bbox.bounds
+    )
 
 
 def places(drawn: dict[str, Any]) -> list[tuple[int, int]]:
@@ -55,7 +61,11 @@ def test_a_run_has_six_panels_and_no_title_runs_out_of_its_own() -> None:
     ]
     assert places(drawn) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     for axes in drawn.values():
-        titles = [text.get_window_extent() for text in (axes._left_title, axes._right_title) if text.get_text()]
+        titles = [
+            text.get_window_extent()
+            for text in (axes._left_title, axes._right_title)
+            if text.get_text()
+        ]
         assert titles[0].x0 >= axes.bbox.x0 - 1
         assert titles[-1].x1 <= axes.bbox.x1 + 1
         assert len(titles) == 1 or not titles[0].overlaps(titles[1])
@@ -73,7 +83,10 @@ def test_panels_without_data_are_left_out_and_the_rest_laid_out_anew() -> None:
 def test_what_a_reward_returns_beside_it_has_a_panel() -> None:
     drawn = panels(rows_of(reward__form=0.5, reward__late=2.0))
     assert list(drawn)[-1] == "beside the reward"
-    assert [text.get_text() for text in drawn["beside the reward"].get_legend().get_texts()] == ["form", "late"]
+    assert [text.get_text() for text in drawn["beside the reward"].get_legend().get_texts()] == [
+        "form",
+        "late",
+    ]
     many = {f"reward__a_part_with_a_long_name_{i}": float(i) for i in range(6)}
     axes = panels(rows_of(**many))["beside the reward: 4 of 6"]
     assert len(axes.get_legend().get_texts()) == 4
@@ -90,7 +103,11 @@ def test_no_line_says_agreement_where_no_token_was_compared() -> None:
 
 
 def test_mismatched_tokens_are_counted_in_red() -> None:
-    (axes,) = [axes for title, axes in panels(rows_of(onpolicy__mismatched_tokens=3)).items() if "mismatched" in title]
+    (axes,) = [
+        axes
+        for title, axes in panels(rows_of(onpolicy__mismatched_tokens=3)).items()
+        if "mismatched" in title
+    ]
     assert axes.get_title("left") == "mismatched tokens: 120 of 204,800"
     assert axes.lines[0].get_color() == colours.RED.code
     assert axes.get_ylim() == (0, pytest.approx(3.3))

@@ -21,9 +21,7 @@ from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types.samples import Group, Prompt, Sample
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
-SAME = (
-    "3 steps in which all samples of every prompt had the same reward: group advantages are 0, and nothing is learned"
-)
+SAME = "3 steps in which all samples of every prompt had the same reward: group advantages are 0, and nothing is learned"
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,10 @@ def new_recorder(tmp_path: Path) -> Any:
 
 def group(*rewards: float, **parts: float) -> Group:
     one, numbers = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    samples = [Sample(0, i, one, numbers, one, "stop", reward=r, parts=parts) for i, r in enumerate(rewards)]
+    samples = [
+        Sample(0, i, one, numbers, one, "stop", reward=r, parts=parts)
+        for i, r in enumerate(rewards)
+    ]
     return Group(Prompt(0, one), samples)
 
 
@@ -67,7 +68,10 @@ def take(recorder: Recorder, rewards: list[tuple[float, ...]]) -> None:
     ],
 )
 def test_first_steps_without_a_difference_are_told_once(
-    new_recorder: Any, capsys: pytest.CaptureFixture[str], rewards: list[tuple[float, ...]], told: int
+    new_recorder: Any,
+    capsys: pytest.CaptureFixture[str],
+    rewards: list[tuple[float, ...]],
+    told: int,
 ) -> None:
     take(new_recorder(len(rewards)), rewards)
     assert capsys.readouterr().err.count(SAME) == told
@@ -121,18 +125,30 @@ def test_phases_before_step_1_are_in_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "shown"),
-    [(3, "3 .int."), ("hello", "'hello' .str."), ([1, 2], ".1, 2. .list."), (None, "None .NoneType.")],
+    [
+        (3, "3 .int."),
+        ("hello", "'hello' .str."),
+        ([1, 2], ".1, 2. .list."),
+        (None, "None .NoneType."),
+    ],
 )
-def test_what_cannot_be_logged_is_refused_where_it_is_logged(new_recorder: Any, what: Any, shown: str) -> None:
+def test_what_cannot_be_logged_is_refused_where_it_is_logged(
+    new_recorder: Any, what: Any, shown: str
+) -> None:
     recorder = new_recorder(1)
-    with pytest.raises(SpmdError, match=f"step.log takes lists of groups and dicts of metrics, not {shown}"):
+    with pytest.raises(
+        SpmdError, match=f"step.log takes lists of groups and dicts of metrics, not {shown}"
+    ):
         Step(0, recorder).log(what)
     recorder.close()
 
 
 def test_supervised_learning_has_a_rate_of_its_own() -> None:
     words = ["model=m", "data=d", "trainer.seed=1"]
-    assert (load(sft.Config, None, words).trainer.lr, load(grpo.Config, None, words).trainer.lr) == (1e-5, 1e-6)
+    assert (
+        load(sft.Config, None, words).trainer.lr,
+        load(grpo.Config, None, words).trainer.lr,
+    ) == (1e-5, 1e-6)
     assert load(sft.Config, None, [*words, "trainer.lr=1e-6"]).trainer.lr == 1e-6
 
 
@@ -149,12 +165,17 @@ def test_a_run_that_truncates_what_is_drawn_says_so_once_and_keeps_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], sampling: SamplingConfig, named: list[str]
 ) -> None:
     cfg = grpo.Config(
-        "m", "d", run=RunConfig(folder=str(tmp_path), name="r"), sampling=replace(sampling, num_samples=2)
+        "m",
+        "d",
+        run=RunConfig(folder=str(tmp_path), name="r"),
+        sampling=replace(sampling, num_samples=2),
     )
     take(Recorder(cfg.run, cfg, 1), [])
     notes = json.loads((tmp_path / "r/plan.json").read_text())["notes"]
     assert [note.partition(" keeps tokens from being drawn")[0] for note in notes] == named
-    assert [line for line in capsys.readouterr().out.splitlines() if "keeps tokens" in line] == notes
+    assert [
+        line for line in capsys.readouterr().out.splitlines() if "keeps tokens" in line
+    ] == notes
 
 
 def test_greedy_sampling_is_refused_where_it_would_be_learned_from() -> None:
@@ -178,5 +199,7 @@ def test_an_end_that_is_no_token_of_the_model_is_refused_before_anything_starts(
     model, data = EXAMPLE / "model", EXAMPLE / "train.jsonl"
     words = [f"model={model}", f"data={data}", "trainer.init=random"]
     grpo.check(load(grpo.Config, None, [*words, "sampling.stop_ids=[3]"]))
-    with pytest.raises(ConfigError, match="sampling.stop_ids holds 4000: the ids of this model end at "):
+    with pytest.raises(
+        ConfigError, match="sampling.stop_ids holds 4000: the ids of this model end at "
+    ):
         grpo.check(load(grpo.Config, None, [*words, "sampling.stop_ids=[3, 4000]"]))

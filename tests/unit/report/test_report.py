@@ -66,7 +66,17 @@ OURS = [
 
 
 @pytest.mark.parametrize(
-    "text", [HOSTILE, "</SCRIPT >", "<!--", "]]>", "\ud83d alone", "\x00\x08\x7f", "a\u2028b\u2029c", "{{script}}"]
+    "text",
+    [
+        HOSTILE,
+        "</SCRIPT >",
+        "<!--",
+        "]]>",
+        "\ud83d alone",
+        "\x00\x08\x7f",
+        "a\u2028b\u2029c",
+        "{{script}}",
+    ],
 )
 def test_what_a_model_wrote_stays_data(tmp_path: Path, text: str) -> None:
     page = page_of(make_run(tmp_path / "run", num_steps=2, num_ranks=1, text=text))
@@ -78,7 +88,9 @@ def test_what_a_model_wrote_stays_data(tmp_path: Path, text: str) -> None:
 
 
 def test_hostile_names_settings_and_plans_stay_data_too(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "<b onmouseover=x>&", num_steps=1, num_ranks=1, settings='note = "</script><b>"')
+    run = make_run(
+        tmp_path / "<b onmouseover=x>&", num_steps=1, num_ranks=1, settings='note = "</script><b>"'
+    )
     (run / "plan.json").write_text(json.dumps({"</script>": ["<img src=x>", float("nan")]}))
     page = page_of(run)
     assert [tag for tag, _ in page.found] == OURS
@@ -105,13 +117,20 @@ def test_the_scripts_make_text_nodes_only() -> None:
     assert forbidden.search('node.innerHTML = "x"')
 
 
-def test_the_page_names_nothing_outside_itself_and_admits_only_its_own_script(tmp_path: Path) -> None:
+def test_the_page_names_nothing_outside_itself_and_admits_only_its_own_script(
+    tmp_path: Path,
+) -> None:
     page = page_of(make_run(tmp_path / "run", num_steps=1, num_ranks=1))
     links = [
-        value for _, attributes in page.found for name, value in attributes.items() if name in ("src", "href", "action")
+        value
+        for _, attributes in page.found
+        for name, value in attributes.items()
+        if name in ("src", "href", "action")
     ]
     assert links == ["data:,"]
-    policy = next(a["content"] for _, a in page.found if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"] for _, a in page.found if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy is not None
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
@@ -132,7 +151,10 @@ def test_curves_of_any_length_have_bounded_size(num_steps: int) -> None:
 
 
 def test_one_step_that_stands_out_among_ten_thousand_is_still_seen() -> None:
-    rows = [{"step": step, "onpolicy/mismatched_tokens": 512 if step == 7777 else 0} for step in range(1, 10_001)]
+    rows = [
+        {"step": step, "onpolicy/mismatched_tokens": 512 if step == 7777 else 0}
+        for step in range(1, 10_001)
+    ]
     column = figures.curves(rows)["columns"]["onpolicy/mismatched_tokens"]
     assert max(column["high"]) == 512
     assert sum(value > 0 for value in column["high"]) == 1
@@ -164,7 +186,9 @@ def test_final_figures_are_what_their_words_say() -> None:
         }
         for step in range(1, 101)
     ]
-    values = dict(zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True))
+    values = dict(
+        zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True)
+    )
     assert values["reward/mean"] == pytest.approx(0.98)  # the mean of the last five
     assert values["onpolicy/mismatched_tokens"] == 200
     assert values["time/step"] == 1.0
@@ -172,11 +196,16 @@ def test_final_figures_are_what_their_words_say() -> None:
 
 
 def figure_of(rows: list[dict[str, Any]], metric: str) -> float | None:
-    return dict(zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True))[metric]
+    return dict(
+        zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True)
+    )[metric]
 
 
 def test_no_mismatches_are_counted_where_nothing_was_compared() -> None:
-    rows = [{"step": step, "onpolicy/mismatched_tokens": 0, "onpolicy/compared_tokens": 0} for step in (1, 2)]
+    rows = [
+        {"step": step, "onpolicy/mismatched_tokens": 0, "onpolicy/compared_tokens": 0}
+        for step in (1, 2)
+    ]
     assert figure_of(rows, "onpolicy/mismatched_tokens") is None
     assert figure_of(rows, "onpolicy/compared_tokens") == 0
     assert "onpolicy/mismatched_tokens" not in figures.curves(rows)["columns"]
@@ -202,14 +231,22 @@ def test_no_mismatches_are_counted_where_nothing_was_compared() -> None:
         (1, [None, None], None),
     ],
 )
-def test_a_winner_is_clearly_better_than_the_next(better: int, values: list[float | None], winner: int | None) -> None:
+def test_a_winner_is_clearly_better_than_the_next(
+    better: int, values: list[float | None], winner: int | None
+) -> None:
     assert figures.winner(figures.Figure("", "", "total", better), values) == winner
 
 
 def test_winners_are_named_in_the_page_and_only_of_qualities(tmp_path: Path) -> None:
-    one, two = (make_run(tmp_path / name, num_steps=40, num_ranks=1, sample_steps=[]) for name in ("one", "two"))
+    one, two = (
+        make_run(tmp_path / name, num_steps=40, num_ranks=1, sample_steps=[])
+        for name in ("one", "two")
+    )
     rows = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
-    halved = [{name: value if name == "step" else value / 2 for name, value in row.items()} for row in rows]
+    halved = [
+        {name: value if name == "step" else value / 2 for name, value in row.items()}
+        for row in rows
+    ]
     (two / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in halved))
     winners = {figure["metric"]: figure["winner"] for figure in gather([one, two])["figures"]}
     qualities = {"reward/mean": 0, "rollout/tokens_per_s": 0, "perf/train_tokens_per_s": 0}
@@ -221,7 +258,8 @@ def test_a_comparison_has_the_figures_of_the_single_pages_in_one_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [
-        make_run(tmp_path / name, num_steps=100, num_ranks=1, sample_steps=[], seed=n) for n, name in enumerate("ab")
+        make_run(tmp_path / name, num_steps=100, num_ranks=1, sample_steps=[], seed=n)
+        for n, name in enumerate("ab")
     ]
     alone = [json.loads(page_of(run).data)["runs"][0] for run in runs]
     assert main([*map(str, runs)]) == 0
@@ -233,8 +271,32 @@ def test_a_comparison_has_the_figures_of_the_single_pages_in_one_format(
 
 
 def test_numbers_in_the_terminal_have_four_digits_and_separators() -> None:
-    values = (None, 0, 5, 0.0078125, 999.96, 45431.4, 118_890, 118_890.0, 3_008_405, -1234.5, 1.23456e-5)
-    shown = ["-", "0", "5", "0.007812", "1,000", "45,431", "118,890", "118,890", "3,008,405", "-1,234", "1.23e-05"]
+    values = (
+        None,
+        0,
+        5,
+        0.0078125,
+        999.96,
+        45431.4,
+        118_890,
+        118_890.0,
+        3_008_405,
+        -1234.5,
+        1.23456e-5,
+    )
+    shown = [
+        "-",
+        "0",
+        "5",
+        "0.007812",
+        "1,000",
+        "45,431",
+        "118,890",
+        "118,890",
+        "3,008,405",
+        "-1,234",
+        "1.23e-05",
+    ]
     assert list(map(as_number, values)) == shown
 
 
@@ -258,15 +320,32 @@ def test_paths_of_one_file_are_no_difference(tmp_path: Path) -> None:
         (tmp_path / "a" / file).write_text("")
     away = tmp_path / "a"
     one = {"model": "model", "data": "../a/model@[0:9]", "reward": "reward.py:f", "lr": "16"}
-    same = {"model": f"{away}/model", "data": f"{away}/model@[0:9]", "reward": f"{away}/./reward.py:f", "lr": "16"}
+    same = {
+        "model": f"{away}/model",
+        "data": f"{away}/model@[0:9]",
+        "reward": f"{away}/./reward.py:f",
+        "lr": "16",
+    }
     assert differences([one, same], [away, tmp_path / "b"]) == []
-    other = {"model": f"{away}/other", "data": f"{away}/model@[0:8]", "reward": f"{away}/reward.py:g", "lr": "17"}
-    assert [key for key, _ in differences([one, other], [away, away])] == ["model", "data", "reward", "lr"]
+    other = {
+        "model": f"{away}/other",
+        "data": f"{away}/model@[0:8]",
+        "reward": f"{away}/reward.py:g",
+        "lr": "17",
+    }
+    assert [key for key, _ in differences([one, other], [away, away])] == [
+        "model",
+        "data",
+        "reward",
+        "lr",
+    ]
 
 
 def test_a_setting_only_one_run_has_differs_and_words_differ_from_numbers() -> None:
     assert differences([{"a": 1, "b": 2}, {"b": 2}]) == [("a", ["1", None])]
-    assert differences([{"a": [1, 2]}, {"a": [1, 2]}, {"a": [1, 3]}]) == [("a", ["[1, 2]", "[1, 2]", "[1, 3]"])]
+    assert differences([{"a": [1, 2]}, {"a": [1, 2]}, {"a": [1, 3]}]) == [
+        ("a", ["[1, 2]", "[1, 2]", "[1, 3]"])
+    ]
 
 
 FACTS = {
@@ -288,7 +367,13 @@ def test_the_head_says_what_a_run_was_made_of(tmp_path: Path) -> None:
         "model": "models/tiny", "data": "train.jsonl", "reward": "r.py:f", "ranks": "4",
     }  # fmt: skip
     (run / "run.json").write_text(json.dumps(FACTS))
-    followed = [{"digest": "x", "by": ["train on rank 0"], "facts": {"device": "cuda", "gpu": "H200", "torch": "2.13"}}]
+    followed = [
+        {
+            "digest": "x",
+            "by": ["train on rank 0"],
+            "facts": {"device": "cuda", "gpu": "H200", "torch": "2.13"},
+        }
+    ]
     (run / "contract.json").write_text(json.dumps({"train": followed}))
     assert gather([run])["runs"][0]["about"] == {
         "model": "models/tiny", "parameters": "154,656", "data": "train.jsonl", "reward": "r.py:f", "ranks": "4",
@@ -303,13 +388,22 @@ def test_the_head_says_what_a_run_was_made_of(tmp_path: Path) -> None:
 def test_runs_on_two_commits_differ_in_that(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / name, num_steps=1, num_ranks=1) for name in "ab"]
     for run, commit in zip(runs, ("1", "2"), strict=True):
-        (run / "run.json").write_text(json.dumps(FACTS | {"commit": commit, "command": f"x{commit}"}))
+        (run / "run.json").write_text(
+            json.dumps(FACTS | {"commit": commit, "command": f"x{commit}"})
+        )
     assert [key for key, _ in gather(runs)["differences"]] == ["run.name", "commit"]
 
 
 WARMED: list[dict[str, Any]] = [
     {"step": 0, "unix_s": 1025.0, "time/warmup": 5.0, "warmup/loss": 2.0, "train/tokens": 100},
-    {"step": 1, "unix_s": 1060.0, "time/step": 20.0, "before/all": 40.0, "before/warm-up": 5.0, "train/tokens": 10},
+    {
+        "step": 1,
+        "unix_s": 1060.0,
+        "time/step": 20.0,
+        "before/all": 40.0,
+        "before/warm-up": 5.0,
+        "train/tokens": 10,
+    },
     {"step": 2, "unix_s": 1120.0, "time/step": 60.0},
     {"step": 3, "unix_s": 1119.0, "time/step": 60.0, "train/tokens": 30},  # a clock was set back
 ]
@@ -330,7 +424,10 @@ def test_minutes_and_tokens_count_from_the_runs_beginning() -> None:
 def test_axes_that_a_run_knows_nothing_of_are_left_out() -> None:
     assert figures.curves([{"step": 1, "a": 1.0}])["ends"] == {}
     assert list(figures.curves([{"step": 1, "unix_s": 1.0}])["ends"]) == ["minutes"]
-    assert clock.wall_s([{"step": 1, "unix_s": 5.0, "time/step": 2.0}, {"step": 2, "unix_s": 9.0}]) == 6.0
+    assert (
+        clock.wall_s([{"step": 1, "unix_s": 5.0, "time/step": 2.0}, {"step": 2, "unix_s": 9.0}])
+        == 6.0
+    )
     assert clock.wall_s([]) is None
 
 
@@ -341,22 +438,35 @@ def test_page_and_picture_have_the_same_colours(tmp_path: Path) -> None:
         assert f"{colour.variable}: light-dark({colour.code}," in style
     data = gather([make_run(tmp_path / "run", num_steps=1, num_ranks=1)])
     assert data["metrics"]["reward/solve_all"]["colour"] == colours.GREEN.variable
-    assert data["phase_colours"]["rollout"] == data["metrics"]["time/rollout"]["colour"] == colours.BLUE.variable
+    assert (
+        data["phase_colours"]["rollout"]
+        == data["metrics"]["time/rollout"]["colour"]
+        == colours.BLUE.variable
+    )
     script = "".join(path.read_text(encoding="utf-8") for path in PAGE.glob("panels.js"))
     assert not re.findall(r"--c[1-9]", script), "a colour of its own"
 
 
 def test_every_metric_of_ours_has_a_chart_in_words(tmp_path: Path) -> None:
     script = (PAGE / "panels.js").read_text(encoding="utf-8")
-    drawn = set(re.findall(r'\["([\w/]+)", "', script)) | {f"time/{name}" for name in colours.PHASES} | {"time/step"}
+    drawn = (
+        set(re.findall(r'\["([\w/]+)", "', script))
+        | {f"time/{name}" for name in colours.PHASES}
+        | {"time/step"}
+    )
     assert set(KNOWN) - drawn == set()
-    assert all(metric.label and "/" not in metric.label and "_" not in metric.label for metric in METRICS)
+    assert all(
+        metric.label and "/" not in metric.label and "_" not in metric.label for metric in METRICS
+    )
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / place / "demo", num_steps=1, num_ranks=1) for place in ("a", "b")]
     assert [run["name"] for run in gather(runs)["runs"]] == ["a/demo", "b/demo"]
-    assert [run["name"] for run in gather([runs[0], runs[0]])["runs"]] == [f"{runs[0]} (1)", f"{runs[0]} (2)"]
+    assert [run["name"] for run in gather([runs[0], runs[0]])["runs"]] == [
+        f"{runs[0]} (1)",
+        f"{runs[0]} (2)",
+    ]
 
 
 def test_out_and_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,7 +482,9 @@ def test_out_and_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
-    with pytest.raises(ConfigError, match="cannot be written .*nowhere.*name another place with --out"):
+    with pytest.raises(
+        ConfigError, match="cannot be written .*nowhere.*name another place with --out"
+    ):
         main([str(run), "--out", str(tmp_path / "nowhere" / "page.html")])
 
 
@@ -387,20 +499,55 @@ def test_what_is_no_run_or_does_not_parse_is_named(tmp_path: Path) -> None:
 
 
 def sample_line(**changed: Any) -> str:
-    row = {"prompt_uid": 1, "index": 0, "prompt": "p", "text": "ab", "tokens": [1, 2], "logprobs": [-0.5, -1.0]}
+    row = {
+        "prompt_uid": 1,
+        "index": 0,
+        "prompt": "p",
+        "text": "ab",
+        "tokens": [1, 2],
+        "logprobs": [-0.5, -1.0],
+    }
     return json.dumps(row | changed) + "\n"
 
 
 CRAFTED = {
-    "a string log-prob": ("samples/step_00001.jsonl", sample_line(logprobs=["x"]), "1: not the record of a sample"),
-    "nested versions": ("samples/step_00001.jsonl", sample_line(versions=[[1]]), "1: not the record of a sample"),
-    "tokens that are none": ("samples/step_00001.jsonl", sample_line(tokens=5), "1: not the record of a sample"),
-    "nested parts": ("samples/step_00001.jsonl", sample_line(parts={"a": {}}), "1: not the record of a sample"),
-    "a deep sample": ("samples/step_00001.jsonl", "[" * 100_000, "1: not valid JSON: it is nested too deeply"),
+    "a string log-prob": (
+        "samples/step_00001.jsonl",
+        sample_line(logprobs=["x"]),
+        "1: not the record of a sample",
+    ),
+    "nested versions": (
+        "samples/step_00001.jsonl",
+        sample_line(versions=[[1]]),
+        "1: not the record of a sample",
+    ),
+    "tokens that are none": (
+        "samples/step_00001.jsonl",
+        sample_line(tokens=5),
+        "1: not the record of a sample",
+    ),
+    "nested parts": (
+        "samples/step_00001.jsonl",
+        sample_line(parts={"a": {}}),
+        "1: not the record of a sample",
+    ),
+    "a deep sample": (
+        "samples/step_00001.jsonl",
+        "[" * 100_000,
+        "1: not valid JSON: it is nested too deeply",
+    ),
     "a deep plan": ("plan.json", "[" * 100_000, "not valid JSON: it is nested too deeply"),
     "a deep config": ("config.toml", "a = " + "[" * 100_000, "not TOML: it is nested too deeply"),
-    "a span without times": ("traces/x.jsonl", '["a", "b", "c", "d", {}]\n', "neither the header nor a span"),
-    "a span without arguments": ("traces/x.jsonl", '["step", 1, 1, "main", 5]\n', "neither the header nor a span"),
+    "a span without times": (
+        "traces/x.jsonl",
+        '["a", "b", "c", "d", {}]\n',
+        "neither the header nor a span",
+    ),
+    "a span without arguments": (
+        "traces/x.jsonl",
+        '["step", 1, 1, "main", 5]\n',
+        "neither the header nor a span",
+    ),
 }
 
 
@@ -417,7 +564,12 @@ def test_a_crafted_trace_json_ends_with_a_sentence(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
     for path in (run / "traces").iterdir():
         path.unlink()
-    for content in ("[]", "{}", '{"otherData": {"began_unix_s": 1e999}, "traceEvents": []}', "[" * 100_000):
+    for content in (
+        "[]",
+        "{}",
+        '{"otherData": {"began_unix_s": 1e999}, "traceEvents": []}',
+        "[" * 100_000,
+    ):
         (run / "trace.json").write_text(content)
         with pytest.raises(DataError, match=r"trace\.json: not "):
             write_report([run])
@@ -427,13 +579,19 @@ def test_numbers_without_end_are_none_in_the_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
     (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1e999, "reward/mean": 0.5}\n')
     (run / "plan.json").write_text('{"bytes": 1e999}')
-    line = sample_line(reward=7.5, parts={"a": 7.5}).replace("7.5", "1e999").replace("-0.5", "-1e999")
+    line = (
+        sample_line(reward=7.5, parts={"a": 7.5}).replace("7.5", "1e999").replace("-0.5", "-1e999")
+    )
     (run / "samples/step_00001.jsonl").write_text(line)
     shown = json.loads(page_of(run).data)["runs"][0]
     assert list(shown["curves"]["columns"]) == ["reward/mean"]
     assert shown["plan"] == {"bytes": "1e999"}
     sample = shown["samples"]["steps"][0]["groups"][0]["samples"][0]
-    assert (sample["reward"], sample["parts"], sample["logprobs"]) == (None, {"a": None}, [None, -1.0])
+    assert (sample["reward"], sample["parts"], sample["logprobs"]) == (
+        None,
+        {"a": None},
+        [None, -1.0],
+    )
 
 
 def test_a_page_of_ten_thousand_steps_stays_small(tmp_path: Path) -> None:

@@ -27,7 +27,12 @@ def test_tokens_say_what_they_say(tmp_path: Path) -> None:
     samples = first_group(read_samples(run, {}, Room()))["samples"]
     for sample in samples:
         assert sample["known"]
-        assert len(sample["pieces"]) == len(sample["tokens"]) == len(sample["logprobs"]) == sample["num_tokens"]
+        assert (
+            len(sample["pieces"])
+            == len(sample["tokens"])
+            == len(sample["logprobs"])
+            == sample["num_tokens"]
+        )
         assert sample["versions"] == [3]
         text = "".join(sample["pieces"])
         assert "→ naïve\n" in text  # of several tokens each: whole characters, none torn
@@ -60,18 +65,23 @@ def test_the_tokenizer_of_the_model_that_the_config_names_serves_too(tmp_path: P
 
 
 def test_a_page_has_room_for_some_steps_and_whole_groups(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", num_steps=30, num_ranks=1, text="y" * 300, sample_steps=range(1, 31))
+    run = make_run(
+        tmp_path / "run", num_steps=30, num_ranks=1, text="y" * 300, sample_steps=range(1, 31)
+    )
     shown = read_samples(run, {}, Room(num_steps=5, num_tokens=10_000))
     assert [step["step"] for step in shown["steps"]] == [1, 8, 15, 23, 30]
     assert shown["num_steps"] == 30
     for step in shown["steps"]:
-        assert len(step["groups"]) == 2  # of 1,040 tokens each, all told, where a step has room for 2,000
+        # of 1,040 tokens each, all told, where a step has room for 2,000
+        assert len(step["groups"]) == 2
         assert step["num_samples"] == 48
         assert all(len(group["samples"]) == 8 for group in step["groups"])
 
 
 def test_when_room_runs_out_the_last_and_first_steps_are_there(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", num_steps=9, num_ranks=1, text="y" * 300, sample_steps=range(1, 10))
+    run = make_run(
+        tmp_path / "run", num_steps=9, num_ranks=1, text="y" * 300, sample_steps=range(1, 10)
+    )
     shown = read_samples(run, {}, Room(num_steps=9, num_tokens=1600))
     assert [step["step"] for step in shown["steps"]] == [1, 9]
 
@@ -158,9 +168,13 @@ def test_a_run_that_kept_only_its_trace_json_has_the_same_timeline(tmp_path: Pat
     for path in (run / "traces").iterdir():
         path.unlink()
     merged = read_timeline(run)
-    assert [step["step"] for step in merged["steps"]] == [step["step"] for step in recorded["steps"]]
+    assert [step["step"] for step in merged["steps"]] == [
+        step["step"] for step in recorded["steps"]
+    ]
     for ours, theirs in zip(merged["steps"], recorded["steps"], strict=True):
-        assert [lane["process"] for lane in ours["lanes"]] == [lane["process"] for lane in theirs["lanes"]]
+        assert [lane["process"] for lane in ours["lanes"]] == [
+            lane["process"] for lane in theirs["lanes"]
+        ]
         assert ours["length_us"] == pytest.approx(theirs["length_us"], abs=1)
 
 
@@ -168,7 +182,9 @@ def test_a_trace_without_steps_is_shown_as_one(tmp_path: Path) -> None:
     (tmp_path / "traces").mkdir()
     head = {"process": "rank 0", "rank": 0, "host": "h", "pid": 1, "began_unix_ns": 10**18}
     lines = [head, ["load", 5_000, 2_000_000, "MainThread", {"note": HOSTILE}]]
-    (tmp_path / "traces" / "rank_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "traces" / "rank_0.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     [step] = read_timeline(tmp_path)["steps"]
     assert (step["step"], step["length_us"]) == (None, 2000)
 
@@ -183,6 +199,8 @@ def test_a_step_done_again_after_a_restart_counts_as_done_last(tmp_path: Path) -
         again,
         ["step", 0, 70_000, "MainThread", {"step": 7}],
     ]
-    (tmp_path / "traces" / "controller.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "traces" / "controller.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
     shown = read_timeline(tmp_path)
     assert [step["length_us"] for step in shown["steps"]] == [70]

@@ -8,14 +8,21 @@ from random import Random
 
 import pytest
 
-from spmd_rl.report.reward_warnings import FLAT_STEPS, MOVING_STEPS, RewardWatch, moved
+from spmd_rl.report.reward_warnings import FLAT_STEPS, MOVING_STEPS, RewardWarnings, moved
 
-SETTINGS = {"reward": "r.py:f", "trainer": {"lr": 1e-6}, "sampling": {"max_tokens": 128, "temperature": 1.0}}
-FLAT, STILL = "all samples of every prompt had the same reward", "has not changed by more than its noise"
+SETTINGS = {
+    "reward": "r.py:f",
+    "trainer": {"lr": 1e-6},
+    "sampling": {"max_tokens": 128, "temperature": 1.0},
+}
+FLAT, STILL = (
+    "all samples of every prompt had the same reward",
+    "has not changed by more than its noise",
+)
 
 
 def told(steps: Iterable[tuple[float, bool]], settings: dict[str, object] = SETTINGS) -> list[str]:
-    watch = RewardWatch(settings, Path("runs/x/samples"))
+    watch = RewardWarnings(settings, Path("runs/x/samples"))
     return [hint for reward, flat in steps for hint in watch.take(reward, flat)]
 
 

@@ -19,7 +19,7 @@ from spmd_rl.report.curves import CurvePainter
 from spmd_rl.report.live import LiveView
 from spmd_rl.report.observer import Observer
 from spmd_rl.report.plain import step_line
-from spmd_rl.report.progress import Progress, duration, sparkline
+from spmd_rl.report.progress import RunProgress, duration, sparkline
 from spmd_rl.types.samples import Group, Prompt, Sample
 from tests.terminal import screen
 
@@ -44,12 +44,20 @@ class Clock:
 
 
 def group() -> Group:
-    sample = Sample(0, 0, np.zeros(4, np.int32), np.zeros(4, np.float32), np.zeros(4, np.int32), "stop", text="85")
+    sample = Sample(
+        0,
+        0,
+        np.zeros(4, np.int32),
+        np.zeros(4, np.float32),
+        np.zeros(4, np.int32),
+        "stop",
+        text="85",
+    )
     return Group(Prompt(0, np.array([1], np.int32), "37+48=", "85"), [sample])
 
 
-def progress(num_steps: int = 10, **metrics: float) -> Progress:
-    state = Progress(num_steps, Clock())
+def progress(num_steps: int = 10, **metrics: float) -> RunProgress:
+    state = RunProgress(num_steps, Clock())
     state.take(4, METRICS | metrics)
     return state
 
@@ -67,7 +75,7 @@ def test_sparkline_keeps_the_scale_of_a_reward() -> None:
 
 
 def test_time_left_is_the_recent_pace() -> None:
-    state = Progress(100, Clock())
+    state = RunProgress(100, Clock())
     assert state.left_s is None
     for index in range(1, 31):
         state.take(index, {"time/step": 100.0 if index <= 10 else 2.0})
@@ -76,8 +84,11 @@ def test_time_left_is_the_recent_pace() -> None:
 
 def test_a_plain_line() -> None:
     line = step_line(progress())
-    assert line == "step  4/10  reward 0.500  mismatched 0 of 5,120  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
-    assert step_line(Progress(10, Clock())) == "step  0/10  ETA -:--"
+    assert (
+        line
+        == "step  4/10  reward 0.500  mismatched 0 of 5,120  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
+    )
+    assert step_line(RunProgress(10, Clock())) == "step  0/10  ETA -:--"
 
 
 def test_a_plain_line_says_nothing_of_mismatches_where_nothing_was_compared() -> None:
@@ -97,7 +108,7 @@ def test_large_numbers_are_short_in_both_views_and_counts_are_written_out() -> N
     assert "reward 999999.000 " in step_line(progress(**{"reward/mean": 999999.0}))
 
 
-def rendered(state: Progress, *groups: Group, width: int = 100) -> str:
+def rendered(state: RunProgress, *groups: Group, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     view = LiveView(state, "runs/demo", console)
     view.show(groups)
@@ -143,7 +154,10 @@ EVERYTHING = {
 def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
     state = progress(**EVERYTHING)
     state.rewards = [number / 100 for number in range(101)]
-    long = Group(replace(group().prompt, text="a question " * 20), [group().samples[0].changed(text="so " * 90)])
+    long = Group(
+        replace(group().prompt, text="a question " * 20),
+        [group().samples[0].changed(text="so " * 90)],
+    )
     text = rendered(state, long, width=width)
     assert "…  reward" not in text.replace("… → …", ""), "the sample's reward is not what is cut"
     lines = text.splitlines()
@@ -151,8 +165,23 @@ def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
     assert [line[2:11].strip() for line in lines if line[2:11].strip() in LABELS] == list(LABELS)
     whole = " ".join(line[13:-2].strip() for line in lines)
     for expected in (
-        *("rollout 60%", "train 30%", "wake 2%", "0.50 s", "1.000", "from 0.000", "agree bit for bit", "reward nan"),
-        *("8,123 tok/s", "123,456 tok/s", "reward function 90% of rollout", "GPU peak 120.1 GiB", "clipped 1.0%"),
+        *(
+            "rollout 60%",
+            "train 30%",
+            "wake 2%",
+            "0.50 s",
+            "1.000",
+            "from 0.000",
+            "agree bit for bit",
+            "reward nan",
+        ),
+        *(
+            "8,123 tok/s",
+            "123,456 tok/s",
+            "reward function 90% of rollout",
+            "GPU peak 120.1 GiB",
+            "clipped 1.0%",
+        ),
     ):
         assert expected in whole
 
@@ -181,11 +210,13 @@ def test_the_live_view_claims_nothing_where_nothing_was_compared() -> None:
     text = rendered(progress(**{"onpolicy/compared_tokens": 0.0}))
     assert "none to compare" in text
     assert "bit for bit" not in text
-    assert "nan of 5,120 tokens in all" in rendered(progress(**{"onpolicy/mismatched_tokens": float("nan")}))
+    assert "nan of 5,120 tokens in all" in rendered(
+        progress(**{"onpolicy/mismatched_tokens": float("nan")})
+    )
 
 
 def test_the_live_view_of_a_warm_up() -> None:
-    state = Progress(0, Clock())
+    state = RunProgress(0, Clock())
     state.begin_warmup(150)
     assert "warm-up 0/150" in rendered(state)
     state.begin_phase("warm-up")
@@ -201,7 +232,7 @@ def test_the_live_view_of_a_warm_up() -> None:
 
 
 def test_the_live_view_before_the_first_step() -> None:
-    assert "starting" in rendered(Progress(10, Clock()))
+    assert "starting" in rendered(RunProgress(10, Clock()))
 
 
 def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> Observer:
@@ -211,7 +242,9 @@ def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> Observer:
     return watch
 
 
-def test_the_observer_times_records_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_observer_times_records_and_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     clock = Clock()
     watch = opened(tmp_path, clock)
     for _ in range(2):  # a phase may come twice in a step
@@ -234,7 +267,9 @@ def test_a_warm_up_is_logged_and_its_time_is_in_the_line_of_step_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    watch = Observer(RunFolder.open(tmp_path / "r", "", {}), tty=False, clock=clock, before_s={"eval": 3.0})
+    watch = Observer(
+        RunFolder.open(tmp_path / "r", "", {}), tty=False, clock=clock, before_s={"eval": 3.0}
+    )
     clock.now += 5.0
     watch.begin_warmup(2)
     for number in (-1, 0):
@@ -259,7 +294,9 @@ def test_a_warm_up_is_logged_and_its_time_is_in_the_line_of_step_1(
     assert said[2].startswith("step 1/2  reward 0.500")
 
 
-def test_a_run_that_begins_again_drops_its_warm_up_and_a_resumed_one_keeps_it(tmp_path: Path) -> None:
+def test_a_run_that_begins_again_drops_its_warm_up_and_a_resumed_one_keeps_it(
+    tmp_path: Path,
+) -> None:
     for resume_at, left in ((0, []), (1, [-1, 0, 1])):
         path = tmp_path / "metrics.jsonl"
         path.write_text("".join(f'{{"step": {step}}}\n' for step in (-1, 0, 1, 2)))
@@ -286,7 +323,9 @@ def test_time_spent_on_grading_is_that_of_the_slowest_rank(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("lag", "rate"), [(0.0, 4 / 0.5), (1.0, 4 / 2.0)])
-def test_samples_made_during_training_are_counted_by_the_whole_step(tmp_path: Path, lag: float, rate: float) -> None:
+def test_samples_made_during_training_are_counted_by_the_whole_step(
+    tmp_path: Path, lag: float, rate: float
+) -> None:
     clock = Clock()
     watch = opened(tmp_path, clock)
     watch.on_phase("rollout", 0.5)
@@ -317,7 +356,9 @@ def test_a_step_is_written_when_there_is_time_or_the_next_one_ends(tmp_path: Pat
     watch.close()
 
 
-def test_the_view_is_closed_though_the_last_step_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
+def test_the_view_is_closed_though_the_last_step_cannot_be_written(
+    tmp_path: Path, monkeypatch
+) -> None:
     clock, closed = Clock(), []
     watch = opened(tmp_path, clock)
     monkeypatch.setattr(observer.PlainView, "close", lambda self: closed.append(True))
@@ -327,9 +368,13 @@ def test_the_view_is_closed_though_the_last_step_cannot_be_written(tmp_path: Pat
     assert closed
 
 
-def test_the_observer_continues_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_observer_continues_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[list[int]] = []
-    monkeypatch.setattr(curves, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows]))
+    monkeypatch.setattr(
+        curves, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows])
+    )
     watch = opened(tmp_path, Clock())
     watch.on_step(1, {})
     watch.on_step(2, {})
@@ -341,10 +386,14 @@ def test_the_observer_continues_after_a_resume(tmp_path: Path, monkeypatch: pyte
     assert drawn == [[1, 2], [1, 2]]
 
 
-def test_a_plot_is_asked_for_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_is_asked_for_every_so_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[int] = []
     metrics = tmp_path / "r" / "metrics.jsonl"
-    monkeypatch.setattr(observer.CurvePainter, "request", lambda _: asked.append(read_metrics(metrics)[-1]["step"]))
+    monkeypatch.setattr(
+        observer.CurvePainter, "request", lambda _: asked.append(read_metrics(metrics)[-1]["step"])
+    )
     monkeypatch.setattr(observer.CurvePainter, "finish", lambda self, rows: None)
     watch = opened(tmp_path, Clock(), plot_every_steps=3)
     for index in range(1, 8):
@@ -354,7 +403,10 @@ def test_a_plot_is_asked_for_every_so_many_steps(tmp_path: Path, monkeypatch: py
 
 
 def test_curves_are_drawn_whatever_is_missing(tmp_path: Path) -> None:
-    rows = [{"step": 1, "reward/mean": None}, {"step": 2, "train/loss": 0.5, "onpolicy/mismatched_tokens": 3}]
+    rows = [
+        {"step": 1, "reward/mean": None},
+        {"step": 2, "train/loss": 0.5, "onpolicy/mismatched_tokens": 3},
+    ]
     curves.draw(rows, tmp_path / "curves.png", "runs/demo")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]

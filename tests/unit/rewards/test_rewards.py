@@ -1,4 +1,6 @@
-"""Reward functions: found by name, checked before the start, and every failure told with its sample."""
+"""Reward functions: found by name, checked before the start, and every failure told with its
+sample.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,15 @@ PROMPT = Prompt(7, np.array([1], np.int32), text="37+48=", answer="85")
 
 def sample(text: str, finish: Any = "stop") -> Sample:
     num = len(text)
-    return Sample(7, 3, np.zeros(num, np.int32), np.zeros(num, np.float32), np.zeros(num, np.int32), finish, text=text)
+    return Sample(
+        7,
+        3,
+        np.zeros(num, np.int32),
+        np.zeros(num, np.float32),
+        np.zeros(num, np.int32),
+        finish,
+        text=text,
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,7 +112,10 @@ def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
     [
         ("exact", "write it as package.module:function or path/to/file.py:function"),
         ("no.such.module:f", "no module 'no.such.module'"),
-        ("spmd_rl.rewards.match:exakt", "has no 'exakt' .its functions: exact, contains, last_number"),
+        (
+            "spmd_rl.rewards.match:exakt",
+            "has no 'exakt' .its functions: exact, contains, last_number",
+        ),
         ("nowhere/mine.py:f", "no file nowhere/mine.py"),
         ("spmd_rl.rewards.match:re", "it is a module, not a function"),
     ],
@@ -115,17 +128,28 @@ def test_a_wrong_name_is_told_with_the_fix(name: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("def f(sample):\n    return 1", "it takes .sample., but is called as function.prompt, sample."),
+        (
+            "def f(sample):\n    return 1",
+            "it takes .sample., but is called as function.prompt, sample.",
+        ),
         ("def f(prompt, sample, *, strict):\n    return 1", "is called as function"),
         ("async def f(prompt, sample):\n    return 1", "it is async"),
         ("1 / 0", "importing it raised ZeroDivisionError"),
-        ("import no_such_package", "importing it raised ModuleNotFoundError: No module named 'no_such_package'"),
+        (
+            "import no_such_package",
+            "importing it raised ModuleNotFoundError: No module named 'no_such_package'",
+        ),
         ("x = 1\ndef  f(:\n", r"importing it raised SyntaxError: .* .mine.py, line 2.: def  f\(:$"),
-        ("if True:\nx = 1\n", r"importing it raised IndentationError: .* .mine.py, line 2.: x = 1$"),
+        (
+            "if True:\nx = 1\n",
+            r"importing it raised IndentationError: .* .mine.py, line 2.: x = 1$",
+        ),
         ("raise SystemExit(0)", "importing it raised SystemExit: 0"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused(tmp_path: Path, source: str, sentence: str) -> None:
+def test_a_function_that_cannot_be_called_is_refused(
+    tmp_path: Path, source: str, sentence: str
+) -> None:
     file = tmp_path / "mine.py"
     file.write_text(source)
     with pytest.raises(ConfigError, match=sentence):
@@ -184,7 +208,10 @@ def _raises_silently(prompt: Prompt, sample: Sample) -> float:
         (lambda p, s: "1", "returned no finite number as 'reward': '1'"),
         (lambda p, s: b"1", "returned no finite number as 'reward': b'1'"),
         (lambda p, s: {"reward": "0.5"}, "returned no finite number as 'reward': '0.5'"),
-        (lambda p, s: {"reward": 1, "mean": 2}, "a value called 'mean': the metric reward/mean is another"),
+        (
+            lambda p, s: {"reward": 1, "mean": 2},
+            "a value called 'mean': the metric reward/mean is another",
+        ),
         (lambda p, s: {"reward": 1, "skipped_samples": 2}, "a value called 'skipped_samples'"),
         (lambda p, s: {"form": 1.0}, "without the key 'reward'"),
         (lambda p, s: {"reward": 1.0, "form": "good"}, "as 'form': 'good'"),
@@ -195,8 +222,14 @@ def _raises_silently(prompt: Prompt, sample: Sample) -> float:
         (_raises_silently, "raised _Silent: a _Silent"),
         (lambda p, s: p.tokens.fill(0), "raised ValueError: assignment destination is read-only"),
         (lambda p, s: s.tokens.sort(), "raised ValueError: sort array is read-only"),
-        (lambda p, s: np.negative(s.logprobs, out=s.logprobs), "raised ValueError: output array is read-only"),
-        (lambda p, s: s.versions.__setitem__(0, 9), "raised ValueError: assignment destination is read-only"),
+        (
+            lambda p, s: np.negative(s.logprobs, out=s.logprobs),
+            "raised ValueError: output array is read-only",
+        ),
+        (
+            lambda p, s: s.versions.__setitem__(0, 9),
+            "raised ValueError: assignment destination is read-only",
+        ),
     ],
 )
 def test_a_failing_reward_shows_the_sample(reward: Any, problem: str) -> None:
@@ -238,20 +271,30 @@ def test_a_reward_that_hangs_is_ended_and_shows_the_sample(reward: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [[600, 600, 600, 9000], [600, 9000, 600, 9000]])
-def test_each_sample_has_the_whole_deadline(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> None:
-    """However long those before it took, and also after one that was ended. The clock and the alarm are the test's."""
+def test_each_sample_has_the_whole_deadline(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float]
+) -> None:
+    """However long those before it took, and also after one that was ended. The clock and the alarm
+    are the test's.
+    """
     clock = [0.0]
     monkeypatch.setattr(grade, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def takes(prompt: Prompt, one: Sample) -> float:
         clock[0] += float(one.text)
         signal.raise_signal(signal.SIGALRM)
-        assert signal.getitimer(signal.ITIMER_REAL)[0] <= 400, "the alarm rings again when the sample is due"
+        assert signal.getitimer(signal.ITIMER_REAL)[0] <= 400, (
+            "the alarm rings again when the sample is due"
+        )
         return float(one.text)
 
     with Grader(takes, 1000.0) as grader:
         for one in seconds:
-            with pytest.raises(DataError, match="took longer than 1000 s") if one > 1000 else nullcontext():
+            with (
+                pytest.raises(DataError, match="took longer than 1000 s")
+                if one > 1000
+                else nullcontext()
+            ):
                 assert grader.grade(PROMPT, sample(str(one))).reward == one
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -1,4 +1,6 @@
-"""Tiny random models, and the two things every exactness test needs: run an engine, score what it made."""
+"""Tiny random models, and the two things every exactness test needs: run an engine, score what it
+made.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def _spec(family: str, num_heads: int, num_kv_heads: int) -> ModelSpec:
 
 @pytest.fixture(scope="session")
 def new_model() -> Callable[..., CausalLM]:
-    def build(family: str = "qwen3", num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0) -> CausalLM:
+    def build(
+        family: str = "qwen3", num_heads: int = 4, num_kv_heads: int = 2, seed: int = 0
+    ) -> CausalLM:
         spec = _spec(family, num_heads, num_kv_heads)
         model = CausalLM(spec)
         model.load_state_dict(dict(random_weights(spec, seed)))
@@ -72,7 +76,9 @@ def new_engine() -> Callable[..., NativeEngine]:
         **cfg: object,
     ) -> NativeEngine:
         cfg.setdefault("max_step_tokens", max(64, int(cfg.get("max_batch", 16))))
-        engine = NativeEngine(model, EngineConfig(**{"max_batch": 16, **cfg}), CPU, decode=decode, draw=draw)
+        engine = NativeEngine(
+            model, EngineConfig(**{"max_batch": 16, **cfg}), CPU, decode=decode, draw=draw
+        )
         engine.new_version(0)
         return engine
 
@@ -86,26 +92,43 @@ def finish() -> Callable[..., Samples]:
 
 @pytest.fixture(scope="session")
 def mismatched_tokens() -> Callable[..., int]:
-    """The gate: how many tokens of `samples` carry other bits than the packed training forward gives them."""
+    """The gate: how many tokens of `samples` carry other bits than the packed training forward
+    gives them.
+    """
 
     def count(model: CausalLM, requests: Sequence[Request], samples: Samples) -> int:
         pairs = [(request, samples[request.uid, request.index]) for request in requests]
-        tokens = [np.concatenate([request.prompt, sample.tokens]).astype(np.int64) for request, sample in pairs]
+        tokens = [
+            np.concatenate([request.prompt, sample.tokens]).astype(np.int64)
+            for request, sample in pairs
+        ]
         lengths = np.array([len(t) for t in tokens], dtype=np.int32)
         ends = np.cumsum(lengths)
         spec = model.spec
-        attend = PackedAttention(lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=CPU)
+        attend = PackedAttention(
+            lengths, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, device=CPU
+        )
         positions = np.concatenate([np.arange(n) for n in lengths])
         rows = np.concatenate(
-            [np.arange(end - len(s.tokens) - 1, end - 1) for end, (_, s) in zip(ends, pairs, strict=True)]
+            [
+                np.arange(end - len(s.tokens) - 1, end - 1)
+                for end, (_, s) in zip(ends, pairs, strict=True)
+            ]
         )
-        warm = np.concatenate([np.full(len(s.tokens), s.temperature, dtype=np.float32) for _, s in pairs])
+        warm = np.concatenate(
+            [np.full(len(s.tokens), s.temperature, dtype=np.float32) for _, s in pairs]
+        )
         targets = np.concatenate([s.tokens for _, s in pairs]).astype(np.int64)
         with torch.no_grad():
             logits = model(
-                torch.from_numpy(np.concatenate(tokens)), torch.from_numpy(positions), attend, torch.from_numpy(rows)
+                torch.from_numpy(np.concatenate(tokens)),
+                torch.from_numpy(positions),
+                attend,
+                torch.from_numpy(rows),
             )
-            scored, _ = token_logprobs(logits, torch.from_numpy(targets), 1 / torch.from_numpy(warm))
+            scored, _ = token_logprobs(
+                logits, torch.from_numpy(targets), 1 / torch.from_numpy(warm)
+            )
         recorded = torch.from_numpy(np.concatenate([s.logprobs for _, s in pairs]))
         return int((scored.view(torch.int32) != recorded.view(torch.int32)).sum())
 

@@ -1,4 +1,6 @@
-"""The native engine's behaviour request by request: streaming, endings, versions, sleep, and clear refusals."""
+"""The native engine's behaviour request by request: streaming, endings, versions, sleep, and clear
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ EOS = 1
 
 def request(uid=0, index=0, prompt=(5, 6, 7), **sampling) -> Request:
     sampling.setdefault("ignore_eos", True)
-    return Request(uid, index, np.array(prompt, dtype=np.int32), SamplingConfig(**{"max_tokens": 8, **sampling}))
+    return Request(
+        uid,
+        index,
+        np.array(prompt, dtype=np.int32),
+        SamplingConfig(**{"max_tokens": 8, **sampling}),
+    )
 
 
 def letters(tokens: tuple[int, ...]) -> str:
@@ -32,7 +39,9 @@ def test_tokens_stream_and_add_up_to_the_sample(model, new_engine):
     finished = []
     while engine.has_work:
         progress = engine.step()
-        for index, token, logprob in zip(progress.indices, progress.tokens, progress.logprobs, strict=True):
+        for index, token, logprob in zip(
+            progress.indices, progress.tokens, progress.logprobs, strict=True
+        ):
             streamed[int(index)].append((token, logprob))
         finished += progress.finished
     assert [sample.index for sample in finished] == [0, 1, 2]
@@ -61,7 +70,9 @@ def test_a_step_without_work_does_nothing(model, new_engine):
 
 def test_eos_and_stop_ids_end_a_sample_and_stay_in_it(model, new_engine, finish):
     free = finish(new_engine(model), [request(index=i, max_tokens=60) for i in range(8)])
-    with_eos = finish(new_engine(model), [request(index=i, max_tokens=60, ignore_eos=False) for i in range(8)])
+    with_eos = finish(
+        new_engine(model), [request(index=i, max_tokens=60, ignore_eos=False) for i in range(8)]
+    )
     for name, sample in free.items():
         tokens = sample.tokens.tolist()
         expected = tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
@@ -77,7 +88,9 @@ def test_eos_and_stop_ids_end_a_sample_and_stay_in_it(model, new_engine, finish)
     assert stopped[0, 1].tokens.tolist() == free[0, 1].tokens.tolist()
 
 
-def test_stop_strings_end_a_sample_and_stay_in_it_through_abort_and_resume(model, new_engine, finish):
+def test_stop_strings_end_a_sample_and_stay_in_it_through_abort_and_resume(
+    model, new_engine, finish
+):
     free = finish(new_engine(model), [request(max_tokens=40)])[0, 0]
     stop = letters(tuple(free.tokens[9:12].tolist()))
     assert letters(tuple(free.tokens.tolist())).index(stop) == 9
@@ -100,14 +113,21 @@ def test_abort_picks_by_uid_and_index_and_returns_what_there_is(model, new_engin
         for index in range(2):
             engine.submit(request(uid, index))
     engine.step()
-    assert [(s.prompt_uid, s.index, len(s.tokens)) for s in engine.abort(uid=0, index=1)] == [(0, 1, 1)]
-    assert [(s.prompt_uid, s.index, len(s.tokens)) for s in engine.abort(uid=1)] == [(1, 0, 0), (1, 1, 0)]
+    assert [(s.prompt_uid, s.index, len(s.tokens)) for s in engine.abort(uid=0, index=1)] == [
+        (0, 1, 1)
+    ]
+    assert [(s.prompt_uid, s.index, len(s.tokens)) for s in engine.abort(uid=1)] == [
+        (1, 0, 0),
+        (1, 1, 0),
+    ]
     assert engine.abort(uid=9) == []
     assert finish(engine).keys() == {(0, 0)}
     assert not engine.has_work
 
 
-def test_every_token_names_the_weights_that_made_it(new_model, new_engine, finish, mismatched_tokens):
+def test_every_token_names_the_weights_that_made_it(
+    new_model, new_engine, finish, mismatched_tokens
+):
     model, other = new_model(seed=0), new_model(seed=1)
     engine = new_engine(model, page_size=2)
     asked = request(max_tokens=9)
@@ -118,9 +138,12 @@ def test_every_token_names_the_weights_that_made_it(new_model, new_engine, finis
     engine.new_version(7)
     sample = finish(engine)[0, 0]
     assert sample.versions.tolist() == [0] * 4 + [7] * 5
-    # what came after the push was computed under the new weights only, the keys and values of earlier tokens included
+    # what came after the push was computed under the new weights only, the keys and values of
+    # earlier tokens included
     as_prompt = Request(0, 0, np.concatenate([asked.prompt, sample.tokens[:4]]), asked.sampling)
-    sample = type(sample)(0, 0, sample.tokens[4:], sample.logprobs[4:], sample.versions[4:], "length")
+    sample = type(sample)(
+        0, 0, sample.tokens[4:], sample.logprobs[4:], sample.versions[4:], "length"
+    )
     assert mismatched_tokens(model, [as_prompt], {(0, 0): sample}) == 0
 
 
@@ -138,7 +161,8 @@ def test_an_engine_that_finds_no_room_says_what_asks_for_less(model, new_engine,
     engine.sleep()
     monkeypatch.setattr(HostMemory, "map", full)
     with pytest.raises(
-        ResidencyError, match=r"no room for pages .*: 9 GiB are asked for, .* engine.memory_fraction asks"
+        ResidencyError,
+        match=r"no room for pages .*: 9 GiB are asked for, .* engine.memory_fraction asks",
     ):
         engine.wake()
 
@@ -175,7 +199,9 @@ def test_nan_weights_are_named_and_leave_nothing_behind(new_model, new_engine, f
     value.fill_(float("nan"))
     engine.new_version(4)
     engine.submit(request(uid=3, prompt=range(2, 17)))
-    with pytest.raises(SpmdError, match="weights version 4 give NaN logits: prompt 3, sample 0, response token 0"):
+    with pytest.raises(
+        SpmdError, match="weights version 4 give NaN logits: prompt 3, sample 0, response token 0"
+    ):
         engine.step()
     engine.abort()
     value.copy_(kept_value)
@@ -187,10 +213,19 @@ def test_nan_weights_are_named_and_leave_nothing_behind(new_model, new_engine, f
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
-        (request(uid=4, prompt=[2] * 192), "prompt 4: has 192 tokens, but the model's context is 192"),
+        (
+            request(uid=4, prompt=[2] * 192),
+            "prompt 4: has 192 tokens, but the model's context is 192",
+        ),
         (request(uid=4, prompt=[]), "prompt 4: has no tokens"),
-        (request(uid=4, prompt=[2, 37]), "prompt 4: has token ids outside the model's vocabulary of 37"),
-        (request(uid=4, prompt=[2] * 60, max_tokens=30), "prompt 4: and its answer may need 89 tokens of KV memory"),
+        (
+            request(uid=4, prompt=[2, 37]),
+            "prompt 4: has token ids outside the model's vocabulary of 37",
+        ),
+        (
+            request(uid=4, prompt=[2] * 60, max_tokens=30),
+            "prompt 4: and its answer may need 89 tokens of KV memory",
+        ),
         (request(stop=("x",)), "stop strings need a tokenizer"),
         (request(stop_ids=(3, 37)), "sampling.stop_ids holds 37: the ids of this model end at 36"),
     ],
@@ -203,7 +238,9 @@ def test_requests_that_cannot_work_are_refused_when_they_come(model, new_engine,
     assert not engine.has_work
 
 
-def test_a_request_that_just_fits_the_pages_is_taken_and_one_more_token_is_not(model, new_engine, finish):
+def test_a_request_that_just_fits_the_pages_is_taken_and_one_more_token_is_not(
+    model, new_engine, finish
+):
     """The last token of an answer needs no keys and values."""
     engine = new_engine(model, num_pages=5, page_size=4)
     assert len(finish(engine, [request(prompt=[2] * 10, max_tokens=11)])[0, 0].tokens) == 11
@@ -258,7 +295,10 @@ def test_config_values_out_of_range_are_named(build, key):
 
 def test_automatic_pool_holds_a_full_batch_of_whole_contexts_or_what_memory_allows(model):
     cpu = torch.device("cpu")
-    assert auto_pages(model.spec, EngineConfig(max_batch=3, page_size=16, dtype="float32"), cpu) == 3 * 12
+    assert (
+        auto_pages(model.spec, EngineConfig(max_batch=3, page_size=16, dtype="float32"), cpu)
+        == 3 * 12
+    )
     large = EngineConfig(max_batch=1 << 20, max_step_tokens=1 << 20, page_size=64, dtype="float32")
     bytes_per_token = 2 * 2 * 2 * 8 * 4
     assert auto_pages(model.spec, large, cpu) * 64 * bytes_per_token == 1 << 30
@@ -266,18 +306,28 @@ def test_automatic_pool_holds_a_full_batch_of_whole_contexts_or_what_memory_allo
 
 def test_bfloat16_engine_is_exact_too(new_model, new_engine, finish, mismatched_tokens):
     model = new_model().bfloat16()
-    requests = [request(uid, index, range(2, 9 + 9 * uid)) for uid in range(3) for index in range(4)]
+    requests = [
+        request(uid, index, range(2, 9 + 9 * uid)) for uid in range(3) for index in range(4)
+    ]
     alone = {}
     for one in requests:
         alone |= finish(new_engine(model, max_batch=1, dtype="bfloat16"), [one])
-    together = finish(new_engine(model, max_batch=5, page_size=4, max_step_tokens=9, dtype="bfloat16"), requests)
-    assert all(together[name].logprobs.tobytes() == alone[name].logprobs.tobytes() for name in alone)
+    together = finish(
+        new_engine(model, max_batch=5, page_size=4, max_step_tokens=9, dtype="bfloat16"), requests
+    )
+    assert all(
+        together[name].logprobs.tobytes() == alone[name].logprobs.tobytes() for name in alone
+    )
     assert mismatched_tokens(model, requests, together) == 0
 
 
 def test_a_forward_pass_that_pads_no_rows(model, new_engine, finish, monkeypatch):
-    """As on a GPU where products keep the contract for any number of rows; the bits of a CPU's other ops change."""
-    requests = [request(uid, index, range(2, 9 + 9 * uid)) for uid in range(3) for index in range(3)]
+    """As on a GPU where products keep the contract for any number of rows; the bits of a CPU's
+    other ops change.
+    """
+    requests = [
+        request(uid, index, range(2, 9 + 9 * uid)) for uid in range(3) for index in range(3)
+    ]
     padded = finish(new_engine(model), requests)
     monkeypatch.setattr("spmd_rl.model.network.is_exact", lambda weight: True)
     whole = finish(new_engine(model), requests)

@@ -1,4 +1,6 @@
-"""A sample's tokens and log-probs are a function of weights, prompt, sampling and seed: not of the schedule."""
+"""A sample's tokens and log-probs are a function of weights, prompt, sampling and seed: not of the
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def workload(seed: int = 5) -> list[Request]:
     shapes = [
         SamplingConfig(max_tokens=14, seed=seed, ignore_eos=True),
         SamplingConfig(max_tokens=22, seed=seed, temperature=0.7),
-        SamplingConfig(max_tokens=9, seed=seed, temperature=1.3, top_k=5, top_p=0.9, ignore_eos=True),
+        SamplingConfig(
+            max_tokens=9, seed=seed, temperature=1.3, top_k=5, top_p=0.9, ignore_eos=True
+        ),
         SamplingConfig(max_tokens=11, seed=seed + 1, min_p=0.1),
         SamplingConfig(max_tokens=8, seed=seed, temperature=0.0),
     ]
@@ -82,7 +86,13 @@ TIGHT = Schedule(
     arrivals=[3, 0, 4],
     aborts={5: 2, 9: 7},
     retracts={12},
-    cfg={"max_batch": 10, "page_size": 2, "max_step_tokens": 19, "num_pages": 41, "prefix_cache": True},
+    cfg={
+        "max_batch": 10,
+        "page_size": 2,
+        "max_step_tokens": 19,
+        "num_pages": 41,
+        "prefix_cache": True,
+    },
 )
 
 TOGETHER = Schedule(
@@ -90,7 +100,13 @@ TOGETHER = Schedule(
     arrivals=[10],
     aborts={3: 1, 4: 2},
     retracts={6},
-    cfg={"max_batch": 10, "page_size": 4, "max_step_tokens": 500, "num_pages": 0, "prefix_cache": True},
+    cfg={
+        "max_batch": 10,
+        "page_size": 4,
+        "max_step_tokens": 500,
+        "num_pages": 0,
+        "prefix_cache": True,
+    },
 )
 
 
@@ -150,7 +166,9 @@ def test_any_schedule_gives_the_same_bits(model, new_engine, alone):
     assert all(seen[feature] for feature in FEATURES), f"a feature was not exercised: {seen}"
 
 
-@pytest.mark.parametrize(("family", "num_heads", "num_kv_heads"), [("qwen3", 4, 2), ("qwen2", 6, 1), ("llama", 4, 4)])
+@pytest.mark.parametrize(
+    ("family", "num_heads", "num_kv_heads"), [("qwen3", 4, 2), ("qwen2", 6, 1), ("llama", 4, 4)]
+)
 def test_decoded_logprobs_are_the_training_forwards(
     new_model, new_engine, finish, mismatched_tokens, family, num_heads, num_kv_heads
 ):
@@ -165,13 +183,23 @@ def test_decoded_logprobs_are_the_training_forwards(
         assert stats[feature], f"{feature} was not exercised: {stats}"
 
 
-@pytest.mark.parametrize(("max_step_tokens", "feature"), [(64, "num_forks"), (16, "num_copied_tails")])
-def test_a_copied_page_changes_no_bit(model, new_engine, finish, alone, monkeypatch, max_step_tokens, feature):
+@pytest.mark.parametrize(
+    ("max_step_tokens", "feature"), [(64, "num_forks"), (16, "num_copied_tails")]
+)
+def test_a_copied_page_changes_no_bit(
+    model, new_engine, finish, alone, monkeypatch, max_step_tokens, feature
+):
     engine = new_engine(model, page_size=64, max_step_tokens=max_step_tokens)
     assert unequal(finish(engine, workload()), alone) == 0
     assert engine.stats()[feature] > 0
     monkeypatch.setattr(paged_attention.KvCache, "copy_pages", lambda self, sources, targets: None)
-    assert unequal(finish(new_engine(model, page_size=64, max_step_tokens=max_step_tokens), workload()), alone) > 0
+    assert (
+        unequal(
+            finish(new_engine(model, page_size=64, max_step_tokens=max_step_tokens), workload()),
+            alone,
+        )
+        > 0
+    )
 
 
 def test_samples_of_one_prompt_differ_and_seeds_matter(model, new_engine, finish, alone):
@@ -180,7 +208,9 @@ def test_samples_of_one_prompt_differ_and_seeds_matter(model, new_engine, finish
     assert unequal(other, alone) >= len(alone) - 2  # greedy samples have no randomness
 
 
-def test_resume_under_the_same_weights_is_the_uninterrupted_sample(model, new_engine, finish, alone):
+def test_resume_under_the_same_weights_is_the_uninterrupted_sample(
+    model, new_engine, finish, alone
+):
     request = workload()[0]
     for pause in range(1, 14):
         first, second = new_engine(model), new_engine(model, page_size=2, prefix_cache=False)
@@ -197,7 +227,9 @@ def test_resume_under_the_same_weights_is_the_uninterrupted_sample(model, new_en
 # Negative controls: each plants one fault, and the checkers above must see it.
 
 
-def test_control_stale_cache_after_a_weight_change_is_seen(new_model, new_engine, finish, mismatched_tokens):
+def test_control_stale_cache_after_a_weight_change_is_seen(
+    new_model, new_engine, finish, mismatched_tokens
+):
     model, other = new_model(seed=0), new_model(seed=1)
     requests = workload()
     for told, expected in ((False, False), (True, True)):
@@ -224,7 +256,9 @@ def test_control_shifted_random_stream_is_seen(model, new_engine, finish, alone)
     assert unequal(finish(new_engine(model, draw=shifted), workload()), alone) > 0
 
 
-def test_control_another_block_order_is_seen(model, new_engine, finish, alone, mismatched_tokens, monkeypatch):
+def test_control_another_block_order_is_seen(
+    model, new_engine, finish, alone, mismatched_tokens, monkeypatch
+):
     def one_block(weights, v, num_rows):
         flat, values = weights.view(-1, *weights.shape[2:]), v.view(-1, *v.shape[2:])
         return torch.bmm(flat, values).view(*weights.shape[:3], -1)[:, :, :num_rows]
@@ -236,7 +270,9 @@ def test_control_another_block_order_is_seen(model, new_engine, finish, alone, m
     assert unequal(samples, alone) > 0
 
 
-def test_control_keys_from_a_neighbours_page_are_seen(model, new_engine, finish, alone, monkeypatch):
+def test_control_keys_from_a_neighbours_page_are_seen(
+    model, new_engine, finish, alone, monkeypatch
+):
     build = paged_attention.PagedAttention.chunks
 
     def shifted(cache, *, page_table, **rest):

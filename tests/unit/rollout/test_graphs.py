@@ -13,7 +13,7 @@ import torch
 
 from spmd_rl.rollout.native import decode_graphs
 from spmd_rl.rollout.native.decode_graphs import TURNS, DecodeGraphs, batch_sizes, table_width
-from spmd_rl.rollout.native.sequence_table import Rows
+from spmd_rl.rollout.native.sequence_table import SequenceTable
 
 
 def test_sizes_end_at_the_largest() -> None:
@@ -23,7 +23,10 @@ def test_sizes_end_at_the_largest() -> None:
 
 def test_page_tables_hold_whole_splits() -> None:
     assert table_width(num_pages=3, max_pages=70, split_pages=0) == 70
-    widths = [table_width(num_pages, max_pages=70, split_pages=16) for num_pages in (1, 16, 17, 32, 33, 64, 65, 70)]
+    widths = [
+        table_width(num_pages, max_pages=70, split_pages=16)
+        for num_pages in (1, 16, 17, 32, 33, 64, 65, 70)
+    ]
     assert widths == [16, 16, 32, 32, 64, 64, 80, 80]
 
 
@@ -33,7 +36,7 @@ class Pinned:
         self.logprobs = -self.tokens.float()
 
 
-class Staged:
+class GraphInputs:
     uploaded: ClassVar[list[int]] = []
 
     def __init__(self, fields: object, device: torch.device) -> None:
@@ -46,25 +49,29 @@ class Staged:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     monkeypatch.setattr(decode_graphs, "_Pinned", Pinned)
-    monkeypatch.setattr(decode_graphs, "Staged", Staged)
-    monkeypatch.setattr(decode_graphs, "record", lambda work, memory: (SimpleNamespace(replay=lambda: None), None))
-    monkeypatch.setattr(Staged, "uploaded", [])
+    monkeypatch.setattr(decode_graphs, "GraphInputs", GraphInputs)
+    monkeypatch.setattr(
+        decode_graphs, "record", lambda work, memory: (SimpleNamespace(replay=lambda: None), None)
+    )
+    monkeypatch.setattr(GraphInputs, "uploaded", [])
     cache = SimpleNamespace(data=torch.zeros(1), split=0, page_size=4)
-    return DecodeGraphs(None, cache, Rows(6, 64, 4), None, None)
+    return DecodeGraphs(None, cache, SequenceTable(6, 64, 4), None, None)
 
 
 def test_steps_take_turns_in_the_hosts_memory(graphs: DecodeGraphs) -> None:
     """A step's place is told to the device whenever its rows are; between, it counts by itself."""
     three, two = np.array([0, 2, 5]), np.array([1, 3])
-    places = [graphs.launch(rows)[0][0].item() // 6 for rows in (three, three, three, two, two, three)]
+    places = [
+        graphs.launch(rows)[0][0].item() // 6 for rows in (three, three, three, two, two, three)
+    ]
     assert places == [0, 1, 0, 1, 0, 1]
     # each size once as it is recorded, then for three rows first, for two, for three again
-    assert Staged.uploaded == [0, 0, 1, 1, 1]
+    assert GraphInputs.uploaded == [0, 0, 1, 1, 1]
 
 
 def test_graphs_let_go_of_are_gone_without_the_collector(graphs: DecodeGraphs, request) -> None:
     """What they hold is device memory, and letting go of it late would end a recording under way."""
-    made = DecodeGraphs(None, graphs._cache, Rows(6, 64, 4), None, None)
+    made = DecodeGraphs(None, graphs._cache, SequenceTable(6, 64, 4), None, None)
     made.launch(np.array([0]))
     gone = weakref.ref(made)
     request.addfinalizer(gc.enable)

@@ -1,4 +1,6 @@
-"""The page pool: nothing leaks, nothing is held twice, the least recently used idle page goes first."""
+"""The page pool: nothing leaks, nothing is held twice, the least recently used idle page goes
+first.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The Rollout role in one process: a model folder with a tokenizer, and transformers as the judge of greedy answers."""
+"""The Rollout role in one process: a model folder with a tokenizer, and transformers as the judge
+of greedy answers.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,14 @@ def folder(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("model")
     alphabet = ["<pad>", "<eos>", *"0123456789+-=abcdefghij "]
-    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(alphabet)}, unk_token="<pad>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({piece: i for i, piece in enumerate(alphabet)}, unk_token="<pad>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
     fast.save_pretrained(path)
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
@@ -74,7 +80,9 @@ def new_role(folder):
 def prompts(role, *texts: str) -> list[Prompt]:
     return [
         Prompt(uid, np.array(tokens, dtype=np.int32), text=text, answer=text[::-1])
-        for uid, (text, tokens) in enumerate(zip(texts, role.tokenizer(list(texts))["input_ids"], strict=True))
+        for uid, (text, tokens) in enumerate(
+            zip(texts, role.tokenizer(list(texts))["input_ids"], strict=True)
+        )
     ]
 
 
@@ -103,7 +111,7 @@ def test_groups_come_in_prompt_and_sample_order_with_text_and_reward(new_role):
 
 def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
     role = new_role()
-    role.place.trace = Trace(tmp_path, "rank 0", rank=0)
+    role.context.trace = Trace(tmp_path, "rank 0", rank=0)
     asked, sampling = prompts(role, "1+1=", "2+2="), SamplingConfig(num_samples=2, max_tokens=4)
 
     def slow(prompt: Prompt, sample) -> float:
@@ -116,7 +124,7 @@ def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
             spent = [group.graded_s for group in role.generate(asked, sampling)]
             assert seconds <= spent[0] < seconds + 0.04, "of this call"
             assert spent == spent[:1] * 2
-    role.place.trace.close()
+    role.context.trace.close()
     spans = [json.loads(line) for line in (tmp_path / "rank_0.jsonl").read_text().splitlines()[1:]]
     assert sum(span[4]["samples"] for span in spans if span[2] > 15e6) == 8
     assert {span[0] for span in spans} == {"reward"}
@@ -126,9 +134,14 @@ def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
 
 def test_two_halves_of_the_prompts_give_what_one_rank_gives(new_role):
     role = new_role()
-    asked, sampling = prompts(role, "1+1=", "2+2=", "3+3=", "4+4="), SamplingConfig(num_samples=2, max_tokens=9)
+    asked, sampling = (
+        prompts(role, "1+1=", "2+2=", "3+3=", "4+4="),
+        SamplingConfig(num_samples=2, max_tokens=9),
+    )
     together = role.generate(asked, sampling)
-    apart = new_role(max_batch=3).generate(asked[:2], sampling) + new_role(max_batch=1).generate(asked[2:], sampling)
+    apart = new_role(max_batch=3).generate(asked[:2], sampling) + new_role(max_batch=1).generate(
+        asked[2:], sampling
+    )
     for left, right in zip(together, apart, strict=True):
         for one, other in zip(left.samples, right.samples, strict=True):
             assert one.tokens.tobytes() == other.tokens.tobytes()
@@ -137,12 +150,16 @@ def test_two_halves_of_the_prompts_give_what_one_rank_gives(new_role):
 
 def test_greedy_answers_are_those_of_transformers(new_role, folder):
     role = new_role()
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     asked = prompts(role, "1", "12+34=", "0123456789+abcdefghij-0123456789", "j i h g")
     groups = role.generate(asked, SamplingConfig(temperature=0.0, max_tokens=40))
     for group in groups:
         expected = reference.generate(
-            torch.tensor(group.prompt.tokens, dtype=torch.int64)[None], do_sample=False, max_new_tokens=40
+            torch.tensor(group.prompt.tokens, dtype=torch.int64)[None],
+            do_sample=False,
+            max_new_tokens=40,
         )[0, len(group.prompt.tokens) :]
         assert group.samples[0].tokens.tolist() == expected.tolist()
 
@@ -152,7 +169,9 @@ def test_stop_string_through_the_tokenizer(new_role):
     (free,) = role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True))
     stop = free.samples[0].text[7:9]
     cut = free.samples[0].text.index(stop) + 2
-    (group,) = role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True, stop=(stop,)))
+    (group,) = role.generate(
+        prompts(role, "5+5="), SamplingConfig(max_tokens=30, ignore_eos=True, stop=(stop,))
+    )
     assert group.samples[0].text == free.samples[0].text[:cut]
     assert group.samples[0].finish == "stop"
 
@@ -169,7 +188,9 @@ def test_an_engine_that_is_too_large_for_the_host_names_what_asks_for_less(new_r
         raise MemoryError
 
     monkeypatch.setattr("spmd_rl.rollout.native.build.NativeEngine", too_large)
-    with pytest.raises(ResidencyError, match="engine.max_batch = 8 and engine.num_pages = 9 ask for more memory"):
+    with pytest.raises(
+        ResidencyError, match="engine.max_batch = 8 and engine.num_pages = 9 ask for more memory"
+    ):
         new_role(num_pages=9)
 
 
@@ -206,7 +227,9 @@ def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_r
 
 @pytest.mark.parametrize("poisoned", [1, 3])
 def test_a_poisoned_sample_is_skipped_if_the_config_says_so(new_role, poisoned: int):
-    """Its group goes on without it, or is emptied when that leaves a single sample; other groups are as ever."""
+    """Its group goes on without it, or is emptied when that leaves a single sample; other groups
+    are as ever.
+    """
 
     def hangs(prompt: Prompt, sample) -> float:
         if prompt.uid == 1 and sample.index < poisoned:
@@ -220,7 +243,9 @@ def test_a_poisoned_sample_is_skipped_if_the_config_says_so(new_role, poisoned: 
     assert ([sample.reward for sample in whole.samples], whole.skipped) == ([0, 1, 2, 3], [])
     assert [sample.reward for sample in struck.samples] == ([1, 2, 3] if poisoned == 1 else [])
     assert len(struck.skipped) == poisoned
-    assert all("prompt '1+1='" in why and why.endswith("took longer than 0.05 s") for why in struck.skipped)
+    assert all(
+        "prompt '1+1='" in why and why.endswith("took longer than 0.05 s") for why in struck.skipped
+    )
 
 
 def test_two_prompts_with_one_uid_are_refused(new_role):
@@ -249,7 +274,9 @@ def test_sleep_wake_and_stats(new_role):
     role.sleep()
     assert role.stats()[0]["kv_bytes"] == 0
     role.wake()
-    role.generate(prompts(role, "1+1="), SamplingConfig(num_samples=3, max_tokens=4, ignore_eos=True))
+    role.generate(
+        prompts(role, "1+1="), SamplingConfig(num_samples=3, max_tokens=4, ignore_eos=True)
+    )
     assert role.stats()[0]["num_generated_tokens"] == 12
 
 

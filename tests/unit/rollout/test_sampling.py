@@ -1,4 +1,6 @@
-"""What the engine draws follows the distribution it was asked for; what it records never does but the unmasked one."""
+"""What the engine draws follows the distribution it was asked for; what it records never does but
+the unmasked one.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import torch
 
 from spmd_rl.kernels import PackedAttention, sample_tokens, stream_keys
 from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.native.sequence_table import Rows
+from spmd_rl.rollout.native.sequence_table import SequenceTable
 from spmd_rl.train.microbatch import inverse_temperature
 
 NUM_DRAWS = 4000
@@ -31,7 +33,9 @@ def draw(model, new_engine, finish):
 @pytest.fixture(scope="module")
 def logits(model):
     attend = PackedAttention(np.array([4]), num_heads=4, num_kv_heads=2, device=torch.device("cpu"))
-    return model(torch.from_numpy(PROMPT).long(), torch.arange(4), attend, torch.tensor([3]))[0].double()
+    return model(torch.from_numpy(PROMPT).long(), torch.arange(4), attend, torch.tensor([3]))[
+        0
+    ].double()
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
@@ -56,7 +60,9 @@ def support(probs: np.ndarray, sampling: dict) -> set[int]:
     return set(order.tolist())
 
 
-@pytest.mark.parametrize("sampling", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7}])
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.7}]
+)
 def test_filters_draw_from_their_support_and_record_the_unmasked_logprob(draw, logits, sampling):
     tokens, logprobs = draw(**sampling)
     unmasked = torch.log_softmax(logits, 0).numpy()
@@ -72,21 +78,32 @@ def test_filters_draw_from_their_support_and_record_the_unmasked_logprob(draw, l
     assert ((drawn[kept_tokens] - means) ** 2 / means).sum() < CHI_SQUARE_36_999
 
 
-def test_each_token_is_drawn_with_the_key_of_its_seed_prompt_sample_and_position(model, new_engine, finish):
+def test_each_token_is_drawn_with_the_key_of_its_seed_prompt_sample_and_position(
+    model, new_engine, finish
+):
     names = [(uid, index, seed) for uid in (0, 5) for index in (0, 2) for seed in (uid, 9)]
     requests = [
-        Request(uid + 10 * seed, index, PROMPT, SamplingConfig(max_tokens=6, seed=seed, ignore_eos=True))
+        Request(
+            uid + 10 * seed, index, PROMPT, SamplingConfig(max_tokens=6, seed=seed, ignore_eos=True)
+        )
         for uid, index, seed in names
     ]
     samples = finish(new_engine(model), requests)
     for request in requests:
         sample = samples[request.uid, request.index]
-        attend = PackedAttention(np.array([10]), num_heads=4, num_kv_heads=2, device=torch.device("cpu"))
+        attend = PackedAttention(
+            np.array([10]), num_heads=4, num_kv_heads=2, device=torch.device("cpu")
+        )
         tokens = torch.from_numpy(np.concatenate([PROMPT, sample.tokens])).long()
         rows = model(tokens, torch.arange(10), attend, torch.arange(3, 9))
         same = np.ones(6, dtype=np.int64)
-        keys = stream_keys(request.sampling.seed, request.uid * same, request.index * same, np.arange(6))
-        assert sample_tokens(rows, torch.ones(6), torch.from_numpy(keys)).tolist() == sample.tokens.tolist()
+        keys = stream_keys(
+            request.sampling.seed, request.uid * same, request.index * same, np.arange(6)
+        )
+        assert (
+            sample_tokens(rows, torch.ones(6), torch.from_numpy(keys)).tolist()
+            == sample.tokens.tolist()
+        )
 
 
 def test_greedy_takes_the_largest_and_scores_it_at_temperature_one(draw, logits):
@@ -96,10 +113,17 @@ def test_greedy_takes_the_largest_and_scores_it_at_temperature_one(draw, logits)
 
 
 def test_the_inverse_of_a_temperature_has_the_trainers_bits():
-    """Division in float64, rounded after, gives other bits for many of these, such as 0.12, 0.48 and 1.7."""
-    rows, prompt, others = Rows(1, 8, 4), np.ones(2, np.int32), 0
+    """Division in float64, rounded after, gives other bits for many of these, such as 0.12, 0.48
+    and 1.7.
+    """
+    rows, prompt, others = SequenceTable(1, 8, 4), np.ones(2, np.int32), 0
     for temperature in (np.arange(1, 201) / 100).tolist():
-        row = rows.put(Request(0, 0, prompt, SamplingConfig(temperature=temperature)), [0], computed=0, stop_ids=())
+        row = rows.put(
+            Request(0, 0, prompt, SamplingConfig(temperature=temperature)),
+            [0],
+            computed=0,
+            stop_ids=(),
+        )
         (expected,) = inverse_temperature(np.array([temperature], np.float32))
         assert rows.inv_temperature[row] == expected, temperature
         others += np.float32(1 / temperature) != expected

@@ -1,4 +1,6 @@
-"""The scheduler against a cache that remembers, for each slot, the whole token history that its K/V stands for."""
+"""The scheduler against a cache that remembers, for each slot, the whole token history that its K/V
+stands for.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from hypothesis import strategies as st
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.pages import PagePool
 from spmd_rl.rollout.native.scheduler import REFILL_SHARE, Scheduler
-from spmd_rl.rollout.native.sequence_table import Rows
-from spmd_rl.rollout.native.step_plan import Plan, share_budget
+from spmd_rl.rollout.native.sequence_table import SequenceTable
+from spmd_rl.rollout.native.step_plan import StepPlan, share_budget
 
 MAX_TOKENS = 40
 FEATURES = (
@@ -32,12 +34,22 @@ FEATURES = (
 
 
 class FakeRunner:
-    """Carries out plans and checks what the real kernels rely on; `ahead`, it sees a step's tokens one step late."""
+    """Carries out plans and checks what the real kernels rely on; `ahead`, it sees a step's tokens
+    one step late.
+    """
 
     def __init__(
-        self, *, max_batch=4, page_size=4, num_pages=12, max_step_tokens=16, prefix_cache=True, ahead=False, min_tail=16
+        self,
+        *,
+        max_batch=4,
+        page_size=4,
+        num_pages=12,
+        max_step_tokens=16,
+        prefix_cache=True,
+        ahead=False,
+        min_tail=16,
     ) -> None:
-        self.rows = Rows(max_batch, MAX_TOKENS, page_size)
+        self.rows = SequenceTable(max_batch, MAX_TOKENS, page_size)
         self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(
             self.rows,
@@ -54,17 +66,23 @@ class FakeRunner:
         self.stops: dict[int, int] = {}
         self.done: dict[int, list[int]] = {}
 
-    def submit(self, uid: int, prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS) -> None:
+    def submit(
+        self, uid: int, prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS
+    ) -> None:
         self.submit_all([uid], prompt, max_tokens, stop_after)
 
-    def submit_all(self, uids: list[int], prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS) -> None:
-        """Samples of one prompt; each has a uid of its own here, which the tokens drawn for it depend on."""
+    def submit_all(
+        self, uids: list[int], prompt: list[int], max_tokens: int, stop_after: int = MAX_TOKENS
+    ) -> None:
+        """Samples of one prompt; each has a uid of its own here, which the tokens drawn for it
+        depend on.
+        """
         tokens, sampling = np.array(prompt, dtype=np.int32), SamplingConfig(max_tokens=max_tokens)
         for uid in uids:
             self.stops[uid] = stop_after
             self.scheduler.add(Request(uid, 0, tokens, sampling))
 
-    def step(self) -> Plan:
+    def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
         assert plan.lengths.sum() <= self.scheduler.max_step_tokens
         assert len(set(plan.rows.tolist())) == len(plan.rows)
@@ -72,7 +90,9 @@ class FakeRunner:
             missing = self.rows.length[plan.rows] - self.rows.computed[plan.rows]
             assert (missing == 1).all() or (missing > 1).all(), "prompts and decoding share a step"
         self.copy(plan.copies)
-        work = list(zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+        work = list(
+            zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
+        )
         written: set[int] = set()
         for row, start, length in work:
             for position in range(start, start + length):
@@ -82,10 +102,14 @@ class FakeRunner:
                 self.slots[slot] = self.history(row, position)
         self.copy(plan.forks)
         for (leader, *_), (row, _, length) in pairwise(work):
-            assert length or self.sequence(row) == self.sequence(leader), "a row draws from another's logits"
+            assert length or self.sequence(row) == self.sequence(leader), (
+                "a row draws from another's logits"
+            )
         for row, start, length in work:
             for position in range(start + length):
-                assert self.slots[self.slot(row, position)] == self.history(row, position), "a row reads another's K/V"
+                assert self.slots[self.slot(row, position)] == self.history(row, position), (
+                    "a row reads another's K/V"
+                )
         ready = plan.rows[self.scheduler.ready(plan)]
         self.scheduler.computed(plan)
         self.check_pages()
@@ -113,7 +137,10 @@ class FakeRunner:
         self.rows.fulfil(rows, tokens, np.zeros(len(rows), np.float32), 0)
         for row in rows.tolist():
             num_drawn = self.rows.known(row) - self.rows.prompt_length[row]
-            if self.rows.known(row) == self.rows.limit[row] or num_drawn == self.stops[int(self.rows.uid[row])]:
+            if (
+                self.rows.known(row) == self.rows.limit[row]
+                or num_drawn == self.stops[int(self.rows.uid[row])]
+            ):
                 (request,) = self.scheduler.leave([row])
                 self.done[request.uid] = request.tokens.tolist()
 
@@ -132,7 +159,9 @@ class FakeRunner:
 
     def check_pages(self) -> None:
         """No page is lost, and none is shared that somebody may still write to."""
-        holders = Counter(page for row in self.scheduler.running for page in self.rows.held_pages(row))
+        holders = Counter(
+            page for row in self.scheduler.running for page in self.rows.held_pages(row)
+        )
         assert self.pool.num_available == self.pool.num_pages - len(holders)
         for row in self.scheduler.running:
             for order, page in enumerate(self.rows.held_pages(row)):
@@ -141,7 +170,9 @@ class FakeRunner:
 
     def run(self) -> None:
         while self.scheduler.waiting or self.scheduler.running:
-            assert len(self.step().rows) or self.in_flight, "a step did nothing although work is left"
+            assert len(self.step().rows) or self.in_flight, (
+                "a step did nothing although work is left"
+            )
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -174,7 +205,9 @@ def test_any_load_finishes_with_every_page_back():
         prefix_cache=True, ahead=True, min_tail=3, moves=["step", "step", "retract", "step", "abort"],
     )  # fmt: skip
     @given(
-        requests=st.lists(st.tuples(prompts, st.integers(1, 19), st.integers(1, 19)), min_size=1, max_size=10),
+        requests=st.lists(
+            st.tuples(prompts, st.integers(1, 19), st.integers(1, 19)), min_size=1, max_size=10
+        ),
         num_samples=st.integers(1, 3),
         max_batch=st.integers(1, 6),
         page_size=st.sampled_from([1, 2, 4, 8]),
@@ -185,7 +218,9 @@ def test_any_load_finishes_with_every_page_back():
         min_tail=st.sampled_from([1, 3, 16]),
         moves=st.lists(st.sampled_from(["step", "retract", "abort"]), max_size=12),
     )
-    def check(requests, num_samples, max_batch, page_size, spare_pages, spare_tokens, moves, **options):
+    def check(
+        requests, num_samples, max_batch, page_size, spare_pages, spare_tokens, moves, **options
+    ):
         runner = FakeRunner(
             max_batch=max_batch,
             page_size=page_size,
@@ -209,7 +244,9 @@ def test_any_load_finishes_with_every_page_back():
         assert runner.pool.num_available == runner.pool.num_pages
         for uid in range(len(requests) * num_samples):
             prompt, max_tokens, stop_after = requests[uid // num_samples]
-            assert runner.done[uid] == [uid + len(prompt) + i for i in range(min(max_tokens, stop_after))]
+            assert runner.done[uid] == [
+                uid + len(prompt) + i for i in range(min(max_tokens, stop_after))
+            ]
         seen.update(vars(runner.scheduler.counters))
         seen["num_evictions"] += runner.pool.num_evictions
         seen["num_late"] += runner.ahead and len(runner.drawn) > 0
@@ -219,7 +256,9 @@ def test_any_load_finishes_with_every_page_back():
 
 
 def test_preemption_takes_the_newest_and_puts_it_back_in_front_with_its_tokens():
-    runner = FakeRunner(max_batch=4, page_size=4, num_pages=10, max_step_tokens=64, prefix_cache=False)
+    runner = FakeRunner(
+        max_batch=4, page_size=4, num_pages=10, max_step_tokens=64, prefix_cache=False
+    )
     for uid in range(3):
         runner.submit(uid, [uid] * 6, max_tokens=20)
     runner.submit(3, [3] * 6, max_tokens=20)
@@ -273,7 +312,9 @@ def test_samples_of_one_prompt_copy_its_tail_and_compute_one_token():
         runner.submit(uid, list(range(11)), max_tokens=3)
     runner.submit(4, [9] * 5, max_tokens=3)
     first, second = runner.step(), runner.step()
-    assert (first.starts.tolist(), first.lengths.tolist()) == ([0, 0], [11, 5]), "others do not wait for the group"
+    assert (first.starts.tolist(), first.lengths.tolist()) == ([0, 0], [11, 5]), (
+        "others do not wait for the group"
+    )
     assert (second.starts.tolist(), second.lengths.tolist()) == ([11, 5, 10, 10, 10], [1] * 5)
     assert len(second.copies) == 3
     runner.run()
@@ -289,7 +330,9 @@ def test_samples_of_one_prompt_copy_its_tail_and_compute_one_token():
         (37, [37, 5, 5], [1] * 3),
     ],
 )
-def test_only_a_short_tail_is_computed_by_each(num_tokens: int, first: list[int], second: list[int]):
+def test_only_a_short_tail_is_computed_by_each(
+    num_tokens: int, first: list[int], second: list[int]
+):
     """Nobody waits for fewer than 16 tokens where steps are recorded; pages are of 32 here."""
     runner = FakeRunner(max_batch=8, page_size=32, num_pages=64, max_step_tokens=200, ahead=True)
     runner.submit_all([0, 1, 2], list(range(num_tokens)), max_tokens=3)
@@ -306,7 +349,9 @@ def test_samples_of_one_prompt_fork_from_the_row_that_computes_it():
     assert plan.starts.tolist() == [0, 7, 7, 4, 8]
     assert plan.lengths.tolist() == [7, 0, 0, 4, 0]
     assert len(plan.forks) == 2, "a full last page is shared, not copied"
-    assert runner.rows.pages[plan.rows[3], :2].tolist() == runner.rows.pages[plan.rows[4], :2].tolist()
+    assert (
+        runner.rows.pages[plan.rows[3], :2].tolist() == runner.rows.pages[plan.rows[4], :2].tolist()
+    )
     runner.run()
     assert runner.done[2] == [2 + 7 + i for i in range(3)]
 

@@ -1,4 +1,6 @@
-"""Stop strings: found at the same token whatever the token boundaries, characters of several bytes included."""
+"""Stop strings: found at the same token whatever the token boundaries, characters of several bytes
+included.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def first_stop(stops: list[str], tokens: list[int], decode) -> int | None:
     return next((order for order, token in enumerate(tokens) if watch.push(token)), None)
 
 
-@given(text=st.text(alphabet="ab<é中🙂", max_size=20), stop=st.text(alphabet="ab<é中🙂", min_size=1, max_size=4))
+@given(
+    text=st.text(alphabet="ab<é中🙂", max_size=20),
+    stop=st.text(alphabet="ab<é中🙂", min_size=1, max_size=4),
+)
 def test_the_first_token_that_completes_the_string_is_found(text, stop):
     tokens = list(text.encode())
     whole = [byte_text(tuple(tokens[: n + 1])) for n in range(len(tokens))]
@@ -33,7 +38,10 @@ UNDECODABLE = st.tuples(st.sampled_from([b"\xff", b"\xe4", b"\x80"]), st.integer
 )
 
 
-@given(pieces=st.lists(CHARACTERS | UNDECODABLE, max_size=12), stop=st.text("ab<é中🙂", min_size=1, max_size=2))
+@given(
+    pieces=st.lists(CHARACTERS | UNDECODABLE, max_size=12),
+    stop=st.text("ab<é中🙂", min_size=1, max_size=2),
+)
 @example(pieces=[b"\xff" * 15, "中".encode(), "é".encode()], stop="中é")
 @example(pieces=[b"\xff" * 14, "中".encode(), "é".encode()], stop="中é")
 @example(pieces=[b"\xff" * 17, "中é".encode()], stop="中é")
@@ -56,7 +64,9 @@ def test_characters_before_bytes_that_are_no_text_are_seen_once(pieces, stop):
         return b"".join(pieces[token] for token in tokens).decode("utf-8", errors="replace")
 
     tokens = list(range(len(pieces)))
-    assert first_stop([stop], tokens, decode) == (None if stop not in decode(tuple(tokens)) else len(tokens) - 1)
+    assert first_stop([stop], tokens, decode) == (
+        None if stop not in decode(tuple(tokens)) else len(tokens) - 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ case "$1 $2" in
 "show job") echo "JobId=7 JobState=$STATE Reason=None Requeue=$REQUEUE PreemptTime=$PREEMPTED SuspendTime=None" ;;
 esac
 """
-# Runs the node's command for both nodes, after noting what the secret's file looks like; then ends as it is told.
+# Runs the node's command for both nodes, after noting what the secret's file looks like; then ends
+# as it is told.
 SRUN = """#!/bin/bash
 stat -c %a "$SPMD_RL_SECRET_FILE" >"$RECORD/mode"
 cp "$SPMD_RL_SECRET_FILE" "$RECORD/secret"
@@ -63,12 +64,32 @@ def run(folder: Path, *words: str, code: int = 0, **environment: str) -> Ended:
     stand_ins, record = folder / "bin", folder / "record"
     stand_ins.mkdir()
     record.mkdir()
-    for name, text in {"scontrol": SCONTROL, "srun": SRUN, "scancel": SCANCEL, "python": PYTHON}.items():
-        (stand_ins / name).write_text(text.format(python=sys.executable) if name == "python" else text)
+    for name, text in {
+        "scontrol": SCONTROL,
+        "srun": SRUN,
+        "scancel": SCANCEL,
+        "python": PYTHON,
+    }.items():
+        (stand_ins / name).write_text(
+            text.format(python=sys.executable) if name == "python" else text
+        )
         (stand_ins / name).chmod(0o755)
-    job = Job(words, folder / "the run", str(stand_ins / "python"), nproc=2, max_restarts=1, options={})
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
-    job_state = {"STATE": "RUNNING", "REQUEUE": "1", "PREEMPTED": "None", "CODE": str(code), "RECORD": str(record)}
+    job = Job(
+        words, folder / "the run", str(stand_ins / "python"), nproc=2, max_restarts=1, options={}
+    )
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURMD_NODENAME": "n1",
+    }
+    job_state = {
+        "STATE": "RUNNING",
+        "REQUEUE": "1",
+        "PREEMPTED": "None",
+        "CODE": str(code),
+        "RECORD": str(record),
+    }
     path = {"PATH": f"{stand_ins}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-s"],
@@ -89,7 +110,13 @@ def test_every_node_starts_its_torchrun(tmp_path: Path) -> None:
     assert ended.logs.parent.stat().st_mode & 0o777 == 0o700
     assert not list(ended.logs.glob(".done*"))
     words = (ended.record / "torchrun_1").read_text()
-    for word in ("--nnodes=2", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-id=7-0", "--rdzv-conf=is_host=0"):
+    for word in (
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--rdzv-id=7-0",
+        "--rdzv-conf=is_host=0",
+    ):
         assert word in words.splitlines()
     assert "--local-addr=10.0.0.2" in words
     assert words.endswith("-m\nspmd_rl\nrun\nrecipe.py\n--note=two words\nand a line\n")
@@ -125,14 +152,23 @@ def test_a_failure_is_passed_on_with_the_ranks_last_words(tmp_path: Path) -> Non
         os.utime(file, (1, 1 if "1" in place[-1] else 2))
     ended = run(tmp_path, "recipe.py", code=3)
     assert ended.code == 3
-    assert ended.output.splitlines()[-3:] == ["life 7-0 ended with exit code 3", 'rank 1 \\"fell\\"', "lost rank 1"]
+    assert ended.output.splitlines()[-3:] == [
+        "life 7-0 ended with exit code 3",
+        'rank 1 \\"fell\\"',
+        "lost rank 1",
+    ]
     assert not ended.requeued
 
 
-def test_ranks_that_leave_with_exit_code_0_before_the_run_is_over_fail_the_job(tmp_path: Path) -> None:
+def test_ranks_that_leave_with_exit_code_0_before_the_run_is_over_fail_the_job(
+    tmp_path: Path,
+) -> None:
     ended = run(tmp_path, "recipe.py", UNDONE="1")
     assert ended.code == 1
-    assert "life 7-0: the ranks left with exit code 0 before the run was over\nlife 7-0 ended with exit" in ended.output
+    assert (
+        "life 7-0: the ranks left with exit code 0 before the run was over\nlife 7-0 ended with exit"
+        in ended.output
+    )
     assert not ended.requeued
 
 

@@ -22,7 +22,9 @@ JOB = Job(
     max_restarts=3,
     options={"nodes": "2", "requeue": None},
 )
-WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=4)
+WORDS = st.lists(
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])), max_size=4
+)
 
 
 def read_back(job: Job) -> list[str]:
@@ -37,7 +39,22 @@ def read_back(job: Job) -> list[str]:
 @settings(max_examples=40)
 @given(words=WORDS)
 @example(
-    words=["a b", "it's", '"q"', "$HOME `id` $(id)", "line\nline", "\r\n", "\\", "\\n", "-n", "--", "!", "#", "*", ""]
+    words=[
+        "a b",
+        "it's",
+        '"q"',
+        "$HOME `id` $(id)",
+        "line\nline",
+        "\r\n",
+        "\\",
+        "\\n",
+        "-n",
+        "--",
+        "!",
+        "#",
+        "*",
+        "",
+    ]
 )
 @example(words=["x\n#SBATCH --nodes=99\n"])
 def test_every_word_survives(words: list[str]) -> None:
@@ -64,7 +81,10 @@ def test_slurm_reads_its_options_before_the_first_command() -> None:
     commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
     directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
     assert max(directives) < min(commands)
-    assert [line for line in lines if line.startswith("#SBATCH")][-2:] == ["#SBATCH --nodes=2", "#SBATCH --requeue"]
+    assert [line for line in lines if line.startswith("#SBATCH")][-2:] == [
+        "#SBATCH --nodes=2",
+        "#SBATCH --requeue",
+    ]
 
 
 @pytest.mark.parametrize("value", ["a\nb", 'a"b', "a\\b", "a\x7fb"])

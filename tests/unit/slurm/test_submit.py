@@ -28,8 +28,17 @@ def stand_in(folder: Path, text: str) -> None:
     (folder / "sbatch").chmod(0o755)
 
 
-def test_a_dry_run_prints_the_script_and_leaves_nothing(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--text=a b", "--nodes=4", "--time=1:00:00", "--gpus-per-node=8", "--slurm=--exclusive", "--slurm=--mem=0"]
+def test_a_dry_run_prints_the_script_and_leaves_nothing(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--text=a b",
+        "--nodes=4",
+        "--time=1:00:00",
+        "--gpus-per-node=8",
+        "--slurm=--exclusive",
+        "--slurm=--mem=0",
+    ]
     assert submit([RECIPE, *words, "--no-requeue", "--dry-run"]) == 0
     script = capsys.readouterr().out.splitlines()
     for option in (
@@ -50,14 +59,21 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(elsewhere: Path, capsys:
 
 @pytest.mark.parametrize(
     ("words", "nproc"),
-    [([], ""), (["--nproc=3"], "3"), (["--gpus-per-node=4"], "4"), (["--gpus-per-node=4", "--nproc-per-node=2"], "2")],
+    [
+        ([], ""),
+        (["--nproc=3"], "3"),
+        (["--gpus-per-node=4"], "4"),
+        (["--gpus-per-node=4", "--nproc-per-node=2"], "2"),
+    ],
 )
 def test_ranks_a_node(words: list[str], nproc: str, capsys: pytest.CaptureFixture[str]) -> None:
     submit([RECIPE, "--dry-run", *words])
     assert f"\nnproc={nproc}\n" in capsys.readouterr().out
 
 
-def test_what_slurm_gets_is_the_dry_run(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_slurm_gets_is_the_dry_run(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stand_in(elsewhere, f"cat >{elsewhere}/given; echo '12;cluster'")
     submit([RECIPE, "--dry-run"])
     shown = capsys.readouterr().out
@@ -84,7 +100,9 @@ def test_what_slurm_gets_is_the_dry_run(elsewhere: Path, capsys: pytest.CaptureF
         ([RECIPE, "--max-restarts=-1"], "--max-restarts=-1: expected 0 or more"),
     ],
 )
-def test_bad_words_are_refused_in_one_sentence(elsewhere: Path, words: list[str], sentence: str) -> None:
+def test_bad_words_are_refused_in_one_sentence(
+    elsewhere: Path, words: list[str], sentence: str
+) -> None:
     stand_in(elsewhere, "exit 99")
     with pytest.raises(ConfigError, match=sentence):
         submit(words)
@@ -92,14 +110,23 @@ def test_bad_words_are_refused_in_one_sentence(elsewhere: Path, words: list[str]
 
 
 def test_a_split_that_needs_more_ranks_than_the_nodes_have_does_not_queue() -> None:
-    words = [f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--split.train.ranks=9"]
+    words = [
+        f"--model={EXAMPLE / 'model'}",
+        f"--data={EXAMPLE / 'train.jsonl'}",
+        "--split.train.ranks=9",
+    ]
     words.append("--trainer.init=random")
     with pytest.raises(PlanError, match=r"asks for 9 ranks \(train 9\), and the world has 8"):
         submit(["grpo", *words, "--nodes=2", "--nproc-per-node=4", "--dry-run"])
 
 
 def test_input_that_does_not_serve_does_not_queue() -> None:
-    words = ["grpo", f"--model={EXAMPLE / 'model'}", f"--data={EXAMPLE / 'train.jsonl'}", "--dry-run"]
+    words = [
+        "grpo",
+        f"--model={EXAMPLE / 'model'}",
+        f"--data={EXAMPLE / 'train.jsonl'}",
+        "--dry-run",
+    ]
     with pytest.raises(ConfigError, match="holds no weights"):
         submit(words)
     with pytest.raises(DataError, match=r"train\.jsonl:1: question: no such key"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from spmd_rl.mesh.role_context import Place, Seats
+from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World
 from spmd_rl.train.config import TrainerConfig
@@ -19,13 +19,13 @@ NewTrainer = Callable[..., Trainer]
 
 
 @pytest.fixture(scope="session")
-def place() -> Iterator[Place]:
+def context() -> Iterator[RoleContext]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="test", restart=0)
-    seats = Seats(world)
+    meshes = Meshes(world)
     placement = plan_split({"train": RoleSplit()}, 1).train
-    seats.build([placement])
-    yield seats.place(placement)
+    meshes.build([placement])
+    yield meshes.context(placement)
     dist.destroy_process_group()
 
 
@@ -35,9 +35,9 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def new_trainer(place: Place, model_folder: Path) -> NewTrainer:
+def new_trainer(context: RoleContext, model_folder: Path) -> NewTrainer:
     def build(**options: object) -> Trainer:
         defaults = {"model": str(model_folder), "init": "random", "lr": 1e-2, "eps": 1e-4}
-        return Trainer(TrainerConfig(**(defaults | options)), place)
+        return Trainer(TrainerConfig(**(defaults | options)), context)
 
     return build

@@ -23,7 +23,10 @@ from tests.dist.train_case import make_batch
 
 
 def _same_weights(a: Trainer, b: Trainer) -> bool:
-    return all(torch.equal(one.local, b.weight_source()[name].local) for name, one in a.weight_source().items())
+    return all(
+        torch.equal(one.local, b.weight_source()[name].local)
+        for name, one in a.weight_source().items()
+    )
 
 
 @pytest.fixture
@@ -78,13 +81,17 @@ def test_another_numeric_contract_is_a_caveat(new_trainer, tmp_path: Path) -> No
 @pytest.mark.parametrize("old", ["trainer.json", ".metadata"])
 def test_a_checkpoint_of_an_older_version_is_refused(new_trainer, tmp_path: Path, old: str) -> None:
     (tmp_path / old).write_bytes(b"\x80\x04.")
-    with pytest.raises(ConfigError, match="is a checkpoint of an older version of spmd_rl, which is no longer read"):
+    with pytest.raises(
+        ConfigError, match="is a checkpoint of an older version of spmd_rl, which is no longer read"
+    ):
         new_trainer().load(str(tmp_path))
 
 
 def test_a_checkpoint_of_a_later_version_is_refused(saved: Path, new_trainer) -> None:
     edit(saved, lambda index: index.update(format=2))
-    with pytest.raises(ConfigError, match="has format 2, and this version of spmd_rl reads format 1"):
+    with pytest.raises(
+        ConfigError, match="has format 2, and this version of spmd_rl reads format 1"
+    ):
         new_trainer().load(str(saved))
 
 
@@ -109,10 +116,14 @@ def test_a_checkpoint_of_weights_alone_says_what_it_lacks(new_trainer, tmp_path:
         one.train_step(make_batch(0), grpo_loss)
         one.save(str(tmp_path / str(one.cfg.save_optimizer)))
         one.saved()
-    sizes = [sum(file.stat().st_size for file in (tmp_path / name).iterdir()) for name in ("False", "True")]
+    sizes = [
+        sum(file.stat().st_size for file in (tmp_path / name).iterdir())
+        for name in ("False", "True")
+    ]
     assert sizes[0] < 0.45 * sizes[1]
     resumed = new_trainer(seed=7)
-    resumed.train_step(make_batch(3), grpo_loss)  # leaves moments that do not belong to what is loaded
+    # leaves moments that do not belong to what is loaded
+    resumed.train_step(make_batch(3), grpo_loss)
     assert resumed.load(str(tmp_path / "False")) == 1
     assert _same_weights(resumed, trainer)
     assert resumed.caveats() == ["the checkpoint holds no optimizer state, and AdamW begins anew"]
@@ -134,7 +145,9 @@ def test_a_file_that_changed_by_a_bit_is_refused(saved: Path, new_trainer, file:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(SpmdError, match=rf"{file}.safetensors is not as it was written: its checksum"):
+    with pytest.raises(
+        SpmdError, match=rf"{file}.safetensors is not as it was written: its checksum"
+    ):
         new_trainer().load(str(saved))
     path.unlink()
     with pytest.raises(SpmdError, match=rf"{file}.safetensors is missing"):
@@ -148,21 +161,45 @@ def first(index: dict[str, Any]) -> dict[str, Any]:
 CRAFTED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "unknown field": (lambda index: index.update(code="print()"), "unknown field `code`"),
     "path": (lambda index: index["files"].update({"../x.safetensors": 1}), "matching regex"),
-    "absolute": (lambda index: first(index)["shards"][0].update(file="/etc/passwd"), "matching regex"),
-    "other file": (lambda index: first(index)["shards"][0].update(file="x.safetensors"), "which is none of its files"),
+    "absolute": (
+        lambda index: first(index)["shards"][0].update(file="/etc/passwd"),
+        "matching regex",
+    ),
+    "other file": (
+        lambda index: first(index)["shards"][0].update(file="x.safetensors"),
+        "which is none of its files",
+    ),
     "hole": (lambda index: first(index)["shards"].clear(), "not covered by its shards once"),
-    "twice": (lambda index: first(index)["shards"].append(first(index)["shards"][0]), "not covered by its shards once"),
+    "twice": (
+        lambda index: first(index)["shards"].append(first(index)["shards"][0]),
+        "not covered by its shards once",
+    ),
     "dims": (lambda index: first(index)["shards"][0].update(offset=[0]), "another number of dims"),
     "beyond": (lambda index: first(index)["shards"][0].update(offset=[1, 0]), "reaches beyond it"),
-    "negative": (lambda index: first(index)["shards"][0].update(offset=[-1, 0]), "Expected `int` >= 0"),
+    "negative": (
+        lambda index: first(index)["shards"][0].update(offset=[-1, 0]),
+        "Expected `int` >= 0",
+    ),
     "type": (lambda index: first(index).update(dtype="load"), "has the unknown type 'load'"),
     "no weights": (lambda index: index["tensors"].pop("weights"), "it holds no weights"),
     "another type": (lambda index: first(index).update(dtype="bfloat16"), "is of another model"),
     "huge": (lambda index: _huge(first(index)), "is of another model"),
-    "other key": (lambda index: first(index)["shards"][0].update(key="model.norm.weight@1"), "not as it was written"),
-    "lacks a tensor": (lambda index: index["tensors"]["weights"].pop("model.norm.weight"), "it has no weights of"),
-    "one more": (lambda index: index["tensors"]["weights"].update(more=first(index)), "which the model lacks"),
-    "lacks a moment": (lambda index: index["tensors"].pop("exp_avg"), "is of another trainer: it holds exp_avg_sq, we"),
+    "other key": (
+        lambda index: first(index)["shards"][0].update(key="model.norm.weight@1"),
+        "not as it was written",
+    ),
+    "lacks a tensor": (
+        lambda index: index["tensors"]["weights"].pop("model.norm.weight"),
+        "it has no weights of",
+    ),
+    "one more": (
+        lambda index: index["tensors"]["weights"].update(more=first(index)),
+        "which the model lacks",
+    ),
+    "lacks a moment": (
+        lambda index: index["tensors"].pop("exp_avg"),
+        "is of another trainer: it holds exp_avg_sq, we",
+    ),
 }
 
 
@@ -179,7 +216,9 @@ def test_a_crafted_index_is_refused(saved: Path, new_trainer, change, sentence: 
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"tensors": ' + '{"a": ' * 100_000, "\x00", "1e999"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 100_000, '{"tensors": ' + '{"a": ' * 100_000, "\x00", "1e999"]
+)
 def test_an_index_that_is_none_is_refused(saved: Path, new_trainer, text: str) -> None:
     (saved / INDEX_FILE).write_text(text)
     with pytest.raises(SpmdError, match=r"index.json is not as it was written"):
@@ -189,7 +228,9 @@ def test_an_index_that_is_none_is_refused(saved: Path, new_trainer, text: str) -
 def test_a_crafted_file_of_another_shape_is_refused(saved: Path, new_trainer) -> None:
     """Its checksum is right, for whoever crafts a file crafts the index too."""
     shard = saved / "weights-00000-000.safetensors"
-    save_file({f"model.embed_tokens.weight@{number}": torch.zeros(1) for number in range(99)}, shard)
+    save_file(
+        {f"model.embed_tokens.weight@{number}": torch.zeros(1) for number in range(99)}, shard
+    )
     edit(saved, lambda index: index["files"].update({shard.name: checksum(shard)}))
     with pytest.raises(SpmdError, match="not as it was written"):
         new_trainer().load(str(saved))
@@ -206,7 +247,9 @@ def test_files_are_cut_and_read_across_the_cuts(new_trainer, tmp_path: Path, mon
     assert _same_weights(trainer, resumed)
 
 
-def test_what_is_saved_is_of_the_moment_of_the_call(new_trainer, tmp_path: Path, monkeypatch) -> None:
+def test_what_is_saved_is_of_the_moment_of_the_call(
+    new_trainer, tmp_path: Path, monkeypatch
+) -> None:
     """Training goes on while the thread writes, and touches nothing of what it writes."""
     trainer, same = new_trainer(), new_trainer()
     for one in (trainer, same):
@@ -232,7 +275,9 @@ def test_what_is_saved_is_of_the_moment_of_the_call(new_trainer, tmp_path: Path,
     assert _same_weights(resumed, trainer)
 
 
-def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(new_trainer, tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(
+    new_trainer, tmp_path: Path, monkeypatch
+) -> None:
     trainer = new_trainer()
     folder = tmp_path / "step_0"
     trainer.save(str(folder))
@@ -240,11 +285,16 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(new_trainer, tmp
     trainer.train_step(make_batch(), grpo_loss)
 
     def full_disk(*args: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
 
     monkeypatch.setattr(shards, "save_file", full_disk)
     trainer.save(str(folder))
-    with pytest.raises(SpmdError, match=r"cannot save .*step_0: rank 0 .*No space left on device.*; .* MiB are free"):
+    with pytest.raises(
+        SpmdError,
+        match=r"cannot save .*step_0: rank 0 .*No space left on device.*; .* MiB are free",
+    ):
         trainer.saved()
     with pytest.raises(SpmdError, match="No space left on device"):
         trainer.train_step(make_batch(), grpo_loss)
@@ -252,7 +302,9 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(new_trainer, tmp
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_0"]
 
 
-def test_a_checkpoint_that_was_never_renamed_does_not_count(new_trainer, tmp_path: Path, monkeypatch) -> None:
+def test_a_checkpoint_that_was_never_renamed_does_not_count(
+    new_trainer, tmp_path: Path, monkeypatch
+) -> None:
     """As after a crash between the last byte and the rename."""
     trainer = new_trainer()
     folder = tmp_path / "step_0"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import SpmdError
 from spmd_rl.train.checkpoint_index import Shard, Written, merged, share
-from spmd_rl.train.progress import Progress
+from spmd_rl.train.progress import TrainerState
 from spmd_rl.weights.layout import Box, Piece, chunk_box
 
 SHAPE = (7, 3)
@@ -39,22 +39,27 @@ def written(layouts: list[dict[str, list[Piece]]], rank: int) -> Written:
         pieces = [layouts[rank][kind][position] for position in positions]
         shards[kind] = {one.name: [] for one in pieces}
         for number, one in enumerate(pieces):
-            shards[kind][one.name].append(Shard(one.box.offset, one.box.extent, file, f"{one.name}@{number}"))
+            shards[kind][one.name].append(
+                Shard(one.box.offset, one.box.extent, file, f"{one.name}@{number}")
+            )
     return Written({file: 0}, shards)
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 5))
-def test_each_box_is_written_once_and_replicas_share_the_work(shards: int, replicas: int, tensors: int) -> None:
+def test_each_box_is_written_once_and_replicas_share_the_work(
+    shards: int, replicas: int, tensors: int
+) -> None:
     """Also by more ranks than a tensor has rows, some of which hold nothing."""
     ours = layouts(shards, replicas, tensors)
     everyone = [written(ours, rank) for rank in range(len(ours))]
-    index = merged(Progress(), {}, ours, everyone)
+    index = merged(TrainerState(), {}, ours, everyone)
     assert index.problem() == ""
     assert {kind: set(named) for kind, named in index.tensors.items()} == {
         kind: {f"t{number}" for number in range(tensors)} for kind in ("weights", "exp_avg")
     }
     boxes = [
-        [one for named in rank.shards.values() for shards in named.values() for one in shards] for rank in everyone
+        [one for named in rank.shards.values() for shards in named.values() for one in shards]
+        for rank in everyone
     ]
     busiest = max(map(len, boxes))
     assert busiest <= -(-2 * tensors // replicas) + 1
@@ -62,9 +67,10 @@ def test_each_box_is_written_once_and_replicas_share_the_work(shards: int, repli
 
 def test_a_rank_may_hold_several_boxes_of_a_tensor() -> None:
     ours = [
-        {"weights": [Piece("t", (4, 2), "float32", Box((row, 0), (1, 2))) for row in rows]} for rows in ([0, 2], [1, 3])
+        {"weights": [Piece("t", (4, 2), "float32", Box((row, 0), (1, 2))) for row in rows]}
+        for rows in ([0, 2], [1, 3])
     ]
-    index = merged(Progress(), {}, ours, [written(ours, rank) for rank in range(2)])
+    index = merged(TrainerState(), {}, ours, [written(ours, rank) for rank in range(2)])
     assert sorted((one.offset[0], one.file) for one in index.tensors["weights"]["t"].shards) == [
         (0, "rank-0.safetensors"),
         (1, "rank-1.safetensors"),
@@ -76,8 +82,10 @@ def test_a_rank_may_hold_several_boxes_of_a_tensor() -> None:
 def test_an_index_of_ranks_that_left_something_out_is_not_made() -> None:
     ours = layouts(3, 1, 1)
     everyone = [written(ours, rank) for rank in range(3)]
-    with pytest.raises(SpmdError, match=r"the ranks did not write whole tensors: weights of 't0' is not covered"):
-        merged(Progress(), {}, ours, [*everyone[:2], Written()])
+    with pytest.raises(
+        SpmdError, match=r"the ranks did not write whole tensors: weights of 't0' is not covered"
+    ):
+        merged(TrainerState(), {}, ours, [*everyone[:2], Written()])
 
 
 def test_boxes_that_overlap_in_part_are_seen() -> None:
@@ -85,5 +93,5 @@ def test_boxes_that_overlap_in_part_are_seen() -> None:
     boxes = [Box((0, 0), (4, 2)), Box((3, 0), (4, 2))]
     ours = [{"weights": [Piece("t", (8, 2), "float32", box)]} for box in boxes]
     with pytest.raises(SpmdError, match="not covered by its shards once"):
-        merged(Progress(), {}, ours, [written(ours, rank) for rank in range(2)])
+        merged(TrainerState(), {}, ours, [written(ours, rank) for rank in range(2)])
     assert all(one.intersect(other) for one, other in pairwise(boxes))

@@ -12,7 +12,8 @@ def test_both_roles_agree(new_trainer) -> None:
     trainer = new_trainer()
     model = trainer.backend.scorer.model
     same, other = (
-        NativeEngine(model, EngineConfig(dtype=dtype), torch.device("cpu")) for dtype in ("float32", "bfloat16")
+        NativeEngine(model, EngineConfig(dtype=dtype), torch.device("cpu"))
+        for dtype in ("float32", "bfloat16")
     )
     assert trainer.numeric_contract() == same.contract()
     assert trainer.numeric_contract() != other.contract()

@@ -60,7 +60,9 @@ def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         require_deterministic(CUDA, torch.float32, 64, 1)
     monkeypatch.setattr(determinism, "flash_takes", lambda *given: True)
     monkeypatch.setenv(WORKSPACE, ":0:0")
-    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0, but it needs :4096:8 or :16:8"):
+    with pytest.raises(
+        ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0, but it needs :4096:8 or :16:8"
+    ):
         require_deterministic(CUDA, torch.bfloat16, 64, 1)
     monkeypatch.delenv(WORKSPACE)
     require_deterministic(CUDA, torch.bfloat16, 64, 1)

@@ -1,4 +1,6 @@
-"""The trainer's side of the promise: a token's log-prob bits depend on its sequence and the weights alone."""
+"""The trainer's side of the promise: a token's log-prob bits depend on its sequence and the weights
+alone.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ ANY = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scop
 
 
 def _scores(trainer: Trainer, batch: Batch, **options: int) -> NDArray[np.float32]:
-    return Learner(trainer.backend, trainer.place, replace(trainer.cfg, **options)).score(batch)
+    return Learner(trainer.backend, trainer.context, replace(trainer.cfg, **options)).score(batch)
 
 
 def _as_rolled(trainer: Trainer, batch: Batch) -> Batch:
@@ -38,11 +40,16 @@ def _as_rolled(trainer: Trainer, batch: Batch) -> Batch:
 
 @ANY
 @given(max_tokens=st.integers(1, 400), order=st.permutations(range(18)))
-def test_bits_do_not_depend_on_micro_batches_or_order(new_trainer, max_tokens: int, order: list[int]) -> None:
+def test_bits_do_not_depend_on_micro_batches_or_order(
+    new_trainer, max_tokens: int, order: list[int]
+) -> None:
     trainer, batch = new_trainer(), make_batch()
     expected = _scores(trainer, batch)
     np.testing.assert_array_equal(_scores(trainer, batch, max_tokens=max_tokens), expected)
-    moved = np.split(_scores(trainer, batch.take(order), max_tokens=max_tokens), np.cumsum(batch.lengths[order])[:-1])
+    moved = np.split(
+        _scores(trainer, batch.take(order), max_tokens=max_tokens),
+        np.cumsum(batch.lengths[order])[:-1],
+    )
     back = np.concatenate([moved[i] for i in np.argsort(order)])
     np.testing.assert_array_equal(back.view(np.int32), expected.view(np.int32))
 
@@ -65,7 +72,10 @@ def test_the_training_forward_has_the_scoring_bits(new_trainer, options: dict[st
     stats = new_trainer(**options).train_step(batch, grpo_loss)
     assert stats["onpolicy/mismatched_tokens"] == 0
     assert stats["onpolicy/compared_tokens"] == batch.mask.sum()
-    distances = {stats[f"onpolicy/{name}"] for name in ("max_abs_dlogp", "mean_abs_dlogp", "k1", "k3", "chi2")}
+    distances = {
+        stats[f"onpolicy/{name}"]
+        for name in ("max_abs_dlogp", "mean_abs_dlogp", "k1", "k3", "chi2")
+    }
     assert (distances, stats["onpolicy/ess"]) == ({0.0}, 1.0)
 
 
@@ -86,7 +96,9 @@ def test_distances_are_those_of_float64(new_trainer) -> None:
         "chi2": (np.exp(d) ** 2).mean() - 1,
         "ess": np.exp(d).sum() ** 2 / (np.exp(d) ** 2).sum() / len(d),
     }
-    assert {name: stats[f"onpolicy/{name}"] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert {name: stats[f"onpolicy/{name}"] for name in expected} == pytest.approx(
+        expected, rel=1e-4
+    )
     assert stats["onpolicy/mismatched_tokens"] == len(d)
 
 
@@ -106,7 +118,9 @@ def test_only_tokens_of_the_current_version_are_compared(new_trainer) -> None:
     again = trainer.train_step(batch, grpo_loss)
     assert first["onpolicy/compared_tokens"] == batch.mask.sum()
     assert again["onpolicy/compared_tokens"] == 0
-    stale = trainer.train_step(replace(batch, versions=np.where(batch.mask, 2, -1).astype(np.int32)), grpo_loss)
+    stale = trainer.train_step(
+        replace(batch, versions=np.where(batch.mask, 2, -1).astype(np.int32)), grpo_loss
+    )
     assert stale["onpolicy/mismatched_tokens"] > 0.9 * batch.mask.sum()
 
 
@@ -119,18 +133,25 @@ def test_nothing_is_said_of_an_engine_where_none_made_a_token(new_trainer) -> No
 
 
 def test_the_number_of_the_last_push_is_the_one_compared(new_trainer) -> None:
-    """A supervised warm-up raises the version; the engine's tokens still carry the number they were pushed under."""
+    """A supervised warm-up raises the version; the engine's tokens still carry the number they were
+    pushed under.
+    """
     trainer = new_trainer()
     for seed in range(3):
         trainer.train_step(make_batch(seed), sft_loss)
     batch = _as_rolled(trainer, make_batch(version=0))
     trainer.on_pushed(0)
     stats = trainer.train_step(batch, grpo_loss)
-    assert (stats["onpolicy/compared_tokens"], stats["onpolicy/mismatched_tokens"]) == (batch.mask.sum(), 0)
+    assert (stats["onpolicy/compared_tokens"], stats["onpolicy/mismatched_tokens"]) == (
+        batch.mask.sum(),
+        0,
+    )
     assert trainer.version() == 1
 
 
-def test_without_padding_to_the_row_tile_bits_differ(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_padding_to_the_row_tile_bits_differ(
+    new_trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control: if this passes bit for bit, the tests above prove nothing."""
     trainer, batch = new_trainer(), make_batch()
     monkeypatch.setattr(torch.nn.functional, "linear", other_sums_of_few_rows)
@@ -152,11 +173,15 @@ def test_scores_are_the_log_softmax(new_trainer) -> None:
     starts = np.cumsum(batch.lengths) - batch.lengths
     for i, start in enumerate(starts):
         tokens = torch.from_numpy(batch.tokens[start : start + batch.lengths[i]]).long()
-        attend = PackedAttention(batch.lengths[[i]], num_heads=4, num_kv_heads=2, device=tokens.device)
+        attend = PackedAttention(
+            batch.lengths[[i]], num_heads=4, num_kv_heads=2, device=tokens.device
+        )
         with torch.no_grad():
             logits = model(tokens, torch.arange(len(tokens)), attend, torch.arange(len(tokens) - 1))
         temperature = batch.temperature[i] or 1.0
-        expected = (logits.double() / temperature).log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+        expected = (
+            (logits.double() / temperature).log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+        )
         mask = batch.mask[start + 1 : start + batch.lengths[i]]
         own = scores[start + 1 : start + batch.lengths[i]]
         np.testing.assert_allclose(own[mask], expected.numpy()[mask], rtol=1e-5, atol=1e-5)

@@ -19,7 +19,9 @@ from tests.dist.train_case import make_batch
 
 @pytest.fixture
 def run(new_trainer, model_folder: Path, tmp_path: Path) -> tuple[Path, Trainer]:
-    """The folder of a run with checkpoints after steps 1 and 2, and the trainer as it is after step 2."""
+    """The folder of a run with checkpoints after steps 1 and 2, and the trainer as it is after step
+    2.
+    """
     trainer, folder = new_trainer(), tmp_path / "run"
     saved = Checkpoints(folder / "checkpoints", 2, 0)
     for step, reward in ((1, 0.9), (2, 0.1)):
@@ -39,17 +41,24 @@ def exported(target: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_newest_checkpoint_is_exported(run: tuple[Path, Trainer], tmp_path: Path, capsys, dtype: str) -> None:
+def test_the_newest_checkpoint_is_exported(
+    run: tuple[Path, Trainer], tmp_path: Path, capsys, dtype: str
+) -> None:
     folder, trainer = run
     target = tmp_path / "hf"
     assert main([str(folder), str(target), f"--dtype={dtype}"]) == 0
-    assert capsys.readouterr().out == f"{target} holds the weights of {folder}/checkpoints/step_000002/trainer\n"
+    assert (
+        capsys.readouterr().out
+        == f"{target} holds the weights of {folder}/checkpoints/step_000002/trainer\n"
+    )
     trainer.export_hf(str(tmp_path / "live"), dtype)
     theirs = exported(tmp_path / "live")
     ours = exported(target)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(one, theirs[name]) for name, one in ours.items())
-    assert sorted(one.name for one in target.iterdir()) == sorted(one.name for one in (tmp_path / "live").iterdir())
+    assert sorted(one.name for one in target.iterdir()) == sorted(
+        one.name for one in (tmp_path / "live").iterdir()
+    )
 
 
 @pytest.mark.parametrize("step", ["1", "best"])
@@ -58,7 +67,10 @@ def test_an_earlier_one_is_exported(run: tuple[Path, Trainer], tmp_path: Path, s
     main([str(folder), str(tmp_path / "hf"), "--step", step])
     trainer.load(str(folder / "checkpoints/step_000001/trainer"))
     trainer.export_hf(str(tmp_path / "live"))
-    assert all(torch.equal(one, exported(tmp_path / "live")[name]) for name, one in exported(tmp_path / "hf").items())
+    assert all(
+        torch.equal(one, exported(tmp_path / "live")[name])
+        for name, one in exported(tmp_path / "hf").items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,27 +81,37 @@ def test_an_earlier_one_is_exported(run: tuple[Path, Trainer], tmp_path: Path, s
         (["--model={tmp}"], r"is not a model folder: it has no config.json"),
     ],
 )
-def test_what_is_not_there_is_named(run: tuple[Path, Trainer], tmp_path: Path, words: list[str], sentence: str) -> None:
+def test_what_is_not_there_is_named(
+    run: tuple[Path, Trainer], tmp_path: Path, words: list[str], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         main([str(run[0]), str(tmp_path / "hf"), *(word.format(tmp=tmp_path) for word in words)])
     assert not (tmp_path / "hf").exists()
 
 
-def test_a_folder_that_exists_is_not_written_over(run: tuple[Path, Trainer], tmp_path: Path) -> None:
+def test_a_folder_that_exists_is_not_written_over(
+    run: tuple[Path, Trainer], tmp_path: Path
+) -> None:
     (tmp_path / "hf").mkdir()
     with pytest.raises(ConfigError, match="hf exists: name a folder that does not"):
         main([str(run[0]), str(tmp_path / "hf")])
 
 
-def test_the_config_of_another_model_is_refused(run: tuple[Path, Trainer], model_folder: Path, tmp_path: Path) -> None:
+def test_the_config_of_another_model_is_refused(
+    run: tuple[Path, Trainer], model_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "other").mkdir()
     config = json.loads((model_folder / "config.json").read_text())
     (tmp_path / "other/config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    with pytest.raises(ConfigError, match="holds the weights of another model than the config.json in"):
+    with pytest.raises(
+        ConfigError, match="holds the weights of another model than the config.json in"
+    ):
         main([str(run[0]), str(tmp_path / "hf"), f"--model={tmp_path / 'other'}"])
 
 
 def test_a_run_that_names_no_model_needs_one(run: tuple[Path, Trainer], tmp_path: Path) -> None:
     (run[0] / "config.toml").write_text("")
-    with pytest.raises(ConfigError, match="does not say which model it trained: name its folder with --model"):
+    with pytest.raises(
+        ConfigError, match="does not say which model it trained: name its folder with --model"
+    ):
         main([str(run[0]), str(tmp_path / "hf")])

@@ -22,7 +22,9 @@ def _counted(spec, lengths: list[int], num_scored: int) -> int:
         for name, shape in spec.parameter_shapes().items():
             if len(shape) == 2 and "embed_tokens" not in name and "lm_head" not in name:
                 F.linear(leaf(num_tokens, shape[1]), leaf(*shape)).sum().backward()
-        F.linear(leaf(num_scored, spec.hidden_size), leaf(spec.vocab_size, spec.hidden_size)).sum().backward()
+        F.linear(
+            leaf(num_scored, spec.hidden_size), leaf(spec.vocab_size, spec.hidden_size)
+        ).sum().backward()
         for length in lengths * spec.num_layers:
             q, k, v = (leaf(spec.num_heads, length, spec.head_dim) for _ in range(3))
             ((q @ k.transpose(1, 2)) @ v).sum().backward()
@@ -31,7 +33,9 @@ def _counted(spec, lengths: list[int], num_scored: int) -> int:
 
 def test_counted_products_agree(new_trainer) -> None:
     spec, lengths = new_trainer().backend.scorer.model.spec, [40, 7, 23]
-    triangles = 6 * sum(length**2 for length in lengths) * spec.num_heads * spec.head_dim * spec.num_layers
+    triangles = (
+        6 * sum(length**2 for length in lengths) * spec.num_heads * spec.head_dim * spec.num_layers
+    )
     found = flops.train_flops(spec, np.array(lengths, np.int32), 11)
     assert found + triangles == _counted(spec, lengths, 11)
 
@@ -46,7 +50,9 @@ def test_counted_products_agree(new_trainer) -> None:
         ("NVIDIA GeForce", "bfloat16", None),
     ],
 )
-def test_peaks_of_known_devices(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, expected: float | None) -> None:
+def test_peaks_of_known_devices(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: str, expected: float | None
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert flops.peak_flops(torch.device("cuda"), dtype) == expected
     assert flops.peak_flops(torch.device("cpu"), dtype) is None

@@ -23,7 +23,9 @@ def test_the_budget_holds_and_a_longer_sequence_goes_alone(lengths: list[int], b
 @given(LENGTHS, st.integers(60, 200))
 @example([5, 5, 5, 5, 56], 60)  # equal ones beside a long one
 def test_few_micro_batches_are_made(lengths: list[int], budget: int) -> None:
-    """Balanced parts that overflow the budget mean that little room is left: never more than twice the least."""
+    """Balanced parts that overflow the budget mean that little room is left: never more than twice
+    the least.
+    """
     assert num_needed(lengths, budget) <= 2 * -(-sum(lengths) // budget)
 
 
@@ -81,4 +83,8 @@ def test_nothing_to_run_is_one_token_and_an_empty_mask() -> None:
 
 def test_greedy_samples_are_scored_at_one() -> None:
     temperature = np.array([0.0, 1.0, 0.7], np.float32)
-    assert inverse_temperature(temperature).tolist() == [1.0, 1.0, float(np.float32(1) / np.float32(0.7))]
+    assert inverse_temperature(temperature).tolist() == [
+        1.0,
+        1.0,
+        float(np.float32(1) / np.float32(0.7)),
+    ]

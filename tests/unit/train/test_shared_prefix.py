@@ -1,4 +1,6 @@
-"""Shared prompts are laid once: the same log-probability bits and the same gradients as sequences laid whole."""
+"""Shared prompts are laid once: the same log-probability bits and the same gradients as sequences
+laid whole.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,13 @@ MASKS = (0, 0, 1, 0, 1, 0), (0, 0, 0, 0, 0, 0), (0, 0, 0, 1, 0, 0)
 TOKENS = st.lists(st.integers(2, 4), min_size=1, max_size=4)
 
 
-@given(st.lists(st.tuples(TOKENS, st.lists(st.integers(2, 4), max_size=3)), min_size=1, max_size=5), st.integers(1, 3))
-def test_every_token_has_its_own_history(pairs: list[tuple[list[int], list[int]]], copies: int) -> None:
+@given(
+    st.lists(st.tuples(TOKENS, st.lists(st.integers(2, 4), max_size=3)), min_size=1, max_size=5),
+    st.integers(1, 3),
+)
+def test_every_token_has_its_own_history(
+    pairs: list[tuple[list[int], list[int]]], copies: int
+) -> None:
     batch = group([prompt for prompt, _ in pairs], [answer for _, answer in pairs], copies)
     pieces = shared_prefix.shared(batch)
     assert len(pieces.source) == pieces.lengths.sum() <= batch.num_tokens
@@ -44,10 +51,15 @@ def test_every_token_has_its_own_history(pairs: list[tuple[list[int], list[int]]
         place = pieces.place[token]
         piece = np.searchsorted(firsts, place, side="right") - 1
         parent = pieces.prefixes[piece]
-        before = laid[firsts[parent] : firsts[parent] + pieces.lengths[parent]] if parent >= 0 else laid[:0]
+        before = (
+            laid[firsts[parent] : firsts[parent] + pieces.lengths[parent]]
+            if parent >= 0
+            else laid[:0]
+        )
         start = starts[starts <= token].max()
         np.testing.assert_array_equal(
-            np.concatenate([before, laid[firsts[piece] : place + 1]]), batch.tokens[start : token + 1]
+            np.concatenate([before, laid[firsts[piece] : place + 1]]),
+            batch.tokens[start : token + 1],
         )
 
 
@@ -74,11 +86,16 @@ def test_what_predicts_nothing_is_left_out() -> None:
     assert pieces.place.tolist() == [0, 1, 2, 3, -1, -1, *[-1] * 6, 4, 5, 6, -1, -1, -1]
 
 
-def test_bits_and_gradients_are_those_of_whole_sequences(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_and_gradients_are_those_of_whole_sequences(
+    new_trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(2, 50, size).tolist() for size in (1, 20, 70)]
     batch = group(prompts, [[3], [4, 5], [6]], copies=5)
-    batch = replace(batch, advantages=np.where(batch.mask, rng.normal(size=batch.num_tokens), 0).astype(np.float32))
+    batch = replace(
+        batch,
+        advantages=np.where(batch.mask, rng.normal(size=batch.num_tokens), 0).astype(np.float32),
+    )
     trainer = new_trainer()
     scores = trainer.learner.score(batch)
     stats = trainer.train_step(batch, grpo_loss)

@@ -1,4 +1,6 @@
-"""One rank's train step against an oracle: a plain model, plain autograd, torch's own unfused AdamW."""
+"""One rank's train step against an oracle: a plain model, plain autograd, torch's own unfused
+AdamW.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 class Oracle:
-    """Sequence by sequence, the policy gradient of on-policy GRPO and AdamW as the papers write them."""
+    """Sequence by sequence, the policy gradient of on-policy GRPO and AdamW as the papers write
+    them.
+    """
 
     def __init__(self, cfg: TrainerConfig) -> None:
         self.cfg = cfg
@@ -39,23 +43,40 @@ class Oracle:
         self.model.load_state_dict(dict(random_weights(spec, cfg.seed)))
         decay = [one for one in self.model.parameters() if one.dim() > 1]
         plain = [one for one in self.model.parameters() if one.dim() == 1]
-        groups = [{"params": decay, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=False)
+        groups = [
+            {"params": decay, "weight_decay": cfg.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, foreach=False
+        )
 
     def step(self, batch: Batch) -> tuple[float, float]:
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         ends = np.cumsum(batch.lengths)
-        for start, end, temperature in zip(ends - batch.lengths, ends, batch.temperature, strict=True):
+        for start, end, temperature in zip(
+            ends - batch.lengths, ends, batch.temperature, strict=True
+        ):
             tokens = torch.from_numpy(batch.tokens[start:end]).long()
-            attend = PackedAttention(np.array([len(tokens)]), num_heads=4, num_kv_heads=2, device=tokens.device)
+            attend = PackedAttention(
+                np.array([len(tokens)]), num_heads=4, num_kv_heads=2, device=tokens.device
+            )
             logits = self.model.logits(self.model(tokens, torch.arange(len(tokens)), attend))
-            lp = (logits.double() / float(temperature or 1.0)).log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
-            coefficient = torch.from_numpy(batch.weight * batch.advantages).double()[start + 1 : end]
+            lp = (
+                (logits.double() / float(temperature or 1.0))
+                .log_softmax(-1)[:-1]
+                .gather(1, tokens[1:, None])[:, 0]
+            )
+            coefficient = torch.from_numpy(batch.weight * batch.advantages).double()[
+                start + 1 : end
+            ]
             # The surrogate's value is -A, its gradient -A grad(lp).
             total = total - (coefficient * (1 + lp - lp.detach())).sum() / batch.denominator
         total.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.clip_norm, foreach=False)
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.cfg.clip_norm, foreach=False
+        )
         self.optimizer.step()
         return float(total.detach()), float(norm)
 
@@ -77,7 +98,14 @@ def test_against_a_plain_model_and_adamw(new_trainer, aggregation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_tokens": 50}, {"wrap": "layer"}, {"recompute": "cheap"}, {"recompute": "all"}, {"logit_rows": 9}]
+    "options",
+    [
+        {"max_tokens": 50},
+        {"wrap": "layer"},
+        {"recompute": "cheap"},
+        {"recompute": "all"},
+        {"logit_rows": 9},
+    ],
 )
 def test_how_it_is_computed_does_not_change_what(new_trainer, options: dict[str, object]) -> None:
     plain, other = new_trainer(), new_trainer(**options)
@@ -89,7 +117,9 @@ def test_how_it_is_computed_does_not_change_what(new_trainer, options: dict[str,
         torch.testing.assert_close(one, _weights(plain)[name], rtol=1e-4, atol=1e-5)
 
 
-def test_one_rank_gathers_a_model_whole_unless_it_is_large(new_trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_gathers_a_model_whole_unless_it_is_large(
+    new_trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of any size below the bound for one rank, which is above that for many."""
     monkeypatch.setattr(config, "WHOLE_MODEL_BYTES", 0)
     layers = new_trainer().backend.scorer.model.spec.num_layers
@@ -99,7 +129,10 @@ def test_one_rank_gathers_a_model_whole_unless_it_is_large(new_trainer, monkeypa
 
 
 def test_loss_does_not_depend_on_the_packing_at_all(new_trainer) -> None:
-    losses = {new_trainer(max_tokens=n).train_step(make_batch(), sft_loss)["train/loss"] for n in (40, 100, 9999)}
+    losses = {
+        new_trainer(max_tokens=n).train_step(make_batch(), sft_loss)["train/loss"]
+        for n in (40, 100, 9999)
+    }
     assert max(losses) - min(losses) < 1e-14
 
 
@@ -113,7 +146,9 @@ def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_
 
 
 def test_each_minibatch_divides_by_its_share_of_the_denominator(new_trainer) -> None:
-    """At a rate of 0 the weights stay, so that the float64 oracle knows the gradient of each optimizer step."""
+    """At a rate of 0 the weights stay, so that the float64 oracle knows the gradient of each
+    optimizer step.
+    """
     trainer, batch = new_trainer(minibatches=3, lr=0.0), make_batch()
     oracle = Oracle(new_trainer(lr=0.0).cfg)
     parts = [batch.take(part) for part in split(batch.lengths.tolist(), 3)]
@@ -125,7 +160,9 @@ def test_each_minibatch_divides_by_its_share_of_the_denominator(new_trainer) -> 
 def test_what_is_compared_is_differentiated_wherever_the_weights_are_still_the_first(
     new_trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the first minibatch is computed once; the others once more, before any of them moves the weights."""
+    """So the first minibatch is computed once; the others once more, before any of them moves the
+    weights.
+    """
     trainer = new_trainer(minibatches=3, max_tokens=9999)
     with_gradients, forward = [], trainer.backend.forward
 
@@ -163,7 +200,11 @@ def test_there_are_no_more_minibatches_than_sequences(new_trainer) -> None:
     few, many = new_trainer(minibatches=len(batch.lengths)), new_trainer(minibatches=50)
     for trainer in (few, many):
         trainer.train_step(batch, grpo_loss)
-    assert many.learner.progress.optimizer_steps == few.learner.progress.optimizer_steps == len(batch.lengths)
+    assert (
+        many.learner.progress.optimizer_steps
+        == few.learner.progress.optimizer_steps
+        == len(batch.lengths)
+    )
     expected = _weights(few)
     assert all(torch.equal(one, expected[name]) for name, one in _weights(many).items())
 
@@ -176,7 +217,9 @@ def test_learning_lowers_the_loss(new_trainer) -> None:
 
 @pytest.mark.parametrize("wrap", ["model", "layer"])
 def test_scores_are_of_new_weights_also_where_no_step_brought_them(new_trainer, wrap: str) -> None:
-    """A checkpoint that is loaded, for one: what the last forward pass gathered must not be used again."""
+    """A checkpoint that is loaded, for one: what the last forward pass gathered must not be used
+    again.
+    """
     trainer, fresh, batch = new_trainer(wrap=wrap), new_trainer(wrap=wrap, seed=3), make_batch()
     before, expected = (one.learner.score(batch) for one in (trainer, fresh))
     trainer.backend.fill(random_weights(ModelSpec.from_folder(trainer.cfg.model), seed=3))
@@ -194,13 +237,17 @@ def test_bfloat16_trains_a_float32_master(new_trainer) -> None:
 
 
 @pytest.mark.parametrize(("value", "what"), [(np.nan, "loss"), (3e38, "gradient")])
-def test_a_loss_that_is_not_finite_stops_before_the_weights(new_trainer, value: float, what: str) -> None:
+def test_a_loss_that_is_not_finite_stops_before_the_weights(
+    new_trainer, value: float, what: str
+) -> None:
     trainer, batch = new_trainer(), make_batch()
     trainer.train_step(batch, grpo_loss)
     before = _weights(trainer)
     advantages = batch.advantages.copy()
     advantages[np.flatnonzero(batch.mask)[5]] = value
-    with pytest.raises(SpmdError, match=f"train step 1: the {what} is not finite on rank 0; that optimizer step"):
+    with pytest.raises(
+        SpmdError, match=f"train step 1: the {what} is not finite on rank 0; that optimizer step"
+    ):
         trainer.train_step(replace(batch, advantages=advantages), grpo_loss)
     assert all(torch.equal(one, before[name]) for name, one in _weights(trainer).items())
     assert trainer.version() == 1
@@ -236,13 +283,17 @@ def test_the_optimizer_writes_in_place(new_trainer) -> None:
 def test_a_sequence_beyond_the_context_is_named(new_trainer) -> None:
     trainer, batch = new_trainer(), make_batch(longest=200)
     longest, shortest = int(batch.lengths.argmax()), int(batch.lengths.argmin())
-    with pytest.raises(DataError, match=f"sequence {longest}: {batch.lengths[longest]} tokens .* 160 positions"):
+    with pytest.raises(
+        DataError, match=f"sequence {longest}: {batch.lengths[longest]} tokens .* 160 positions"
+    ):
         trainer.train_step(batch.take([shortest, longest]), grpo_loss)
 
 
 def test_a_rate_given_with_the_step_overrides_the_schedule(new_trainer) -> None:
     trainer = new_trainer(lr=1e-2, warmup_steps=4)
-    rates = [trainer.train_step(make_batch(), sft_loss, lr=lr)["train/lr"] for lr in (None, 3e-3, None)]
+    rates = [
+        trainer.train_step(make_batch(), sft_loss, lr=lr)["train/lr"] for lr in (None, 3e-3, None)
+    ]
     assert rates == [0.0025, 3e-3, 0.0075]
 
 
@@ -250,7 +301,10 @@ def test_a_loss_that_sums_by_itself_is_refused_before_the_weights_change(new_tra
     """Else each of its gradients would count as often as there are tokens."""
     trainer = new_trainer()
     before, batch = _weights(trainer), make_batch()
-    with pytest.raises(ContractError, match=rf"returned the loss as the shape \[\]: expected \[{batch.mask.sum()}\]"):
+    with pytest.raises(
+        ContractError,
+        match=rf"returned the loss as the shape \[\]: expected \[{batch.mask.sum()}\]",
+    ):
         trainer.train_step(batch, lambda out: (-out.lp.sum(), {}))
     for name, one in _weights(trainer).items():
         assert torch.equal(one, before[name])
@@ -262,11 +316,15 @@ def _entropy_bonus(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("options", [{}, {"minibatches": 3}, {"max_tokens": 50, "wrap": "layer"}])
-def test_a_loss_that_depends_on_entropy_is_refused_before_the_weights_change(new_trainer, options: Any) -> None:
+def test_a_loss_that_depends_on_entropy_is_refused_before_the_weights_change(
+    new_trainer, options: Any
+) -> None:
     """The entropy carries no gradient, so such a bonus would change nothing but the printed loss."""
     trainer, batch = new_trainer(**options), make_batch()
     before = _weights(trainer)
-    with pytest.raises(ContractError, match="the loss uses out.entropy, which carries no gradient yet"):
+    with pytest.raises(
+        ContractError, match="the loss uses out.entropy, which carries no gradient yet"
+    ):
         trainer.train_step(batch, _entropy_bonus)
     assert all(torch.equal(one, before[name]) for name, one in _weights(trainer).items())
     plain = new_trainer(**options)
@@ -280,7 +338,10 @@ def test_entropy_may_be_measured_and_used_as_a_constant(new_trainer) -> None:
     def loss(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         per_token, _ = grpo_loss(out)
         unsure = (out.entropy > out.entropy.mean()).float()
-        return per_token * (1 + 0 * out.entropy.detach()), {"train/unsure": unsure, "train/mine": out.entropy}
+        return per_token * (1 + 0 * out.entropy.detach()), {
+            "train/unsure": unsure,
+            "train/mine": out.entropy,
+        }
 
     trainer, plain, batch = new_trainer(), new_trainer(), make_batch()
     stats, expected = trainer.train_step(batch, loss), plain.train_step(batch, grpo_loss)
@@ -291,7 +352,9 @@ def test_entropy_may_be_measured_and_used_as_a_constant(new_trainer) -> None:
 
 
 @pytest.mark.parametrize("peak", [None, 1e12])
-def test_mfu_is_told_where_the_peak_is_known(new_trainer, monkeypatch: pytest.MonkeyPatch, peak: float | None) -> None:
+def test_mfu_is_told_where_the_peak_is_known(
+    new_trainer, monkeypatch: pytest.MonkeyPatch, peak: float | None
+) -> None:
     """The model's operations over what the device could do in the time that the tokens took."""
     monkeypatch.setattr(learner, "peak_flops", lambda device, dtype: peak)
     trainer, batch = new_trainer(), make_batch(0)
@@ -300,5 +363,7 @@ def test_mfu_is_told_where_the_peak_is_known(new_trainer, monkeypatch: pytest.Mo
         assert "perf/mfu" not in stats
         return
     seconds = batch.num_tokens / stats["perf/train_tokens_per_s"]
-    flops = train_flops(ModelSpec.from_folder(trainer.cfg.model), batch.lengths, int(batch.mask.sum()))
+    flops = train_flops(
+        ModelSpec.from_folder(trainer.cfg.model), batch.lengths, int(batch.mask.sum())
+    )
     assert stats["perf/mfu"] == pytest.approx(flops / seconds / peak)

@@ -39,7 +39,9 @@ def test_equal_weights_give_equal_counts() -> None:
 
 
 def test_equal_weights_make_up_for_a_heavy_one() -> None:
-    totals = sorted(sum([5, 5, 5, 5, 56][i] for i in part) for part in balanced([5, 5, 5, 5, 56], 4))
+    totals = sorted(
+        sum([5, 5, 5, 5, 56][i] for i in part) for part in balanced([5, 5, 5, 5, 56], 4)
+    )
     assert totals == [5, 5, 10, 56]
 
 

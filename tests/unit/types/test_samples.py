@@ -1,4 +1,6 @@
-"""Groups that came as columns are the groups that were sent, whoever looks, and whatever is done with them then."""
+"""Groups that came as columns are the groups that were sent, whoever looks, and whatever is done
+with them then.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,21 @@ def made(uid: int, sizes: list[int]) -> Group:
         finish = "length" if index % 2 else "stop"
         reward = float((uid * index) % 3) / 3
         return Sample(
-            uid, index, tokens, -tokens.astype(np.float32), versions, finish, 0.7, f"{uid}", reward, {"a": reward}
+            uid,
+            index,
+            tokens,
+            -tokens.astype(np.float32),
+            versions,
+            finish,
+            0.7,
+            f"{uid}",
+            reward,
+            {"a": reward},
         )
 
-    prompt = Prompt(uid, np.arange(1 + uid % 3, dtype=np.int32), f"p{uid}", f"a{uid}", "here", {"line": uid})
+    prompt = Prompt(
+        uid, np.arange(1 + uid % 3, dtype=np.int32), f"p{uid}", f"a{uid}", "here", {"line": uid}
+    )
     samples = [sample(index, size) for index, size in enumerate(sizes)]
     return Group(prompt, samples, [] if sizes else ["skipped"])
 
@@ -39,7 +52,8 @@ def sent(groups: list[Group]) -> list[Group]:
 def same_batch(one: Batch, other: Batch) -> bool:
     values = [[getattr(batch, entry.name) for entry in fields(batch)] for batch in (one, other)]
     return all(
-        np.asarray(a).dtype == np.asarray(b).dtype and np.array_equal(a, b) for a, b in zip(*values, strict=True)
+        np.asarray(a).dtype == np.asarray(b).dtype and np.array_equal(a, b)
+        for a, b in zip(*values, strict=True)
     )
 
 
@@ -47,11 +61,17 @@ def plain(group: Group) -> str:
     return repr((group.prompt, group.samples, group.skipped))
 
 
-SIZES = st.lists(st.one_of(st.just([]), st.lists(st.integers(0, 4), min_size=2, max_size=4)), min_size=1, max_size=6)
+SIZES = st.lists(
+    st.one_of(st.just([]), st.lists(st.integers(0, 4), min_size=2, max_size=4)),
+    min_size=1,
+    max_size=6,
+)
 
 
 @given(SIZES, st.data())
-def test_what_is_reckoned_does_not_depend_on_how_groups_came(sizes: list[list[int]], data: st.DataObject) -> None:
+def test_what_is_reckoned_does_not_depend_on_how_groups_came(
+    sizes: list[list[int]], data: st.DataObject
+) -> None:
     """From two ranks, some left out, some looked at: the same bits as of groups made here."""
     here = [made(uid, own) for uid, own in enumerate(sizes)]
     cut = data.draw(st.integers(0, len(here)))
@@ -66,7 +86,10 @@ def test_what_is_reckoned_does_not_depend_on_how_groups_came(sizes: list[list[in
             assert all(one.tobytes() == other.tobytes() for one, other in pairs)
         assert group_metrics(came, 7) == group_metrics(here, 7)
         assert [group.num_samples for group in came] == [len(group.samples) for group in here]
-        assert all(np.array_equal(one.rewards, other.rewards) for one, other in zip(came, here, strict=True))
+        assert all(
+            np.array_equal(one.rewards, other.rewards)
+            for one, other in zip(came, here, strict=True)
+        )
         if any(group.samples for group in here):
             assert same_batch(pack(came, group_advantage(came)), pack(here, group_advantage(here)))
     assert [plain(group) for group in came] == [plain(group) for group in here]
@@ -83,7 +106,10 @@ def test_nothing_is_cut_until_somebody_looks() -> None:
 
 
 def test_a_list_of_samples_may_be_changed() -> None:
-    here, groups = [made(0, [2, 3, 1]), made(1, [1, 1])], sent([made(0, [2, 3, 1]), made(1, [1, 1])])
+    here, groups = (
+        [made(0, [2, 3, 1]), made(1, [1, 1])],
+        sent([made(0, [2, 3, 1]), made(1, [1, 1])]),
+    )
     for group in (here[0], groups[0]):
         group.samples.pop(1)
         group.samples[0] = group.samples[0].changed(reward=5.0)
@@ -120,8 +146,11 @@ def test_columns_join_and_are_cut() -> None:
 
 
 def test_lengths_that_only_seem_to_fit_are_refused() -> None:
-    columns = Prompt.to_columns([Prompt(uid, np.zeros(int(uid == 0), np.int32)) for uid in range(3)])
+    columns = Prompt.to_columns(
+        [Prompt(uid, np.zeros(int(uid == 0), np.int32)) for uid in range(3)]
+    )
     assert len(columns.rows()) == 3
-    for lengths in ([2, -1, 0], [2**63 - 1, 2**63 - 1, 3]):  # the second's sum is 1 too, as 64 bits have it
+    # the second's sum is 1 too, as 64 bits have it
+    for lengths in ([2, -1, 0], [2**63 - 1, 2**63 - 1, 3]):
         with pytest.raises(ValueError, match="lengths are numbers of entries"):
             replace(columns, lengths=np.array(lengths)).rows()

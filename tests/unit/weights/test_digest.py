@@ -9,29 +9,37 @@ from spmd_rl.errors import ContractError
 from spmd_rl.weights import digest as digest_module
 from spmd_rl.weights.digest import combine, digest
 from spmd_rl.weights.layout import Box, chunk_box
-from spmd_rl.weights.local_tensors import Held, HeldTensor
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 
 WHOLE = torch.randn(9, 6, 4, generator=torch.Generator().manual_seed(0))
 
 
-def _part(box: Box, whole: torch.Tensor = WHOLE) -> Held:
+def _part(box: Box, whole: torch.Tensor = WHOLE) -> LocalTensors:
     local = whole[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))]
-    return Held({"w": HeldTensor(tuple(whole.shape), box, local.clone())})
+    return LocalTensors({"w": LocalTensor(tuple(whole.shape), box, local.clone())})
 
 
 def _whole_digest(whole: torch.Tensor = WHOLE) -> dict[str, int]:
-    return digest(Held.whole({"w": whole}))
+    return digest(LocalTensors.whole({"w": whole}))
 
 
 @given(st.integers(1, 12), st.integers(1, 3))
 def test_shards_add_up_to_the_whole(num_parts: int, num_replicas: int) -> None:
     parts = [_part(chunk_box((9, 6, 4), i, num_parts)) for i in range(num_parts)] * num_replicas
-    assert combine([(part.layout(i), digest(part)) for i, part in enumerate(parts)]) == _whole_digest()
+    assert (
+        combine([(part.layout(i), digest(part)) for i, part in enumerate(parts)]) == _whole_digest()
+    )
 
 
 def test_columns_add_up_too() -> None:
-    parts = [_part(Box((0, 0, 0), (9, 2, 4))), _part(Box((0, 2, 0), (9, 4, 3))), _part(Box((0, 2, 3), (9, 4, 1)))]
-    assert combine([(part.layout(i), digest(part)) for i, part in enumerate(parts)]) == _whole_digest()
+    parts = [
+        _part(Box((0, 0, 0), (9, 2, 4))),
+        _part(Box((0, 2, 0), (9, 4, 3))),
+        _part(Box((0, 2, 3), (9, 4, 1))),
+    ]
+    assert (
+        combine([(part.layout(i), digest(part)) for i, part in enumerate(parts)]) == _whole_digest()
+    )
 
 
 def test_chunking_the_work_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,17 +60,19 @@ def test_any_flipped_bit_or_swapped_place_shows() -> None:
 
 
 def test_a_source_is_digested_as_its_destination_holds_it() -> None:
-    engine = Held.whole({"w": WHOLE.bfloat16()})
-    assert digest(Held.whole({"w": WHOLE}), {"w": "bfloat16"}) == digest(engine)
-    assert digest(Held.whole({"w": WHOLE})) != digest(engine)
+    engine = LocalTensors.whole({"w": WHOLE.bfloat16()})
+    assert digest(LocalTensors.whole({"w": WHOLE}), {"w": "bfloat16"}) == digest(engine)
+    assert digest(LocalTensors.whole({"w": WHOLE})) != digest(engine)
 
 
 def test_replicas_that_differ_are_refused() -> None:
-    parts = [Held.whole({"w": WHOLE}), Held.whole({"w": WHOLE + 1})]
+    parts = [LocalTensors.whole({"w": WHOLE}), LocalTensors.whole({"w": WHOLE + 1})]
     with pytest.raises(ContractError, match="replicas of tensor 'w'"):
         combine([(part.layout(i), digest(part)) for i, part in enumerate(parts)])
 
 
 def test_a_scalar_has_a_digest() -> None:
-    digests = {digest(Held.whole({"w": torch.tensor(value)}))["w"] for value in (0.0, 1.0, -0.0)}
+    digests = {
+        digest(LocalTensors.whole({"w": torch.tensor(value)}))["w"] for value in (0.0, 1.0, -0.0)
+    }
     assert len(digests) == 3

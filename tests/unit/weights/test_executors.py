@@ -8,23 +8,27 @@ from torch import nn
 
 from spmd_rl.weights.executors import _buckets, alias, execute
 from spmd_rl.weights.layout import Box
-from spmd_rl.weights.local_tensors import Held, HeldTensor
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
 from spmd_rl.weights.plan import plan
 
 
 def _trainer(seed: int = 0) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {"embed.weight": (7, 5), "norm.weight": (5,), "scale": ()}
-    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in shapes.items()
+    }
 
 
 def _engine(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     return {
-        name: nn.Parameter(torch.zeros_like(one, dtype=dtype), requires_grad=False) for name, one in _trainer().items()
+        name: nn.Parameter(torch.zeros_like(one, dtype=dtype), requires_grad=False)
+        for name, one in _trainer().items()
     }
 
 
-def _pushed(src: Held, dst: Held) -> tuple[int, int]:
+def _pushed(src: LocalTensors, dst: LocalTensors) -> tuple[int, int]:
     traffic = execute(plan([src.layout(0)], [dst.layout(0)], None, 0), 0, src, dst, None)
     assert traffic.sent_bytes == traffic.received_bytes == 0
     return traffic.aliased_bytes, traffic.copied_bytes
@@ -34,7 +38,10 @@ def _pushed(src: Held, dst: Held) -> tuple[int, int]:
 def test_a_copy_casts_to_the_destination(dtype: torch.dtype) -> None:
     source, engine = _trainer(), _engine(dtype)
     kept = {name: one.data_ptr() for name, one in engine.items()}
-    assert _pushed(Held.whole(source), Held.whole(engine)) == (0, 41 * dtype.itemsize)
+    assert _pushed(LocalTensors.whole(source), LocalTensors.whole(engine)) == (
+        0,
+        41 * dtype.itemsize,
+    )
     for name, one in engine.items():
         assert torch.equal(one, source[name].to(dtype))
         assert one.data_ptr() == kept[name]
@@ -42,7 +49,7 @@ def test_a_copy_casts_to_the_destination(dtype: torch.dtype) -> None:
 
 def test_an_alias_sees_every_optimizer_step_and_moves_nothing() -> None:
     source, engine = _trainer(), _engine(torch.float32)
-    src, dst = Held.whole(source), Held.whole(engine)
+    src, dst = LocalTensors.whole(source), LocalTensors.whole(engine)
     assert alias(dst, src) == 41 * 4
     optimizer = torch.optim.AdamW(source.values(), lr=0.1, fused=True)
     for one in source.values():
@@ -54,25 +61,34 @@ def test_an_alias_sees_every_optimizer_step_and_moves_nothing() -> None:
 
 
 def test_another_dtype_or_box_is_not_aliased() -> None:
-    source = Held.whole(_trainer())
+    source = LocalTensors.whole(_trainer())
     engine = _engine(torch.bfloat16)
-    assert alias(Held.whole(engine), source) == 0
+    assert alias(LocalTensors.whole(engine), source) == 0
     whole = _trainer()["embed.weight"]
-    half = Held({"embed.weight": HeldTensor((7, 5), Box((0, 0), (4, 5)), whole[:4].clone())})
-    assert alias(Held.whole({"embed.weight": _engine(torch.float32)["embed.weight"]}), half) == 0
+    half = LocalTensors(
+        {"embed.weight": LocalTensor((7, 5), Box((0, 0), (4, 5)), whole[:4].clone())}
+    )
+    assert (
+        alias(LocalTensors.whole({"embed.weight": _engine(torch.float32)["embed.weight"]}), half)
+        == 0
+    )
 
 
 def test_a_held_tensor_must_be_its_box() -> None:
     with pytest.raises(ValueError, match="'a': a local tensor of"):
-        Held({"a": HeldTensor((7, 5), Box((0, 0), (4, 5)), torch.zeros(7, 5))})
+        LocalTensors({"a": LocalTensor((7, 5), Box((0, 0), (4, 5)), torch.zeros(7, 5))})
 
 
 @pytest.mark.parametrize("limit", [16, 64, 100, 4096])
 def test_buckets_keep_to_their_size_and_lose_nothing(limit: int) -> None:
-    layout = Held.whole({"a": torch.zeros(9, 5), "b": torch.zeros(3), "c": torch.zeros(2, 2)}).layout
+    layout = LocalTensors.whole(
+        {"a": torch.zeros(9, 5), "b": torch.zeros(3), "c": torch.zeros(2, 2)}
+    ).layout
     moves = plan([layout(0)], [layout(1)], None, 0).moves
     (buckets,) = _buckets(moves, "dst", limit).values()
-    assert sum(move.num_bytes for bucket in buckets for move in bucket) == sum(move.num_bytes for move in moves)
+    assert sum(move.num_bytes for bucket in buckets for move in bucket) == sum(
+        move.num_bytes for move in moves
+    )
     for bucket in buckets:
         # A row of "a" is 20 bytes and may not be cut.
         assert len(bucket) == 1 or sum(move.num_bytes for move in bucket) <= limit

@@ -35,7 +35,9 @@ def test_intersection_is_the_common_elements(a: Box, b: Box) -> None:
 def test_difference_covers_the_rest_once(a: Box, b: Box) -> None:
     common = a.intersect(b)
     if common is not None:
-        np.testing.assert_array_equal(_count(list(a.subtract(common))), _count([a]) - _count([common]))
+        np.testing.assert_array_equal(
+            _count(list(a.subtract(common))), _count([a]) - _count([common])
+        )
 
 
 def test_a_scalar_is_one_element() -> None:

@@ -25,8 +25,13 @@ def _grid(shape: Dims, parts: tuple[int, int], index: int) -> Box:
 
 @st.composite
 def sides(draw: st.DrawFn) -> tuple[list[Layout], list[Layout]]:
-    """Two sides over some of eight ranks: each a grid of uneven chunks, some replicated, dims as small as 1."""
-    shapes = {f"t{i}": draw(st.tuples(st.integers(1, 9), st.integers(1, 9))) for i in range(draw(st.integers(1, 3)))}
+    """Two sides over some of eight ranks: each a grid of uneven chunks, some replicated, dims as
+    small as 1.
+    """
+    shapes = {
+        f"t{i}": draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+        for i in range(draw(st.integers(1, 3)))
+    }
 
     def side(dtype: str) -> list[Layout]:
         parts = draw(st.tuples(st.integers(1, 3), st.integers(1, 2)))
@@ -34,14 +39,21 @@ def sides(draw: st.DrawFn) -> tuple[list[Layout], list[Layout]]:
         ranks = draw(st.permutations(range(8)))[: cells * draw(st.integers(1, 8 // cells))]
         names = draw(st.permutations(sorted(shapes)))
         return [
-            Layout(rank, tuple(Piece(n, shapes[n], dtype, _grid(shapes[n], parts, seat % cells)) for n in names))
+            Layout(
+                rank,
+                tuple(
+                    Piece(n, shapes[n], dtype, _grid(shapes[n], parts, seat % cells)) for n in names
+                ),
+            )
             for seat, rank in enumerate(ranks)
         ]
 
     return side("float32"), side("bfloat16")
 
 
-def plans(src: list[Layout], dst: list[Layout], nodes: dict[int, int] | None = None) -> dict[int, Plan]:
+def plans(
+    src: list[Layout], dst: list[Layout], nodes: dict[int, int] | None = None
+) -> dict[int, Plan]:
     """Every rank's plan."""
     return {rank: plan(src, dst, nodes, rank) for rank in {one.rank for one in [*src, *dst]}}
 
@@ -53,20 +65,30 @@ def received(made: dict[int, Plan]) -> list[Move]:
 
 def _writes(moves: list[Move], dst: list[Layout]) -> dict[tuple[int, str], np.ndarray]:
     """How often each element of each tensor is written on each destination rank."""
-    count = {(layout.rank, piece.name): np.zeros(piece.shape, int) for layout in dst for piece in layout.pieces}
+    count = {
+        (layout.rank, piece.name): np.zeros(piece.shape, int)
+        for layout in dst
+        for piece in layout.pieces
+    }
     for move in moves:
-        count[move.dst, move.name][tuple(slice(o, e) for o, e in zip(move.box.offset, move.box.end, strict=True))] += 1
+        count[move.dst, move.name][
+            tuple(slice(o, e) for o, e in zip(move.box.offset, move.box.end, strict=True))
+        ] += 1
     return count
 
 
 @given(sides())
-def test_every_destination_element_is_written_once_and_no_other(pair: tuple[list[Layout], list[Layout]]) -> None:
+def test_every_destination_element_is_written_once_and_no_other(
+    pair: tuple[list[Layout], list[Layout]],
+) -> None:
     src, dst = pair
     count = _writes(received(plans(src, dst)), dst)
     for layout in dst:
         for piece in layout.pieces:
             wanted = np.zeros(piece.shape, int)
-            wanted[tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))] = 1
+            wanted[
+                tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))
+            ] = 1
             np.testing.assert_array_equal(count[layout.rank, piece.name], wanted)
 
 
@@ -84,14 +106,19 @@ def test_both_ends_of_a_pair_know_the_same_moves_in_the_same_order(
 ) -> None:
     made = plans(*pair, nodes)
     for src, dst in itertools.permutations(made, 2):
-        sent, got = ([move for move in made[end].moves if (move.src, move.dst) == (src, dst)] for end in (src, dst))
+        sent, got = (
+            [move for move in made[end].moves if (move.src, move.dst) == (src, dst)]
+            for end in (src, dst)
+        )
         assert sent == got
     assert all(rank in (move.src, move.dst) for rank, one in made.items() for move in one.moves)
 
 
 @given(sides())
 def test_the_wire_carries_the_lower_bound(pair: tuple[list[Layout], list[Layout]]) -> None:
-    """What a rank needs and does not hold itself must cross once; nothing else does. Every rank knows how much."""
+    """What a rank needs and does not hold itself must cross once; nothing else does. Every rank
+    knows how much.
+    """
     src, dst = pair
     held = {(layout.rank, piece.name): piece.box for layout in src for piece in layout.pieces}
     bound = 0
@@ -102,7 +129,8 @@ def test_the_wire_carries_the_lower_bound(pair: tuple[list[Layout], list[Layout]
             bound += piece.box.num_elements - (common.num_elements if common else 0)
     made = plans(src, dst)
     crossing, staying = (
-        sum(move.num_bytes for move in received(made) if (move.src != move.dst) is crosses) for crosses in (True, False)
+        sum(move.num_bytes for move in received(made) if (move.src != move.dst) is crosses)
+        for crosses in (True, False)
     )
     assert crossing == bound * ITEM_BYTES["bfloat16"]
     assert {(one.wire_bytes, one.local_bytes) for one in made.values()} == {(crossing, staying)}
@@ -113,7 +141,9 @@ def test_the_order_of_the_input_changes_nothing(
     pair: tuple[list[Layout], list[Layout]], shuffle: random.Random
 ) -> None:
     def shuffled(side: list[Layout]) -> list[Layout]:
-        mixed = [Layout(one.rank, tuple(shuffle.sample(one.pieces, len(one.pieces)))) for one in side]
+        mixed = [
+            Layout(one.rank, tuple(shuffle.sample(one.pieces, len(one.pieces)))) for one in side
+        ]
         return shuffle.sample(mixed, len(mixed))
 
     one, other = plans(*map(shuffled, pair)), plans(*pair)
@@ -123,10 +153,15 @@ def test_the_order_of_the_input_changes_nothing(
 
 @given(sides())
 def test_replicas_take_turns(pair: tuple[list[Layout], list[Layout]]) -> None:
-    """Of those that hold one box, none sends it once more than another, to those who do not hold it."""
+    """Of those that hold one box, none sends it once more than another, to those who do not hold
+    it.
+    """
     src, seats = pair
     dst = [  # every destination wants every box
-        Layout(one.rank, tuple(replace(piece, box=Box((0, 0), piece.shape)) for piece in one.pieces)) for one in seats
+        Layout(
+            one.rank, tuple(replace(piece, box=Box((0, 0), piece.shape)) for piece in one.pieces)
+        )
+        for one in seats
     ]
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     for layout in src:
@@ -134,13 +169,20 @@ def test_replicas_take_turns(pair: tuple[list[Layout], list[Layout]]) -> None:
             holders[piece.name, piece.box].append(layout.rank)
     moves = received(plans(src, dst))
     for (name, box), ranks in holders.items():
-        targets = {move.dst: move.src for move in moves if move.name == name and move.box.intersect(box)}
-        sent = [sum(source == rank != target for target, source in targets.items()) for rank in ranks]
+        targets = {
+            move.dst: move.src for move in moves if move.name == name and move.box.intersect(box)
+        }
+        sent = [
+            sum(source == rank != target for target, source in targets.items()) for rank in ranks
+        ]
         assert max(sent) - min(sent) <= 1
 
 
 def _whole(
-    rank: int, dtype: str = "float32", shape: Dims = (8, 4), names: tuple[str, ...] = ("a", "b", "c", "d")
+    rank: int,
+    dtype: str = "float32",
+    shape: Dims = (8, 4),
+    names: tuple[str, ...] = ("a", "b", "c", "d"),
 ) -> Layout:
     return Layout(rank, tuple(Piece(name, shape, dtype, Box((0, 0), shape)) for name in names))
 
@@ -163,7 +205,9 @@ def test_an_own_box_stays_at_home() -> None:
 
 
 def test_digest_tells_plans_apart() -> None:
-    digests = {plan([_whole(0)], [_whole(1, dtype)], None, 0).digest for dtype in ("float32", "bfloat16")}
+    digests = {
+        plan([_whole(0)], [_whole(1, dtype)], None, 0).digest for dtype in ("float32", "bfloat16")
+    }
     digests.add(plan([_whole(0)], [_whole(1)], {0: 0, 1: 1}, 0).digest)
     assert len(digests) == 3
 
@@ -176,7 +220,9 @@ def test_what_cannot_be_filled_is_named() -> None:
     with pytest.raises(PlanError, match=r"'a' has different shapes .*\(8, 4\), \(9, 4\)"):
         plan([_whole(0, names=("a",))], [_whole(1, names=("a",), shape=(9, 4))], None, 0)
     half = Layout(0, (Piece("a", (8, 4), "float32", Box((0, 0), (4, 4))),))
-    with pytest.raises(PlanError, match=r"no source rank holds rows \(4, 0\) .* 'a', which rank 1 needs"):
+    with pytest.raises(
+        PlanError, match=r"no source rank holds rows \(4, 0\) .* 'a', which rank 1 needs"
+    ):
         plan([half], [_whole(1, names=("a",))], None, 1)
     with pytest.raises(PlanError, match="parts of tensor 'a' that overlap and are not the same"):
         plan([half, _whole(2, names=("a",))], [_whole(1, names=("a",))], None, 1)

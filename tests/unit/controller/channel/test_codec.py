@@ -36,7 +36,11 @@ class Nested:
     note: str | None = None
 
 
-@given(st.lists(arrays, max_size=4), st.dictionaries(st.text(max_size=4), arrays, max_size=3), st.none() | st.text())
+@given(
+    st.lists(arrays, max_size=4),
+    st.dictionaries(st.text(max_size=4), arrays, max_size=3),
+    st.none() | st.text(),
+)
 def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str | None) -> None:
     value = Nested(many, named, note)
     back = unpack(pack(value), Nested)
@@ -50,11 +54,18 @@ def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str
 
 
 @pytest.mark.parametrize(
-    "array", [np.ma.masked_equal(np.array([1.0, 2.0, 3.0]), 2.0), np.ma.masked, np.arange(3).view(np.recarray)]
+    "array",
+    [
+        np.ma.masked_equal(np.array([1.0, 2.0, 3.0]), 2.0),
+        np.ma.masked,
+        np.arange(3).view(np.recarray),
+    ],
 )
 def test_an_array_that_is_more_than_its_bytes_is_refused(array: Any) -> None:
     """The receiver would take what is masked for a number."""
-    sentence = f"^a {type(array).__name__} cannot cross between processes: pass a plain numpy.ndarray"
+    sentence = (
+        f"^a {type(array).__name__} cannot cross between processes: pass a plain numpy.ndarray"
+    )
     for value in (array, {"a": [array]}):
         with pytest.raises(ContractError, match=sentence):
             pack(value)
@@ -68,9 +79,12 @@ def test_a_sample_with_a_masked_array_is_refused() -> None:
 
 
 @given(
-    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0), st.lists(st.floats(allow_nan=False) | st.none(), max_size=3)
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0),
+    st.lists(st.floats(allow_nan=False) | st.none(), max_size=3),
 )
-def test_a_body_that_came_before_gives_what_decoding_it_gives(shape: tuple[int, ...], plain: list[Any]) -> None:
+def test_a_body_that_came_before_gives_what_decoding_it_gives(
+    shape: tuple[int, ...], plain: list[Any]
+) -> None:
     array = NDArray[np.int64]
     known = Codec(tuple[array, list[array], dict[str, array | None], list[float | None]])  # type: ignore[valid-type]
     for seed in range(3):
@@ -108,7 +122,13 @@ def test_oversize_is_refused_where_it_is_made(monkeypatch: pytest.MonkeyPatch, l
 def test_the_nouns_cross() -> None:
     prompt = Prompt(1, np.arange(3, dtype=np.int32), meta={"level": 2})
     sample = Sample(
-        1, 0, np.array([5], np.int32), np.array([-0.5], np.float32), np.zeros(1, np.int32), "stop", parts={"a": 1.0}
+        1,
+        0,
+        np.array([5], np.int32),
+        np.array([-0.5], np.float32),
+        np.zeros(1, np.int32),
+        "stop",
+        parts={"a": 1.0},
     )
     back = unpack(Codec(list[Group]).pack([Group(prompt, [sample])]), list[Group])
     assert back[0].samples[0].logprobs.dtype == np.float32
@@ -116,13 +136,20 @@ def test_the_nouns_cross() -> None:
 
 
 def sample(index: int, size: int) -> Sample:
-    arrays = np.arange(size, dtype=np.int32), np.full(size, -0.5, np.float32), np.full(size, index, np.int32)
+    arrays = (
+        np.arange(size, dtype=np.int32),
+        np.full(size, -0.5, np.float32),
+        np.full(size, index, np.int32),
+    )
     return Sample(7, index, *arrays, "length", 0.5, f"{size}", float(size), {"a": 1.0})
 
 
 def test_lists_of_groups_cross_as_columns() -> None:
     prompts = [Prompt(uid, np.arange(uid, dtype=np.int32)) for uid in range(3)]
-    groups = [Group(prompts[0], [sample(0, 3), sample(1, 0)]), Group(prompts[1], [], ["slow", "no number"])]
+    groups = [
+        Group(prompts[0], [sample(0, 3), sample(1, 0)]),
+        Group(prompts[1], [], ["slow", "no number"]),
+    ]
     groups.append(Group(prompts[2], [sample(2, 5)]))
     packed = Codec(Sharded[list[Group]]).pack(groups)
     assert len(packed[0]) < len(pack(groups)[0])
@@ -134,14 +161,25 @@ def test_columns_that_do_not_fit_are_refused() -> None:
     columns = Group.to_columns([Group(Prompt(0, np.zeros(1, np.int32)), [sample(0, 3)])])
     long, flat = np.array([4]), np.zeros((1, 1), np.int64)
     wrongs = [
-        *({"lengths": lengths} for lengths in (np.array([2]), np.array([-1]), np.array([2, -1]), flat)),
+        *(
+            {"lengths": lengths}
+            for lengths in (np.array([2]), np.array([-1]), np.array([2, -1]), flat)
+        ),
         {"skipped": []},
-        *({"prompts": {name: wrong}} for name, wrong in (("lengths", long), ("text", []), ("uid", flat))),
-        *({"samples": {name: wrong}} for name, wrong in (("lengths", long), ("text", []), ("reward", np.zeros(0)))),
+        *(
+            {"prompts": {name: wrong}}
+            for name, wrong in (("lengths", long), ("text", []), ("uid", flat))
+        ),
+        *(
+            {"samples": {name: wrong}}
+            for name, wrong in (("lengths", long), ("text", []), ("reward", np.zeros(0)))
+        ),
     ]
     for wrong in wrongs:
         changed = {
-            name: dataclasses.replace(getattr(columns, name), **value) if isinstance(value, dict) else value
+            name: dataclasses.replace(getattr(columns, name), **value)
+            if isinstance(value, dict)
+            else value
             for name, value in wrong.items()
         }
         with pytest.raises(ContractError, match="do not fit each other"):
@@ -156,7 +194,10 @@ def test_columns_that_do_not_fit_are_refused() -> None:
 def test_strided_arrays_and_numpy_scalars_cross() -> None:
     view = np.arange(12).reshape(3, 4)[:, ::2]
     assert (unpack(pack(view), NDArray[np.int64]) == view).all()
-    assert unpack(pack({"loss": np.float32(0.5), "n": np.int64(3)}), dict[str, float]) == {"loss": 0.5, "n": 3.0}
+    assert unpack(pack({"loss": np.float32(0.5), "n": np.int64(3)}), dict[str, float]) == {
+        "loss": 0.5,
+        "n": 3.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -173,7 +214,9 @@ def test_values_must_fit_their_annotation(value: Any, annotation: Any, sentence:
         unpack(pack(value), annotation)
 
 
-@pytest.mark.parametrize("value", [object(), np.array(["a"]), np.array([None]), lambda x: x, functools.partial(max, 1)])
+@pytest.mark.parametrize(
+    "value", [object(), np.array(["a"]), np.array([None]), lambda x: x, functools.partial(max, 1)]
+)
 def test_what_cannot_cross_is_named(value: Any) -> None:
     with pytest.raises(ContractError, match="cannot cross"):
         pack(value)
@@ -190,7 +233,9 @@ def test_functions_cross_by_name() -> None:
 
 @given(st.data())
 def test_mutated_values_never_crash(data: st.DataObject) -> None:
-    packed = pack(Nested([np.arange(5), np.ones((2, 3), np.float32)], {"k": np.zeros(1, np.bool_)}, "note"))
+    packed = pack(
+        Nested([np.arange(5), np.ones((2, 3), np.float32)], {"k": np.zeros(1, np.bool_)}, "note")
+    )
     body = bytearray(packed[0])
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
@@ -202,7 +247,10 @@ def test_mutated_values_never_crash(data: st.DataObject) -> None:
 
 
 def test_a_result_names_nothing_to_import() -> None:
-    for value, annotation in ((os.path.join, Callable[..., str]), ([os.path.join], list[Callable[..., str]])):
+    for value, annotation in (
+        (os.path.join, Callable[..., str]),
+        ([os.path.join], list[Callable[..., str]]),
+    ):
         assert unpack(pack(value), annotation) == value
         with pytest.raises(ContractError, match="cannot return a function"):
             unpack(pack(value), annotation, functions=False)

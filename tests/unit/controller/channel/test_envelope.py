@@ -7,7 +7,13 @@ import pytest
 from spmd_rl.controller.channel import codec, wire
 from spmd_rl.controller.channel.codec import NOTHING
 from spmd_rl.controller.channel.decode_cache import MAX_KNOWN, MAX_KNOWN_BYTES
-from spmd_rl.controller.channel.envelope import LARGE_BYTES, PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
+from spmd_rl.controller.channel.envelope import (
+    LARGE_BYTES,
+    PREAMBLE,
+    PREAMBLE_BYTES,
+    Incoming,
+    Outgoing,
+)
 
 VALUE = b"body", b"payload"
 
@@ -142,9 +148,12 @@ def test_a_header_is_decoded_once_and_few_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "limit"), [(wire, "MAX_HEADER_BYTES"), (codec, "MAX_BODY_BYTES"), (codec, "MAX_PAYLOAD_BYTES")]
+    ("module", "limit"),
+    [(wire, "MAX_HEADER_BYTES"), (codec, "MAX_BODY_BYTES"), (codec, "MAX_PAYLOAD_BYTES")],
 )
-def test_oversize_is_refused(monkeypatch: pytest.MonkeyPatch, module: ModuleType, limit: str) -> None:
+def test_oversize_is_refused(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, limit: str
+) -> None:
     monkeypatch.setattr(module, limit, 3)
     incoming = taker()
     assert incoming.take(sent(1)[0]) is None

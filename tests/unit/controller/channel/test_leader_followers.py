@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from spmd_rl.controller.channel import leader_followers as turns_module
-from spmd_rl.controller.channel.leader_followers import Turns
-from spmd_rl.controller.channel.wakeup_fd import Waker
+from spmd_rl.controller.channel.leader_followers import LeaderFollowers
+from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 
 WAIT_S = 100.0
 
@@ -22,7 +22,7 @@ class Pipe:
     """Something to poll; it remembers who handled what."""
 
     def __init__(self) -> None:
-        self.waker = Waker()
+        self.waker = WakeupFd()
         self.handled: list[tuple[str, bytes]] = []
         self.outbox: deque[str] = deque()
         self.sent: list[str] = []
@@ -60,8 +60,8 @@ def pipe() -> Iterator[Pipe]:
 
 
 @pytest.fixture
-def turns(pipe: Pipe) -> Iterator[Turns]:
-    turns = Turns(pipe.handle, pipe.waker, "stand-in")
+def turns(pipe: Pipe) -> Iterator[LeaderFollowers]:
+    turns = LeaderFollowers(pipe.handle, pipe.waker, "stand-in")
     turns.start()
     yield turns
     turns.close()
@@ -69,14 +69,15 @@ def turns(pipe: Pipe) -> Iterator[Turns]:
 
 def test_a_waiting_thread_handles_what_arrives_itself(pipe: Pipe) -> None:
     me = threading.current_thread().name
-    turns = Turns(pipe.handle, pipe.waker, "not started")  # on a busy machine the stand-in would have some
+    # on a busy machine the stand-in would have some
+    turns = LeaderFollowers(pipe.handle, pipe.waker, "not started")
     for count in range(20):
         threading.Timer(0.01, pipe.send, [b"x"]).start()
         assert turns.until(lambda count=count: len(pipe.handled) > count, WAIT_S)  # type: ignore[misc]
     assert {name for name, _ in pipe.handled} == {me}
 
 
-def test_the_stand_in_handles_it_while_nobody_waits(pipe: Pipe, turns: Turns) -> None:
+def test_the_stand_in_handles_it_while_nobody_waits(pipe: Pipe, turns: LeaderFollowers) -> None:
     pipe.send(b"x")
     end = time.monotonic() + WAIT_S
     while not pipe.handled and time.monotonic() < end:
@@ -84,13 +85,13 @@ def test_the_stand_in_handles_it_while_nobody_waits(pipe: Pipe, turns: Turns) ->
     assert pipe.handled == [("stand-in", b"x")]
 
 
-def test_a_wait_ends_in_time(turns: Turns) -> None:
+def test_a_wait_ends_in_time(turns: LeaderFollowers) -> None:
     began = time.monotonic()
     assert not turns.until(lambda: False, 0.05)
     assert 0.05 <= time.monotonic() - began < WAIT_S
 
 
-def test_two_threads_may_wait_for_different_things(pipe: Pipe, turns: Turns) -> None:
+def test_two_threads_may_wait_for_different_things(pipe: Pipe, turns: LeaderFollowers) -> None:
     found: list[bytes] = []
 
     def wait_for(byte: bytes) -> None:
@@ -107,7 +108,7 @@ def test_two_threads_may_wait_for_different_things(pipe: Pipe, turns: Turns) -> 
     assert sorted(found) == [b"a", b"b", b"c"]
 
 
-def test_a_turn_may_be_taken_to_wait_in_another_way(pipe: Pipe, turns: Turns) -> None:
+def test_a_turn_may_be_taken_to_wait_in_another_way(pipe: Pipe, turns: LeaderFollowers) -> None:
     assert turns.take(WAIT_S)
     pipe.send(b"x")
     assert not pipe.busy.locked(), "two threads handle at once"
@@ -120,7 +121,7 @@ def test_a_turn_may_be_taken_to_wait_in_another_way(pipe: Pipe, turns: Turns) ->
 
 def test_what_is_queued_wakes_who_waits(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_module, "TICK_S", WAIT_S)
-    turns = Turns(pipe.handle, pipe.waker, "not started")
+    turns = LeaderFollowers(pipe.handle, pipe.waker, "not started")
     sent = threading.Event()
     waiting = threading.Thread(target=turns.until, args=[lambda: bool(pipe.sent), WAIT_S])
     waiting.start()
@@ -136,7 +137,7 @@ def test_what_is_queued_wakes_who_waits(pipe: Pipe, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_queued_while_nobody_waits_is_done_at_once(pipe: Pipe) -> None:
-    turns = Turns(pipe.handle, pipe.waker, "not started")
+    turns = LeaderFollowers(pipe.handle, pipe.waker, "not started")
     pipe.outbox.append("letter")
     turns.now_or_next(pipe.flush)
     assert pipe.sent == ["letter"]

@@ -20,7 +20,15 @@ from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
 from spmd_rl.controller.channel.router import MOMENT_S, Router
 from spmd_rl.controller.channel.secret import Keys, derive
-from spmd_rl.controller.channel.wire import Bye, Hello, Pong, Stop, ToController, decode_at_worker, encode
+from spmd_rl.controller.channel.wire import (
+    Bye,
+    Hello,
+    Pong,
+    Stop,
+    ToController,
+    decode_at_worker,
+    encode,
+)
 
 WAIT_S = 100.0
 GENERATION = 7
@@ -65,8 +73,12 @@ def events() -> Events:
 
 
 @pytest.fixture
-def router(tmp_path: Path, events: Events, lifelines: tuple[socket.socket, socket.socket]) -> Iterator[Router]:
-    router = Router(f"ipc://{tmp_path}/s", derive(b"a" * 32), GENERATION, WORLD, events, lifelines[0])
+def router(
+    tmp_path: Path, events: Events, lifelines: tuple[socket.socket, socket.socket]
+) -> Iterator[Router]:
+    router = Router(
+        f"ipc://{tmp_path}/s", derive(b"a" * 32), GENERATION, WORLD, events, lifelines[0]
+    )
     router.start()
     yield router
     router.close()
@@ -79,7 +91,9 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-def dial(context: zmq.Context[zmq.Socket[bytes]], router: Router, keys: Keys, rank: int = 0) -> zmq.Socket[bytes]:
+def dial(
+    context: zmq.Context[zmq.Socket[bytes]], router: Router, keys: Keys, rank: int = 0
+) -> zmq.Socket[bytes]:
     dealer = context.socket(zmq.DEALER)
     dealer.identity = b"rank-%d" % rank
     dealer.rcvtimeo = int(WAIT_S * 1000)
@@ -90,7 +104,9 @@ def dial(context: zmq.Context[zmq.Socket[bytes]], router: Router, keys: Keys, ra
     return dealer
 
 
-def test_noise_is_dropped_and_counted(router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_noise_is_dropped_and_counted(
+    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
     with dial(context, router, derive(b"a" * 32)) as dealer:
         outgoing = Outgoing(GENERATION)
         hello = outgoing.frame(encode(Hello(0, "host", 1)))
@@ -119,7 +135,9 @@ def test_noise_is_dropped_and_counted(router: Router, events: Events, context: z
 
 
 def test_they_meet_over_ipv6(
-    events: Events, lifelines: tuple[socket.socket, socket.socket], context: zmq.Context[zmq.Socket[bytes]]
+    events: Events,
+    lifelines: tuple[socket.socket, socket.socket],
+    context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
@@ -136,7 +154,10 @@ def test_they_meet_over_ipv6(
 def test_a_rank_that_is_not_of_this_world_is_a_stranger(
     router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    with dial(context, router, derive(b"a" * 32), WORLD) as beyond, dial(context, router, derive(b"a" * 32)) as known:
+    with (
+        dial(context, router, derive(b"a" * 32), WORLD) as beyond,
+        dial(context, router, derive(b"a" * 32)) as known,
+    ):
         beyond.send(Outgoing(GENERATION).frame(encode(Hello(0, "host", 1))))
         while not router.refused:
             known.send(b"")
@@ -147,7 +168,10 @@ def test_a_rank_that_is_not_of_this_world_is_a_stranger(
 def test_no_rank_speaks_for_another_in_a_frame_too_many(
     router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    with dial(context, router, derive(b"a" * 32)) as sly, dial(context, router, derive(b"a" * 32), 1) as honest:
+    with (
+        dial(context, router, derive(b"a" * 32)) as sly,
+        dial(context, router, derive(b"a" * 32), 1) as honest,
+    ):
         outgoing = Outgoing(GENERATION, 2**61)
         honest.send(outgoing.frame(encode(Hello(1, "host", 1))))
         assert events.seen.get(timeout=WAIT_S) == (1, Hello(1, "host", 1))

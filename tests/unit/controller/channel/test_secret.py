@@ -71,7 +71,9 @@ def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
         secret.read(path)
 
 
-def test_the_file_that_was_checked_is_the_one_that_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_that_was_checked_is_the_one_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = secret.create(tmp_path / "secret")
     good = secret.read(path)
     checked = os.fstat

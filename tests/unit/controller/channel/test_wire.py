@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.controller.channel import wire
-from spmd_rl.controller.channel.wire import MALFORMED, decode_at_controller, decode_at_worker, encode
+from spmd_rl.controller.channel.wire import (
+    MALFORMED,
+    decode_at_controller,
+    decode_at_worker,
+    encode,
+)
 from spmd_rl.errors import ContractError
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER
 

@@ -1,4 +1,6 @@
-"""A run that is ended from outside, and a recipe that computes for ever: when each has to end, and with what."""
+"""A run that is ended from outside, and a recipe that computes for ever: when each has to end, and
+with what.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,17 @@ def test_sigterm_leaves_the_grace_and_then_says_what_is_lost() -> None:
     assert late.exit_code == saved.exit_code == 143
 
 
-@pytest.mark.parametrize(("name", "grace_s", "code"), [("SIGINT", 25.0, 130), ("SIGTERM", 0.0, 143)])
-def test_an_interrupt_and_a_run_with_nothing_to_save_end_at_once(name: str, grace_s: float, code: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "grace_s", "code"), [("SIGINT", 25.0, 130), ("SIGTERM", 0.0, 143)]
+)
+def test_an_interrupt_and_a_run_with_nothing_to_save_end_at_once(
+    name: str, grace_s: float, code: int
+) -> None:
     notice = Notice()
-    notice.grace_s, notice.unsaved = grace_s, "; step 8 did not end in time" if name == "SIGINT" else ""
+    notice.grace_s, notice.unsaved = (
+        grace_s,
+        "; step 8 did not end in time" if name == "SIGINT" else "",
+    )
     notice.take(name, "somebody", 100.0)
     error = notice.overdue(100.0)
     assert str(error) == "the run was ended from outside: somebody", "nobody waited for a step"

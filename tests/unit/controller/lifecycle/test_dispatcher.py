@@ -19,14 +19,16 @@ from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.channel.secret import derive
 from spmd_rl.controller.channel.wire import Bye, Hello, Ping, StackRequest, Stacks, Stop
 from spmd_rl.controller.lifecycle import dispatcher, exit_message
-from spmd_rl.controller.lifecycle.dispatcher import Switchboard
+from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.lifecycle.shutdown import Farewell
 from spmd_rl.errors import ConfigError, DeadlineError, DiskError, LostRankError, SpmdError
 
 
-def board(folder: Path, lifeline: socket.socket, start_s: float = 30.0) -> Switchboard:
+def board(folder: Path, lifeline: socket.socket, start_s: float = 30.0) -> Dispatcher:
     run = RunConfig(folder=str(folder), start_s=start_s)
-    return Switchboard(run, 2, f"ipc://{folder}/s", derive(b"a" * 32), 7, lifeline, last_resort=lambda code: None)
+    return Dispatcher(
+        run, 2, f"ipc://{folder}/s", derive(b"a" * 32), 7, lifeline, last_resort=lambda code: None
+    )
 
 
 def test_a_rank_0_that_is_gone_before_the_controller_listens_is_noticed(tmp_path: Path) -> None:
@@ -49,7 +51,9 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
         waiting.stop(DeadlineError("they did not come"))
 
 
-def test_stacks_are_not_waited_for_from_those_who_have_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_are_not_waited_for_from_those_who_have_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Router, "post", lambda self, ranks, message: None)  # nobody has connected
     monkeypatch.setattr(dispatcher, "STACKS_S", 300.0)
     ours, theirs = socket.socketpair()
@@ -85,7 +89,9 @@ def test_a_signal_ends_the_run_with_its_code_once_the_grace_is_over(tmp_path: Pa
         ending.stop(raised.value)
 
 
-def test_an_answer_that_comes_while_stacks_are_gathered_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_comes_while_stacks_are_gathered_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def post(router: Router, ranks: object, message: object, payload: bytes = b"") -> None:
         """Nobody has connected. Rank 0 answers when it is asked for its stack."""
         if isinstance(message, StackRequest):
@@ -102,9 +108,13 @@ def test_an_answer_that_comes_while_stacks_are_gathered_counts(tmp_path: Path, m
         late.stop(None)
 
 
-def test_who_comes_while_the_world_ends_is_told_and_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_comes_while_the_world_ends_is_told_and_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     posted: list[tuple[list[int], object]] = []
-    monkeypatch.setattr(Router, "post", lambda self, ranks, message: posted.append((list(ranks), message)))
+    monkeypatch.setattr(
+        Router, "post", lambda self, ranks, message: posted.append((list(ranks), message))
+    )
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen(["sleep", "60"]) as rank:
         ending = board(tmp_path, ours)
@@ -121,7 +131,10 @@ def test_who_comes_while_the_world_ends_is_told_and_not_killed(tmp_path: Path, m
         rank.kill()
         assert ended is None
         told = Stop("the folder is another run's", 2, [])
-        assert [said for said in posted if not isinstance(said[1], Ping)] == [([], told), ([0], told)]
+        assert [said for said in posted if not isinstance(said[1], Ping)] == [
+            ([], told),
+            ([0], told),
+        ]
 
 
 @pytest.mark.parametrize("heeded", [True, False])
@@ -145,10 +158,14 @@ def test_the_controller_says_why_where_no_rank_can(
     assert said == ([] if heeded else [str(ending.calls.cause)])
 
 
-def test_who_is_lost_is_told_with_how_to_go_on_once_the_screen_is_left(tmp_path: Path, monkeypatch) -> None:
+def test_who_is_lost_is_told_with_how_to_go_on_once_the_screen_is_left(
+    tmp_path: Path, monkeypatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(dispatcher, "FAILED_BYE_S", 0.1)
-    monkeypatch.setattr(Router, "post", lambda self, ranks, message: said.append(getattr(message, "sentence", "")))
+    monkeypatch.setattr(
+        Router, "post", lambda self, ranks, message: said.append(getattr(message, "sentence", ""))
+    )
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ending = board(tmp_path, ours)

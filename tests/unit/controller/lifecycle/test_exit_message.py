@@ -27,14 +27,19 @@ def test_the_first_sentence_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_words_that_come_when_torchrun_is_gone_are_no_second_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(tmp_path / "removed/attempt_0/0/error.json"))
+    monkeypatch.setenv(
+        exit_message.ERROR_FILE_ENV, str(tmp_path / "removed/attempt_0/0/error.json")
+    )
     exit_message.write("the cause, again")
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("launcher", ["spmd-rl", "torchrun"])
 def test_where_no_rank_is_left_only_a_plain_torchrun_needs_the_words_on_stderr(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], launcher: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    launcher: str,
 ) -> None:
     (tmp_path / "attempt_0").mkdir()
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(tmp_path / "attempt_0/error.json"))
@@ -58,7 +63,9 @@ def test_words_that_no_launcher_will_read_go_to_stderr_too(
     assert capfd.readouterr().err == ("" if alive else "the cause\n")
 
 
-def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_of_the_ranks_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for start in (0, 9, 10):
         folder = tmp_path / f"attempt_{start}/1"
         folder.mkdir(parents=True)
@@ -71,10 +78,15 @@ def test_each_start_of_the_ranks_has_its_own(tmp_path: Path, monkeypatch: pytest
     assert "without a word" in exit_message.of_the_start_before()
 
 
-def test_they_are_one_line(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(exit_message.ERROR_FILE_ENV, raising=False)
     exit_message.write("rank 0: RuntimeError: no such shape\n\nException raised from here\n")
-    assert capfd.readouterr().err == "rank 0: RuntimeError: no such shape; Exception raised from here\n"
+    assert (
+        capfd.readouterr().err
+        == "rank 0: RuntimeError: no such shape; Exception raised from here\n"
+    )
 
 
 FORKED = """
@@ -140,12 +152,19 @@ def test_without_a_file_or_room_it_goes_to_the_terminal(
             "lost rank 1 (host h, pid 12), between calls",
             "lost rank 1 (host h, pid 12), between calls; rank 1 was killed by SIGKILL",
         ),
-        ("lost rank 2 (host h, pid 13), between calls", "lost rank 2 (host h, pid 13), between calls"),
+        (
+            "lost rank 2 (host h, pid 13), between calls",
+            "lost rank 2 (host h, pid 13), between calls",
+        ),
         ("", "rank 1 was killed by SIGKILL"),
     ],
 )
 def test_the_launcher_knows_what_killed_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], left: str, said: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    left: str,
+    said: str,
 ) -> None:
     folder = tmp_path / "attempt_0/0"
     folder.mkdir(parents=True)
@@ -165,12 +184,21 @@ def test_the_launcher_knows_what_killed_a_rank(
             False,
             DiskError,
         ),
-        (OSError(errno.EACCES, "Permission denied", "runs/r"), "runs/r: Permission denied", False, SpmdError),
+        (
+            OSError(errno.EACCES, "Permission denied", "runs/r"),
+            "runs/r: Permission denied",
+            False,
+            SpmdError,
+        ),
         (KeyError("x"), "test_exit_message.py:", True, SpmdError),
     ],
 )
 def test_what_the_system_says_needs_no_traceback(
-    raised: Exception, sentence: str, traced: bool, kind: type[SpmdError], capfd: pytest.CaptureFixture[str]
+    raised: Exception,
+    sentence: str,
+    traced: bool,
+    kind: type[SpmdError],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(type(raised)) as caught:
         raise raised

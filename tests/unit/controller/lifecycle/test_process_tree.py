@@ -12,7 +12,12 @@ from collections.abc import Iterator
 import pytest
 
 from spmd_rl.controller.channel.wire import Hello
-from spmd_rl.controller.lifecycle.process_tree import Lives, await_end, end_children, parent_of
+from spmd_rl.controller.lifecycle.process_tree import (
+    ChildWatcher,
+    await_end,
+    end_children,
+    parent_of,
+)
 
 HERE = socket.gethostname()
 
@@ -30,7 +35,7 @@ def test_a_parent_is_known_and_a_missing_process_has_none(child: subprocess.Pope
 
 
 def test_an_end_is_told_once_at_the_second_look(child: subprocess.Popen[bytes]) -> None:
-    lives = Lives(os.getpid())
+    lives = ChildWatcher(os.getpid())
     lives.watch(Hello(1, HERE, child.pid))
     lives.watch(Hello(2, "elsewhere", child.pid))
     assert lives.ended() == []
@@ -41,7 +46,7 @@ def test_an_end_is_told_once_at_the_second_look(child: subprocess.Popen[bytes]) 
 
 
 def test_the_children_of_others_are_not_watched(child: subprocess.Popen[bytes]) -> None:
-    lives = Lives(os.getppid())
+    lives = ChildWatcher(os.getppid())
     lives.watch(Hello(1, HERE, child.pid))
     child.kill()
     await_end([Hello(1, HERE, child.pid)])
@@ -68,7 +73,9 @@ def test_an_end_is_waited_for(child: subprocess.Popen[bytes]) -> None:
     assert child.poll() is not None
 
 
-def test_an_end_is_waited_for_with_a_descriptor_that_select_does_not_take(child: subprocess.Popen[bytes]) -> None:
+def test_an_end_is_waited_for_with_a_descriptor_that_select_does_not_take(
+    child: subprocess.Popen[bytes],
+) -> None:
     """A controller of many ranks has a socket for each."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, before[1]), before[1]))

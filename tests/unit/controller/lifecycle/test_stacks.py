@@ -12,7 +12,13 @@ import pytest
 from spmd_rl.controller.channel.wire import Stacks
 from spmd_rl.controller.lifecycle import stacks
 from spmd_rl.controller.lifecycle.snapshots import Snapshots
-from spmd_rl.controller.lifecycle.stacks import POINTER, StackServer, all_stacks, ask, place_of_main_thread
+from spmd_rl.controller.lifecycle.stacks import (
+    POINTER,
+    StackServer,
+    all_stacks,
+    ask,
+    place_of_main_thread,
+)
 from spmd_rl.errors import ConfigError
 
 
@@ -66,7 +72,9 @@ def test_a_run_that_died_or_lives_elsewhere_is_said_so(folders: tuple[Path, Path
         ask(run)
 
 
-@pytest.mark.parametrize("pointer", [b"[]", b"7", b"{}", b'{"host": "h", "pid": 1}', b'{"host": 1}', b"\xff", b"{"])
+@pytest.mark.parametrize(
+    "pointer", [b"[]", b"7", b"{}", b'{"host": "h", "pid": 1}', b'{"host": 1}', b"\xff", b"{"]
+)
 def test_a_pointer_that_is_none(tmp_path: Path, pointer: bytes) -> None:
     (tmp_path / POINTER).write_bytes(pointer)
     with pytest.raises(ConfigError, match=r"controller\.json does not say where a controller is: "):
@@ -75,7 +83,9 @@ def test_a_pointer_that_is_none(tmp_path: Path, pointer: bytes) -> None:
 
 @pytest.mark.parametrize("folder", ["/", "no/where", r"\u0000", r"\ud800", ""])
 def test_a_pointer_to_nowhere(tmp_path: Path, folder: str) -> None:
-    (tmp_path / POINTER).write_text(f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}')
+    (tmp_path / POINTER).write_text(
+        f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}'
+    )
     with pytest.raises(ConfigError, match=r"controller"):
         ask(tmp_path)
 
@@ -85,7 +95,9 @@ def listen(folder: Path, run: Path, answer: bytes) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{folder}/stacks")
     listener.listen()
-    (run / POINTER).write_text(f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}')
+    (run / POINTER).write_text(
+        f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}'
+    )
 
     def serve() -> None:
         with contextlib.suppress(OSError), listener.accept()[0] as line:
@@ -95,7 +107,9 @@ def listen(folder: Path, run: Path, answer: bytes) -> socket.socket:
     return listener
 
 
-def test_a_controller_of_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_controller_of_another_user_is_not_listened_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with listen(tmp_path, tmp_path, b"stacks"):
         us = os.geteuid()
         monkeypatch.setattr("os.geteuid", lambda: us + 1)
@@ -109,12 +123,16 @@ def test_an_answer_without_end_is_cut(tmp_path: Path, monkeypatch: pytest.Monkey
         assert 1 << 20 <= len(ask(tmp_path)) < 1 << 21
 
 
-def test_a_drop_at_a_time_does_not_hold_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drop_at_a_time_does_not_hold_who_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stacks, "ANSWER_S", 0.2)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{tmp_path}/stacks")
         listener.listen()
-        (tmp_path / POINTER).write_text(f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{tmp_path}"}}')
+        (tmp_path / POINTER).write_text(
+            f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{tmp_path}"}}'
+        )
 
         def drip() -> None:
             with contextlib.suppress(OSError), listener.accept()[0] as line:
@@ -152,7 +170,10 @@ def test_stacks_are_saved_with_what_is_missing(tmp_path: Path) -> None:
     snapshots.take(0, Stacks("a.py:1 in f", "thread main", {"replayed": 2}), b"{}")
     assert snapshots.has_all([0])
     assert not snapshots.has_all([0, 1])
-    assert snapshots.save(tmp_path / "stacks", 2) == f"the stacks of all ranks are in {tmp_path / 'stacks'}"
+    assert (
+        snapshots.save(tmp_path / "stacks", 2)
+        == f"the stacks of all ranks are in {tmp_path / 'stacks'}"
+    )
     assert (tmp_path / "stacks/rank_0.txt").read_text() == "2 frames refused: replayed\nthread main"
     assert (tmp_path / "stacks/rank_0.collectives.json").read_text() == "{}"
     assert "no answer" in (tmp_path / "stacks/rank_1.txt").read_text()

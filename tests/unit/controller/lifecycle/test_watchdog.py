@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import signal
 
-from spmd_rl.controller.lifecycle.watchdog import CLOSED_S, CONNECT_S, SIGNALLED_S, Vigil
+from spmd_rl.controller.lifecycle.watchdog import CLOSED_S, CONNECT_S, SIGNALLED_S, Watchdog
 
 LAUNCHER = 10
 
 
-def vigil() -> Vigil:
-    return Vigil("ipc:///x", LAUNCHER, now=0.0)
+def vigil() -> Watchdog:
+    return Watchdog("ipc:///x", LAUNCHER, now=0.0)
 
 
 def test_a_controller_that_never_speaks_is_given_up() -> None:

@@ -46,13 +46,19 @@ class Box:
 
 
 class Slow(Handle):
-    """A role whose folder appears only when `saved` is called, as one that writes behind the training."""
+    """A role whose folder appears only when `saved` is called, as one that writes behind the
+    training.
+    """
 
     def __init__(self, word: str = "") -> None:
         self.word = word
         self.placement = Placement("trainer", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
         self.writing: tuple[str, str] | None = None
-        self.endpoints = {"save": Here(self._save), "saved": Here(self._saved), "load": Here(self._load)}
+        self.endpoints = {
+            "save": Here(self._save),
+            "saved": Here(self._saved),
+            "load": Here(self._load),
+        }
 
     def _save(self, folder: str) -> None:
         self.writing = folder, self.word
@@ -84,7 +90,9 @@ def names(ours: Checkpoints) -> list[str]:
 
 
 def test_all_kinds_of_parts_come_back(tmp_path: Path) -> None:
-    checkpoints(tmp_path).save(Record(3, 7), {"trainer": (slow := Slow("w")), "prompts": Cursor(12), "ahead": Box("a")})
+    checkpoints(tmp_path).save(
+        Record(3, 7), {"trainer": (slow := Slow("w")), "prompts": Cursor(12), "ahead": Box("a")}
+    )
     slow._saved()
     parts = {"trainer": Slow(), "prompts": Cursor(), "ahead": Box()}
     found = checkpoints(tmp_path).restore(parts)
@@ -100,7 +108,9 @@ def test_a_file_that_changed_is_refused(tmp_path: Path, change: Callable[[Path],
     for step in (1, 2):
         ours.save(Record(step, 0), {"ahead": ahead})
     change(tmp_path / "checkpoints/step_000002/ahead/word")
-    with pytest.raises(SpmdError, match=r"ahead/word is .*the checkpoint is not as|ahead/word is not as") as told:
+    with pytest.raises(
+        SpmdError, match=r"ahead/word is .*the checkpoint is not as|ahead/word is not as"
+    ) as told:
         checkpoints(tmp_path).restore({"ahead": Box()})
     assert f"`spmd-rl rewind {tmp_path} 1` and the same command" in str(told.value)
     rewind(tmp_path / "checkpoints", "1")
@@ -141,7 +151,9 @@ def test_what_a_crash_left_unfinished_is_passed_over_and_removed(tmp_path: Path,
 
 
 @pytest.mark.parametrize("lost", ["trainer", "ahead", STATE_FILE])
-def test_a_folder_that_somebody_made_incomplete_is_laid_aside(tmp_path: Path, capsys, lost: str) -> None:
+def test_a_folder_that_somebody_made_incomplete_is_laid_aside(
+    tmp_path: Path, capsys, lost: str
+) -> None:
     """A partial copy between clusters must cost no weights."""
     ours, folder = checkpoints(tmp_path), tmp_path / "checkpoints"
     for step in (1, 2):
@@ -150,7 +162,10 @@ def test_a_folder_that_somebody_made_incomplete_is_laid_aside(tmp_path: Path, ca
     (folder / "step_000002" / lost).rename(tmp_path / "elsewhere")
     found = checkpoints(tmp_path).restore({"trainer": Slow(), "ahead": Box()})
     assert found is not None and found[1].next_step == 1
-    assert f"step_000002 is incomplete and was moved to {folder}/later/step_000002" in capsys.readouterr().out
+    assert (
+        f"step_000002 is incomplete and was moved to {folder}/later/step_000002"
+        in capsys.readouterr().out
+    )
     left = {entry.name for entry in (folder / "later/step_000002").iterdir()}
     assert left == {"trainer", "ahead", STATE_FILE} - {lost}
 
@@ -162,9 +177,14 @@ def test_a_run_does_not_begin_anew_beside_weights_without_a_state_file(tmp_path:
     ours.settle()
     for path in folder.iterdir():
         (path / STATE_FILE).unlink()
-    with pytest.raises(ConfigError, match=r"step_000001 holds trainer but is incomplete, and there is no other check"):
+    with pytest.raises(
+        ConfigError,
+        match=r"step_000001 holds trainer but is incomplete, and there is no other check",
+    ):
         checkpoints(tmp_path).restore({"trainer": Slow()})
-    assert sorted((path.name, (path / "trainer/word").read_text()) for path in folder.iterdir()) == [
+    assert sorted(
+        (path.name, (path / "trainer/word").read_text()) for path in folder.iterdir()
+    ) == [
         ("step_000001", "1"),
         ("step_000002", "2"),
     ]
@@ -200,7 +220,9 @@ def test_links_in_a_received_folder_lead_nowhere(tmp_path: Path) -> None:
 def test_a_link_in_place_of_the_checkpoints_is_refused(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "checkpoints").symlink_to(tmp_path / "precious")
-    with pytest.raises(ConfigError, match=r"checkpoints is a symbolic link, which is not followed: set run\.folder"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoints is a symbolic link, which is not followed: set run\.folder"
+    ):
         checkpoints(tmp_path).restore({"prompts": Cursor()})
 
 
@@ -232,9 +254,17 @@ def test_a_role_that_could_not_write_ends_the_next_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keep", "keep_best", "stay"),
-    [(2, 0, [4, 5]), (1, 1, [2, 5]), (2, 2, [2, 3, 4, 5]), (1, 9, [1, 2, 3, 4, 5]), (9, 0, [1, 2, 3, 4, 5])],
+    [
+        (2, 0, [4, 5]),
+        (1, 1, [2, 5]),
+        (2, 2, [2, 3, 4, 5]),
+        (1, 9, [1, 2, 3, 4, 5]),
+        (9, 0, [1, 2, 3, 4, 5]),
+    ],
 )
-def test_the_newest_and_the_best_stay(tmp_path: Path, keep: int, keep_best: int, stay: list[int]) -> None:
+def test_the_newest_and_the_best_stay(
+    tmp_path: Path, keep: int, keep_best: int, stay: list[int]
+) -> None:
     ours = checkpoints(tmp_path, keep, keep_best)
     for step, reward in enumerate([0.1, 0.9, 0.8, 0.2, 0.3], start=1):
         ours.save(Record(step, 0, reward), {"prompts": Cursor()})
@@ -317,7 +347,10 @@ def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint '7' in .*: there are 1, 2, 3, 4, best"):
         rewind(folder, "7")
     chosen, aside = rewind(folder, "best")
-    assert (chosen.name, [path.name for path in aside]) == ("step_000002", ["step_000003", "step_000004"])
+    assert (chosen.name, [path.name for path in aside]) == (
+        "step_000002",
+        ["step_000003", "step_000004"],
+    )
     cursor = Cursor()
     found = checkpoints(tmp_path).restore({"prompts": cursor})
     assert found is not None
@@ -325,7 +358,10 @@ def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:
     ours.save(Record(3, 0), {"prompts": Cursor(33)})
     ours.settle()
     assert rewind(folder, "2")[1] == [folder / "later/step_000003.1"]
-    assert all((folder / "later" / name).is_dir() for name in ("step_000003", "step_000003.1", "step_000004"))
+    assert all(
+        (folder / "later" / name).is_dir()
+        for name in ("step_000003", "step_000003.1", "step_000004")
+    )
 
 
 def test_a_live_run_is_not_rewound(tmp_path: Path) -> None:
@@ -336,6 +372,9 @@ def test_a_live_run_is_not_rewound(tmp_path: Path) -> None:
     live = claim(tmp_path)
     with pytest.raises(ConfigError, match="another run is going on in"):
         rewind(tmp_path / "checkpoints", "best")
-    assert list(ours.saved()) == [tmp_path / "checkpoints/step_000001", tmp_path / "checkpoints/step_000002"]
+    assert list(ours.saved()) == [
+        tmp_path / "checkpoints/step_000001",
+        tmp_path / "checkpoints/step_000002",
+    ]
     os.close(live)
     assert rewind(tmp_path / "checkpoints", "best")[0].name == "step_000001"

@@ -21,7 +21,18 @@ def main(ctl, cfg): ...
 
 
 def test_words_become_an_invocation() -> None:
-    words = ["grpo", "--model", "m", "--config", "a.toml", "--run.seed=3", "--nproc", "2", "--fast", "--data=x y"]
+    words = [
+        "grpo",
+        "--model",
+        "m",
+        "--config",
+        "a.toml",
+        "--run.seed=3",
+        "--nproc",
+        "2",
+        "--fast",
+        "--data=x y",
+    ]
     words += ["--max-restarts", "3"]
     assert Invocation.parse(words) == Invocation(
         "grpo", Path("a.toml"), 2, 3, False, ["model=m", "run.seed=3", "fast=true", "data=x y"]
@@ -45,7 +56,9 @@ def test_unreadable_words_are_config_errors(words: list[str]) -> None:
 
 
 def test_words_without_a_recipe_are_told_so() -> None:
-    with pytest.raises(ConfigError, match="spmd-rl run: the following arguments are required: recipe"):
+    with pytest.raises(
+        ConfigError, match="spmd-rl run: the following arguments are required: recipe"
+    ):
         Invocation.parse(["--steps=3"])
 
 
@@ -78,11 +91,15 @@ def test_what_is_no_recipe(
         load_recipe(str(tmp_path / name))
 
 
-def test_a_slip_in_a_recipe_is_told_by_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slip_in_a_recipe_is_told_by_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     path = tmp_path / "slipped_recipe_of_this_test.py"
     path.write_text(f"{RECIPE}\ndef broken(:\n")
-    with pytest.raises(ConfigError, match=rf"^{path}:{RECIPE.count(chr(10)) + 2}: SyntaxError: .*: def broken\(:$"):
+    with pytest.raises(
+        ConfigError, match=rf"^{path}:{RECIPE.count(chr(10)) + 2}: SyntaxError: .*: def broken\(:$"
+    ):
         load_recipe(str(path))
 
 
@@ -96,5 +113,7 @@ def test_a_missing_recipe_names_the_nearest() -> None:
 
 
 def test_only_recipes_are_named_as_shipped() -> None:
-    with pytest.raises(ConfigError, match=r"shipped ones are grpo, grpo_async, sft \(a path must end in .py\)"):
+    with pytest.raises(
+        ConfigError, match=r"shipped ones are grpo, grpo_async, sft \(a path must end in .py\)"
+    ):
         load_recipe("nope")
