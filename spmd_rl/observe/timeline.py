@@ -17,7 +17,6 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.files import whole_file
 
 FOLDER = "traces"
-USAGE = "usage: spmd-rl trace RUN [RUN ...]"
 
 _SPAN = tuple[str, int, int, str, dict[str, Any]]
 
@@ -187,21 +186,3 @@ def _events(path: Path, process: Process, number: int, began_ns: int) -> Iterato
                 "dur": span.length_ns / 1e3,
                 "args": span.args,
             }
-
-
-def main(argv: list[str]) -> int:
-    """`spmd-rl trace`: write each run's trace.json."""
-    if not argv or argv[0].startswith("-"):
-        print(USAGE)
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
-    for run in map(Path, argv):
-        if not run.is_dir():
-            raise ConfigError(f"no run folder at {run}")
-        try:
-            num_spans = write_chrome(run)
-        except OSError as error:
-            raise ConfigError(f"trace.json cannot be written: {error}") from None
-        print(
-            f"{run / 'trace.json'}: {num_spans:,} spans; open it at ui.perfetto.dev or in chrome://tracing"
-        )
-    return 0

@@ -6,6 +6,6 @@ the page itself.
 
 from __future__ import annotations
 
-from spmd_rl.report.build import main, write_report
+from spmd_rl.report.build import write_report
 
-__all__ = ["main", "write_report"]
+__all__ = ["write_report"]

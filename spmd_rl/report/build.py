@@ -26,33 +26,7 @@ from spmd_rl.report.series import FIGURES, MAX_POINTS, curves, figures, num_late
 from spmd_rl.report.settings import as_text, differences, read_config, read_plan
 from spmd_rl.report.spans import MAX_SPANS, read_timeline
 
-USAGE = "usage: spmd-rl report RUN [RUN ...] [--out FILE]"
 MAX_RUNS = 8
-
-
-def main(argv: list[str]) -> int:
-    """`spmd-rl report`: write the page and say where it is."""
-    words, out = list(argv), None
-    if "--out" in words[:-1]:
-        at = words.index("--out")
-        out = Path(words.pop(at + 1))
-        words.pop(at)
-    if not words or any(word.startswith("-") for word in words):
-        print(USAGE)
-        return 0 if {"-h", "--help"} & set(words) else 2
-    runs = [Path(word) for word in words]
-    try:
-        page = write_report(runs, out)
-    except OSError as error:
-        raise ConfigError(
-            f"the report cannot be written ({error}): name another place with --out"
-        ) from None
-    if len(runs) > 1:
-        from spmd_rl.report.terminal import print_comparison
-
-        print_comparison(gather(runs, small=True))
-    print(page)
-    return 0
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:

@@ -38,8 +38,8 @@ SAFE = {
     "trust_remote_code": "False",
     "weights_only": "True",
 }
-# lazy exports; recipes, roles, functions; metric sinks; rewards
-IMPORTERS = {"", "controller", "observe", "rewards"}
+# lazy exports; commands; recipes, roles, functions; metric sinks; rewards
+IMPORTERS = {"", "cli", "controller", "observe", "rewards"}
 
 # Who makes a network socket, and who says where it listens.
 SOCKETS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.channel.dealer"}

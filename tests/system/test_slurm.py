@@ -24,12 +24,12 @@ RECIPE = str(Path(__file__).with_name("witness.py"))
 SUBMIT = [
     sys.executable,
     "-c",
-    "import sys; from spmd_rl.slurm import submit; sys.exit(submit(sys.argv[1:]))",
+    "import sys; from spmd_rl.slurm.command import main; sys.exit(main(sys.argv[1:]))",
 ]
 CHECK = [
     sys.executable,
     "-c",
-    "import sys; from spmd_rl.check import check; sys.exit(check(sys.argv[1:]))",
+    "import sys; from spmd_rl.check.command import main; sys.exit(main(sys.argv[1:]))",
 ]
 NOTE = 'it\'s "$HOME" \\ `id`\n#SBATCH --nodes=1\nétoile'
 

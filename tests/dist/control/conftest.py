@@ -120,7 +120,7 @@ def torchrun_with_a_stranger(tmp_path: Path) -> list[str]:
     entry.write_text(
         "import os, sys\n"
         "os.environ['SPMD_RL_SECRET'] = ('ab' if os.environ['RANK'] == '1' else 'cd') * 32\n"
-        "from spmd_rl.cli.main import rank_main\n"
+        "from spmd_rl.cli.rank import rank_main\n"
         "sys.exit(rank_main())\n"
     )
     return [*TORCHRUN, str(entry), "run", CHAOS]

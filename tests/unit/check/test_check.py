@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.check import check, clocks, facts, probe
+from spmd_rl.check import clocks, facts, probe
+from spmd_rl.check.command import main
 from spmd_rl.check.facts import Gpus, Probe, Skew
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.world import World
@@ -34,7 +35,7 @@ def test_it_prints_a_line_a_finding_and_fails_with_any(
 ) -> None:
     monkeypatch.setattr(probe, "gpus", lambda version: Gpus(2, "580.1", "13.0", ("H200", "H200")))
     monkeypatch.setattr(probe, "run", lambda what: Probe(what == "ipc", f"tried {what}"))
-    assert check([f"--run.folder={tmp_path}"]) == 1
+    assert main([f"--run.folder={tmp_path}"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 13
     assert any(line.startswith("fail  nccl") and "tried nccl" in line for line in lines)
@@ -45,12 +46,12 @@ def test_it_prints_a_line_a_finding_and_fails_with_any(
 def test_without_failures_it_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "gpus", lambda version: Gpus(0, "", None))
     monkeypatch.setattr(facts, "limits", lambda: facts.Limits(65536, None, 1 << 34, 0))
-    assert check([f"--run.folder={tmp_path}"]) == 0
+    assert main([f"--run.folder={tmp_path}"]) == 0
 
 
 def test_it_knows_no_other_words() -> None:
     with pytest.raises(ConfigError, match="--a"):
-        check(["--a.b=c"])
+        main(["--a.b=c"])
 
 
 def test_a_trial_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.cli import main
+from spmd_rl.cli import command, rank
+from spmd_rl.cli.exit_code import run_guarded
+from spmd_rl.cli.main import dispatch
 from spmd_rl.config.load import dump_toml
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.observe.provenance import BEGAN_ENV
@@ -28,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         started.append(num_ranks)
         return 0
 
-    monkeypatch.setattr(main, "launch", launch)
+    monkeypatch.setattr(command, "launch", launch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     # which a launcher sets, and the tests after this one must not see
     monkeypatch.setenv(BEGAN_ENV, "")
@@ -44,8 +46,8 @@ def run(*words: str) -> int:
         "--nproc=1",
     )
     given += ("--trainer.init=random",)
-    return main._guarded(
-        main._main, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words]
+    return run_guarded(
+        dispatch, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words]
     )
 
 
@@ -142,8 +144,8 @@ def test_a_low_limit_of_open_files_is_raised_as_far_as_allowed(
 ) -> None:
     assert run() == 0
     expected = (
-        main.OPEN_FILES
+        rank.MAX_OPEN_FILES
         if most_files == resource.RLIM_INFINITY
-        else min(most_files, main.OPEN_FILES)
+        else min(most_files, rank.MAX_OPEN_FILES)
     )
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, most_files)

@@ -20,13 +20,13 @@ from spmd_rl.controller.lifecycle.stacks import POINTER, StackServer
 from spmd_rl.controller.run.command import main as rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.microscope.command import main as mismatch
+from spmd_rl.observe.command import main as trace
 from spmd_rl.observe.metrics import MetricsLog, keep_until
 from spmd_rl.observe.run_folder import WRITTEN, RunFolder
 from spmd_rl.observe.run_lock import claim, refuse_live
 from spmd_rl.observe.sinks import WeightsAndBiases
-from spmd_rl.observe.timeline import main as trace
 from spmd_rl.observe.trace import Trace
-from spmd_rl.report.build import main as report
+from spmd_rl.report.command import main as report
 from spmd_rl.report.curves import draw
 
 CONFIG = 'recipe = "grpo"\n'

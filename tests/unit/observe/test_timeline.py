@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.timeline import Span, main, read_spans, tracks, write_chrome
+from spmd_rl.observe.command import main
+from spmd_rl.observe.timeline import Span, read_spans, tracks, write_chrome
 from tests.unit.report.synthetic import make_run, write_trace
 
 

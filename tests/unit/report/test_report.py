@@ -12,9 +12,10 @@ import pytest
 
 from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.observe.metrics import KNOWN, METRICS
-from spmd_rl.report import clock, colours, main, write_report
+from spmd_rl.report import clock, colours, write_report
 from spmd_rl.report import series as figures
 from spmd_rl.report.build import gather
+from spmd_rl.report.command import main
 from spmd_rl.report.page import as_json
 from spmd_rl.report.settings import differences
 from spmd_rl.report.terminal import as_number

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.controller.run.checkpoints import Checkpoints, Record
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.export import main
+from spmd_rl.train.command import main
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 
