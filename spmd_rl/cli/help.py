@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Iterable
 
 from spmd_rl import recipes
-from spmd_rl.config.load import Key, describe
+from spmd_rl.config.describe import describe
 from spmd_rl.controller.run.recipe import load_recipe
 from spmd_rl.errors import ConfigError
 
@@ -62,7 +62,7 @@ def of_run() -> str:
 
 def of_recipe(recipe: str) -> str:
     """Every setting of a recipe. Raises: ConfigError when there is no such recipe."""
-    keys = settable(load_recipe(recipe).config)
+    keys = describe(load_recipe(recipe).config)
     return "\n".join(
         [
             USAGE,
@@ -83,11 +83,6 @@ def shipped() -> dict[str, str]:
             0
         ]
     return found
-
-
-def settable(config: type) -> list[Key]:
-    """The keys of a recipe's config, but for those that it fills in from others (`refuse_given`)."""
-    return [key for key in describe(config) if key.name not in getattr(config, "given", {})]
 
 
 def no_command(word: str) -> ConfigError:

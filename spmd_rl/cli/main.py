@@ -18,7 +18,7 @@ from types import FrameType
 from spmd_rl import __version__
 from spmd_rl.cli.help import USAGE, no_command, of_recipe, of_run, overview
 from spmd_rl.cli.launcher import ENDINGS, endings, launch
-from spmd_rl.config.load import dump_toml
+from spmd_rl.config.dump import dump_toml
 from spmd_rl.controller.channel.secret import refuse_none
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess, Lifeline
@@ -208,12 +208,13 @@ def _rank_main(words: list[str]) -> int:
             return _rank(rest)
         case ["controller", descriptor, folder, address, *rest]:
             from spmd_rl.controller.run.controller_main import run_controller
-            from spmd_rl.plan.resolve import counted
+            from spmd_rl.plan.resolve import planned_settings
             from spmd_rl.report.recorder import Recorder
 
             lifeline = Lifeline(int(descriptor), Path(folder))
             watch = partial(Recorder, words=rest)
-            exit_code = run_controller(lifeline, address, Invocation.parse(rest), watch, counted)
+            invocation = Invocation.parse(rest)
+            exit_code = run_controller(lifeline, address, invocation, watch, planned_settings)
             return exit_message.leave("the controller", exit_code)
         case ["check", *rest]:
             from spmd_rl.check import check

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.cli import main
-from spmd_rl.config.load import dump_toml
+from spmd_rl.config.dump import dump_toml
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.observe.provenance import BEGAN_ENV
 from spmd_rl.observe.run_lock import claim, launching
