@@ -35,7 +35,7 @@ from spmd_rl.kernels.linear import dispatch, swiglu
 from spmd_rl.kernels.linear.cublaslt import Shape, Way
 from spmd_rl.kernels.linear.dispatch import ours_into
 from spmd_rl.microscope.replay.forward_pass import load_model
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 BATCHES, TURNS = (1, 64, 256), 5
@@ -59,7 +59,7 @@ PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 def engine(folder: Path) -> NativeEngine:
-    cfg = EngineConfig(
+    cfg = NativeEngineConfig(
         model=str(folder),
         dtype="bfloat16",
         page_size=128,

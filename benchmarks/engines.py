@@ -100,10 +100,10 @@ class Ours:
     def __init__(self, folder: str) -> None:
         import torch
 
-        from spmd_rl.rollout.engine import EngineConfig
+        from spmd_rl.rollout.engine import NativeEngineConfig
         from spmd_rl.rollout.native.build import build
 
-        cfg = EngineConfig(
+        cfg = NativeEngineConfig(
             model=folder,
             page_size=PAGE_SIZE,
             num_pages=KV_TOKENS // PAGE_SIZE,

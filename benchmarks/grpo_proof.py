@@ -41,7 +41,7 @@ from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.replay.inputs import run_settings, samples_of_run
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Hashes
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 PACKAGES = (
     "torch",
@@ -144,7 +144,7 @@ def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
     case = samples_of_run(run, model, run_settings(run), one_of_each_prompt(run))
     tables = Hashes(case.num_rows), Hashes(case.num_rows)
     ours, trainers = (load_model(model, DTYPE, DEVICE) for _ in range(2))
-    cfg = EngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
+    cfg = NativeEngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
     for path, hashes in zip((EnginePass(ours, cfg), TrainerPass(trainers)), tables, strict=True):
         path.run(case, hashes)
     logits = Point(ours.spec.num_layers, "logits")

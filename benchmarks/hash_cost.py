@@ -29,7 +29,7 @@ from spmd_rl.microscope.replay.case import Case, Replayed
 from spmd_rl.microscope.replay.engine_pass import EnginePass, Replaying, requests, sized
 from spmd_rl.microscope.replay.forward_pass import load_model
 from spmd_rl.microscope.taps.taps import Hashes
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 BATCHES, PROMPT, ANSWER, TURNS = (1, 64, 256), 128, 128, 3
@@ -100,7 +100,7 @@ def main() -> int:
         folder = Path(temporary)
         write_folder("0.6B", folder)
         model = load_model(folder, torch.bfloat16, DEVICE)
-    path = EnginePass(model, EngineConfig(max_batch=max(BATCHES), max_step_tokens=8192))
+    path = EnginePass(model, NativeEngineConfig(max_batch=max(BATCHES), max_step_tokens=8192))
     for batch in BATCHES:
         rows += measure(path, batch)
         print(*rows[-2:], sep="\n", flush=True)

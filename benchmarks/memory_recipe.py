@@ -8,7 +8,7 @@ benchmarks.proof_recipe:even
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config, check
@@ -53,13 +53,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     read("joined")
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
-    )
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, reward=cfg.reward)
     read("spawned")
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     for step in ctl.steps(cfg.steps):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)

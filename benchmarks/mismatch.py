@@ -30,7 +30,7 @@ from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, l
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -105,7 +105,7 @@ def sequences(vocab: int) -> Case:
 
 def engine(folder: Path) -> EnginePass:
     return EnginePass(
-        load_model(folder, DTYPE, DEVICE), EngineConfig(max_batch=64, max_step_tokens=512)
+        load_model(folder, DTYPE, DEVICE), NativeEngineConfig(max_batch=64, max_step_tokens=512)
     )
 
 

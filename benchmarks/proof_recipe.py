@@ -6,7 +6,6 @@ spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE --reward benchmar
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import spmd_rl as rl
@@ -32,13 +31,17 @@ def even(prompt: Prompt, sample: Sample) -> float:
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     rollout = ctl.spawn(
-        Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
     held: set[str] = set()
     for step in ctl.steps(cfg.steps):
@@ -46,7 +49,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
             held |= set(rollout.weights_digest.call())
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
             (counts,) = rollout.stats.call()
         with ctl.phase("train", awake=[trainer]):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from spmd_rl.algo.packing import pack_sft as pack_sft
     from spmd_rl.check.inputs import check_inputs as check_inputs
     from spmd_rl.config.rules import at_least as at_least
-    from spmd_rl.config.rules import refuse_given as refuse_given
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.controller import Controller as Controller
     from spmd_rl.controller.endpoint import Role as Role
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
-    from spmd_rl.rollout.engine import EngineConfig as EngineConfig
+    from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.rollout import Rollout as Rollout
@@ -59,7 +58,7 @@ _HOMES = {
     "algo.packing": ("pack", "pack_sft"),
     "algo.losses": ("grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
-    "config.rules": ("at_least", "refuse_given"),
+    "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
     "config.run": ("RunConfig",),
     "controller.controller": ("Controller",),
@@ -71,7 +70,7 @@ _HOMES = {
     "mesh.split": ("RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "check.inputs": ("check_inputs",),
-    "rollout.engine": ("EngineConfig", "SamplingConfig", "refuse_greedy"),
+    "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.rollout": ("Rollout",),
     "train.config": ("TrainerConfig",),
     "train.trainer": ("Trainer",),

@@ -5,7 +5,7 @@ spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import spmd_rl as rl
@@ -29,15 +29,19 @@ class Config(grpo.Config):
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.warmup_data or cfg.data), tokenizer)
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), tokenizer, sampling)
+    pairs = rl.Pairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
+    prompts = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
 
     start = ctl.resume(trainer=trainer, prompts=prompts)
@@ -51,7 +55,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=[trainer]):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
         step.log(groups, stats)

@@ -65,18 +65,22 @@ def cispo(out: LossInput, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    ref = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train, name="ref")
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    ref = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model, name="ref")
     rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    easy = rl.Prompts(replace(cfg.prompts, path=cfg.data), tokenizer, sampling)
-    hard = rl.Prompts(replace(cfg.prompts, path=cfg.hard), tokenizer, sampling)
-    held_out = rl.Prompts(replace(cfg.prompts, path=cfg.held_out, shuffle=False), tokenizer)
-    greedy = replace(sampling, temperature=0.0, num_samples=1)
+    easy = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
+    hard = rl.Prompts(cfg.hard, cfg.prompts, tokenizer, cfg.sampling)
+    held_out = rl.Prompts(cfg.held_out, replace(cfg.prompts, shuffle=False), tokenizer)
+    greedy = replace(cfg.sampling, temperature=0.0, num_samples=1)
     loss = partial(cispo, cap=cfg.cap)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, easy=easy, hard=hard)):
@@ -92,7 +96,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             one.changed(uid=uid) for uid, one in enumerate(asked, step.index * cfg.prompts_per_step)
         ]
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(asked, sampling)
+            groups = rollout.generate.call(asked, cfg.sampling)
         kept = [group for group in groups if np.ptp(group.rewards) > 0] or groups
         step.log(groups, {"rollout/kept": len(kept) / len(groups)})
         with ctl.phase("train", awake=[trainer, ref]):

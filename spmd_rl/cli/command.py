@@ -9,7 +9,7 @@ from types import FrameType
 from spmd_rl.cli import rank
 from spmd_rl.cli.help import HELP_FLAGS, of_recipe, of_run
 from spmd_rl.cli.launcher import endings, launch
-from spmd_rl.config.load import dump_toml
+from spmd_rl.config.dump import dump_toml
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.stacks import show
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmd_rl import recipes
-from spmd_rl.config.load import Key, describe
+from spmd_rl.config.describe import describe
 from spmd_rl.controller.run.recipe import load_recipe
 from spmd_rl.errors import ConfigError
 
@@ -113,7 +113,7 @@ def of_recipe(recipe: str) -> str:
 
     Raises: ConfigError when there is no such recipe.
     """
-    keys = settable(load_recipe(recipe).config)
+    keys = describe(load_recipe(recipe).config)
     lines = [f"  --{key.name}={key.default}  ({key.type})  {key.doc}".rstrip() for key in keys]
     return "\n".join([USAGE, *lines])
 
@@ -125,11 +125,6 @@ def shipped() -> dict[str, str]:
     return {
         name: (inspect.getdoc(module) or "").partition("\n")[0] for name, module in modules.items()
     }
-
-
-def settable(config: type) -> list[Key]:
-    """Return a recipe's keys, except those that it fills in from other keys (`refuse_given`)."""
-    return [key for key in describe(config) if key.name not in getattr(config, "given", {})]
 
 
 def no_command(word: str) -> ConfigError:

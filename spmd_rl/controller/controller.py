@@ -5,7 +5,7 @@ and phases.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.codec import NOTHING, Codec, name_of, pack
 from spmd_rl.controller.channel.wire import Spawn, Split, encode
+from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.contracts import Contract, agree
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
@@ -65,10 +66,16 @@ class ControllerWorld:
 
 class Controller:
     """The recipe's hands. `run_folder` and `seed` are the run's; `observer` is told of every phase
-    and step.
+    and step; `planned` holds settings for `spawn`, by the name of a placement.
     """
 
-    def __init__(self, run: RunConfig, board: Dispatcher, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        board: Dispatcher,
+        observer: Observer | None = None,
+        planned: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
         self.world = ControllerWorld(board)
         self.run_folder: Path = run.path
         self.seed = run.seed
@@ -81,22 +88,27 @@ class Controller:
         self._parts: dict[str, Part] = {}
         self.observer = observer
         self._board = board
+        self._planned = planned or {}
         self._handles: dict[str, Handle] = {}
         self._asleep: set[str] = set()
         self._step: Step | None = None
 
-    def spawn(self, role: type[R], cfg: Any, *, on: Placement, name: str | None = None) -> R:
+    def spawn(
+        self, role: type[R], cfg: Any, *, on: Placement, name: str | None = None, **settings: Any
+    ) -> R:
         """Build a role on every rank of a placement; what comes back has its endpoints.
 
-        Blocks: until all are built. Raises: PlanError when the name is taken, or what a constructor
-        raised; ContractError when its ranks could not have the same bits and `run.exact` asks for
-        them.
+        `settings` are keyword arguments of the role's `__init__`, such as `model`.
+
+        Blocks: until all are built. Raises: PlanError when the name is taken; ConfigError for a
+        setting that the role does not take, before anything is sent; what a constructor raised;
+        ContractError when its ranks could not have the same bits and `run.exact` asks for them.
         """
         name = name or on.name
         if name in self._handles:
             raise PlanError(f"two roles cannot both be called '{name}': give spawn a name")
+        value = pack((cfg, *Constructor(role).arguments(settings, self._planned.get(on.name, {}))))
         handle = Handle(name, role, on, self._board)
-        value = pack(cfg)
         record = self._board.calls.open(f"{name}.__init__", on.ranks)
         self._board.issue(
             record, encode(Spawn(name, name_of(role), on, name_of(type(cfg)))), [(on.ranks, value)]

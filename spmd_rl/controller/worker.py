@@ -32,6 +32,7 @@ from spmd_rl.controller.channel.wire import (
     Stop,
     encode,
 )
+from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
 from spmd_rl.controller.run.checkpoints import Checkpoints
@@ -124,10 +125,12 @@ class Worker:
     def _build(self, command: Command, value: Packed) -> Packed:
         """The numeric contract of the role that was built, or nothing."""
         if isinstance(command, Spawn):
-            config = Codec(resolve(command.cfg_type)).unpack(value)
-            role = self._roles[command.name] = resolve(command.role)(
-                config, self._meshes.context(command.placement)
-            )
+            role_type = resolve(command.role)
+            constructor = Constructor(role_type)
+            config, *settings = constructor.codec(resolve(command.cfg_type)).unpack(value)
+            context = self._meshes.context(command.placement)
+            keywords = dict(zip(constructor.names, settings, strict=True))
+            role = self._roles[command.name] = role_type(config, context, **keywords)
             gc.collect()
             # roles and what they imported stay: a full collection would look through all of it
             gc.freeze()

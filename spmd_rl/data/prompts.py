@@ -63,7 +63,6 @@ class LightTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class PromptConfig:
-    path: str = ""  # .jsonl or .parquet, a slice as path@[start:stop]
     prompt_key: str = "prompt"  # text, or a list of chat messages
     answer_key: str = "answer"  # what the reward function compares with; "" when there is none
     chat_template: bool = False  # wrap in the tokenizer's template, with the generation prompt
@@ -77,7 +76,9 @@ class PromptConfig:
 
 
 class Prompts:
-    """An endless stream of prompts; `len()` is one epoch, `num_dropped` how many were too long.
+    """An endless stream of the prompts in a .jsonl or .parquet file, or a slice `path@[start:stop]`.
+
+    `len()` is one epoch, `num_dropped` how many were too long.
 
     Given how they are sampled, it prints what would cut the samples: no end-of-text token, or a
     short context.
@@ -85,9 +86,13 @@ class Prompts:
     """
 
     def __init__(
-        self, cfg: PromptConfig, tokenizer: Tokenizer, sampling: Limits | None = None
+        self,
+        path: str,
+        cfg: PromptConfig,
+        tokenizer: Tokenizer,
+        sampling: Limits | None = None,
     ) -> None:
-        records = read_records(cfg.path)
+        records = read_records(path)
         encoded = encode_prompts(records, cfg, tokenizer)
         hidden, source = (
             {cfg.prompt_key, cfg.answer_key},
@@ -107,17 +112,17 @@ class Prompts:
         ]
         if not kept:
             raise DataError(
-                cfg.path,
+                path,
                 f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens",
             )
         self.num_dropped = len(records) - len(kept)
-        tell_dropped(cfg, self.num_dropped, len(records))
-        tell_numbers(cfg, records)
+        tell_dropped(path, cfg, self.num_dropped, len(records))
+        tell_numbers(path, cfg, records)
         if sampling is not None:
             lengths = [len(prompt.tokens) for prompt in kept]
-            for line in odd_samples(tokenizer, sampling, tokenizer.context, lengths, cfg.path):
+            for line in odd_samples(tokenizer, sampling, tokenizer.context, lengths, path):
                 print(line, flush=True)
-        self._path = cfg.path
+        self._path = path
         self._entries = kept
         self._order = EpochOrder(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
 
@@ -213,21 +218,21 @@ def is_dropped(cfg: PromptConfig, num_tokens: int) -> bool:
     return 0 < cfg.max_prompt_tokens < num_tokens
 
 
-def tell_dropped(cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
+def tell_dropped(path: str, cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
     if num_dropped:
         limit = cfg.max_prompt_tokens
         print(
-            f"{cfg.path}: {num_dropped} of {num_records} prompts have more than {limit} tokens: dropped",
+            f"{path}: {num_dropped} of {num_records} prompts have more than {limit} tokens: dropped",
             flush=True,
         )
 
 
-def tell_numbers(cfg: PromptConfig, records: Sequence[Record]) -> None:
+def tell_numbers(path: str, cfg: PromptConfig, records: Sequence[Record]) -> None:
     numbers = [record for record in records if record.has_number(cfg.answer_key)]
     if numbers:
         shown = f"such as {numbers[0].text_or_number(cfg.answer_key)!r}"
         of_all = f"{len(numbers)} of {len(records)} answers"
-        print(f"{cfg.path}: {of_all} are numbers, and their text is used, {shown}", flush=True)
+        print(f"{path}: {of_all} are numbers, and their text is used, {shown}", flush=True)
 
 
 def _require_template(tokenizer: Tokenizer | LightTokenizer) -> None:

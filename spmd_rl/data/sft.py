@@ -41,12 +41,12 @@ class Pairs:
     `cfg.max_prompt_tokens` bounds the prompt alone. `num_dropped` counts what it dropped.
     """
 
-    def __init__(self, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, path: str, cfg: PromptConfig, tokenizer: Tokenizer) -> None:
         if not cfg.answer_key:
             raise ConfigError("supervised pairs need an answer_key")
-        records = read_records(cfg.path)
+        records = read_records(path)
         prompts = [tokens for _, tokens in encode_prompts(records, cfg, tokenizer)]
-        answers = _encode_answers(records, cfg, tokenizer)
+        answers = _encode_answers(path, records, cfg, tokenizer)
         self._pairs = [
             _join(record, prompt, answer, tokenizer)
             for record, prompt, answer in zip(records, prompts, answers, strict=True)
@@ -54,12 +54,12 @@ class Pairs:
         ]
         if not self._pairs:
             raise DataError(
-                cfg.path,
+                path,
                 f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens",
             )
         self.num_dropped = len(records) - len(self._pairs)
-        tell_dropped(cfg, self.num_dropped, len(records))
-        self._source = cfg.path
+        tell_dropped(path, cfg, self.num_dropped, len(records))
+        self._source = path
         self._order = EpochOrder(len(self._pairs), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class Pairs:
 
 
 def _encode_answers(
-    records: list[Record], cfg: PromptConfig, tokenizer: Tokenizer
+    path: str, records: list[Record], cfg: PromptConfig, tokenizer: Tokenizer
 ) -> list[list[int]]:
     if not (ends := end_ids(tokenizer)):
         raise ConfigError(
@@ -97,7 +97,7 @@ def _encode_answers(
         )
     if sentence := differ(tokenizer):
         print(f"{sentence}: answers are learned with {ends[0]} at their end", flush=True)
-    tell_numbers(cfg, records)
+    tell_numbers(path, cfg, records)
     texts = [record.text_or_number(cfg.answer_key) for record in records]
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return [[*tokens, ends[0]] for tokens in encoded]

@@ -23,7 +23,7 @@ from spmd_rl.microscope.replay.forward_pass import Path, ReferencePass, TrainerP
 from spmd_rl.microscope.replay.weights import Weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run_folder import refuse_links
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 PATHS = ("engine", "trainer", "transformers")
 SPLIT = "attention_split"
@@ -213,7 +213,8 @@ def _path(
     network = load_model(model, dtype, device)
     if name == "engine":
         return EnginePass(
-            network, EngineConfig(**{key: engine[key] for key in ENGINE_KEYS if key in engine})
+            network,
+            NativeEngineConfig(**{key: engine[key] for key in ENGINE_KEYS if key in engine}),
         )
     return TrainerPass(network, **{key: trainer[key] for key in TRAINER_KEYS if key in trainer})
 

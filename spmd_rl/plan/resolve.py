@@ -30,12 +30,12 @@ from spmd_rl.offload.ledger import (
     trainer_ledger,
 )
 from spmd_rl.plan.routes import Routes, push_routes
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig, gathers_whole
 from spmd_rl.weights.layout import ITEM_BYTES
 
 # what a role is planned by
-PARTS = {"train": ("trainer", TrainerConfig), "infer": ("engine", EngineConfig)}
+PARTS = {"train": ("trainer", TrainerConfig), "infer": ("engine", NativeEngineConfig)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Resolved:
         busy = {rank for placement in self.placements.values() for rank in placement.ranks}
         return tuple(rank for rank in range(self.world_size) if rank not in busy)
 
-    def beside_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """What all that is counted beside an engine's pages takes at most, on any of its ranks
         while they are there.
         """
@@ -128,25 +128,26 @@ def resolve(cfg: Any, world_size: int, capacity_bytes: int | None = None) -> Res
     resolved = Resolved(world_size, placements, spec, routes, ledgers, on_gpu)
     if spec is None or "infer" not in placements:
         return resolved
-    kv_bytes = _kv_bytes(spec, cfg.engine, capacity_bytes, resolved.beside_bytes())
+    kv_bytes = _kv_bytes(spec, cfg.engine, capacity_bytes, resolved.reserved_bytes())
     return replace(
         resolved, ledgers={rank: ledger.sized("kv", kv_bytes) for rank, ledger in ledgers.items()}
     )
 
 
-def counted(cfg: Any, world_size: int) -> Any:
-    """The config of a run, whose engine is told what the ledger counts beside its pages.
+def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:
+    """Return the settings that the plan adds to a spawn, by the name of the placement.
 
-    `cfg` itself where their number is given, or where the ledger does not know all that shares
-    their ranks; what keeps a run from starting is told elsewhere.
+    An engine gets the bytes that the ledger counts beside its pages. It gets none where their
+    number is set, or where a role that the ledger does not know shares its ranks. A plan that
+    fails adds nothing here: the run itself reports the error.
     """
     engine = getattr(cfg, "engine", None)
-    if not isinstance(engine, EngineConfig) or engine.num_pages:
-        return cfg
+    if not isinstance(engine, NativeEngineConfig) or engine.num_pages:
+        return {}
     try:
         resolved = resolve(cfg, world_size)
     except (ConfigError, PlanError):
-        return cfg
+        return {}
     infer = resolved.placements.get("infer")
     others = [placement for name, placement in resolved.placements.items() if name not in PARTS]
     if (
@@ -154,8 +155,8 @@ def counted(cfg: Any, world_size: int) -> Any:
         or not resolved.ledgers
         or not all(disjoint(infer, placement) for placement in others)
     ):
-        return cfg
-    return replace(cfg, engine=replace(engine, beside_bytes=resolved.beside_bytes()))
+        return {}
+    return {"infer": {"reserved_bytes": resolved.reserved_bytes()}}
 
 
 def _ledgers(
@@ -227,7 +228,7 @@ def _on_gpu(placements: Placements, cfg: Any) -> bool:
     )
 
 
-def _dtype(cfg: TrainerConfig | EngineConfig) -> str:
+def _dtype(cfg: TrainerConfig | NativeEngineConfig) -> str:
     """What GPUs compute in."""
     return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
 
@@ -245,7 +246,7 @@ def _num_communicators(placements: Placements, routes: Routes) -> int:
     return 1 + 3 * len(seats)
 
 
-def _step_bytes(cfg: EngineConfig, spec: ModelSpec) -> int:
+def _step_bytes(cfg: NativeEngineConfig, spec: ModelSpec) -> int:
     """One layer of as many tokens as a step takes, and twice the logits of a full batch."""
     return activation_bytes(
         num_tokens=cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS),
@@ -285,7 +286,7 @@ def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> 
 
 
 def _kv_bytes(
-    spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, beside_bytes: int
+    spec: ModelSpec, cfg: NativeEngineConfig, capacity_bytes: int | None, reserved_bytes: int
 ) -> int:
     """What one engine's pages take: those given, else as many as it finds room for beside all else."""
     token_bytes = kv_token_bytes(
@@ -295,7 +296,7 @@ def _kv_bytes(
     budget = (
         None
         if capacity_bytes is None
-        else kv_budget(capacity_bytes, cfg.memory_fraction, beside_bytes)
+        else kv_budget(capacity_bytes, cfg.memory_fraction, reserved_bytes)
     )
     pages = cfg.num_pages or kv_pages(
         token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget

@@ -6,7 +6,7 @@ spmd-rl run grpo --model PATH --data train.jsonl --reward module:function
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -27,15 +27,8 @@ class Config:
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
-    engine: rl.EngineConfig = field(default_factory=rl.EngineConfig)
+    engine: rl.NativeEngineConfig = field(default_factory=rl.NativeEngineConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
-    given: ClassVar[dict[str, str]] = {
-        "trainer.model": "model",
-        "engine.model": "model",
-        "engine.reward": "reward",
-        "prompts.path": "data",
-        "sampling.seed": "run.seed",
-    }
     # the train phase names the trainer alone as awake, which the plan counts on
     engine_sleeps: ClassVar[bool] = True
 
@@ -49,7 +42,6 @@ class Config:
         }
         rl.at_least(self, least)
         rl.refuse_greedy(self.sampling)
-        rl.refuse_given(self)
 
 
 def check(cfg: Config) -> None:
@@ -66,22 +58,24 @@ def check(cfg: Config) -> None:
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    prompts = rl.Prompts(
-        replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model), sampling
-    )
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=[trainer]):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
         step.log(groups, stats)

@@ -5,8 +5,7 @@ spmd-rl run sft --model PATH --data train.jsonl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import spmd_rl as rl
 
@@ -28,11 +27,9 @@ class Config:
     # Every token is a target here, so steps may be larger than those of a policy gradient: the rate
     # of verl's sft.
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
-    given: ClassVar[dict[str, str]] = {"trainer.model": "model", "prompts.path": "data"}
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
-        rl.refuse_given(self)
 
 
 def check(cfg: Config) -> None:
@@ -42,8 +39,8 @@ def check(cfg: Config) -> None:
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    pairs = rl.Pairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from spmd_rl.algo.group_metrics import group_metrics, is_flat
-from spmd_rl.config.load import dump_toml
+from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.run.steps import Step
 from spmd_rl.errors import SpmdError

@@ -8,14 +8,13 @@ the same weights or others.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.config.load import NO_KEY
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.types.samples import FinishReason, Sample
@@ -52,7 +51,6 @@ class SamplingConfig:
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # strings that end a sample and stay in it
     ignore_eos: bool = False  # go on past the model's end-of-sequence ids
-    seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
         require(self.num_samples >= 1, "num_samples", self.num_samples, "at least 1")
@@ -65,7 +63,6 @@ class SamplingConfig:
         )
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
         require(
             all(0 <= one < 1 << 31 for one in self.stop_ids),
             "stop_ids",
@@ -117,18 +114,15 @@ def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """One engine: its model, its memory, and how much it does in a step."""
+class NativeEngineConfig:
+    """The native engine: its memory, and how much it does in a step."""
 
-    model: str = ""  # a Hugging Face folder
-    kind: str = "native"  # the only one there is
+    kind: Literal["native"] = "native"  # which engine generates
     page_size: int = 0  # tokens; 0: 128 where FlashAttention runs, else 16
     # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
     num_pages: int = 0
     # of a GPU's memory: what these pages and all that is counted beside them may take
     memory_fraction: float = 0.9
-    # what a run's ledger counts beside the pages; 0: nobody did
-    beside_bytes: int = field(default=0, metadata=NO_KEY)
     max_batch: int = 256  # sequences running at once
     # shared by decoding (one a sequence) and chunks of prompts; 0: 8192 (GPU) or 2048 (CPU)
     max_step_tokens: int = 0
@@ -140,12 +134,10 @@ class EngineConfig:
     # tokens whose keys are seen at once, as in the trainer; 0: all (docs/numerics.md)
     attention_split: int = 0
     load_weights: bool = True  # false leaves the parameters to the first push
-    reward: str = ""  # "module:function", called with (prompt, sample)
     reward_deadline_s: float = 30.0  # for one sample; 0: none but the call's
     on_reward_error: str = "raise"  # or "skip": go on without a sample that cannot be graded
 
     def __post_init__(self) -> None:
-        require(self.kind == "native", "kind", self.kind, '"native"')
         fits = self.page_size == 0 or (
             self.page_size > 0 and (64 % self.page_size == 0 or self.page_size % 64 == 0)
         )
@@ -177,7 +169,7 @@ _NO_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")
 
 class Request(msgspec.Struct, frozen=True):
     """One sample to generate; `tokens`, `logprobs` and `versions` are what it already has from an
-    earlier start.
+    earlier start. Its draws depend on (seed, uid, index) alone.
 
     A struct, because two are made for each sample: a frozen dataclass takes six times as long.
     Shape: `prompt` [P]; `tokens`, `logprobs`, `versions` [R].
@@ -190,6 +182,7 @@ class Request(msgspec.Struct, frozen=True):
     tokens: NDArray[np.int32] = _NO_TOKENS
     logprobs: NDArray[np.float32] = _NO_LOGPROBS
     versions: NDArray[np.int32] = _NO_TOKENS
+    seed: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -200,7 +193,7 @@ class Request(msgspec.Struct, frozen=True):
         without the pause.
         """
         answer = partial.tokens, partial.logprobs, partial.versions
-        return Request(self.uid, self.index, self.prompt, self.sampling, *answer)
+        return Request(self.uid, self.index, self.prompt, self.sampling, *answer, self.seed)
 
     def sample(self, finish: FinishReason) -> Sample:
         return _NO_SAMPLE.changed(

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from spmd_rl.config.rules import require
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.data.eos import end_ids
 from spmd_rl.errors import DataError, SpmdError
@@ -20,7 +21,7 @@ from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.observe.trace import now_ns
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
-from spmd_rl.rollout.engine import Engine, EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import Engine, NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.types.samples import Group, Prompt, Sample
 
 if TYPE_CHECKING:
@@ -30,34 +31,49 @@ SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 
 
 class Rollout(Role):
-    """One engine a rank, each with the whole model; prompts are spread over the data axis."""
+    """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
-    def __init__(self, cfg: EngineConfig, context: RoleContext) -> None:
+    `model` is a Hugging Face folder. `reward` is "module:function", called with (prompt, sample);
+    without one, groups have no rewards. `seed` is that of the draws. `reserved_bytes` is GPU memory
+    that the plan counts beside the engine's own; the controller passes it.
+    """
+
+    def __init__(
+        self,
+        cfg: NativeEngineConfig,
+        context: RoleContext,
+        model: str,
+        reward: str = "",
+        seed: int = 0,
+        reserved_bytes: int = 0,
+    ) -> None:
         super().__init__(cfg, context)
-        self.tokenizer = load_tokenizer(cfg.model)
-        self.grader = (
-            Grader(resolve_reward(cfg.reward), cfg.reward_deadline_s) if cfg.reward else None
-        )
+        self.seed = seed
+        self.tokenizer = load_tokenizer(model)
+        self.grader = Grader(resolve_reward(reward), cfg.reward_deadline_s) if reward else None
         from spmd_rl.rollout.native.build import build
 
-        self.engine: Engine = build(cfg, context.device, self._decode)
-        known, vocab_size = self.tokenizer.model_ends, ModelSpec.from_folder(cfg.model).vocab_size
+        self.engine: Engine = build(cfg, model, context.device, self._decode, reserved_bytes)
+        known, vocab_size = self.tokenizer.model_ends, ModelSpec.from_folder(model).vocab_size
         self._more_ends = tuple(
             one for one in end_ids(self.tokenizer) if one not in known and one < vocab_size
         )
 
     @collective
     def generate(
-        self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig
+        self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig, seed: int | None = None
     ) -> Sharded[list[Group]]:
-        """All samples of all prompts, graded where there is a reward function.
+        """Return all samples of all prompts, graded where there is a reward function.
 
+        `seed` stands in for the role's own, such as for an evaluation.
         A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. A
         group that this leaves with a single sample, which nothing compares with, is emptied.
         Blocks: until the last sample of this rank's prompts is finished; nobody else is waited for.
         """
         if self._more_ends and not sampling.ignore_eos:
             sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
+        seed = self.seed if seed is None else seed
+        require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
         groups = {prompt.uid: Group(prompt, []) for prompt in prompts}
         if len(groups) < len(prompts):
             raise SpmdError(
@@ -67,7 +83,9 @@ class Rollout(Role):
         try:
             for prompt in prompts:
                 for index in range(sampling.num_samples):
-                    self.engine.submit(Request(prompt.uid, index, prompt.tokens, sampling))
+                    self.engine.submit(
+                        Request(prompt.uid, index, prompt.tokens, sampling, seed=seed)
+                    )
             with self.grader or nullcontext():
                 while self.engine.has_work:
                     if finished := self.engine.step().finished:

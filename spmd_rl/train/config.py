@@ -19,7 +19,6 @@ class TrainerConfig:
     takes.
     """
 
-    model: str = ""  # Hugging Face folder: config, tokenizer and, unless init is "random", weights
     init: Literal["folder", "random"] = "folder"  # where the first weights come from
     seed: int = 0  # of random weights
     lr: float = 1e-6  # learning rate after warm-up

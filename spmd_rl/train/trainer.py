@@ -26,13 +26,14 @@ class Trainer(Role):
     raises it by one.
     """
 
-    def __init__(self, cfg: TrainerConfig, context: RoleContext) -> None:
+    def __init__(self, cfg: TrainerConfig, context: RoleContext, model: str) -> None:
         super().__init__(cfg, context)
         self.cfg: TrainerConfig = cfg
+        self.model = model
         from spmd_rl.train.build import build
         from spmd_rl.train.checkpoint import Saver
 
-        self.learner = build(cfg, context)
+        self.learner = build(cfg, model, context)
         self.backend = self.learner.backend
         self.saver = Saver(self.backend, context, cfg.save_optimizer)
         self._caveats: list[str] = []
@@ -99,7 +100,7 @@ class Trainer(Role):
         """
         from spmd_rl.train.export import export_hf
 
-        export_hf(folder, self.cfg.model, self.backend, self.context, dtype)
+        export_hf(folder, self.model, self.backend, self.context, dtype)
 
     def on_pushed(self, version: int) -> None:
         """The weights that were just pushed are `version`, here as at the engine."""

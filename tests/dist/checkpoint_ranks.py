@@ -75,10 +75,8 @@ def step(trainer: Trainer, seed: int) -> None:
 
 def main(model: Path, dp: int, out: Path, folder: Path, resumes: bool) -> None:
     torch.set_num_threads(1)
-    cfg = TrainerConfig(
-        model=str(model), init="random", seed=7 if resumes else 0, lr=1e-2, eps=1e-4
-    )
-    trainer = Trainer(cfg, seat(dp))
+    cfg = TrainerConfig(init="random", seed=7 if resumes else 0, lr=1e-2, eps=1e-4)
+    trainer = Trainer(cfg, seat(dp), str(model))
     if resumes:
         trainer.load(str(folder))
     else:

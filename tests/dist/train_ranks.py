@@ -63,22 +63,24 @@ def seat(dp: int) -> RoleContext:
 
 def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
     context = seat(dp)
-    cfg = TrainerConfig(model=str(work), init="random", lr=1e-2, eps=1e-4, max_tokens=150)
-    trainer = Trainer(cfg, context)
+    cfg = TrainerConfig(init="random", lr=1e-2, eps=1e-4, max_tokens=150)
+    trainer = Trainer(cfg, context, str(work))
     report: dict[str, object] = {"steps": train(trainer), "weights": weights(trainer)}
     trainer.save(str(out.with_suffix(".ckpt")))
     # Two sequences: with more ranks than sequences, some ranks have nothing but their collectives.
     few = make_batch(9).take([0, 1]).shard(context.data_size)[context.data_rank]
     report["few"] = trainer.train_step(few, grpo_loss)
     report["layers"] = train(
-        Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), context)
+        Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), context, str(work))
     )
     if dp == 1:
-        report["deterministic"] = train(Trainer(replace(cfg, deterministic=True), context))
+        report["deterministic"] = train(
+            Trainer(replace(cfg, deterministic=True), context, str(work))
+        )
     trainer.export_hf(str(out.with_suffix(".hf")))
     report["exported"] = weights(trainer)
     if resume:
-        resumed = Trainer(replace(cfg, seed=5), context)
+        resumed = Trainer(replace(cfg, seed=5), context, str(work))
         report["resumed_version"] = resumed.load(resume)
         report["resumed"] = train(resumed, first=STEPS)
     poison = [poisoned(trainer)]

@@ -55,7 +55,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
     trainer = engine = None
     if rank in places.train.ranks:
         trainer = Trainer(
-            TrainerConfig(model=str(work), init="random", lr=1e-2), meshes.context(places.train)
+            TrainerConfig(init="random", lr=1e-2), meshes.context(places.train), str(work)
         )
     if rank in places.infer.ranks:
         engine = CausalLM(ModelSpec.from_folder(work)).to(dtype).requires_grad_(False)

@@ -123,8 +123,9 @@ class Split(Command, frozen=True):
 
 
 class Spawn(Command, frozen=True):
-    """Build the role `role` ("module:qualname") as `name`, with this message's value, a `cfg_type`,
-    for its config.
+    """Build the role `role` ("module:qualname") as `name`.
+
+    The value of this message is a tuple: a `cfg_type`, then the settings of the role's constructor.
     """
 
     name: str

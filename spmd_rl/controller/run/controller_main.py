@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -29,19 +29,19 @@ from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError
 from spmd_rl.mesh.world import World
 
 Watch = Callable[[RunConfig, Any, int], Observer]
-Complete = Callable[[Any, int], Any]
+Plan = Callable[[Any, int], Mapping[str, Mapping[str, Any]]]
 
 CLOSE_S = 5.0
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def run_controller(
-    lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, complete: Complete
+    lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, plan: Plan
 ) -> int:
     """Serve one run, from loading the recipe to the exit code.
 
-    `watch(run, cfg, world_size)` makes its observer; `complete(cfg, world_size)` is the config that
-    the recipe gets, with what is known now that the world is.
+    `watch(run, cfg, world_size)` makes its observer; `plan(cfg, world_size)` gives the
+    settings that it adds to what the recipe spawns, by placement.
     Blocks: as long as the recipe runs.
     """
     board: Dispatcher | None = None
@@ -54,7 +54,8 @@ def run_controller(
         world_size = board.roster.world_size
         observer = watch(run_config(cfg), cfg, world_size)
         board.farewell.leave_screen = observer.leave_screen
-        _run(recipe, complete(cfg, world_size), board, observer, lifeline.folder)
+        controller = Controller(run_config(cfg), board, observer, plan(cfg, world_size))
+        _run(recipe, cfg, controller, board, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, sys.exit too: the run's last words
         error = explain(raised, invocation.verbose)
     if board is not None:
@@ -85,12 +86,17 @@ def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
     return board
 
 
-def _run(recipe: Recipe, cfg: Any, board: Dispatcher, observer: Observer, private: Path) -> None:
-    run = run_config(cfg)
-    with contextlib.closing(StackServer(private, run.path, board.stacks)):
+def _run(
+    recipe: Recipe,
+    cfg: Any,
+    controller: Controller,
+    board: Dispatcher,
+    observer: Observer,
+    private: Path,
+) -> None:
+    with contextlib.closing(StackServer(private, controller.run_folder, board.stacks)):
         board.wait_for_all()
         with board.recipe_clock.running(time.monotonic()):
-            controller = Controller(run, board, observer)
             recipe.main(controller, cfg)
             controller.close()
         observer.close()

@@ -20,7 +20,7 @@ class Replayed:
     """One sequence; `response` is what an engine would decode token by token, drawn as sample
     `drawn_as` (uid, index).
 
-    Of `sampling`, what ends a sample does not count. `text` is what its first tokens were made of,
+    Its draws had `seed`. Of `sampling`, what ends a sample does not count. `text` is what its first tokens were made of,
     `recorded` the log-probs that were kept with the response; either may be unknown.
     """
 
@@ -31,6 +31,7 @@ class Replayed:
     drawn_as: tuple[int, int] | None = None
     text: str = ""
     recorded: NDArray[np.float32] | None = None
+    seed: int = 0
 
     @property
     def temperature(self) -> float:

@@ -26,8 +26,8 @@ from spmd_rl.microscope.taps.hooks import watch
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.network import Attend, CausalLM
-from spmd_rl.rollout.engine import EngineConfig, Request
-from spmd_rl.rollout.native.auto_sizes import settle
+from spmd_rl.rollout.engine import NativeEngineConfig, Request
+from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Draw
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.prefill_graphs import SIZES
@@ -53,7 +53,7 @@ class EnginePass:
     name = "engine"
     rows_are_distinct = False
 
-    def __init__(self, model: CausalLM, cfg: EngineConfig) -> None:
+    def __init__(self, model: CausalLM, cfg: NativeEngineConfig) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.cfg = replace(cfg, dtype=str(next(model.parameters()).dtype).removeprefix("torch."))
@@ -88,14 +88,14 @@ class Replaying:
         self.path, self.case, self.tap = path, case, tap
         self.engine = NativeEngine(path.model, sized(path, case), path.device, draw=self._draw)
         self.engine.new_version(VERSION)
-        self.origins = KvProvenance(case, self.engine.cfg.num_pages, self.engine.cfg.page_size)
+        self.origins = KvProvenance(case, self.engine.sizes.num_pages, self.engine.sizes.page_size)
         self.plan = StepPlan(*np.zeros((3, 0), np.int64))
         self.alike = torch.zeros(case.num_rows + 1, dtype=torch.bool, device=path.device)
         self._numbers = {
             request_name(case, number): number for number in range(len(case.sequences))
         }
         self._nobody = case.num_rows
-        most = max(self.engine.cfg.max_step_tokens, self.engine.cfg.max_batch, *SIZES)
+        most = max(self.engine.sizes.max_step_tokens, self.engine.cfg.max_batch, *SIZES)
         self._rows, self._scored = torch.full((2, most), self._nobody, device=path.device)
         self._tokens = torch.from_numpy(np.append(case.tokens, [0, 0])).to(path.device)
 
@@ -164,13 +164,14 @@ def requests(case: Case) -> Iterator[Request]:
         sampling = replace(
             one.sampling, max_tokens=len(one.response), ignore_eos=True, stop=(), stop_ids=()
         )
-        yield Request(*request_name(case, number), one.prompt.astype(np.int32), sampling)
+        name, prompt = request_name(case, number), one.prompt.astype(np.int32)
+        yield Request(*name, prompt, sampling, seed=one.seed)
 
 
-def sized(path: EnginePass, case: Case) -> EngineConfig:
+def sized(path: EnginePass, case: Case) -> NativeEngineConfig:
     """The config, with just enough pages where it leaves their number open."""
-    cfg = settle(path.cfg, path.model.spec, path.device)
     if path.cfg.num_pages:
-        return cfg
+        return path.cfg
+    page_size = choose_sizes(path.cfg, path.model.spec, path.device).page_size
     one_more = len(case.sequences)  # an admission leaves a page for each running row
-    return replace(cfg, num_pages=int((-(-case.lengths // cfg.page_size)).sum()) + one_more)
+    return replace(path.cfg, num_pages=int((-(-case.lengths // page_size)).sum()) + one_more)

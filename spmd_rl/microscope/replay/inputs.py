@@ -100,8 +100,8 @@ def as_case(samples: Sequence[Sample], model: Path, settings: dict[str, Any]) ->
         key: settings.get("sampling", {}).get(key)
         for key in ("temperature", "top_p", "top_k", "min_p")
     }
-    drawn["seed"] = settings.get("run", {}).get("seed")
     sampling = SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
+    seed = settings.get("run", {}).get("seed", 0)
     prompts = _encoded(tokenizer, [one.prompt for one in samples], model, special)
     sequences = [
         Replayed(
@@ -112,6 +112,7 @@ def as_case(samples: Sequence[Sample], model: Path, settings: dict[str, Any]) ->
             (one.prompt_uid, one.index),
             one.prompt,
             one.logprobs,
+            seed,
         )
         for one, prompt in zip(samples, prompts, strict=True)
     ]

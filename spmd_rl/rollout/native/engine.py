@@ -19,9 +19,9 @@ from spmd_rl.kernels.attention.flash import flash_takes
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.offload.host import HostMemory
-from spmd_rl.rollout.engine import EngineConfig, Request, RequestOutput
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, RequestOutput
 from spmd_rl.rollout.native.admission import Admission
-from spmd_rl.rollout.native.auto_sizes import settle
+from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Draw
 from spmd_rl.rollout.native.model_runner import Drawn, ModelRunner
 from spmd_rl.rollout.native.pages import PagePool
@@ -59,25 +59,25 @@ class NativeEngine:
     def __init__(
         self,
         model: CausalLM,
-        cfg: EngineConfig,
+        cfg: NativeEngineConfig,
         device: torch.device,
         *,
         decode: Callable[[tuple[int, ...]], str] | None = None,
         draw: Draw = sample_and_score,
+        reserved_bytes: int = 0,
     ) -> None:
         self.model = model
         self.spec = spec = model.spec
-        self.cfg = cfg = settle(cfg, spec, device)
+        self.cfg = cfg
+        self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
         self.device = device
         self.version: int | None = None
-        self._ahead = cfg.cuda_graphs and flash_takes(
-            spec.head_dim, getattr(torch, cfg.dtype), device
-        )
-        self.rows = SequenceTable(cfg.max_batch, spec.max_positions, cfg.page_size)
+        self._ahead = cfg.cuda_graphs and flash_takes(spec.head_dim, sizes.dtype, device)
+        self.rows = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
             self.rows,
-            PagePool(cfg.num_pages),
-            max_step_tokens=cfg.max_step_tokens,
+            PagePool(sizes.num_pages),
+            max_step_tokens=sizes.max_step_tokens,
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
             apart=self._ahead,
@@ -87,7 +87,7 @@ class NativeEngine:
         self._draw = draw
         self._decode = lru_cache(maxsize=1 << 16)(decode) if decode else None
         self._live: dict[tuple[int, int], StopStrings | None] = {}
-        self._admission = Admission(spec, room=cfg.num_pages * cfg.page_size)
+        self._admission = Admission(spec, room=sizes.num_pages * sizes.page_size)
         self._num_steps = 0
         self._num_generated = 0
         self._steps: ModelRunner | None = None
@@ -178,11 +178,11 @@ class NativeEngine:
         spec = self.spec
         return KvCache(
             num_layers=spec.num_layers,
-            num_pages=self.cfg.num_pages,
-            page_size=self.cfg.page_size,
+            num_pages=self.sizes.num_pages,
+            page_size=self.sizes.page_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            dtype=getattr(torch, self.cfg.dtype),
+            dtype=self.sizes.dtype,
             device=self.device,
             allocate=self._elastic,
             split=self.cfg.attention_split,
@@ -200,9 +200,7 @@ class NativeEngine:
         return LocalTensors.whole(dict(self.model.named_parameters()))
 
     def contract(self) -> dict[str, str | int]:
-        return self.model.contract(
-            self.device, getattr(torch, self.cfg.dtype), self.cfg.attention_split
-        )
+        return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
 
     def stats(self) -> dict[str, int]:
         return {
@@ -210,7 +208,7 @@ class NativeEngine:
             "num_generated_tokens": self._num_generated,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
-            "num_pages": self.cfg.num_pages,
+            "num_pages": self.sizes.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
             "num_graphs": self._steps.num_graphs if self._steps else 0,
             "kv_bytes": self._steps.cache.num_bytes if self._steps and self._is_awake else 0,

@@ -117,7 +117,7 @@ class SequenceTable:
 
     def _put_sampling(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
         sampling = request.sampling
-        self.seed[row] = sampling.seed
+        self.seed[row] = request.seed
         self.inv_temperature[row] = np.float32(1) / np.float32(sampling.scored_temperature)
         self.greedy[row] = sampling.temperature == 0
         self.top_k[row] = sampling.top_k
@@ -220,5 +220,5 @@ class SequenceTable:
             assert old is not None
             self.requests[row] = None
             answer = tokens[start:end], logprobs[start:end], versions[start:end]
-            taken.append(Request(old.uid, old.index, old.prompt, old.sampling, *answer))
+            taken.append(Request(old.uid, old.index, old.prompt, old.sampling, *answer, old.seed))
         return taken

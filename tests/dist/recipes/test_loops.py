@@ -171,7 +171,7 @@ def test_one_step_ahead(run: Any) -> None:
 
 
 SELDOM = """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
@@ -182,10 +182,10 @@ class Config(grpo.Config):
 
 def main(ctl, cfg):
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, reward=cfg.reward)
     weights = ctl.link(trainer, rollout, alias=cfg.alias)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     for step in ctl.steps(cfg.steps):
         if step.index % 2 == 0:
             weights.push(version=step.index)

@@ -17,7 +17,7 @@ from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from tests.samples import Samples, finish
@@ -84,23 +84,21 @@ def requests(vocab: int) -> list[Request]:
         np.concatenate([stem[:200], rng.integers(2, vocab, 41)]),
     ]
     shapes = [
-        SamplingConfig(max_tokens=90, seed=5, ignore_eos=True),
-        SamplingConfig(max_tokens=64, seed=5, temperature=0.7, ignore_eos=True),
-        SamplingConfig(
-            max_tokens=33, seed=5, temperature=1.3, top_k=50, top_p=0.9, ignore_eos=True
-        ),
-        SamplingConfig(max_tokens=20, seed=6, temperature=0.0, ignore_eos=True),
-        SamplingConfig(max_tokens=70, seed=6, ignore_eos=True),
+        SamplingConfig(max_tokens=90, ignore_eos=True),
+        SamplingConfig(max_tokens=64, temperature=0.7, ignore_eos=True),
+        SamplingConfig(max_tokens=33, temperature=1.3, top_k=50, top_p=0.9, ignore_eos=True),
+        SamplingConfig(max_tokens=20, temperature=0.0, ignore_eos=True),
+        SamplingConfig(max_tokens=70, ignore_eos=True),
     ]
     return [
-        Request(uid, index, prompt.astype(np.int32), sampling)
+        Request(uid, index, prompt.astype(np.int32), sampling, seed=5 + (uid > 2))
         for uid, (prompt, sampling) in enumerate(zip(prompts, shapes, strict=True))
         for index in range(6)
     ]
 
 
 def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[Samples, dict]:
-    engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **cfg), DEVICE)
+    engine = NativeEngine(model, NativeEngineConfig(dtype="bfloat16", **cfg), DEVICE)
     engine.new_version(0)
     return finish(engine, wanted), engine.stats()
 

@@ -27,7 +27,7 @@ from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.samples import Sample
 
@@ -113,7 +113,7 @@ def test_the_head_of_a_trainer_that_recomputes_all_agrees(
 
 def test_automatic_splits_where_flash_attention_does_not_run(folder: Path, case: Case) -> None:
     """No bits are promised there, so beside the same engine without."""
-    cfg = EngineConfig(max_batch=64, max_step_tokens=512)
+    cfg = NativeEngineConfig(max_batch=64, max_step_tokens=512)
     path, plain = (EnginePass(load_model(folder, torch.float32, DEVICE), cfg) for _ in range(2))
     plant("auto-splits", path)
     first = compare(path, plain, case).first
@@ -218,7 +218,8 @@ def test_splits_on_one_side_are_named_and_on_both_agree(
     folder: Path, case: Case, trainer: TrainerPass
 ) -> None:
     path = EnginePass(
-        load_model(folder, torch.bfloat16, DEVICE), EngineConfig(max_batch=64, attention_split=128)
+        load_model(folder, torch.bfloat16, DEVICE),
+        NativeEngineConfig(max_batch=64, attention_split=128),
     )
     alike = TrainerPass(trainer.model, attention_split=128)
     assert compare(path, alike, case).findings == ()
@@ -249,15 +250,16 @@ def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: Trai
     engine.new_version(0)
     prompt, sampling = (
         np.arange(2, 90, dtype=np.int32),
-        SamplingConfig(max_tokens=40, seed=5, ignore_eos=True),
+        SamplingConfig(max_tokens=40, ignore_eos=True),
     )
     for index in range(6):
-        engine.submit(Request(3, index, prompt, sampling))
+        engine.submit(Request(3, index, prompt, sampling, seed=5))
     samples: list[Sample] = []
     while engine.has_work:
         samples += engine.step().finished
     drawn = [
-        Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index)) for one in samples
+        Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index), seed=5)
+        for one in samples
     ]
     case = Case(tuple(drawn))
     assert compare(path, trainer, case).findings == ()

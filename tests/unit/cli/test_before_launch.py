@@ -13,7 +13,7 @@ import pytest
 from spmd_rl.cli import command, rank
 from spmd_rl.cli.exit_code import run_guarded
 from spmd_rl.cli.main import dispatch
-from spmd_rl.config.load import dump_toml
+from spmd_rl.config.dump import dump_toml
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.observe.provenance import BEGAN_ENV
 from spmd_rl.observe.run_lock import claim, launching

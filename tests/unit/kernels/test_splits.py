@@ -15,7 +15,7 @@ from spmd_rl.kernels import KvCache, contract
 from spmd_rl.kernels.attention.flash import check_split
 from spmd_rl.kernels.attention.merge_states import merge_ranges
 from spmd_rl.kernels.attention.splits import Splits
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 
 CPU = torch.device("cpu")
@@ -141,11 +141,11 @@ def test_refused_where_it_cannot_run() -> None:
 
 @pytest.mark.parametrize("split", [100, -128])
 def test_not_a_number_of_key_blocks(split: int) -> None:
-    for config in (EngineConfig, TrainerConfig):
+    for config in (NativeEngineConfig, TrainerConfig):
         with pytest.raises(ConfigError, match=r"attention_split.*multiple of 128"):
             config(attention_split=split)
     with pytest.raises(ConfigError, match="multiple of 384"):
-        EngineConfig(attention_split=128, page_size=192)
+        NativeEngineConfig(attention_split=128, page_size=192)
 
 
 def test_both_roles_must_agree() -> None:

@@ -27,7 +27,7 @@ from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.taps import Hashes
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.checkpoint_index import INDEX_FILE, merged
 from spmd_rl.train.progress import TrainerState
 from spmd_rl.train.shards import write_shards
@@ -406,7 +406,7 @@ def test_a_step_is_replayed_under_the_weights_that_drew_it(
         trained.model.norm.weight.mul_(1.1)
     case = samples_of_run(run, folder, tomllib.loads((run / "config.toml").read_text()), ())
     hashes = Hashes(case.num_rows)
-    EnginePass(trained, EngineConfig(page_size=4)).run(case, hashes)
+    EnginePass(trained, NativeEngineConfig(page_size=4)).run(case, hashes)
     assert hashes.logprobs is not None
     file, told = run / "samples" / "step_00002.jsonl", []
     for number, line in enumerate(file.read_text().splitlines()[:3]):
@@ -472,7 +472,7 @@ def test_the_trainers_head_is_the_one_that_the_run_has(
 def test_the_proof_compares_whole_rows_of_logits(
     run: Path, folder: Path, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def path(model: CausalLM, cfg: EngineConfig) -> EnginePass:
+    def path(model: CausalLM, cfg: NativeEngineConfig) -> EnginePass:
         made = EnginePass(model, cfg)
         if fault:
             plant(fault, made)

@@ -23,7 +23,7 @@ from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.microscope.taps.points import OPS, Point
 from spmd_rl.microscope.taps.taps import Hashes, Marks, Tap, Values
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 MIDDLE = 1  # of three layers
 
@@ -154,7 +154,7 @@ def test_one_split_is_the_plain_softmax() -> None:
 
 
 def test_automatic_splits_are_not_planted_beside_splits_of_one_size(engine) -> None:
-    path = EnginePass(engine().model, EngineConfig(attention_split=128))
+    path = EnginePass(engine().model, NativeEngineConfig(attention_split=128))
     with pytest.raises(ConfigError, match="attention_split is 128 here"):
         plant("auto-splits", path)
 

@@ -20,7 +20,7 @@ from spmd_rl.plan import main
 from spmd_rl.plan.command import as_size, lines
 from spmd_rl.plan.resolve import Resolved, resolve
 from spmd_rl.recipes.grpo import Config
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 
 QWEN3_8B = {
@@ -343,10 +343,10 @@ def test_a_config_that_lacks_what_a_role_is_planned_by(model: Path) -> None:
     known = {"split": Split(), "model": str(model), "trainer": TrainerConfig()}
     for lacking in ({}, {"engine": "fast"}):
         with pytest.raises(
-            PlanError, match="split.infer cannot be planned: .* has no `engine: EngineConfig`"
+            PlanError, match="split.infer cannot be planned: .* has no `engine: NativeEngineConfig`"
         ):
             resolve(SimpleNamespace(**known, **lacking), 2)
-    assert resolve(SimpleNamespace(**known, engine=EngineConfig()), 2).ledgers
+    assert resolve(SimpleNamespace(**known, engine=NativeEngineConfig()), 2).ledgers
 
 
 def test_a_thousand_ranks_take_seconds(model: Path) -> None:

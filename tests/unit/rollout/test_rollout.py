@@ -16,7 +16,7 @@ import torch
 from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.observe.trace import Trace
 from spmd_rl.rewards.grade import Grader
-from spmd_rl.rollout.engine import EngineConfig, SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
 from spmd_rl.types.samples import Prompt
 
 transformers = pytest.importorskip("transformers")
@@ -71,8 +71,9 @@ def folder(tmp_path_factory):
 def new_role(folder):
     from spmd_rl.rollout.rollout import Rollout
 
-    def build(**cfg):
-        return Rollout(EngineConfig(**{"model": str(folder), "max_batch": 8, **cfg}), Seat())
+    def build(model=folder, seed=0, **cfg):
+        engine = NativeEngineConfig(**{"max_batch": 8, **cfg})
+        return Rollout(engine, Seat(), str(model), seed=seed)
 
     return build
 
@@ -212,7 +213,7 @@ def test_ends_that_the_engine_does_not_know(new_role, folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     (other / "generation_config.json").write_text('{"eos_token_id": 0}')
-    assert new_role(model=str(other))._more_ends == (1,)
+    assert new_role(model=other)._more_ends == (1,)
 
 
 def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_role):
@@ -283,3 +284,21 @@ def test_sleep_wake_and_stats(new_role):
 def test_a_missing_folder_is_one_sentence(new_role):
     with pytest.raises(ConfigError, match="no model folder at"):
         new_role(model="/nowhere")
+
+
+def test_a_call_may_have_a_seed_of_its_own(new_role):
+    """The role's seed draws the samples of a call without one, and no others."""
+
+    def drawn(role, **seed):
+        (group,) = role.generate(prompts(role, "5+5="), sampling, **seed)
+        return [sample.tokens.tolist() for sample in group.samples]
+
+    sampling = SamplingConfig(num_samples=4, max_tokens=8, ignore_eos=True)
+    role, other = new_role(), new_role(seed=7)
+    first, seventh = drawn(role), drawn(other)
+    assert first != seventh
+    assert drawn(role, seed=7) == seventh
+    assert drawn(other, seed=0) == first
+    assert drawn(role) == first
+    with pytest.raises(ConfigError, match=r"^seed = -1: expected in \[0, 2\^63\)"):
+        role.generate(prompts(role, "5+5="), sampling, seed=-1)

@@ -37,7 +37,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def new_trainer(context: RoleContext, model_folder: Path) -> NewTrainer:
     def build(**options: object) -> Trainer:
-        defaults = {"model": str(model_folder), "init": "random", "lr": 1e-2, "eps": 1e-4}
-        return Trainer(TrainerConfig(**(defaults | options)), context)
+        model = str(options.pop("model", model_folder))
+        defaults = {"init": "random", "lr": 1e-2, "eps": 1e-4}
+        return Trainer(TrainerConfig(**(defaults | options)), context, model)
 
     return build

@@ -327,16 +327,18 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(new_trainer, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_loads_as_a_model_folder(new_trainer, place, tmp_path: Path, dtype: str) -> None:
+def test_an_export_loads_as_a_model_folder(
+    new_trainer, context, tmp_path: Path, dtype: str
+) -> None:
     trainer = new_trainer()
     trainer.train_step(make_batch(), grpo_loss)
     trainer.export_hf(str(tmp_path / "hf"), dtype)
-    loaded = Trainer(TrainerConfig(model=str(tmp_path / "hf")), place).weight_source()
+    loaded = Trainer(TrainerConfig(), context, str(tmp_path / "hf")).weight_source()
     for name, one in trainer.weight_source().items():
         expected = one.local.detach().to(getattr(torch, dtype)).float()
         assert torch.equal(loaded[name].local, expected)
 
 
-def test_a_trainer_needs_a_model(place) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.model is empty"):
-        Trainer(TrainerConfig(), place)
+def test_a_trainer_needs_a_model(context) -> None:
+    with pytest.raises(ConfigError, match=r"^model is empty"):
+        Trainer(TrainerConfig(), context, "")

@@ -167,7 +167,7 @@ def test_without_padding_to_the_row_tile_bits_differ(
 def test_scores_are_the_log_softmax(new_trainer) -> None:
     trainer, batch = new_trainer(), make_batch()
     scores = _scores(trainer, batch)
-    spec = ModelSpec.from_folder(trainer.cfg.model)
+    spec = ModelSpec.from_folder(trainer.model)
     model = CausalLM(spec)
     model.load_state_dict(dict(random_weights(spec, trainer.cfg.seed)))
     starts = np.cumsum(batch.lengths) - batch.lengths

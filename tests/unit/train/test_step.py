@@ -19,7 +19,6 @@ from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import config, fsdp2, learner
-from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch, split
 from spmd_rl.train.trainer import Trainer
@@ -36,9 +35,9 @@ class Oracle:
     them.
     """
 
-    def __init__(self, cfg: TrainerConfig) -> None:
-        self.cfg = cfg
-        spec = ModelSpec.from_folder(cfg.model)
+    def __init__(self, trainer: Trainer) -> None:
+        self.cfg = cfg = trainer.cfg
+        spec = ModelSpec.from_folder(trainer.model)
         self.model = CausalLM(spec)
         self.model.load_state_dict(dict(random_weights(spec, cfg.seed)))
         decay = [one for one in self.model.parameters() if one.dim() > 1]
@@ -84,7 +83,7 @@ class Oracle:
 @pytest.mark.parametrize("aggregation", ["token", "sample", "const"])
 def test_against_a_plain_model_and_adamw(new_trainer, aggregation: str) -> None:
     trainer = new_trainer(max_tokens=120, clip_norm=0.05, weight_decay=0.1, wrap="layer")
-    oracle = Oracle(trainer.cfg)
+    oracle = Oracle(trainer)
     for seed in range(3):
         batch = make_batch(seed, aggregation)
         stats = trainer.train_step(batch, grpo_loss)
@@ -150,7 +149,7 @@ def test_each_minibatch_divides_by_its_share_of_the_denominator(new_trainer) -> 
     optimizer step.
     """
     trainer, batch = new_trainer(minibatches=3, lr=0.0), make_batch()
-    oracle = Oracle(new_trainer(lr=0.0).cfg)
+    oracle = Oracle(new_trainer(lr=0.0))
     parts = [batch.take(part) for part in split(batch.lengths.tolist(), 3)]
     norms = [oracle.step(replace(part, denominator=batch.denominator / 3))[1] for part in parts]
     stats = trainer.train_step(batch, grpo_loss)
@@ -222,7 +221,7 @@ def test_scores_are_of_new_weights_also_where_no_step_brought_them(new_trainer, 
     """
     trainer, fresh, batch = new_trainer(wrap=wrap), new_trainer(wrap=wrap, seed=3), make_batch()
     before, expected = (one.learner.score(batch) for one in (trainer, fresh))
-    trainer.backend.fill(random_weights(ModelSpec.from_folder(trainer.cfg.model), seed=3))
+    trainer.backend.fill(random_weights(ModelSpec.from_folder(trainer.model), seed=3))
     assert np.array_equal(trainer.learner.score(batch), expected)
     assert not np.array_equal(before, expected)
 
@@ -363,7 +362,5 @@ def test_mfu_is_told_where_the_peak_is_known(
         assert "perf/mfu" not in stats
         return
     seconds = batch.num_tokens / stats["perf/train_tokens_per_s"]
-    flops = train_flops(
-        ModelSpec.from_folder(trainer.cfg.model), batch.lengths, int(batch.mask.sum())
-    )
+    flops = train_flops(ModelSpec.from_folder(trainer.model), batch.lengths, int(batch.mask.sum()))
     assert stats["perf/mfu"] == pytest.approx(flops / seconds / peak)
