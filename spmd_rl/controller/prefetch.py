@@ -1,6 +1,4 @@
-"""Calls issued before their values are needed: what lets a loop run ahead of itself, and still
-resume where it was.
-"""
+"""Queue of calls that a loop issues before it needs their values, which a checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -22,11 +20,10 @@ VALUES_FILE = "values.msgpack"
 
 
 class CallQueue(Generic[P, R]):
-    """Calls of one endpoint, first in, first out; its length is how many are still to be waited
-    for.
+    """Calls of one endpoint, first in, first out; its length is the number of values not yet taken.
 
-    Named as a part in `Controller.resume`, it is in every checkpoint with the values of those
-    calls: what made them (the weights of that moment, say) may be gone by the time of a resume.
+    As a part in `Controller.resume`, it saves the values of its calls in every checkpoint. A resumed
+    run could not compute them again: the weights that they were computed with are gone.
     """
 
     def __init__(self, endpoint: Bound[P, R]) -> None:
@@ -38,11 +35,11 @@ class CallQueue(Generic[P, R]):
         return len(self._calls)
 
     def start(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Issue one more call and go on."""
+        """Issue one more call, and return at once."""
         self._calls.append(self._endpoint.start(*args, **kwargs))
 
     def wait(self) -> R:
-        """The value of the oldest call, which leaves the queue.
+        """Remove the oldest call from the queue and return its value.
 
         Blocks and raises: as `Pending.wait`.
         """
@@ -55,9 +52,9 @@ class CallQueue(Generic[P, R]):
         (Path(folder) / VALUES_FILE).write_bytes(msgspec.msgpack.encode(values))
 
     def load(self, folder: str) -> None:
-        """Hold the saved values, as if their calls had just finished.
+        """Fill the queue with the saved values, as if their calls had just finished.
 
-        Raises: ConfigError when they are the values of other calls.
+        Raises: ConfigError when they are the values of another endpoint.
         """
         path = Path(folder) / VALUES_FILE
         try:

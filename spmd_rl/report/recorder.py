@@ -15,7 +15,7 @@ from typing import Any
 from spmd_rl.algo.group_metrics import group_metrics, is_flat
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.run.steps import Step
+from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.model.spec import ModelSpec
@@ -97,7 +97,7 @@ class Recorder:
             self._phase = name
             print(f"{name} ...", flush=True)
 
-    def on_log(self, step: Step, what: tuple[Any, ...]) -> None:
+    def on_log(self, step: LoopStep, what: tuple[Any, ...]) -> None:
         groups, metrics = self._logged.setdefault(step.index, ([], {}))
         for item in what:
             if isinstance(item, dict):
@@ -108,7 +108,7 @@ class Recorder:
                 shown = f"{item!r:.80} ({type(item).__name__})"
                 raise SpmdError(f"step.log takes lists of groups and dicts of metrics, not {shown}")
 
-    def on_step(self, step: Step) -> None:
+    def on_step(self, step: LoopStep) -> None:
         groups, metrics = self._logged.pop(step.index, ([], {}))
         if step.index >= 0:
             self._steps_left -= 1

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.config.rules import require
+from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightSink
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.data.eos import end_ids
 from spmd_rl.errors import DataError, SpmdError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 
 
-class Rollout(Role):
+class Rollout(Role, WeightSink, Sleeper, Contracted):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
     `model` is a Hugging Face folder. `reward` is "module:function", called with (prompt, sample);
@@ -117,12 +118,12 @@ class Rollout(Role):
         """Where pushed weights go: this engine's own parameters."""
         return self.engine.weights()
 
-    def on_weights(self, version: int) -> None:
-        """The parameters now hold `version`, on every rank of the role."""
+    def on_weights_received(self, version: int) -> None:
+        """Generate with the new weights as `version`: every rank of the role has received them."""
         self.engine.new_version(version)
 
-    def outdate(self) -> None:
-        """The parameters are being changed in place: they are of no version until the next push."""
+    def on_weights_stale(self) -> None:
+        """Refuse to generate until the next push: the parameters are being changed in place."""
         self.engine.outdate()
 
     def _decode(self, tokens: tuple[int, ...]) -> str:

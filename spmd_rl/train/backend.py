@@ -80,10 +80,10 @@ class Backend(Protocol):
         """`state` was filled from a checkpoint taken after `optimizer_steps`."""
         ...
 
-    def held(self) -> LocalTensors:
+    def local_tensors(self) -> LocalTensors:
         """This rank's share of the master weights: the memory that `step` updates in place."""
         ...
 
     def full(self, name: str) -> Tensor:
-        """One whole parameter of `held`, gathered on every rank."""
+        """One whole parameter of `local_tensors`, gathered on every rank."""
         ...

@@ -41,7 +41,7 @@ from spmd_rl.weights.layout import Piece
 NO_OPTIMIZER = "the checkpoint holds no optimizer state, and AdamW begins anew"
 
 
-class Saver:
+class CheckpointWriter:
     """Writes checkpoints beside the training: a step waits for a copy in memory, never for the
     disk.
 

@@ -47,7 +47,7 @@ def _options(words: list[str]) -> argparse.Namespace:
 
 def _checkpoint(run: Path, step: str | None, role: str | None) -> Path:
     """The folder of a trainer. Raises: ConfigError where there is none, or more than one."""
-    saved = Checkpoints(run / "checkpoints", 1, 0).saved()
+    saved = Checkpoints(run / "checkpoints", 1, 0).complete()
     named = {str(record.next_step): path for path, record in saved.items()}
     if best := best_first(saved):
         named["best"] = best[0]

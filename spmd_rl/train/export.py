@@ -58,5 +58,5 @@ def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dt
 
 
 def _gathered(backend: Backend) -> Iterator[tuple[str, Tensor]]:
-    for name in backend.held():
+    for name in backend.local_tensors():
         yield name, backend.full(name)

@@ -173,7 +173,7 @@ class Fsdp2:
             one.grad = None
 
     def state(self) -> State:
-        weights = list(self.held().items())
+        weights = list(self.local_tensors().items())
         moments = {kind: self._moments(weights, kind) for kind in ("exp_avg", "exp_avg_sq")}
         return {"weights": weights, **moments}
 
@@ -189,7 +189,7 @@ class Fsdp2:
         for moments in self.optimizer.state.values():
             moments["step"].fill_(optimizer_steps)
 
-    def held(self) -> LocalTensors:
+    def local_tensors(self) -> LocalTensors:
         return LocalTensors(
             {
                 name: LocalTensor(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.losses import Loss
 from spmd_rl.algo.packing import Scores
+from spmd_rl.controller.capabilities import Contracted, Saver, WeightSource
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.role_context import RoleContext
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from spmd_rl.weights.local_tensors import LocalTensors
 
 
-class Trainer(Role):
+class Trainer(Role, WeightSource, Saver, Contracted):
     """Learns from batches. Its version names the current weights: a push sets it, each train step
     raises it by one.
     """
@@ -31,13 +32,13 @@ class Trainer(Role):
         self.cfg: TrainerConfig = cfg
         self.model = model
         from spmd_rl.train.build import build
-        from spmd_rl.train.checkpoint import Saver
+        from spmd_rl.train.checkpoint import CheckpointWriter
 
         self.learner = build(cfg, model, context)
         self.backend = self.learner.backend
-        self.saver = Saver(self.backend, context, cfg.save_optimizer)
-        self._caveats: list[str] = []
-        self._tell: list[Callable[[], None]] = []
+        self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
+        self._resume_differences: list[str] = []
+        self._before_change: list[Callable[[], None]] = []
 
     @collective
     def train_step(
@@ -46,9 +47,9 @@ class Trainer(Role):
         """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the
         schedule's rate.
         """
-        self.saver.check()
+        self.checkpoints.check()
         self._check_fits(batch)
-        self._change()
+        self._announce_change()
         return self.learner.train_step(batch, loss, lr)
 
     @collective
@@ -63,35 +64,37 @@ class Trainer(Role):
 
     @collective
     def save(self, folder: str) -> None:
-        """Begin a checkpoint of this moment to resume from; it is on disk once `saved` has
-        returned.
+        """Begin a checkpoint of this moment to resume from; it is on disk once
+        `wait_until_saved` has returned.
         """
-        self.saver.start(folder, self.learner.progress)
+        self.checkpoints.start(folder, self.learner.progress)
 
     @collective
-    def saved(self) -> None:
+    def wait_until_saved(self) -> None:
         """Wait until the last checkpoint is written. Raises: SpmdError when it could not be."""
-        self.saver.wait()
+        self.checkpoints.wait()
 
     @collective
     def load(self, folder: str) -> int:
         """Resume from a checkpoint, written by any number of ranks; returns its version."""
         from spmd_rl.train import checkpoint
 
-        self._change()
-        self.learner.progress, self._caveats = checkpoint.load(folder, self.backend, self.context)
+        self._announce_change()
+        self.learner.progress, self._resume_differences = checkpoint.load(
+            folder, self.backend, self.context
+        )
         return self.learner.progress.version
 
     @local
-    def caveats(self) -> list[str]:
-        """Why it does not go on, bit for bit, from what it has loaded."""
+    def resume_differences(self) -> list[str]:
+        """Return why training does not continue bit for bit from the checkpoint that was loaded."""
         by_chance = self.context.world.device == "cuda" and not self.cfg.deterministic
         order = (
             ["gradients are summed in any order without trainer.deterministic = true"]
             if by_chance
             else []
         )
-        return [*self._caveats, *order]
+        return [*self._resume_differences, *order]
 
     @collective
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
@@ -102,25 +105,25 @@ class Trainer(Role):
 
         export_hf(folder, self.model, self.backend, self.context, dtype)
 
-    def on_pushed(self, version: int) -> None:
-        """The weights that were just pushed are `version`, here as at the engine."""
+    def on_weights_pushed(self, version: int) -> None:
+        """Call the current weights `version`, as the engine that has just received them does."""
         self.learner.progress.version = version
 
     def weight_source(self) -> LocalTensors:
         """This rank's share of the master weights, updated in place by every train step."""
-        return self.backend.held()
+        return self.backend.local_tensors()
 
-    def before_change(self, tell: Callable[[], None]) -> None:
-        """Call `tell` from now on before the weights are written: for who shares their memory."""
-        self._tell.append(tell)
+    def call_before_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` before each later change of the weights: a role may share their memory."""
+        self._before_change.append(callback)
 
     def numeric_contract(self) -> dict[str, str | int]:
         """What its forward pass's bits depend on, besides the weights."""
         return self.backend.contract()
 
-    def _change(self) -> None:
-        for tell in self._tell:
-            tell()
+    def _announce_change(self) -> None:
+        for callback in self._before_change:
+            callback()
 
     def _check_fits(self, batch: Batch) -> None:
         limit = self.backend.max_positions

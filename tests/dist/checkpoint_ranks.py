@@ -83,11 +83,11 @@ def main(model: Path, dp: int, out: Path, folder: Path, resumes: bool) -> None:
         for seed in range(2):
             step(trainer, seed)
         trainer.save(str(folder))
-        trainer.saved()
+        trainer.wait_until_saved()
     report: dict[str, object] = {"digests": digests(trainer), "logprobs": logprobs(trainer)}
     step(trainer, 2)
     report["after"] = digests(trainer)
-    report["caveats"] = trainer.caveats()
+    report["resume_differences"] = trainer.resume_differences()
     if trainer.context.rank == 0:
         out.write_text(json.dumps(report))
     dist.destroy_process_group()

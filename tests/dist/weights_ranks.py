@@ -26,7 +26,7 @@ from spmd_rl.weights.digest import combine, digest
 from spmd_rl.weights.executors import alias, execute
 from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan import plan
+from spmd_rl.weights.plan import plan_moves
 from tests.dist.train_case import make_batch
 
 SMALL_BUCKET_BYTES = 1000
@@ -62,7 +62,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
     src = trainer.weight_source() if trainer else None
     dst = LocalTensors.whole(dict(engine.named_parameters())) if engine else None
     sources, destinations = layouts(src, rank), layouts(dst, rank)
-    made = plan(sources, destinations, None, rank)
+    made = plan_moves(sources, destinations, None, rank)
     dtypes = {piece.name: piece.dtype for piece in destinations[0].pieces}
     aliased = alias(dst, src) if src and dst else 0
     pushes = []

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
-from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import RoleSplit
 from tests.system.faults import install_in_controller, struck_file
@@ -59,6 +59,13 @@ class Toiler(Role):
             json.dumps([self.total] * 500)
         )
         self.context.barrier()
+
+    @collective
+    def wait_until_saved(self) -> None: ...
+
+    @local
+    def resume_differences(self) -> list[str]:
+        return []
 
     @collective
     def load(self, folder: str) -> None:

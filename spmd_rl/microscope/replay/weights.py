@@ -55,7 +55,7 @@ def of_version(run: Path, versions: Set[int], settings: dict[str, Any], folder: 
 
 def _saved(run: Path, version: int) -> Path | None:
     """A trainer's folder in the checkpoint before the step that pushed `version`."""
-    for path, record in Checkpoints(run / "checkpoints", 1, 0).saved().items():
+    for path, record in Checkpoints(run / "checkpoints", 1, 0).complete().items():
         for file in path.glob(f"*/{INDEX_FILE}") if record.next_step == version else ():
             if read_index(file.parent).progress.version == version:
                 return file.parent

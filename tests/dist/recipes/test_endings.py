@@ -55,7 +55,7 @@ class Config:
 
 class Sleeper(rl.Role):
     @rl.collective
-    def sleep(self) -> None:
+    def doze(self) -> None:
         Path("asleep").touch()
         time.sleep(60)
 
@@ -63,13 +63,20 @@ class Sleeper(rl.Role):
     def save(self, folder: str) -> None: ...
 
     @rl.collective
+    def wait_until_saved(self) -> None: ...
+
+    @rl.collective
     def load(self, folder: str) -> None: ...
+
+    @rl.local
+    def resume_differences(self) -> list[str]:
+        return []
 
 def main(ctl, cfg):
     sleeper = ctl.spawn(Sleeper, cfg, on=ctl.world.split({"sleeper": rl.RoleSplit()}).sleeper)
     for step in ctl.steps(1, ctl.resume(sleeper=sleeper)):
         (ctl.run_folder / "asleep").touch()
-        sleeper.sleep.call()
+        sleeper.doze.call()
 """
 
 

@@ -258,11 +258,15 @@ class Slow(rl.Role):
         self.folder = Path(folder)
 
     @rl.collective
-    def saved(self) -> None:
+    def wait_until_saved(self) -> None:
         self.folder.mkdir()
 
     @rl.collective
     def load(self, folder: str) -> None: ...
+
+    @rl.local
+    def resume_differences(self) -> list[str]:
+        return []
 
 def main(ctl, cfg):
     slow = ctl.spawn(Slow, cfg, on=ctl.world.split({"slow": rl.RoleSplit()}).slow)

@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import HashStore
 
 from spmd_rl.controller.channel import secret
-from spmd_rl.controller.worker import ENDPOINT_KEY, _dial
+from spmd_rl.controller.worker import ENDPOINT_KEY, _connect
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.world import World
 
@@ -27,4 +27,4 @@ def test_a_store_that_others_write_to_is_told_of(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         SpmdError, match="holds no address of the controller .*: another process writes to it"
     ):
-        _dial(World(3, 4, 1, 2, 1, "run", 0), store, None)
+        _connect(World(3, 4, 1, 2, 1, "run", 0), store, None)

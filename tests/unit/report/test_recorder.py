@@ -12,7 +12,7 @@ import pytest
 
 from spmd_rl.config.load import load
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.run.steps import Step
+from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import ConfigError, DataError, SpmdError
 from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.recipes import grpo, grpo_async, sft
@@ -51,7 +51,7 @@ def group(*rewards: float, **parts: float) -> Group:
 
 def take(recorder: Recorder, rewards: list[tuple[float, ...]]) -> None:
     for index, of_step in enumerate(rewards):
-        step = Step(index, recorder)
+        step = LoopStep(index, recorder)
         step.log([group(*of_step), group(1, 1)], {"mine": 1.0})
         recorder.on_step(step)
     recorder.close()
@@ -79,7 +79,7 @@ def test_first_steps_without_a_difference_are_told_once(
 
 def test_parts_are_in_the_line_of_their_step(new_recorder: Any, tmp_path: Path) -> None:
     recorder = new_recorder(1)
-    step = Step(0, recorder)
+    step = LoopStep(0, recorder)
     step.log([group(1, 0, form=0.25)])
     recorder.on_step(step)
     recorder.close()
@@ -93,7 +93,7 @@ def test_a_run_that_ended_in_its_warm_up_does_not_say_what_it_holds(
     run = RunConfig(folder=str(tmp_path), name="r")
     recorder = Recorder(run, Config(run), 1)
     recorder.on_warmup(2)
-    recorder.on_step(Step(-2, recorder))
+    recorder.on_step(LoopStep(-2, recorder))
     recorder.close()
     assert "holds" not in capsys.readouterr().out
 
@@ -108,12 +108,12 @@ def test_phases_before_step_1_are_in_its_line(tmp_path: Path) -> None:
     assert recorder._observer is not None
     assert recorder._observer._progress.phase == "warm-up"
     for index in (-2, -1):
-        step = Step(index, recorder)
+        step = LoopStep(index, recorder)
         step.log({"warmup/loss": 0.5})
         recorder.on_step(step)
     recorder.on_phase("warm-up", 4.0)
     recorder.on_steps(0, 1)
-    recorder.on_step(Step(0, recorder))
+    recorder.on_step(LoopStep(0, recorder))
     recorder.close()
     *warmup, row = read_metrics(tmp_path / "r/metrics.jsonl")
     assert [one["step"] for one in warmup] == [-1, 0]
@@ -139,7 +139,7 @@ def test_what_cannot_be_logged_is_refused_where_it_is_logged(
     with pytest.raises(
         SpmdError, match=f"step.log takes lists of groups and dicts of metrics, not {shown}"
     ):
-        Step(0, recorder).log(what)
+        LoopStep(0, recorder).log(what)
     recorder.close()
 
 

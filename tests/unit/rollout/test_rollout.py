@@ -264,7 +264,7 @@ def test_without_folder_weights_the_first_push_is_waited_for(new_role):
     assert sink.keys() == source.keys()
     for name, held in sink.items():
         held.local.copy_(source[name].local)
-    role.on_weights(3)
+    role.on_weights_received(3)
     (pushed,), (own,) = role.generate(asked, sampling), donor.generate(asked, sampling)
     assert pushed.samples[0].logprobs.tobytes() == own.samples[0].logprobs.tobytes()
     assert set(pushed.samples[0].versions.tolist()) == {3}

@@ -140,7 +140,7 @@ def test_the_number_of_the_last_push_is_the_one_compared(new_trainer) -> None:
     for seed in range(3):
         trainer.train_step(make_batch(seed), sft_loss)
     batch = _as_rolled(trainer, make_batch(version=0))
-    trainer.on_pushed(0)
+    trainer.on_weights_pushed(0)
     stats = trainer.train_step(batch, grpo_loss)
     assert (stats["onpolicy/compared_tokens"], stats["onpolicy/mismatched_tokens"]) == (
         batch.mask.sum(),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import PlanError
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import Move, Plan, plan
+from spmd_rl.weights.plan import Move, WeightPlan, plan_moves
 
 
 def _grid(shape: Dims, parts: tuple[int, int], index: int) -> Box:
@@ -53,12 +53,12 @@ def sides(draw: st.DrawFn) -> tuple[list[Layout], list[Layout]]:
 
 def plans(
     src: list[Layout], dst: list[Layout], nodes: dict[int, int] | None = None
-) -> dict[int, Plan]:
+) -> dict[int, WeightPlan]:
     """Every rank's plan."""
-    return {rank: plan(src, dst, nodes, rank) for rank in {one.rank for one in [*src, *dst]}}
+    return {rank: plan_moves(src, dst, nodes, rank) for rank in {one.rank for one in [*src, *dst]}}
 
 
-def received(made: dict[int, Plan]) -> list[Move]:
+def received(made: dict[int, WeightPlan]) -> list[Move]:
     """All moves, as their receivers have them."""
     return [move for rank, one in made.items() for move in one.moves if move.dst == rank]
 
@@ -206,29 +206,30 @@ def test_an_own_box_stays_at_home() -> None:
 
 def test_digest_tells_plans_apart() -> None:
     digests = {
-        plan([_whole(0)], [_whole(1, dtype)], None, 0).digest for dtype in ("float32", "bfloat16")
+        plan_moves([_whole(0)], [_whole(1, dtype)], None, 0).digest
+        for dtype in ("float32", "bfloat16")
     }
-    digests.add(plan([_whole(0)], [_whole(1)], {0: 0, 1: 1}, 0).digest)
+    digests.add(plan_moves([_whole(0)], [_whole(1)], {0: 0, 1: 1}, 0).digest)
     assert len(digests) == 3
 
 
 def test_what_cannot_be_filled_is_named() -> None:
     with pytest.raises(PlanError, match="the engine holds tensor 'd', the trainer does not"):
-        plan([_whole(0, names=("a",))], [_whole(1, names=("a", "d"))], None, 0)
+        plan_moves([_whole(0, names=("a",))], [_whole(1, names=("a", "d"))], None, 0)
     with pytest.raises(PlanError, match="the trainer holds tensor 'z', the engine does not"):
-        plan([_whole(0, names=("a", "z"))], [_whole(1, names=("a",))], None, 0)
+        plan_moves([_whole(0, names=("a", "z"))], [_whole(1, names=("a",))], None, 0)
     with pytest.raises(PlanError, match=r"'a' has different shapes .*\(8, 4\), \(9, 4\)"):
-        plan([_whole(0, names=("a",))], [_whole(1, names=("a",), shape=(9, 4))], None, 0)
+        plan_moves([_whole(0, names=("a",))], [_whole(1, names=("a",), shape=(9, 4))], None, 0)
     half = Layout(0, (Piece("a", (8, 4), "float32", Box((0, 0), (4, 4))),))
     with pytest.raises(
         PlanError, match=r"no source rank holds rows \(4, 0\) .* 'a', which rank 1 needs"
     ):
-        plan([half], [_whole(1, names=("a",))], None, 1)
+        plan_moves([half], [_whole(1, names=("a",))], None, 1)
     with pytest.raises(PlanError, match="parts of tensor 'a' that overlap and are not the same"):
-        plan([half, _whole(2, names=("a",))], [_whole(1, names=("a",))], None, 1)
+        plan_moves([half, _whole(2, names=("a",))], [_whole(1, names=("a",))], None, 1)
     one_row_more = Layout(2, (Piece("a", (8, 4), "float32", Box((3, 0), (5, 4))),))
     with pytest.raises(PlanError, match="parts of tensor 'a' that overlap and are not the same"):
-        plan([half, one_row_more], [_whole(1, names=("a",))], None, 1)
+        plan_moves([half, one_row_more], [_whole(1, names=("a",))], None, 1)
 
 
 def test_a_world_of_hundreds_is_planned_in_seconds() -> None:
@@ -239,6 +240,6 @@ def test_a_world_of_hundreds_is_planned_in_seconds() -> None:
     src = [Layout(rank, pieces) for rank, pieces in enumerate(held)]
     dst = [_whole(rank, "bfloat16", (4096, 64), names) for rank in range(num_ranks)]
     began = time.process_time()
-    made = plan(src, dst, {rank: rank // 8 for rank in range(num_ranks)}, 17)
+    made = plan_moves(src, dst, {rank: rank // 8 for rank in range(num_ranks)}, 17)
     assert time.process_time() - began < 20
     assert len(made.moves) == 2 * 255 * len(names) + len(names)

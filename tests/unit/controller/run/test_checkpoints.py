@@ -13,7 +13,12 @@ import pytest
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.pending import Pending
-from spmd_rl.controller.run.checkpoints import STATE_FILE, UNFINISHED, Checkpoints, Record
+from spmd_rl.controller.run.checkpoints import (
+    STATE_FILE,
+    UNFINISHED_FILE,
+    Checkpoints,
+    CheckpointState,
+)
 from spmd_rl.controller.run.command import rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import Placement
@@ -46,7 +51,7 @@ class Box:
 
 
 class Slow(Handle):
-    """A role whose folder appears only when `saved` is called, as one that writes behind the
+    """A role whose folder appears only when `wait_until_saved` is called, as one that writes behind the
     training.
     """
 
@@ -56,7 +61,7 @@ class Slow(Handle):
         self.writing: tuple[str, str] | None = None
         self.endpoints = {
             "save": Here(self._save),
-            "saved": Here(self._saved),
+            "wait_until_saved": Here(self._saved),
             "load": Here(self._load),
         }
 
@@ -86,12 +91,13 @@ def checkpoints(folder: Path, keep: int = 2, keep_best: int = 0) -> Checkpoints:
 
 
 def names(ours: Checkpoints) -> list[str]:
-    return [path.name for path in ours.saved()]
+    return [path.name for path in ours.complete()]
 
 
 def test_all_kinds_of_parts_come_back(tmp_path: Path) -> None:
     checkpoints(tmp_path).save(
-        Record(3, 7), {"trainer": (slow := Slow("w")), "prompts": Cursor(12), "ahead": Box("a")}
+        CheckpointState(3, 7),
+        {"trainer": (slow := Slow("w")), "prompts": Cursor(12), "ahead": Box("a")},
     )
     slow._saved()
     parts = {"trainer": Slow(), "prompts": Cursor(), "ahead": Box()}
@@ -106,7 +112,7 @@ def test_all_kinds_of_parts_come_back(tmp_path: Path) -> None:
 def test_a_file_that_changed_is_refused(tmp_path: Path, change: Callable[[Path], None]) -> None:
     ours, ahead = checkpoints(tmp_path), Box("a")
     for step in (1, 2):
-        ours.save(Record(step, 0), {"ahead": ahead})
+        ours.save(CheckpointState(step, 0), {"ahead": ahead})
     change(tmp_path / "checkpoints/step_000002/ahead/word")
     with pytest.raises(
         SpmdError, match=r"ahead/word is .*the checkpoint is not as|ahead/word is not as"
@@ -124,25 +130,25 @@ def test_nothing_saved_is_a_fresh_run(tmp_path: Path) -> None:
 
 def test_a_checkpoint_counts_from_the_moment_that_the_last_part_is_there(tmp_path: Path) -> None:
     ours, trainer = checkpoints(tmp_path), Slow("first")
-    ours.save(Record(1, 0), {"trainer": trainer})
+    ours.save(CheckpointState(1, 0), {"trainer": trainer})
     assert names(ours) == []
     trainer.word = "second"  # training goes on
-    ours.save(Record(2, 0), {"trainer": trainer})
+    ours.save(CheckpointState(2, 0), {"trainer": trainer})
     assert names(ours) == ["step_000001"], "one is written at a time"
-    ours.settle()
+    ours.wait_until_complete()
     assert names(ours) == ["step_000001", "step_000002"]
-    assert [(path / "trainer/word").read_text() for path in ours.saved()] == ["first", "second"]
+    assert [(path / "trainer/word").read_text() for path in ours.complete()] == ["first", "second"]
 
 
 @pytest.mark.parametrize("lost", ["trainer", "ahead", STATE_FILE])
 def test_what_a_crash_left_unfinished_is_passed_over_and_removed(tmp_path: Path, lost: str) -> None:
     ours = checkpoints(tmp_path)
     for step in (1, 2):
-        ours.save(Record(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
-    ours.settle()
+        ours.save(CheckpointState(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
+    ours.wait_until_complete()
     folder = tmp_path / "checkpoints/step_000002"
     (folder / lost).rename(folder / f".{lost}.part")
-    (folder / UNFINISHED).touch()
+    (folder / UNFINISHED_FILE).touch()
     again = {"trainer": Slow(), "ahead": Box()}
     found = checkpoints(tmp_path).restore(again)
     assert found is not None
@@ -157,8 +163,8 @@ def test_a_folder_that_somebody_made_incomplete_is_laid_aside(
     """A partial copy between clusters must cost no weights."""
     ours, folder = checkpoints(tmp_path), tmp_path / "checkpoints"
     for step in (1, 2):
-        ours.save(Record(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
-    ours.settle()
+        ours.save(CheckpointState(step, 0), {"trainer": Slow(f"{step}"), "ahead": Box(f"{step}")})
+    ours.wait_until_complete()
     (folder / "step_000002" / lost).rename(tmp_path / "elsewhere")
     found = checkpoints(tmp_path).restore({"trainer": Slow(), "ahead": Box()})
     assert found is not None and found[1].next_step == 1
@@ -173,8 +179,8 @@ def test_a_folder_that_somebody_made_incomplete_is_laid_aside(
 def test_a_run_does_not_begin_anew_beside_weights_without_a_state_file(tmp_path: Path) -> None:
     ours, folder = checkpoints(tmp_path), tmp_path / "checkpoints"
     for step in (1, 2):
-        ours.save(Record(step, 0), {"trainer": Slow(f"{step}")})
-    ours.settle()
+        ours.save(CheckpointState(step, 0), {"trainer": Slow(f"{step}")})
+    ours.wait_until_complete()
     for path in folder.iterdir():
         (path / STATE_FILE).unlink()
     with pytest.raises(
@@ -192,11 +198,11 @@ def test_a_run_does_not_begin_anew_beside_weights_without_a_state_file(tmp_path:
 
 def test_a_users_copy_is_no_checkpoint_and_stays(tmp_path: Path) -> None:
     ours, folder = checkpoints(tmp_path, keep=1), tmp_path / "checkpoints"
-    ours.save(Record(1, 0), {"prompts": Cursor(1)})
-    ours.settle()
+    ours.save(CheckpointState(1, 0), {"prompts": Cursor(1)})
+    ours.wait_until_complete()
     shutil.copytree(folder / "step_000001", folder / "step_000001_mine")
-    ours.save(Record(2, 0), {"prompts": Cursor(2)})
-    ours.settle()
+    ours.save(CheckpointState(2, 0), {"prompts": Cursor(2)})
+    ours.wait_until_complete()
     assert checkpoints(tmp_path).restore({"prompts": Cursor()}) is not None
     assert {path.name for path in folder.iterdir()} == {"step_000001_mine", "step_000002"}
 
@@ -211,8 +217,8 @@ def test_links_in_a_received_folder_lead_nowhere(tmp_path: Path) -> None:
         (folder / f"step_{step:06d}").symlink_to(precious)
     assert checkpoints(tmp_path).restore({"ahead": Box()}) is None
     for step in (1, 2, 3):
-        ours.save(Record(step, 0), {"ahead": Box("mine")})
-        ours.settle()
+        ours.save(CheckpointState(step, 0), {"ahead": Box("mine")})
+        ours.wait_until_complete()
     assert [path.name for path in precious.rglob("*")] == ["trainer"]
     assert names(ours) == ["step_000003"]
 
@@ -232,9 +238,9 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device", folder)
 
     ours = checkpoints(tmp_path)
-    ours.save(Record(1, 0), {"ahead": Box("one")})
+    ours.save(CheckpointState(1, 0), {"ahead": Box("one")})
     with pytest.raises(SpmdError, match=r"cannot save .*step_000002: .*No space left on device"):
-        ours.save(Record(2, 0), {"ahead": Full()})
+        ours.save(CheckpointState(2, 0), {"ahead": Full()})
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
 
 
@@ -244,11 +250,11 @@ def test_a_role_that_could_not_write_ends_the_next_save(tmp_path: Path) -> None:
     def fail() -> None:
         raise SpmdError("cannot save: No space left on device")
 
-    trainer.endpoints["saved"] = Here(fail)
+    trainer.endpoints["wait_until_saved"] = Here(fail)
     ours = checkpoints(tmp_path)
-    ours.save(Record(1, 0), {"trainer": trainer})
+    ours.save(CheckpointState(1, 0), {"trainer": trainer})
     with pytest.raises(SpmdError, match="No space left"):
-        ours.save(Record(2, 0), {"trainer": trainer})
+        ours.save(CheckpointState(2, 0), {"trainer": trainer})
     assert list((tmp_path / "checkpoints").iterdir()) == [], "a torn checkpoint takes no room"
 
 
@@ -267,27 +273,27 @@ def test_the_newest_and_the_best_stay(
 ) -> None:
     ours = checkpoints(tmp_path, keep, keep_best)
     for step, reward in enumerate([0.1, 0.9, 0.8, 0.2, 0.3], start=1):
-        ours.save(Record(step, 0, reward), {"prompts": Cursor()})
-    ours.settle()
+        ours.save(CheckpointState(step, 0, reward), {"prompts": Cursor()})
+    ours.wait_until_complete()
     assert names(ours) == [f"step_{step:06d}" for step in stay]
 
 
 def test_no_reward_is_never_the_best(tmp_path: Path) -> None:
     ours = checkpoints(tmp_path, keep=1, keep_best=1)
     for step in (1, 2, 3):
-        ours.save(Record(step, 0, None), {"prompts": Cursor()})
-    ours.settle()
+        ours.save(CheckpointState(step, 0, None), {"prompts": Cursor()})
+    ours.wait_until_complete()
     assert names(ours) == ["step_000003"]
 
 
 def test_another_recipe_is_refused(tmp_path: Path) -> None:
-    checkpoints(tmp_path).save(Record(1, 0), {"prompts": Cursor()})
+    checkpoints(tmp_path).save(CheckpointState(1, 0), {"prompts": Cursor()})
     with pytest.raises(ConfigError, match="it has no state of 'pairs'"):
         checkpoints(tmp_path).restore({"pairs": Cursor()})
 
 
 def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:
-    checkpoints(tmp_path).save(Record(1, 0), {"prompts": Cursor()})
+    checkpoints(tmp_path).save(CheckpointState(1, 0), {"prompts": Cursor()})
     deep = '{"next_step": 1, "seed": 0, "states": {"prompts": {"drawn": ' + "[" * 100_000
     for text in ("{", deep):
         (tmp_path / "checkpoints/step_000001" / STATE_FILE).write_text(text)
@@ -330,8 +336,8 @@ def test_settings_beyond_all_bounds_are_refused(setting: dict[str, float]) -> No
 def test_what_else_lies_there_is_no_checkpoint_and_steps_are_numbers(tmp_path: Path) -> None:
     ours = checkpoints(tmp_path, keep=9)
     for step in (999_999, 1_000_000):
-        ours.save(Record(step, 0), {"prompts": Cursor(step)})
-        ours.settle()
+        ours.save(CheckpointState(step, 0), {"prompts": Cursor(step)})
+        ours.wait_until_complete()
     (tmp_path / "checkpoints/step_notes.txt").write_text("a person's")
     cursor = Cursor()
     found = checkpoints(tmp_path).restore({"prompts": cursor})
@@ -342,8 +348,8 @@ def test_what_else_lies_there_is_no_checkpoint_and_steps_are_numbers(tmp_path: P
 def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:
     ours, folder = checkpoints(tmp_path, keep=9), tmp_path / "checkpoints"
     for step, reward in ((1, 0.1), (2, 0.9), (3, 0.5), (4, None)):
-        ours.save(Record(step, 0, reward), {"prompts": Cursor(step)})
-        ours.settle()
+        ours.save(CheckpointState(step, 0, reward), {"prompts": Cursor(step)})
+        ours.wait_until_complete()
     with pytest.raises(ConfigError, match="no checkpoint '7' in .*: there are 1, 2, 3, 4, best"):
         rewind(folder, "7")
     chosen, aside = rewind(folder, "best")
@@ -355,8 +361,8 @@ def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:
     found = checkpoints(tmp_path).restore({"prompts": cursor})
     assert found is not None
     assert (found[1].next_step, cursor.drawn) == (2, 2)
-    ours.save(Record(3, 0), {"prompts": Cursor(33)})
-    ours.settle()
+    ours.save(CheckpointState(3, 0), {"prompts": Cursor(33)})
+    ours.wait_until_complete()
     assert rewind(folder, "2")[1] == [folder / "later/step_000003.1"]
     assert all(
         (folder / "later" / name).is_dir()
@@ -367,12 +373,12 @@ def test_rewinding_lays_the_later_ones_aside(tmp_path: Path) -> None:
 def test_a_live_run_is_not_rewound(tmp_path: Path) -> None:
     ours = checkpoints(tmp_path)
     for step in (1, 2):
-        ours.save(Record(step, 0, 1.0 / step), {"prompts": Cursor(step)})
-        ours.settle()
+        ours.save(CheckpointState(step, 0, 1.0 / step), {"prompts": Cursor(step)})
+        ours.wait_until_complete()
     live = claim(tmp_path)
     with pytest.raises(ConfigError, match="another run is going on in"):
         rewind(tmp_path / "checkpoints", "best")
-    assert list(ours.saved()) == [
+    assert list(ours.complete()) == [
         tmp_path / "checkpoints/step_000001",
         tmp_path / "checkpoints/step_000002",
     ]
