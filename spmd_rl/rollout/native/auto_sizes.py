@@ -7,27 +7,26 @@ from dataclasses import replace
 
 import torch
 
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size, kv_budget, kv_pages, kv_token_bytes
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
+from spmd_rl.rollout.engine import GPU_STEP_TOKENS, EngineConfig
 
 CPU_POOL_BYTES = 1 << 30
 # of a GPU's free memory: what pages take at most where nobody counted what will be beside them
 FREE_SHARE = 0.4
-PAGE_SIZE = 16
 CPU_STEP_TOKENS = 2048
 
 
 def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
     """`cfg` with a number for every size that it leaves at 0, and a type of numbers."""
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, device))
-    flash = flash_takes(spec.head_dim, getattr(torch, cfg.dtype), device)
+    backend = attention_backend(spec.head_dim, getattr(torch, cfg.dtype), device)
     step_tokens = max(cfg.max_batch, GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
     cfg = replace(
         cfg,
-        page_size=cfg.page_size or (GPU_PAGE_SIZE if flash else PAGE_SIZE),
+        page_size=cfg.page_size or backend.default_page_size,
         max_step_tokens=cfg.max_step_tokens or step_tokens,
     )
     return replace(cfg, num_pages=cfg.num_pages or auto_pages(spec, cfg, device))
