@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cublas import every_way
+from spmd_rl.kernels import QkNorm, Rotary
+from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch
 from spmd_rl.kernels.linear.cublas import fastest
 from spmd_rl.kernels.linear.cublaslt import Shape, Way
@@ -77,23 +79,17 @@ def torch_add_norm(
     return torch_norm(summed, weight, eps), summed
 
 
-def torch_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor]:
-    cos, sin = (table.index_select(0, positions).to(q.dtype).unsqueeze(1) for table in (cos, sin))
+def torch_norm_rope(q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    positions, *table = rotary
+    cos, sin = (one.index_select(0, positions).to(q.dtype).unsqueeze(1) for one in table)
 
     def turned(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
-    return turned(torch_norm(q, q_weight, eps)), turned(torch_norm(k, k_weight, eps))
+    assert norm.q_weight is not None and norm.k_weight is not None
+    q, k = torch_norm(q, norm.q_weight, norm.eps), torch_norm(k, norm.k_weight, norm.eps)
+    return turned(q), turned(k)
 
 
 def torch_logprobs(
@@ -128,7 +124,7 @@ TORCH = (
     *FREE,
     (network, "rms_norm", torch_norm),
     (network, "add_rms_norm", torch_add_norm),
-    (network, "qk_norm_rope", torch_norm_rope),
+    (token_attention, "qk_norm_rope", torch_norm_rope),
     (fsdp2, "head_logprobs", torch_head),
 )
 PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {

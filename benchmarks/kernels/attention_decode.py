@@ -66,8 +66,8 @@ def measure(case: Case, copy: float) -> Iterator[Row]:
     ]
     table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
     num_keys = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    handed_out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    given = table, num_keys, handed_out
+    tile_counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    given = table, num_keys, tile_counter
     attend = DecodeSplits(*given, PAGE_SIZE, split) if split else DecodeFlash(*given)
     q = torch.randn(batch, case.num_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
 

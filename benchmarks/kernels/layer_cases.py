@@ -11,7 +11,9 @@ from torch import Tensor
 from benchmarks.kernels.cases import Case, bf16
 from benchmarks.shapes import HEAD_DIM, QWEN3
 from spmd_rl.kernels import (
-    KvPlace,
+    KvSlots,
+    QkNorm,
+    Rotary,
     add_rms_norm,
     embed,
     qk_norm_rope,
@@ -77,6 +79,7 @@ def of_heads(name: str, rows: int) -> Iterator[Case]:
     weight = torch.ones(HEAD_DIM, device="cuda").bfloat16()
     table = [one.cuda() for one in rope_table(1e6 ** -torch.arange(0, 1, 2 / HEAD_DIM), 4096)]
     positions, slots = torch.randint(4096, (rows,), device="cuda"), some_slots(rows)
+    norm, rotary = QkNorm(weight, weight, EPS), Rotary(positions, *table)
     wide_table = [torch.cat([one, one], dim=1).bfloat16() for one in table]
 
     def torch_qk(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,8 +88,7 @@ def of_heads(name: str, rows: int) -> Iterator[Case]:
         return rotated(q, cos, sin), rotated(k, cos, sin)
 
     def ours_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        place = KvPlace(keys, values, slots)
-        return qk_norm_rope_into(q, k, v, weight, weight, EPS, positions, *table, place)
+        return qk_norm_rope_into(q, k, v, norm, rotary, KvSlots(keys, values, slots))
 
     def torch_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         q, k = torch_qk(q, k)
@@ -97,7 +99,7 @@ def of_heads(name: str, rows: int) -> Iterator[Case]:
     q_shape, k_shape = (rows, heads, HEAD_DIM), (rows, kv_heads, HEAD_DIM)
     yield Case(
         f"{where}: qk_norm_rope",
-        lambda q, k: qk_norm_rope(q, k, weight, weight, EPS, positions, *table),
+        lambda q, k: qk_norm_rope(q, k, norm, rotary),
         torch_qk,
         lambda: (bf16(*q_shape), bf16(*k_shape)),
         2 * 2 * rows * (heads + kv_heads) * HEAD_DIM,

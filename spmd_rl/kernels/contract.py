@@ -11,17 +11,16 @@ from typing import Literal
 
 import torch
 
-from spmd_rl.kernels.attention.blocked import KV_BLOCK, QUERY_TILE
-from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
-from spmd_rl.kernels.attention.flash_decode import TILE
-from spmd_rl.kernels.linear.linear import HOPPER, keeps_chain
+from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
+from spmd_rl.kernels.linear.linear import keeps_chain
+from spmd_rl.kernels.runtime.capability import AMPERE, HOPPER
 from spmd_rl.kernels.runtime.padding import COLUMN_UNIT, ROW_TILE
-from spmd_rl.kernels.runtime.versions import DSL, FLASH, installed
+from spmd_rl.kernels.runtime.versions import DSL, installed
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VOCAB_CHUNK
 from spmd_rl.kernels.vocab.sampling import RANDOM_SCHEME
 
 CONTRACT_VERSION = 2
-AMPERE = 8  # the first compute capability with bfloat16
 # what torch's wheels bring: for CUDA 13, and before
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
@@ -48,7 +47,9 @@ def contract(
         "device": device.type,
         "attention_split": attention_split,
     }
-    return facts | (_cpu_facts() if device.type == "cpu" else _gpu_facts(device, dtype, head_dim))
+    attention = attention_backend(head_dim or FLASH_HEAD_DIMS[0], dtype, device)
+    rest = _cpu_facts() if device.type == "cpu" else _gpu_facts(device, dtype)
+    return facts | attention.facts() | rest
 
 
 @cache
@@ -76,9 +77,6 @@ def cublas_version() -> str:
 
 def _cpu_facts() -> dict[str, str | int]:
     return {
-        "attention": "blocked",
-        "kv_block": KV_BLOCK,
-        "query_tile": QUERY_TILE,
         "column_unit": COLUMN_UNIT,
         "linear": "library",
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -86,34 +84,16 @@ def _cpu_facts() -> dict[str, str | int]:
     }
 
 
-def _gpu_facts(
-    device: torch.device, dtype: torch.dtype, head_dim: int | None
-) -> dict[str, str | int]:
+def _gpu_facts(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
     from triton import __version__ as triton_version
 
-    from spmd_rl.kernels.attention.blocked_triton import block_tile
     from spmd_rl.kernels.rowwise.norm_triton import NUM_WARPS, TILE_ELEMENTS
     from spmd_rl.kernels.vocab.logprob_triton import SUM_WARPS
 
-    dim, capability = head_dim or FLASH_HEAD_DIMS[0], torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(device)
     compared = capability[0] == HOPPER
-    attention: dict[str, str | int]
-    if flash_takes(dim, dtype, device):
-        known = "" if flash_version() == FLASH["flash-attn-4"] else ", version not compared"
-        attention = {
-            "attention": f"flash-attn-4 {flash_version()} causal, one split{known}",
-            "kv_block": TILE[1],
-        }
-    else:
-        blocks = (
-            "keys in ascending blocks" if compared else "keys in ascending blocks, not compared"
-        )
-        attention = {
-            "attention": blocks,
-            "attention_tile": ", ".join(map(str, block_tile(dtype, dim))),
-        }
     chain = "one ascending chain" if compared else "one ascending chain, tiles not compared"
-    return attention | {
+    return {
         "linear": chain if keeps_chain(dtype, device) else "library, no promise",
         "norm_elements": TILE_ELEMENTS,
         "norm_warps": NUM_WARPS,

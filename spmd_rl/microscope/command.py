@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.microscope.diagnose.faults import FAULTS, plant
 from spmd_rl.microscope.page.report import Replay, examine, write
@@ -75,7 +75,7 @@ def drop_splits(
     """Take attention in splits out of a run's settings where it cannot run; returns whether there
     was any.
     """
-    if flash_takes(head_dim, dtype, device):
+    if attention_backend(head_dim, dtype, device).has_splits:
         return False
     dropped = [
         role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))

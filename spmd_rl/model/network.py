@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import (
-    PagedAttention,
+    QkNorm,
+    Rotary,
+    TokenAttention,
     add_rms_norm,
     contract,
     cut_rows,
@@ -28,8 +29,6 @@ from spmd_rl.kernels import (
     linear,
     linear_fp32,
     pad_rows,
-    qk_norm_rope,
-    qk_norm_rope_into,
     rms_norm,
     rope_table,
 )
@@ -42,20 +41,6 @@ SOURCES = tuple(
     Path(__file__).with_name(f"{name}.py")
     for name in ("network", "fused_projections", "rope_frequencies")
 )
-
-
-class Attend(Protocol):
-    """Attention over q [T, H, D], k and v [T, K, D] after norm and rope; returns [T, H, D]."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-class Rotary(NamedTuple):
-    """Each token's position [T], and the table's cosines and sines [P, D/2]."""
-
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
 
 
 class Linear(nn.Linear):
@@ -91,21 +76,16 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
         self.joined: FusedProjections | None = None
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
         projected = project(x, self.joined, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
-        q_weight, k_weight = (
-            None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)
-        )
-        if (
-            isinstance(attend, PagedAttention)
-            and not torch.is_grad_enabled()
-            and (place := attend.place(self.layer))
-        ):
-            q = qk_norm_rope_into(q, k, v, q_weight, k_weight, self.eps, *rotary, place)
-            return self.o_proj(attend.read(self.layer, q).flatten(1))
-        q, k = qk_norm_rope(q, k, q_weight, k_weight, self.eps, *rotary)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+        norm = QkNorm(_weight(self.q_norm), _weight(self.k_norm), self.eps)
+        out = attend.rotate_and_attend(self.layer, q, k, v, norm, rotary)
+        return self.o_proj(out.flatten(1))
+
+
+def _weight(norm: RmsNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
 
 
 class Mlp(nn.Module):
@@ -129,7 +109,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attend: Attend
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attend: TokenAttention
     ) -> tuple[Tensor, Tensor]:
         """The layer's input is residual + x, and so is its output: the next norm takes the sum."""
         normed, residual = self.input_layernorm(x, residual)
@@ -145,7 +125,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
-    def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
         x, residual = embed(tokens, self.embed_tokens.weight), None
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, attend)
@@ -190,7 +170,7 @@ class CausalLM(nn.Module):
         return facts | ours
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, attend: TokenAttention, rows: Tensor | None = None
     ) -> Tensor:
         """Hidden states after the last norm or, with `rows`, the logits of those tokens.
 

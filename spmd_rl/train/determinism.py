@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 # with any other, cuBLAS may choose another product beside other streams
@@ -38,7 +39,7 @@ def require_deterministic(
         )
     if device.type != "cuda":
         return
-    if not flash_takes(head_dim, dtype, device):
+    if not attention_backend(head_dim, dtype, device).has_deterministic_backward:
         raise ConfigError(
             f"trainer.deterministic: on a GPU it needs flash-attn-4 on Hopper, trainer.dtype = bfloat16 and heads of "
             f"{', '.join(map(str, FLASH_HEAD_DIMS))}, not {str(dtype).removeprefix('torch.')} and {head_dim}"

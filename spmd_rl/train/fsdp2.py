@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logprobs
-from spmd_rl.kernels.attention.flash import check_split
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import State
@@ -105,7 +105,7 @@ class Fsdp2:
         self.max_positions = model.spec.max_positions
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
-        check_split(cfg.attention_split, model.spec.head_dim, self._dtype, device)
+        attention_backend(model.spec.head_dim, self._dtype, device, cfg.attention_split)
         self.scorer = Scorer(model, cfg.logit_rows, cfg.recompute == "all", cfg.attention_split)
         _recompute(model, cfg.recompute)
         self.units = _shard(self.scorer, mesh, cfg)

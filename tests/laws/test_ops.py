@@ -18,8 +18,13 @@ from tests.laws.source import ROOT
 HELPERS = {  # what ops are given, or say of themselves
     *(
         "ROW_TILE",
+        "AttentionBackend",
         "KvCache",
-        "KvPlace",
+        "KvSlots",
+        "QkNorm",
+        "Rotary",
+        "TokenAttention",
+        "attention_backend",
         "contract",
         "cut_rows",
         "is_exact",

@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.attention.flash_decode import TILE, decode_attention
+from spmd_rl.kernels.attention.flash_decode import decode_attention
+from spmd_rl.kernels.attention.flash_tile import TILE
+from spmd_rl.kernels.runtime.capability import HOPPER
 from spmd_rl.kernels.runtime.padding import padded_rows
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.runtime.versions import installed
@@ -30,25 +31,15 @@ FLASH_HEAD_DIMS = (32, 64, 96, 128)
 @cache
 def flash_version() -> str | None:
     """The installed FlashAttention-4, if the GPU is the generation that it was verified on."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
         return None
     return installed("flash-attn-4")
 
 
-def flash_takes(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether FlashAttention-4 was verified for such heads here, bit for bit."""
     exact = dtype == torch.bfloat16 and head_dim in FLASH_HEAD_DIMS
     return exact and device.type == "cuda" and flash_version() is not None
-
-
-def check_split(tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises: ConfigError if attention in splits of so many tokens (0: uncut) is asked for where it
-    cannot run.
-    """
-    if tokens and not flash_takes(head_dim, dtype, device):
-        raise ConfigError(
-            f"attention_split = {tokens} needs flash-attn-4 installed, bfloat16 on a Hopper GPU, and heads of "
-            f"{', '.join(map(str, FLASH_HEAD_DIMS))}; here are {dtype} on {device.type} and heads of {head_dim}"
-        )
 
 
 def flash_forward(
@@ -160,17 +151,19 @@ class PagedFlash:
 class DecodeFlash:
     """One new token of each sequence to its pages; nothing is read on the host.
 
-    Shape: as `PagedFlash`, with B for `num_tokens`; `handed_out` as in `decode_attention`.
+    Shape: as `PagedFlash`, with B for `num_tokens`; `tile_counter` as in `decode_attention`.
     """
 
-    def __init__(self, pages: Tensor, num_keys: Tensor, handed_out: Tensor) -> None:
+    def __init__(self, pages: Tensor, num_keys: Tensor, tile_counter: Tensor) -> None:
         self.pages = pages
         self.num_keys = num_keys
-        self.handed_out = handed_out
+        self.tile_counter = tile_counter
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out, new = q.new_empty(q.shape), slice(len(self.num_keys))
-        decode_attention(q[new], keys, values, self.pages, self.num_keys, self.handed_out, out[new])
+        decode_attention(
+            q[new], keys, values, self.pages, self.num_keys, self.tile_counter, out[new]
+        )
         return out
 
 
@@ -179,7 +172,7 @@ def flash_of_chunks(
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
     page_size: int,
-    handed_out: Tensor,
+    tile_counter: Tensor,
     device: torch.device,
 ) -> PagedFlash | DecodeFlash:
     """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold
@@ -188,7 +181,7 @@ def flash_of_chunks(
     pages = to_int32(pages_in_use(page_table, starts + lengths, page_size), device)
     num_keys = to_int32(starts + lengths, device)
     if lengths.max() == 1:
-        return DecodeFlash(pages, num_keys, handed_out)
+        return DecodeFlash(pages, num_keys, tile_counter)
     bounds = to_int32([0, *np.cumsum(lengths)], device)
     return PagedFlash(pages, num_keys, bounds, int(lengths.sum()), int(lengths.max()))
 

@@ -7,10 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.attention.flash_tile import TILE
 from spmd_rl.kernels.runtime.versions import has_flash
-
-TILE = (64, 128)  # the fewest query rows that the tensor cores take, and the key blocks of training
-BOX_ROWS = 32  # keys or values of a page that are copied at a time
 
 
 def decode_attention(
@@ -19,7 +17,7 @@ def decode_attention(
     values: Tensor,
     pages: Tensor,
     num_keys: Tensor,
-    handed_out: Tensor,
+    tile_counter: Tensor,
     out: Tensor,
     log_sum: Tensor | None = None,
 ) -> None:
@@ -29,7 +27,7 @@ def decode_attention(
     `pages`, `num_keys` and all keys and values but each sequence's newest may be read early
     (`overlap_triton`). Without keys `log_sum` is minus infinity.
     Shape: q [B, H, D]; keys and values [num_pages, page_size, K, D]; pages [B * S, P] and num_keys
-    [B * S] int32; out [B * S, H, D]; log_sum [B * S, H] fp32. handed_out [1] int32 is zero before
+    [B * S] int32; out [B * S, H, D]; log_sum [B * S, H] fp32. tile_counter [1] int32 is zero before
     and after; calls that may run at the same time need one each.
     """
     (heads, dim), kv_heads = q.shape[1:], keys.shape[2]
@@ -42,7 +40,7 @@ def decode_attention(
         # The queries of a head of keys are a tile's rows.
         q, out = (x.view(-1, kv_heads, heads // kv_heads, dim).transpose(1, 2) for x in (q, out))
         log_sum = None if log_sum is None else log_sum.view(-1, kv_heads, heads // kv_heads)
-        run(q, keys, values, out, log_sum, num_keys, pages, handed_out)
+        run(q, keys, values, out, log_sum, num_keys, pages, tile_counter)
         return
     # the public function does not take a tile
     from flash_attn.cute.interface import _flash_attn_fwd

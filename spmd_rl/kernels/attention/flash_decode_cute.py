@@ -25,8 +25,8 @@ from flash_attn.cute.flash_fwd_sm90 import FlashAttentionForwardSm90
 from flash_attn.cute.utils import AuxData
 from quack import copy_utils, layout_utils, sm90_utils
 
-from spmd_rl.kernels.attention.flash_decode import BOX_ROWS, TILE
 from spmd_rl.kernels.attention.flash_decode_tiles import COMPUTING, COPYING, Fixed, Tiles, Told
+from spmd_rl.kernels.attention.flash_tile import BOX_ROWS, TILE
 from spmd_rl.kernels.runtime.cute_cache import kept
 
 # blocks on an SM: of a consumer's thread, and a producer's; 128 of each
@@ -38,7 +38,7 @@ def compiled_decoding(
     blocks: int, num_sms: int, dim: int, with_log_sum: bool, repeats: bool
 ) -> Callable[..., None]:
     """The kernel for so many blocks on an SM: (q, keys, values, out, log_sum, num_keys, pages,
-    handed_out).
+    tile_counter).
     """
     kernel = Decoding(
         cutlass.BFloat16,
@@ -54,9 +54,9 @@ def compiled_decoding(
     kernel.blocks_on_an_sm, kernel.max_blocks, kernel.repeats = blocks, blocks * num_sms, repeats
     q, keys, values, out = (tensor(cutlass.BFloat16, 4) for _ in range(4))
     log_sum = tensor(cutlass.Float32, 3) if with_log_sum else None
-    num_keys, pages, handed_out = tensor(Int32, 1), tensor(Int32, 2), tensor(Int32, 1)
+    num_keys, pages, tile_counter = tensor(Int32, 1), tensor(Int32, 2), tensor(Int32, 1)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    given = q, keys, values, out, log_sum, num_keys, pages, handed_out, stream
+    given = q, keys, values, out, log_sum, num_keys, pages, tile_counter, stream
     return cute.compile(kernel, *given, options="--enable-tvm-ffi")
 
 
@@ -118,12 +118,12 @@ class Decoding(FlashAttentionForwardSm90):  # type: ignore[misc]
 
     @cute.jit  # type: ignore[untyped-decorator]
     def __call__(
-        self, q: Any, keys: Any, values: Any, out: Any, log_sum: Any, num_keys: Any, pages: Any, handed_out: Any,
+        self, q: Any, keys: Any, values: Any, out: Any, log_sum: Any, num_keys: Any, pages: Any, tile_counter: Any,
         stream: Any,
     ) -> None:  # fmt: skip
         self.caches = keys, values
         num_heads, num_rows = cute.size(keys, mode=[2]), cute.size(pages, mode=[0])
-        self.tiles = Tiles(num_heads, num_heads * num_rows, handed_out)
+        self.tiles = Tiles(num_heads, num_heads * num_rows, tile_counter)
         scale, nothing = cutlass.Float32(self.tile_hdim**-0.5), (None, None, None, None)
         given = q, keys, values, out, log_sum, scale, *nothing[:3], num_keys, pages, *nothing
         FlashAttentionForwardSm90.__call__(self, *given, AuxData(None, None), stream)

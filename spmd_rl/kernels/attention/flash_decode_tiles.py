@@ -105,7 +105,7 @@ class Tiles(ParamsBase):  # type: ignore[misc]
 
     num_heads: Int32
     count: Int32
-    handed_out: cute.Tensor
+    tile_counter: cute.Tensor
 
     @staticmethod
     def create(tiles: Tiles) -> Tiles:
@@ -147,7 +147,7 @@ class Tiles(ParamsBase):  # type: ignore[misc]
         """The next tile, or a number beyond all, for the first lane."""
         following = Int32(0)
         if cute.arch.lane_idx() == 0:
-            last, counter = Int32(self.count - 1).ir_value(), self.handed_out.iterator.llvm_ptr
+            last, counter = Int32(self.count - 1).ir_value(), self.tile_counter.iterator.llvm_ptr
             following = cute.arch.grid_dim()[0] + Int32(
                 nvvm.atomicrmw(op=nvvm.AtomicOpKind.INC, ptr=counter, a=last)
             )

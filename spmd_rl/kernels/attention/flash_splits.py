@@ -135,14 +135,14 @@ class DecodeSplits:
     """As `DecodeFlash`, in splits: each of them is a sequence of the batch, without keys past its
     sequence's end.
 
-    Shape: pages [B, N * size / page_size] and num_keys [B] int32; handed_out as in
+    Shape: pages [B, N * size / page_size] and num_keys [B] int32; tile_counter as in
     `decode_attention`.
     """
 
     def __init__(
-        self, pages: Tensor, num_keys: Tensor, handed_out: Tensor, page_size: int, size: int
+        self, pages: Tensor, num_keys: Tensor, tile_counter: Tensor, page_size: int, size: int
     ) -> None:
-        self.handed_out = handed_out
+        self.tile_counter = tile_counter
         self.batch, self.pages = len(pages), pages.reshape(-1, size // page_size)
         split = torch.arange(len(self.pages) // self.batch, dtype=torch.int32, device=pages.device)
         keys = (num_keys.unsqueeze(1) - split * size).clamp_(0, size)
@@ -155,7 +155,14 @@ class DecodeSplits:
         partial = q.new_empty(len(self.pages), *q.shape[1:])
         sums = q.new_empty(partial.shape[:2], dtype=torch.float32)
         decode_attention(
-            q[: self.batch], keys, values, self.pages, self.num_keys, self.handed_out, partial, sums
+            q[: self.batch],
+            keys,
+            values,
+            self.pages,
+            self.num_keys,
+            self.tile_counter,
+            partial,
+            sums,
         )
         out = q.new_empty(q.shape)
         merge_ranges(partial, sums, self.rows, out[: self.batch])

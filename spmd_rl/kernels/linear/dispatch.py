@@ -15,7 +15,6 @@ from torch import Tensor
 
 from spmd_rl.kernels.linear.cublas import choose
 from spmd_rl.kernels.linear.cublaslt import Refused, Shape, Way
-from spmd_rl.kernels.linear.linear import HOPPER
 from spmd_rl.kernels.linear.tiles import (
     Share,
     choose_gated_tile,
@@ -23,6 +22,7 @@ from spmd_rl.kernels.linear.tiles import (
     choose_share,
     choose_tile,
 )
+from spmd_rl.kernels.runtime.capability import HOPPER
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.runtime.versions import has_dsl
 

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels.linear.cpu import linear_on_cpu
+from spmd_rl.kernels.runtime.capability import BLACKWELL, HOPPER
 from spmd_rl.kernels.runtime.differentiable import call
-
-HOPPER = 9  # the compute capability on which tiles were seen to be free
-ROOMY = (HOPPER, 10)  # and Blackwell for data centres
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,7 +48,10 @@ def keeps_chain(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the contract's kernel multiplies `dtype` on a GPU: its tiles need 227 KiB of shared
     memory.
     """
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in ROOMY
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (
+        HOPPER,
+        BLACKWELL,
+    )
 
 
 class _Linear(torch.autograd.Function):

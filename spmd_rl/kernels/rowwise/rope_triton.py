@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.attention.kv_write import KvPlace
+from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.rowwise.norm_triton import NUM_WARPS, norm_tile
+from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.padding import dense, dense_heads
 from spmd_rl.kernels.runtime.pdl import let_next_begin, overlapping, wait
 
@@ -24,41 +25,22 @@ MAX_BACKWARD_PROGRAMS = 2048
 
 
 def qk_norm_rope_forward(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary
 ) -> tuple[Tensor, Tensor]:
     """Shape: as `rope.qk_norm_rope`."""
     q, k = dense_heads(q), dense_heads(k)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    _launch_forward(
-        q, k, None, q_weight, k_weight, eps, positions, cos, sin, q_out, k_out, None, None
-    )
+    _launch_forward(q, k, None, norm, rotary, q_out, k_out)
     return q_out, k_out
 
 
 def qk_norm_rope_into_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    place: KvPlace,
+    q: Tensor, k: Tensor, v: Tensor, norm: QkNorm, rotary: Rotary, target: KvSlots
 ) -> Tensor:
     """Shape: as `rope.qk_norm_rope_into`."""
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     out = q.new_empty(q.shape)
-    keys, values, slots = place
-    _launch_forward(q, k, v, q_weight, k_weight, eps, positions, cos, sin, out, keys, values, slots)
+    _launch_forward(q, k, v, norm, rotary, out, target)
     return out
 
 
@@ -66,51 +48,41 @@ def _launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    norm: QkNorm,
+    rotary: Rotary,
     q_out: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
-    slots: Tensor | None,
+    k_out: Tensor | KvSlots,
 ) -> None:
+    """Launch the forward kernel, which writes keys to `k_out`, and values too if it has slots."""
     (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
     heads, block = norm_tile(dim)
     groups = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads) * (1 if v is None else 2)
+    keys, values, slots = k_out if isinstance(k_out, KvSlots) else (k_out, None, None)
     _forward[(num_tokens, groups if num_tokens < MANY_TOKENS else 1)](
-        q, k, v, _dense(q_weight), _dense(k_weight), positions, cos, sin, q_out, keys, values, slots,
-        q.stride(0), k.stride(0), 0 if v is None else v.stride(0), eps, 0 if slots is None else len(slots), groups,
-        q_heads, k_heads, dim, heads, block, num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
+        q, k, v, _dense(norm.q_weight), _dense(norm.k_weight), *rotary, q_out, keys, values, slots,
+        q.stride(0), k.stride(0), 0 if v is None else v.stride(0), norm.eps,
+        0 if slots is None else len(slots), groups, q_heads, k_heads, dim, heads, block,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
 
 
 def qk_norm_rope_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k and their weights."""
-    q, k, q_weight, k_weight = dense_heads(q), dense_heads(k), _dense(q_weight), _dense(k_weight)
+    """Return the gradients of q, k and the norm's weights."""
+    q, k = dense_heads(q), dense_heads(k)
+    q_weight, k_weight = _dense(norm.q_weight), _dense(norm.k_weight)
     (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
     heads, block = norm_tile(dim)
+    q_tile = min(2 * heads, triton.next_power_of_2(q_heads))
+    k_tile = min(2 * heads, triton.next_power_of_2(k_heads))
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     programs = min(num_tokens, MAX_BACKWARD_PROGRAMS)
     partial = q.new_empty(2, programs, dim, dtype=torch.float32)
     _backward[(programs,)](
-        dense(grad_q), dense(grad_k), q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial,
-        q.stride(0), k.stride(0), num_tokens, eps, q_heads, k_heads,
-        min(2 * heads, triton.next_power_of_2(q_heads)), min(2 * heads, triton.next_power_of_2(k_heads)),
-        dim, block, num_warps=NUM_WARPS,
+        dense(grad_q), dense(grad_k), q, k, q_weight, k_weight, *rotary, q_out, k_out, partial,
+        q.stride(0), k.stride(0), num_tokens, norm.eps, q_heads, k_heads, q_tile, k_tile, dim,
+        block, num_warps=NUM_WARPS,
     )  # fmt: skip
     if q_weight is None or k_weight is None:
         return q_out, k_out, None, None

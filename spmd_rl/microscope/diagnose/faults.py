@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels import PagedAttention, linear_fp32, sample_and_score, silu_mul
+from spmd_rl.kernels import PagedAttention, TokenAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.attention.flash_ranges import flash_ranges
 from spmd_rl.microscope.replay.engine_pass import EnginePass, Replaying
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
 from spmd_rl.model.fused_projections import FusedProjections
-from spmd_rl.model.network import Attend
 
 NUM_PROCESSORS = 132  # of an H200: how many pieces of work an automatic split wants
 SPLIT_BLOCK = 64  # keys; a split has at least so many
@@ -162,12 +161,12 @@ def library_logprob(path: EnginePass) -> None:
     path.draw = draw
 
 
-class AutoSplits:
+class AutoSplits(TokenAttention):
     """Attention whose decode rows are merged from several ranges of keys, their number chosen from
     the batch.
     """
 
-    def __init__(self, replaying: Replaying, attend: Attend) -> None:
+    def __init__(self, replaying: Replaying, attend: TokenAttention) -> None:
         assert isinstance(attend, PagedAttention)
         self.attend = attend
         self.plan, self.pages = replaying.plan, replaying.engine.rows.pages

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import sample_and_score
+from spmd_rl.kernels import TokenAttention, sample_and_score
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.microscope.replay.case import Case
 from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.hooks import watch
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
-from spmd_rl.model.network import Attend, CausalLM
+from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import NativeEngineConfig, Request
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Draw
@@ -58,7 +58,9 @@ class EnginePass:
         self.device = next(model.parameters()).device
         self.cfg = replace(cfg, dtype=str(next(model.parameters()).dtype).removeprefix("torch."))
         self.split = cfg.attention_split
-        self.wrap: Callable[[Replaying, Attend], Attend] = lambda replaying, attend: attend
+        self.wrap: Callable[[Replaying, TokenAttention], TokenAttention] = (
+            lambda replaying, attend: attend
+        )
         self.draw: Draw = sample_and_score
         self.facts: dict[str, int] = {}
         self.troubles: list[str] = []

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spmd_rl.kernels import PagedAttention
+from spmd_rl.kernels import PagedAttention, TokenAttention
 from spmd_rl.microscope.taps.points import BEFORE, Point
 from spmd_rl.model.fused_projections import FusedProjections
-from spmd_rl.model.network import Attend, CausalLM
+from spmd_rl.model.network import CausalLM
 
 See = Callable[[Point, Tensor], Tensor]
 
@@ -89,15 +89,22 @@ class _WatchedProjections(FusedProjections):
         ]
 
 
-def _watched(attend: Attend, see: See) -> Attend:
+def _watched(attend: TokenAttention, see: See) -> TokenAttention:
     if isinstance(attend, PagedAttention):
         return _WatchedPages(attend, see)
+    return _WatchedAttention(attend, see)
 
-    def call(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+class _WatchedAttention(TokenAttention):
+    """Attention whose queries, keys, values and outputs pass `see`."""
+
+    def __init__(self, attend: TokenAttention, see: See) -> None:
+        self._attend, self._see = attend, see
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        see = self._see
         q, k, v = see(Point(layer, "q"), q), see(Point(layer, "k"), k), see(Point(layer, "v"), v)
-        return see(Point(layer, "attention"), attend(layer, q, k, v))
-
-    return call
+        return see(Point(layer, "attention"), self._attend(layer, q, k, v))
 
 
 class _WatchedPages(PagedAttention):

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size, kv_budget, kv_pages, kv_token_bytes
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
+from spmd_rl.rollout.engine import GPU_STEP_TOKENS, NativeEngineConfig
 
 CPU_POOL_BYTES = 1 << 30
 # of a GPU's free memory, for the pages of an engine that no plan has counted
 FREE_SHARE = 0.4
-PAGE_SIZE = 16
 CPU_STEP_TOKENS = 2048
 
 
@@ -38,9 +37,9 @@ def choose_sizes(
     `reserved_bytes` is the memory that the plan counts beside the engine's pages; 0: not counted.
     """
     dtype: torch.dtype = getattr(torch, dtype_of(cfg.dtype, device))
-    flash = flash_takes(spec.head_dim, dtype, device)
+    backend = attention_backend(spec.head_dim, dtype, device)
     step_tokens = max(cfg.max_batch, GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
-    page_size = cfg.page_size or (GPU_PAGE_SIZE if flash else PAGE_SIZE)
+    page_size = cfg.page_size or backend.default_page_size
     num_pages = cfg.num_pages or auto_pages(spec, cfg, device, dtype, page_size, reserved_bytes)
     return EngineSizes(dtype, page_size, num_pages, cfg.max_step_tokens or step_tokens)
 

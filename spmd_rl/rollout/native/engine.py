@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
 from spmd_rl.offload.elastic import ElasticMemory
 from spmd_rl.offload.host import HostMemory
@@ -72,7 +72,8 @@ class NativeEngine:
         self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
         self.device = device
         self.version: int | None = None
-        self._ahead = cfg.cuda_graphs and flash_takes(spec.head_dim, sizes.dtype, device)
+        backend = attention_backend(spec.head_dim, sizes.dtype, device)
+        self._ahead = cfg.cuda_graphs and backend.fits_cuda_graphs
         self.rows = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
             self.rows,

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import PagedAttention, contract
-from spmd_rl.kernels.attention.flash import flash_takes
-from spmd_rl.kernels.attention.flash_decode import BOX_ROWS, decode_attention
+from spmd_rl.kernels.attention.flash import flash_supports
+from spmd_rl.kernels.attention.flash_decode import decode_attention
+from spmd_rl.kernels.attention.flash_tile import BOX_ROWS
 from tests.gpu.kernels.paged_case import Paged, qkv
 from tests.unit.kernels.paged_case import Heads, oracle, packed
 
@@ -24,7 +25,7 @@ SPLIT, SPLIT_LENGTHS = 256, [1, 255, 256, 257, 300, 511, 512, 513, 700, 1500, 64
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_takes(128, torch.bfloat16, DEVICE):
+    if not flash_supports(128, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 
@@ -112,7 +113,10 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
     paged = Paged(lengths, heads, 128)
     paged.step(dict(enumerate(lengths)), *data)
     table = np.stack([np.pad(pages, (0, 6 - len(pages)), mode="edge") for pages in paged.tables])
-    pages, handed_out = torch.from_numpy(table.astype(np.int32)).to(DEVICE), paged.cache.handed_out
+    pages, tile_counter = (
+        torch.from_numpy(table.astype(np.int32)).to(DEVICE),
+        paged.cache.tile_counter,
+    )
     rows = [torch.from_numpy(ends - 1 - back).to(DEVICE) for back in range(3)]
     queries = [data[0][row] for row in rows]
     counts = [
@@ -122,7 +126,7 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
 
     def decode() -> None:
         for q, num_keys, out in zip(queries, counts, outs, strict=True):
-            decode_attention(q, *paged.cache.layers[0], pages, num_keys, handed_out, out)
+            decode_attention(q, *paged.cache.layers[0], pages, num_keys, tile_counter, out)
 
     decode()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -138,9 +142,9 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
 
     for _ in range(20):
         assert replay() == 0
-        assert handed_out.item() == 0
+        assert tile_counter.item() == 0
     if size > 2 * sms:
-        handed_out.fill_(size - 2 * sms)  # as if all had been taken that no block begins with
+        tile_counter.fill_(size - 2 * sms)  # as if all had been taken that no block begins with
         assert replay() > 0
 
 
@@ -155,7 +159,7 @@ def test_no_keys() -> None:
     )
     log_sum = torch.empty(2, heads.query, device=DEVICE)
     keys, values = paged.cache.layers[0]
-    decode_attention(q, keys, values, pages, num_keys, paged.cache.handed_out, out, log_sum)
+    decode_attention(q, keys, values, pages, num_keys, paged.cache.tile_counter, out, log_sum)
     group = heads.query // heads.key
     key, value = (one[0, 0].repeat_interleave(group, dim=0) for one in (keys, values))
     assert torch.equal(out, torch.stack([torch.zeros_like(value), value]))
@@ -300,7 +304,7 @@ def test_control_other_kernel_fails(monkeypatch: pytest.MonkeyPatch, unequal) ->
     heads, lengths = HEADS[0], [300, 65]
     data = qkv(365, heads)
     expected = packed(*data, lengths, heads)
-    monkeypatch.setattr("spmd_rl.kernels.attention.packed.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.attention.backend.flash_supports", lambda *_: False)
     assert unequal(packed(*data, lengths, heads)[:365], expected) > 0
 
 

@@ -40,8 +40,7 @@ UNWRITTEN = 7.0  # what the cache holds before: nobody may see it
 
 @pytest.fixture(autouse=True)
 def _without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    for side in ("packed", "paged"):
-        monkeypatch.setattr(f"spmd_rl.kernels.attention.{side}.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.attention.backend.flash_supports", lambda *_: False)
 
 
 def attend(
@@ -50,7 +49,7 @@ def attend(
     if way == "packed":
         return packed(*data, LENGTHS, heads)[:NUM_TOKENS]
     paged = Paged(LENGTHS, heads, page_size, dtype=data[0].dtype)
-    assert not paged.cache.flash
+    assert not paged.cache.backend.fits_cuda_graphs
     paged.cache.data.fill_(UNWRITTEN)
     return paged.decoding(data, 6) if way == "decoding" else paged.chunks(data, [1, 2, 7, 33, 64])
 

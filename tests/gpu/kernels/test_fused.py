@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels import (
-    KvPlace,
+    KvSlots,
+    QkNorm,
+    Rotary,
     add_rms_norm,
     head_logprobs,
     linear,
@@ -76,13 +78,16 @@ class Joint:
         table = rope_table(1.0 / 1e6 ** (torch.arange(0, self.dim, 2) / self.dim), 4096)
         self.cos, self.sin = (part.cuda() for part in table)
         self.positions = torch.arange(num_tokens, device="cuda") * 37 % 4096
+        self.rotary = Rotary(self.positions, self.cos, self.sin)
 
     def parts(self, x: Tensor) -> list[Tensor]:
         return [part.unflatten(1, (-1, self.dim)) for part in x.split(self.widths, 1)]
 
     def fused(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
         q, k, _ = self.parts(x)
-        turned = qk_norm_rope(q, k, *(weights or self.weights), EPS, positions, self.cos, self.sin)
+        turned = qk_norm_rope(
+            q, k, QkNorm(*(weights or self.weights), EPS), Rotary(positions, self.cos, self.sin)
+        )
         return torch.cat([one.flatten(1) for one in turned], 1)
 
     def apart(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
@@ -122,7 +127,7 @@ def test_heads(
     assert unequal(whole, joint.apart(joint.x, joint.positions)) == 0
     assert unequal(whole, joint.fused(joint.x, joint.positions.int())) == 0
     q, k, _ = (part.contiguous() for part in joint.parts(joint.x))
-    dense = qk_norm_rope(q, k, *joint.weights, EPS, joint.positions, joint.cos, joint.sin)
+    dense = qk_norm_rope(q, k, QkNorm(*joint.weights, EPS), joint.rotary)
     assert unequal(torch.cat([one.flatten(1) for one in dense], 1), whole) == 0
     assert (
         unequal_rows(
@@ -136,7 +141,7 @@ def test_heads(
 def test_heads_without_norm(heads: tuple[int, int, int], rows, unequal) -> None:
     joint = Joint(rows, 300, heads)
     q, k, _ = joint.parts(joint.x)
-    turned = qk_norm_rope(q, k, None, None, EPS, joint.positions, joint.cos, joint.sin)
+    turned = qk_norm_rope(q, k, QkNorm(None, None, EPS), joint.rotary)
     for one, part in zip(turned, (q, k), strict=True):
         assert unequal(one, rope(part, joint.cos[joint.positions], joint.sin[joint.positions])) == 0
 
@@ -235,10 +240,10 @@ def test_heads_go_to_their_pages(
     caches = torch.full(
         (2, 2, 125, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda"
     )
-    rest = *(joint.weights if normed else (None, None)), EPS, joint.positions, joint.cos, joint.sin
+    rest = QkNorm(*(joint.weights if normed else (None, None)), EPS), joint.rotary
     turned, keys = qk_norm_rope(q, k, *rest)
     write_kv(*caches[0], slots, keys, v)
-    assert unequal(qk_norm_rope_into(q, k, v, *rest, KvPlace(*caches[1], slots)), turned) == 0
+    assert unequal(qk_norm_rope_into(q, k, v, *rest, KvSlots(*caches[1], slots)), turned) == 0
     assert unequal(caches[1], caches[0]) == 0
     assert int(caches[1].isnan().all(-1).all(-1).sum()) == 2 * (2000 - num_tokens + 6)
 

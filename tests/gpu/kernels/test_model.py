@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, token_logprobs
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
@@ -63,7 +63,7 @@ SPECS = {
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_takes(128, torch.bfloat16, DEVICE):
+    if not flash_supports(128, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 
@@ -240,7 +240,7 @@ def test_control_another_attention_on_one_side_fails(
 ) -> None:
     model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
     samples, _ = generate(model, wanted)
-    monkeypatch.setattr("spmd_rl.kernels.attention.packed.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.attention.backend.flash_supports", lambda *_: False)
     assert unequal(*(x.detach() for x in score(model, wanted, samples))) > 0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import mismatch
 from spmd_rl.kernels import sample_and_score
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.kernels.rowwise.row_hash import row_hashes
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.diagnose.faults import plant
@@ -38,7 +38,7 @@ MIDDLE = mismatch.NUM_LAYERS // 2
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_takes(128, torch.bfloat16, DEVICE):
+    if not flash_supports(128, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 

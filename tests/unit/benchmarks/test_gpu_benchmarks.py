@@ -17,7 +17,8 @@ from benchmarks.grpo_proof import USED, broken_promises
 from benchmarks.kernels import decode_gemm, filters, layer_cases
 from benchmarks.shapes import QWEN3, write_config
 from spmd_rl.controller.contracts import FILE, followed
-from spmd_rl.kernels import token_logprobs, write_kv
+from spmd_rl.kernels import QkNorm, Rotary, token_logprobs, write_kv
+from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch, swiglu
 from spmd_rl.kernels.linear.cublaslt import Shape, Way
 from spmd_rl.model import network
@@ -196,16 +197,13 @@ def test_torch_operations_compute_what_ours_do() -> None:
     torch.manual_seed(0)
     q, k, weight = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(8)
     angles = torch.randn(16, 4)
-    rotary = torch.tensor([3, 0, 7, 7, 15]), angles.cos(), angles.sin()
+    rotary = Rotary(torch.tensor([3, 0, 7, 7, 15]), angles.cos(), angles.sin())
+    norm = QkNorm(weight, weight, 1e-6)
     for ours, theirs in (
-        (network.qk_norm_rope(q, k, weight, weight, 1e-6, *rotary), paths.torch_norm_rope),
+        (token_attention.qk_norm_rope(q, k, norm, rotary), paths.torch_norm_rope),
         (network.add_rms_norm(q, q, weight, 1e-6), paths.torch_add_norm),
     ):
-        given = (
-            (q, k, weight, weight, 1e-6, *rotary)
-            if theirs is paths.torch_norm_rope
-            else (q, q, weight, 1e-6)
-        )
+        given = (q, k, norm, rotary) if theirs is paths.torch_norm_rope else (q, q, weight, 1e-6)
         for one, other in zip(ours, theirs(*given), strict=True):
             assert torch.allclose(one, other, atol=1e-5)
     logits, targets, scale = torch.randn(6, 50), torch.randint(50, (6,)), torch.rand(6) + 0.5

@@ -96,7 +96,7 @@ class Paged:
 
     def _poison(self, free: Tensor) -> None:
         for pages, large in zip(self.cache.layers[0], (LARGE_KEY, LARGEST), strict=True):
-            if self.cache.flash:
+            if self.cache.backend.fuses_write:
                 pages.fill_(LARGEST)[free] = torch.nan
             else:
                 pages.fill_(large).unflatten(1, (-1, self.page_size))[:, free] = torch.nan

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.kernels.attention import blocked, paged
-from spmd_rl.kernels.attention.blocked import RowLayout, blocked_attention, library_gradients
+from spmd_rl.kernels.attention import blocked, blocked_batches
+from spmd_rl.kernels.attention.blocked import blocked_attention, library_gradients
+from spmd_rl.kernels.attention.row_layout import QUERY_TILE, RowLayout
 from spmd_rl.kernels.runtime.padding import padded_rows
 from tests.unit.kernels import paged_case
 from tests.unit.kernels.paged_case import Data, Heads, Paged, oracle, packed
@@ -64,19 +65,19 @@ def test_paged_equals_packed(lengths: list[int], heads: Heads, page_size: int, s
 @pytest.mark.parametrize("heads", HEADS)
 def test_laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, heads: Heads) -> None:
     """There sequences lie beside those of about their rows and keys: many parts in place of two."""
-    alike, numbers = paged._alike, set()
+    number_on, numbers = blocked_batches.batch_numbers, set()
 
     def on_gpu(
         rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device
     ) -> NDArray[np.int64]:
-        parts = alike(rows, keys, torch.device("cuda"))
+        parts = number_on(rows, keys, torch.device("cuda"))
         for part in np.unique(parts):
             same = keys[parts == part]
-            assert same.max() < 2 * max(same.min(), blocked.QUERY_TILE)
+            assert same.max() < 2 * max(same.min(), QUERY_TILE)
         numbers.add(len(np.unique(parts)))
         return parts
 
-    monkeypatch.setattr(paged, "_alike", on_gpu)
+    monkeypatch.setattr(blocked_batches, "batch_numbers", on_gpu)
     lengths = [1, 5, 16, 40, 150, 130, 64]
     data = qkv(lengths, heads)
     assert torch.equal(

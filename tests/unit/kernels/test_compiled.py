@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels import QkNorm, Rotary
 from spmd_rl.kernels.attention import blocked_triton, decode_inputs_triton, merge_states_triton
 from spmd_rl.kernels.linear import gluon, tiles, triton_gemm
 from spmd_rl.kernels.linear.tiles import (
@@ -215,7 +216,7 @@ def rope(num_rows: int) -> str:
     return ptx_of(
         rope_triton._forward,
         lambda: rope_triton.qk_norm_rope_forward(
-            q, k, weight, weight, 1e-6, positions, table, table
+            q, k, QkNorm(weight, weight, 1e-6), Rotary(positions, table, table)
         ),
     )
 

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spmd_rl.kernels import add_rms_norm, linear, qk_norm_rope, remaking, rope_table, silu_mul
+from spmd_rl.kernels import (
+    QkNorm,
+    Rotary,
+    add_rms_norm,
+    linear,
+    qk_norm_rope,
+    remaking,
+    rope_table,
+    silu_mul,
+)
 from spmd_rl.kernels.runtime import recompute
 
 WIDTH, TOKENS = 64, 48
@@ -22,9 +31,8 @@ def _layer(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
     normed, residual = add_rms_norm(x, residual, norm, 1e-6)
     q, k, v = (linear(normed, one).unflatten(1, (2, WIDTH // 2)) for one in weight[:3])
     table = rope_table(torch.linspace(0.1, 1, WIDTH // 4), TOKENS)
-    q, k = qk_norm_rope(
-        q, k, norm[: WIDTH // 2], norm[WIDTH // 2 :], 1e-6, torch.arange(TOKENS), *table
-    )
+    qk_norm = QkNorm(norm[: WIDTH // 2], norm[WIDTH // 2 :], 1e-6)
+    q, k = qk_norm_rope(q, k, qk_norm, Rotary(torch.arange(TOKENS), *table))
     mixed = linear((q * k + v).flatten(1), weight[3])
     return linear(silu_mul(mixed, linear(residual, weight[4])), weight[5]) + residual
 

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.kernels import (
-    KvPlace,
+    KvSlots,
+    QkNorm,
+    Rotary,
     add_rms_norm,
     linear,
     qk_norm_rope,
@@ -181,11 +183,9 @@ def test_row_wise_ops(columns: int, kind: str) -> None:
         "add_rms_norm": lambda x: torch.stack(add_rms_norm(x, x.flip(1), scale, 1e-6), 1),
         "qk_norm_rope": lambda x: torch.stack(
             qk_norm_rope(
-                *(x.unsqueeze(1), x.flip(1).unsqueeze(1), scale, scale, 1e-6),
-                *(
-                    torch.full((len(x),), 5),
-                    *rope_table(1.0 / 10000 ** (torch.arange(0, columns, 2) / columns), 8),
-                ),
+                *(x.unsqueeze(1), x.flip(1).unsqueeze(1)),
+                QkNorm(scale, scale, 1e-6),
+                Rotary(torch.full((len(x),), 5), cos, sin),
             )
         ).transpose(0, 1),
         "silu_mul": lambda x: silu_mul(x, x),
@@ -229,11 +229,8 @@ GRADIENTS: dict[str, Callable[..., Tensor]] = {
         qk_norm_rope(
             x[:, :6].view(9, 1, 6),
             x[:, 6:].view(9, 1, 6),
-            w[0, :6],
-            w[1, :6],
-            1e-6,
-            torch.arange(9),
-            *TABLE,
+            QkNorm(w[0, :6], w[1, :6], 1e-6),
+            Rotary(torch.arange(9), *TABLE),
         ),
         1,
     ),
@@ -301,8 +298,8 @@ def test_keys_and_values_go_to_their_slots() -> None:
 
 def test_turned_keys_go_to_their_slots() -> None:
     q, k, v = data("normal", 5, 3 * 6).view(5, 3, 6).split(1, 1)
-    rest = weight(1, 6)[0], weight(2, 6)[1], 1e-6, torch.arange(5), *TABLE
-    place = KvPlace(*torch.zeros(2, 4, 16, 1, 6), torch.tensor([3, -1, 40, 16]))
+    rest = QkNorm(weight(1, 6)[0], weight(2, 6)[1], 1e-6), Rotary(torch.arange(5), *TABLE)
+    place = KvSlots(*torch.zeros(2, 4, 16, 1, 6), torch.tensor([3, -1, 40, 16]))
     turned, keys = qk_norm_rope(q, k, *rest)
     assert torch.equal(qk_norm_rope_into(q, k, v, *rest, place), turned)
     assert torch.equal(place.keys.flatten(0, 1)[[3, 40, 16]], keys[[0, 2, 3]])
@@ -317,7 +314,7 @@ def test_operands_of_other_numbers_of_rows_are_refused() -> None:
     q, table = torch.ones(16, 2, 8), torch.ones(20, 4)
     for keys, positions in (16, 1), (1, 16), (17, 16):
         k, at = torch.ones(keys, 1, 8), torch.zeros(positions, dtype=torch.int64)
-        rest = weight, weight, 1e-6, at, table, table
+        rest = QkNorm(weight, weight, 1e-6), Rotary(at, table, table)
         with pytest.raises(
             ValueError, match=f"16 queries and {keys} keys at {positions} positions"
         ):
@@ -325,7 +322,7 @@ def test_operands_of_other_numbers_of_rows_are_refused() -> None:
         with pytest.raises(
             ValueError, match=f"16 queries and {keys} keys at {positions} positions"
         ):
-            qk_norm_rope_into(q, k, k, *rest, KvPlace(table, table, at))
+            qk_norm_rope_into(q, k, k, *rest, KvSlots(table, table, at))
 
 
 @pytest.mark.parametrize(

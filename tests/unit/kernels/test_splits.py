@@ -12,7 +12,7 @@ from torch import Tensor
 from spmd_rl.controller.contracts import disagreement
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, contract
-from spmd_rl.kernels.attention.flash import check_split
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.attention.merge_states import merge_ranges
 from spmd_rl.kernels.attention.splits import Splits
 from spmd_rl.rollout.engine import NativeEngineConfig
@@ -132,8 +132,8 @@ def test_results_past_the_last_range_do_not_matter() -> None:
 
 def test_refused_where_it_cannot_run() -> None:
     with pytest.raises(ConfigError, match="attention_split = 2048 needs flash-attn-4"):
-        check_split(2048, 128, torch.float32, CPU)
-    check_split(0, 128, torch.float32, CPU)
+        attention_backend(128, torch.float32, CPU, split=2048)
+    assert not attention_backend(128, torch.float32, CPU, split=0).has_splits
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": 16, "num_kv_heads": 1, "head_dim": 16}
     with pytest.raises(ConfigError, match="needs flash-attn-4"):
         KvCache(**sizes, dtype=torch.float32, device=CPU, split=128)

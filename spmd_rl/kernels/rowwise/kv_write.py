@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class KvPlace(NamedTuple):
-    """Where new keys and values of a layer go. Shape: as `write_kv` takes them."""
+class KvSlots(NamedTuple):
+    """The slots of one layer's cache that new keys and values go to; shapes as in `write_kv`."""
 
     keys: Tensor
     values: Tensor
@@ -23,7 +23,7 @@ def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) 
     K, D], perhaps parts of one tensor.
     """
     if keys.is_cuda:
-        from spmd_rl.kernels.attention.kv_write_triton import write_rows
+        from spmd_rl.kernels.rowwise.kv_write_triton import write_rows
 
         write_rows(keys, values, slots, k, v)
         return
