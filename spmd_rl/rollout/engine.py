@@ -1,8 +1,8 @@
-"""What every engine is: requests go in one by one, tokens come out step by step.
+"""Engine protocol: requests go in one by one, and tokens come out step by step.
 
-A request is known by (uid, index): the prompt's uid and the sample's index under it. What was
-generated so far can be submitted again, so an answer may be ended by `abort` and go on later, under
-the same weights or others.
+A request is named by (uid, index): the uid of the prompt and the index of the sample. A partial
+answer can be submitted again. So `abort` may end an answer that goes on later, under the same
+weights or others.
 """
 
 from __future__ import annotations
@@ -163,15 +163,15 @@ class NativeEngineConfig:
 
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
-# a changed copy takes less than a new one
-_NO_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")
+# Changing a copy of it takes less time than making a new one.
+_EMPTY_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One sample to generate; `tokens`, `logprobs` and `versions` are what it already has from an
-    earlier start. Its draws depend on (seed, uid, index) alone.
+    """One sample to generate. Its draws depend on (seed, uid, index) alone.
 
-    A struct, because two are made for each sample: a frozen dataclass takes six times as long.
+    `tokens`, `logprobs` and `versions` are its answer so far, if it was started before. It is a
+    struct because two are made for each sample, and a frozen dataclass takes six times as long.
     Shape: `prompt` [P]; `tokens`, `logprobs`, `versions` [R].
     """
 
@@ -189,14 +189,15 @@ class Request(msgspec.Struct, frozen=True):
         return len(self.prompt) + len(self.tokens)
 
     def resumed(self, partial: Sample) -> Request:
-        """The same request, going on after `partial` with the random stream it would have had
-        without the pause.
+        """Return the request that continues after `partial`.
+
+        Its random stream is the one it would have had without the pause.
         """
         answer = partial.tokens, partial.logprobs, partial.versions
         return Request(self.uid, self.index, self.prompt, self.sampling, *answer, self.seed)
 
     def sample(self, finish: FinishReason) -> Sample:
-        return _NO_SAMPLE.changed(
+        return _EMPTY_SAMPLE.changed(
             prompt_uid=self.uid,
             index=self.index,
             tokens=self.tokens,
@@ -209,8 +210,8 @@ class Request(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class RequestOutput:
-    """What one step added: token m belongs to sample (uids[m], indices[m]).
+class StepOutput:
+    """The tokens that one step added: token m belongs to sample (uids[m], indices[m]).
 
     Shape: `uids`, `indices`, `tokens`, `logprobs` are [M].
     """
@@ -223,7 +224,7 @@ class RequestOutput:
 
 
 class Engine(Protocol):
-    """Takes tokens, returns tokens; never re-renders text."""
+    """Takes tokens and returns tokens. It never re-renders text."""
 
     @property
     def has_work(self) -> bool: ...
@@ -231,47 +232,54 @@ class Engine(Protocol):
     def submit(self, request: Request) -> None:
         """Queue one request.
 
-        Raises: DataError when prompt or pages can never fit; SpmdError when (uid, index) is already
-        here.
+        Raises: DataError if its tokens can never fit; SpmdError if (uid, index) is in the engine.
         """
         ...
 
-    def step(self) -> RequestOutput:
-        """Compute one batch of tokens; an engine that launches ahead returns the batch before."""
+    def step(self) -> StepOutput:
+        """Compute one batch of tokens.
+
+        An engine with asynchronous scheduling returns the batch before it.
+        """
         ...
 
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
-        """End the matching requests (None matches all) and return what they have, finish "abort"."""
+        """End the requests of `uid` and `index`; None matches every one.
+
+        Returns their unfinished samples, whose `finish` is "abort".
+        """
         ...
 
     def new_version(self, version: int) -> None:
-        """The weights changed: forget all KV; requests in flight go on by recomputing theirs under
-        the new weights.
+        """Forget all K/V, because the weights are now `version`.
+
+        Requests in flight continue: they compute their K/V again under the new weights.
         """
         ...
 
     def outdate(self) -> None:
-        """The weights are being changed in place: until the next `new_version`, `step` raises an
-        error.
+        """Make `step` raise an error until the next `new_version`.
+
+        It is called when the weights are changed in place.
         """
         ...
 
     def sleep(self) -> None:
-        """Give the KV memory back; requests in flight wait."""
+        """Give the KV memory back. Requests in flight wait."""
         ...
 
     def wake(self) -> None:
-        """Take the KV memory again. Raises: ResidencyError where too little is left."""
+        """Take the KV memory again. Raises: ResidencyError if too little is left."""
         ...
 
     def weights(self) -> LocalTensors:
-        """The engine's own parameters, where a push puts new ones."""
+        """Return the engine's own parameters, which a push overwrites."""
         ...
 
     def contract(self) -> dict[str, str | int]:
-        """The facts that its bits depend on, besides the weights (kernels/contract.py)."""
+        """Return the facts that its bits depend on, besides the weights (kernels/contract.py)."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start."""
+        """Return counts since the start."""
         ...

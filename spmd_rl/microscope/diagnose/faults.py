@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
@@ -158,7 +159,7 @@ def library_logprob(path: EnginePass) -> None:
             1, tokens[:, None]
         )[:, 0]
 
-    path.draw = draw
+    path.sampler = draw
 
 
 class AutoSplits(TokenAttention):
@@ -169,7 +170,7 @@ class AutoSplits(TokenAttention):
     def __init__(self, replaying: Replaying, attend: TokenAttention) -> None:
         assert isinstance(attend, PagedAttention)
         self.attend = attend
-        self.plan, self.pages = replaying.plan, replaying.engine.rows.pages
+        self.step = replaying.step
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = self.attend(layer, q, k, v)
@@ -204,23 +205,24 @@ class AutoSplits(TokenAttention):
         return torch.cat([merged, out[batch:]])
 
     def _row_by_row(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
-        first = np.cumsum(self.plan.lengths) - self.plan.lengths
-        for i in np.flatnonzero(self.plan.lengths == 1).tolist():
-            num_keys, row = int(self.plan.starts[i]) + 1, int(first[i])
+        assert self.step is not None
+        first = np.cumsum(self.step.lengths) - self.step.lengths
+        for request in np.flatnonzero(self.step.lengths == 1).tolist():
+            num_keys, row = int(self.step.starts[request]) + 1, int(first[request])
             splits = min(self._busy(len(first)), num_keys // SPLIT_BLOCK)
             if splits > 1:
+                pages = self.step.pages[request]
                 keys, values = (
-                    self._read(cached, i, num_keys) for cached in self.attend.cache.layers[layer]
+                    self._read(cached, pages, num_keys)
+                    for cached in self.attend.cache.layers[layer]
                 )
                 out[row] = merged_attention(q[row], keys, values, splits)
         return out
 
-    def _read(self, cached: Tensor, i: int, num_keys: int) -> Tensor:
-        """The keys or values of the plan's sequence `i`, [num_keys, K, D]."""
+    def _read(self, cached: Tensor, pages: NDArray[np.int64], num_keys: int) -> Tensor:
+        """Return the keys or values in `pages` of a sequence. Shape: [num_keys, K, D]."""
         page, offset = np.divmod(np.arange(num_keys), self.attend.cache.page_size)
-        slots = torch.from_numpy(
-            self.pages[self.plan.rows[i], page] * self.attend.cache.page_size + offset
-        )
+        slots = torch.from_numpy(pages[page] * self.attend.cache.page_size + offset)
         return cached.transpose(0, 1).index_select(0, slots.to(cached.device))
 
 

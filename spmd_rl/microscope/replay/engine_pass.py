@@ -28,10 +28,8 @@ from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import NativeEngineConfig, Request
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
-from spmd_rl.rollout.native.decode_graphs import Draw
-from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.prefill_graphs import SIZES
-from spmd_rl.rollout.native.step_plan import StepPlan
+from spmd_rl.rollout.native.decode_graphs import Sampler
+from spmd_rl.rollout.native.replay import ReplayEngine, ReplayStep
 
 VERSION = 0
 OWN_DRAWS = "log-probs of its own draw"
@@ -61,7 +59,7 @@ class EnginePass:
         self.wrap: Callable[[Replaying, TokenAttention], TokenAttention] = (
             lambda replaying, attend: attend
         )
-        self.draw: Draw = sample_and_score
+        self.sampler: Sampler = sample_and_score
         self.facts: dict[str, int] = {}
         self.troubles: list[str] = []
 
@@ -88,44 +86,40 @@ class Replaying:
 
     def __init__(self, path: EnginePass, case: Case, tap: Tap) -> None:
         self.path, self.case, self.tap = path, case, tap
-        self.engine = NativeEngine(path.model, sized(path, case), path.device, draw=self._draw)
+        self.engine = ReplayEngine(
+            path.model,
+            sized(path, case),
+            path.device,
+            sampler=self._draw,
+            before_step=self._before_step,
+        )
         self.engine.new_version(VERSION)
-        self.origins = KvProvenance(case, self.engine.sizes.num_pages, self.engine.sizes.page_size)
-        self.plan = StepPlan(*np.zeros((3, 0), np.int64))
+        self.origins = KvProvenance(case, self.engine.num_pages, self.engine.page_size)
+        self.step: ReplayStep | None = None
         self.alike = torch.zeros(case.num_rows + 1, dtype=torch.bool, device=path.device)
         self._numbers = {
             request_name(case, number): number for number in range(len(case.sequences))
         }
         self._nobody = case.num_rows
-        most = max(self.engine.sizes.max_step_tokens, self.engine.cfg.max_batch, *SIZES)
+        most = self.engine.max_forward_tokens
         self._rows, self._scored = torch.full((2, most), self._nobody, device=path.device)
         self._tokens = torch.from_numpy(np.append(case.tokens, [0, 0])).to(path.device)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        model, scheduler = self.path.model, self.engine.scheduler
-        schedule = scheduler.schedule
-
-        def planned() -> StepPlan:
-            plan = schedule()
-            if len(plan.rows):
-                self._about_to(plan)
-            return plan
-
+        model = self.path.model
         with ExitStack() as stack:
             stack.callback(model.register_forward_pre_hook(self._begin).remove)
             stack.enter_context(watch(model, self.tap.see))
-            stack.callback(delattr, scheduler, "schedule")
-            scheduler.schedule = planned  # type: ignore[method-assign]
             yield
 
-    def _about_to(self, plan: StepPlan) -> None:
+    def _before_step(self, step: ReplayStep) -> None:
         """Tell the device whose tokens the next step computes."""
-        rows, self.plan = self.engine.rows, plan
-        names = zip(rows.uid[plan.rows].tolist(), rows.index[plan.rows].tolist(), strict=True)
+        self.step = step
+        names = zip(step.uids.tolist(), step.indices.tolist(), strict=True)
         numbers = np.array([self._numbers[name] for name in names])
-        computed = self.origins.step(plan, numbers, rows.pages[plan.rows])
-        last = (np.cumsum(plan.lengths) - 1)[self.engine.scheduler.ready(plan)]
+        computed = self.origins.step(step, numbers)
+        last = (np.cumsum(step.lengths) - 1)[step.samples]
         for there, here in ((self._rows, computed), (self._scored, computed[last])):
             padded = np.full(len(there), self._nobody)
             padded[: len(here)] = here
@@ -143,13 +137,13 @@ class Replaying:
         """The sample's tokens, scored by the op that draws; where it draws them, with the log-probs
         of the draw.
         """
-        drawn, own = self.path.draw(logits, inv_temperature, *rest, **filters)
+        drawn, own = self.path.sampler(logits, inv_temperature, *rest, **filters)
         scored = self._scored[: len(logits)]
         tokens = self._tokens.index_select(0, scored + 1)
         alike = drawn == tokens
         self.alike.index_copy_(0, scored, alike & (scored != self._nobody))
         self.tap.skip()
-        logprobs = self.path.draw(logits, inv_temperature, *rest, given=tokens, **filters)[1]
+        logprobs = self.path.sampler(logits, inv_temperature, *rest, given=tokens, **filters)[1]
         logprobs = torch.where(alike, own, logprobs)
         seen = self.tap.see(Point(self.path.model.spec.num_layers, "logprob"), logprobs)
         return tokens, seen.nan_to_num()  # an engine ends at NaN, and here it is to be traced

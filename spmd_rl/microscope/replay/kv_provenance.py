@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.microscope.replay.case import Case
-from spmd_rl.rollout.native.step_plan import StepPlan
+from spmd_rl.rollout.native.replay import ReplayStep
 
 NOTHING = -1
 
@@ -31,18 +31,16 @@ class KvProvenance:
     def troubles(self) -> list[str]:
         return list(self._wrong.values())
 
-    def step(
-        self, plan: StepPlan, numbers: NDArray[np.int64], pages: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """The rows of the case that `plan` computes, in its order.
+    def step(self, step: ReplayStep, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows of the case that `step` computes, in its order.
 
-        Shape: numbers [B], the plan's sequences; pages [B, P], their pages; returns [T].
+        Shape: numbers [B], the sequence of each request; returns [T].
         """
-        for source, target in plan.copies:
+        for source, target in step.copies_before:
             self._pages[target] = self._pages[source]
         computed = []
         for number, start, length, own in zip(
-            numbers, plan.starts, plan.lengths, pages, strict=True
+            numbers, step.starts, step.lengths, step.pages, strict=True
         ):
             positions = np.arange(start, start + length)
             rows = int(self._case.offsets[number]) + positions
@@ -50,7 +48,9 @@ class KvProvenance:
             self._pages[own[page], offset] = rows
             self._source[rows] = rows
             computed.append(rows)
-        for number, start, own in zip(numbers.tolist(), plan.starts.tolist(), pages, strict=True):
+        for number, start, own in zip(
+            numbers.tolist(), step.starts.tolist(), step.pages, strict=True
+        ):
             self._read(number, start, own)
         return np.concatenate(computed)
 

@@ -1,8 +1,10 @@
-"""Our own engine: the scheduler decides when, the shared model definition computes what
+"""The native engine: the scheduler plans steps, and the shared model definition computes them
 (docs/engine.md).
 
-engine.py     what a Rollout calls: requests in, steps, samples out, sleep and wake scheduler.py
-who computes which tokens in the next step; plan.py is its answer, rows.py and pages.py what it
-works on steps.py      one step on the device, eager or from graphs.py and prompt_graphs.py stop.py
-stop strings over tokens
+engine.py             the Engine protocol: requests in, steps, samples out, sleep and wake
+scheduler.py          the plan of each step (step_plan.py); admission.py starts waiting requests
+sequence_table.py     the running sequences as arrays; pages.py has their pages of KV memory
+prefix_sharing.py     what samples of one prompt, and later requests, need not compute again
+model_runner.py       one step on the device, eager or from decode_graphs.py and prefill_graphs.py
+replay.py             the public hook for tools that follow an engine step by step
 """

@@ -1,10 +1,9 @@
-"""Decoding steps as CUDA graphs: recorded once for each size of batch, replayed without a word from
-the host.
+"""Decoding steps as CUDA graphs, recorded once for each batch size.
 
 A graph reads its rows' newest tokens, draws the next ones, and leaves them where the next replay
-reads them. So the host uploads something only when the batch or its pages change, and may launch a
-step before it has seen the tokens of the last one. Entries that no row fills are padding: their K/V
-is written nowhere, what is drawn for them is dropped.
+reads them. So the host uploads inputs only when the batch or its pages change. It may also launch a
+step before it has seen the tokens of the last one. A batch smaller than its graph is padded: K/V of
+padding is written nowhere, and its tokens are dropped.
 """
 
 from __future__ import annotations
@@ -22,102 +21,130 @@ from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.native.graph_inputs import Fields, GraphInputs
+from spmd_rl.rollout.native.graph_inputs import GraphInputs, InputFields
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 
-Draw = Callable[..., tuple[Tensor, Tensor]]  # takes what `sample_and_score` takes
-TURNS = 2  # a step may be launched before the host has taken what the step before it drew
+Sampler = Callable[..., tuple[Tensor, Tensor]]  # has the signature of `sample_and_score`
+# Two, since a step may be launched before the host has read the output of the step before it.
+NUM_OUTPUT_BUFFERS = 2
 
 
 def batch_sizes(largest: int) -> list[int]:
-    """Sizes to record: close together where a step is short, and `largest` itself."""
+    """Return the sizes to record: close together where a step is short, and `largest` itself."""
     sizes = [1, 2, 4, 8, *range(16, 64, 16), *range(64, 256, 32), *range(256, largest, 64)]
     return [size for size in sizes if size < largest] + [largest]
 
 
-def table_width(num_pages: int, max_pages: int, split_pages: int) -> int:
-    """Columns of a graph's page table: all; with splits, those of as many splits as `num_pages`
-    takes, rounded up to a power of two and no more than `max_pages` takes."""
+def page_table_width(num_pages: int, max_pages: int, split_pages: int) -> int:
+    """Return the columns of a graph's page table, for rows of up to `num_pages` pages.
+
+    Without attention splits it is `max_pages`. With splits, it is the pages of the splits needed,
+    their number rounded up to a power of two, but no more than `max_pages` needs.
+    """
     if split_pages == 0:
         return max_pages
-    splits, most = -(-num_pages // split_pages), -(-max_pages // split_pages)
-    return min(1 << (splits - 1).bit_length(), most) * split_pages
+    num_splits, max_splits = -(-num_pages // split_pages), -(-max_pages // split_pages)
+    return min(1 << (num_splits - 1).bit_length(), max_splits) * split_pages
 
 
-class _Pinned:
-    """Memory of the host that graphs write: what each of the last steps drew.
+class _OutputBuffers:
+    """Pinned host memory that graphs write: the tokens and log-probs of the last steps.
 
-    Shape: tokens [TURNS, N] int64, logprobs [TURNS, N] fp32.
+    Shape: tokens [NUM_OUTPUT_BUFFERS, N] int64, logprobs [NUM_OUTPUT_BUFFERS, N] fp32.
     """
 
     def __init__(self, num_rows: int) -> None:
-        self.tokens = torch.empty(TURNS, num_rows, dtype=torch.int64, pin_memory=True)
-        self.logprobs = torch.empty(TURNS, num_rows, dtype=torch.float32, pin_memory=True)
+        shape = NUM_OUTPUT_BUFFERS, num_rows
+        self.tokens = torch.empty(shape, dtype=torch.int64, pin_memory=True)
+        self.logprobs = torch.empty(shape, dtype=torch.float32, pin_memory=True)
 
 
 class DecodeGraphs:
     """Graphs over one cache. Ranks: any, each on its own."""
 
     def __init__(
-        self, model: CausalLM, cache: KvCache, rows: SequenceTable, memory: GraphMemory, draw: Draw
+        self,
+        model: CausalLM,
+        cache: KvCache,
+        table: SequenceTable,
+        memory: GraphMemory,
+        sampler: Sampler,
     ) -> None:
         self._model = model
-        self._draw = draw
+        self._sampler = sampler
         self._cache = cache
-        self._rows = rows
-        self._sizes = batch_sizes(rows.num_rows)
-        self.device = cache.data.device
-        self._newest = torch.zeros(rows.num_rows + 1, dtype=torch.int64, device=self.device)
-        self._for_host = _Pinned(rows.num_rows)
-        self.turn = 0
-        # the ticket whose newest token is there
-        self._remembered = np.zeros(rows.num_rows, dtype=np.int64)
-        self._recorded: dict[tuple[int, int, tuple[str, ...]], _Recorded] = {}
-        self._latest: _Recorded | None = None
+        self._table = table
+        self._batch_sizes = batch_sizes(table.num_rows)
+        self._device = cache.data.device
+        # The newest token of each row, and of the row that stands for padding.
+        self._newest_tokens = torch.zeros(
+            table.num_rows + 1, dtype=torch.int64, device=self._device
+        )
+        # The sequence in each row when its newest token was stored.
+        self._newest_sequence_id = np.zeros(table.num_rows, dtype=np.int64)
+        self._output_buffers = _OutputBuffers(table.num_rows)
+        self._next_buffer = 0
+        self._graphs: dict[tuple[int, int, tuple[str, ...]], _DecodeGraph] = {}
+        self._last_graph: _DecodeGraph | None = None
         self._memory = memory
 
     @property
     def num_recorded(self) -> int:
-        return len(self._recorded)
+        return len(self._graphs)
 
     def launch(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Queue one decoding step of `rows`, whose newest tokens were drawn here, remembered, or
-        are known to the host.
+        """Queue one decoding step of `rows`; the host need not have their newest tokens.
 
-        Shape: rows [M]; returns where the host finds tokens [M] int64 and log-probs [M] fp32 once
-        the step has run, until the next but one is launched.
+        The results are views of host memory. They are valid once the step has run, until the
+        second launch after this one.
+        Shape: rows [M]; returns tokens [M] int64 and log-probs [M] fp32.
         """
-        state = self._rows
-        fresh = rows[self._remembered[rows] != state.ticket[rows]]
-        if len(fresh):
-            newest = state.tokens[fresh, state.length[fresh] - 1].astype(np.int64)
-            self.remember(fresh, upload(newest, self.device))
-        size = self._sizes[bisect_left(self._sizes, len(rows))]
+        table = self._table
+        new = rows[self._newest_sequence_id[rows] != table.sequence_id[rows]]
+        if len(new):
+            tokens = table.tokens[new, table.length[new] - 1].astype(np.int64)
+            self.set_newest_tokens(new, upload(tokens, self._device))
+        graph = self._graph_for(rows)
+        if graph is not self._last_graph:
+            graph.invalidate_inputs()  # the rows have moved on in other graphs
+            self._last_graph = graph
+        graph.replay(rows, self._next_buffer)
+        buffer = self._next_buffer
+        self._next_buffer = (buffer + 1) % NUM_OUTPUT_BUFFERS
+        output = self._output_buffers
+        return output.tokens[buffer, : len(rows)], output.logprobs[buffer, : len(rows)]
+
+    def set_newest_tokens(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
+        """Store `tokens` [M] as the newest of `rows` [M], for the next replay."""
+        self._newest_tokens.index_copy_(0, upload(rows, self._device), tokens)
+        self._newest_sequence_id[rows] = self._table.sequence_id[rows]
+
+    def _graph_for(self, rows: NDArray[np.int64]) -> _DecodeGraph:
+        """Return the graph for the size, context and filters of `rows`; record it at first use."""
+        table = self._table
+        size = self._batch_sizes[bisect_left(self._batch_sizes, len(rows))]
         split_pages = self._cache.split // self._cache.page_size
-        width = table_width(int(state.num_pages[rows].max()), state.pages.shape[1], split_pages)
-        key = size, width, state.filters(rows)
-        if key not in self._recorded:
-            self._recorded[key] = _Recorded(self, *key)
-        recorded = self._recorded[key]
-        if recorded is not self._latest:
-            recorded.forget()  # its rows have moved on in other graphs
-            self._latest = recorded
-        recorded.replay(rows, self.turn)
-        now, self.turn = self.turn, (self.turn + 1) % TURNS
-        return self._for_host.tokens[now, : len(rows)], self._for_host.logprobs[now, : len(rows)]
+        num_pages, max_pages = int(table.num_pages[rows].max()), table.pages.shape[1]
+        width = page_table_width(num_pages, max_pages, split_pages)
+        key = size, width, table.active_filters(rows)
+        if key not in self._graphs:
+            self._graphs[key] = self._record(*key)
+        return self._graphs[key]
 
-    def remember(self, rows: NDArray[np.int64], tokens: Tensor) -> None:
-        """`tokens` [M] are now the newest of `rows` [M]."""
-        self._newest.index_copy_(0, upload(rows, self.device), tokens)
-        self._remembered[rows] = self._rows.ticket[rows]
+    def _record(self, size: int, width: int, filters: tuple[str, ...]) -> _DecodeGraph:
+        graph = _DecodeGraph(self._table, size, width, self._device)
+        graph.upload(np.zeros(0, dtype=np.int64), self._next_buffer)
+        inputs = graph.inputs.tensors
+        graph.cuda_graph = record(lambda: self._compute(inputs, filters), self._memory)[0]
+        return graph
 
-    def step(self, inputs: dict[str, Tensor], filters: tuple[str, ...]) -> None:
-        """The work of one step, as it is recorded."""
+    def _compute(self, inputs: dict[str, Tensor], filters: tuple[str, ...]) -> None:
+        """Do the work of one step, as it is recorded."""
         from spmd_rl.kernels.attention.decode_inputs_triton import decode_inputs
         from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs
 
-        now = decode_inputs(
-            self._newest,
+        batch = decode_inputs(
+            self._newest_tokens,
             inputs["rows"],
             inputs["positions"],
             inputs["answer_starts"],
@@ -125,46 +152,43 @@ class DecodeGraphs:
             self._cache.page_size,
         )
         attend = PagedAttention.decode(
-            self._cache, pages=inputs["pages"], num_keys=now.num_keys, slots=now.slots
+            self._cache, pages=inputs["pages"], num_keys=batch.num_keys, slots=batch.slots
         )
-        hidden = self._model(now.tokens, now.positions, attend)
-        tokens, logprobs = self._draw(
+        hidden = self._model(batch.tokens, batch.positions, attend)
+        tokens, logprobs = self._sampler(
             self._model.logits(hidden),
             inputs["inv_temperature"],
-            inputs["bases"],
-            now.within,
+            inputs["random_bases"],
+            batch.within,
             greedy=inputs["greedy"],
             **{name: inputs[name] for name in filters},
         )
-        host = self._for_host
         decode_outputs(
             tokens,
             logprobs,
             inputs["rows"],
-            self._newest,
-            host.tokens,
-            host.logprobs,
-            inputs["turn"],
+            self._newest_tokens,
+            self._output_buffers.tokens,
+            self._output_buffers.logprobs,
+            inputs["buffer"],
         )
 
-    def record(self, inputs: dict[str, Tensor], filters: tuple[str, ...]) -> torch.cuda.CUDAGraph:
-        return record(lambda: self.step(inputs, filters), self._memory)[0]
 
+class _DecodeGraph:
+    """One graph with the inputs of its batch. `cuda_graph` is set once it is recorded."""
 
-class _Recorded:
-    """One graph with the memory it reads its batch from."""
+    cuda_graph: torch.cuda.CUDAGraph
 
-    def __init__(
-        self, graphs: DecodeGraphs, size: int, width: int, filters: tuple[str, ...]
-    ) -> None:
-        self._state = graphs._rows
+    def __init__(self, table: SequenceTable, size: int, width: int, device: torch.device) -> None:
+        """`width` is the number of pages that a row may have."""
+        self._table = table
         self._width = width
-        fields: Fields = {
-            "turn": ((1,), np.int64),
+        fields: InputFields = {
+            "buffer": ((1,), np.int64),  # of the output; each replay counts it on
             "rows": ((size,), np.int64),
             "positions": ((size,), np.int64),
             "answer_starts": ((size,), np.int64),
-            "bases": ((size,), np.int64),
+            "random_bases": ((size,), np.int64),
             "top_k": ((size,), np.int64),
             "top_p": ((size,), np.float32),
             "min_p": ((size,), np.float32),
@@ -172,37 +196,40 @@ class _Recorded:
             "greedy": ((size,), np.bool_),
             "pages": ((size, width), np.int32),
         }
-        self._batch: tuple[bytes, ...] = ()
-        self._staged = GraphInputs(fields, graphs.device)
-        self._upload(np.zeros(0, dtype=np.int64), graphs.turn)
-        self._graph = graphs.record(self._staged.tensors, filters)
+        self._uploaded: tuple[bytes, ...] = ()
+        self.inputs = GraphInputs(fields, device)
 
-    def forget(self) -> None:
-        """What was uploaded is out of date."""
-        self._batch = ()
+    def invalidate_inputs(self) -> None:
+        """Make the next replay upload its inputs."""
+        self._uploaded = ()
 
-    def replay(self, rows: NDArray[np.int64], turn: int) -> None:
-        state = self._state
-        batch = (rows.tobytes(), state.ticket[rows].tobytes(), state.num_pages[rows].tobytes())
-        if batch != self._batch:
-            self._upload(rows, turn)
-            self._batch = batch
-        self._graph.replay()
+    def replay(self, rows: NDArray[np.int64], buffer: int) -> None:
+        """Queue a step of `rows`; `buffer` counts the output buffers."""
+        table = self._table
+        batch = (
+            rows.tobytes(),
+            table.sequence_id[rows].tobytes(),
+            table.num_pages[rows].tobytes(),
+        )
+        if batch != self._uploaded:
+            self.upload(rows, buffer)
+            self._uploaded = batch
+        self.cuda_graph.replay()
 
-    def _upload(self, rows: NDArray[np.int64], turn: int) -> None:
-        state = self._state
-        pages = state.pages[rows, : self._width]
-        columns: dict[str, NDArray[Any]] = {
-            "turn": np.array([turn]),
+    def upload(self, rows: NDArray[np.int64], buffer: int) -> None:
+        table = self._table
+        pages = table.pages[rows, : self._width]
+        arrays: dict[str, NDArray[Any]] = {
+            "buffer": np.array([buffer]),
             "rows": rows,
-            "positions": state.length[rows] - 1,
-            "answer_starts": state.prompt_length[rows],
-            "bases": state.bases(rows),
-            "top_k": state.top_k[rows],
-            "top_p": state.top_p[rows],
-            "min_p": state.min_p[rows],
-            "inv_temperature": state.inv_temperature[rows],
-            "greedy": state.greedy[rows],
+            "positions": table.length[rows] - 1,
+            "answer_starts": table.prompt_length[rows],
+            "random_bases": table.random_bases(rows),
+            "top_k": table.top_k[rows],
+            "top_p": table.top_p[rows],
+            "min_p": table.min_p[rows],
+            "inv_temperature": table.inv_temperature[rows],
+            "greedy": table.greedy[rows],
             "pages": np.pad(pages, ((0, 0), (0, self._width - pages.shape[1]))),
         }
-        self._staged.upload(columns, {"rows": state.num_rows, "inv_temperature": 1, "top_p": 1})
+        self.inputs.upload(arrays, {"rows": table.num_rows, "inv_temperature": 1, "top_p": 1})

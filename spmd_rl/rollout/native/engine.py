@@ -1,59 +1,56 @@
-"""The native engine: a step schedules, runs the model over paged KV, and draws a token for each row
-that is ready.
-"""
+"""The native engine: each step is scheduled, run over paged KV, and its new tokens collected."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
+from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
-from spmd_rl.offload.elastic import ElasticMemory
-from spmd_rl.offload.host import HostMemory
-from spmd_rl.rollout.engine import NativeEngineConfig, Request, RequestOutput
-from spmd_rl.rollout.native.admission import Admission
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, StepOutput
 from spmd_rl.rollout.native.auto_sizes import choose_sizes
-from spmd_rl.rollout.native.decode_graphs import Draw
-from spmd_rl.rollout.native.model_runner import Drawn, ModelRunner
+from spmd_rl.rollout.native.decode_graphs import Sampler
+from spmd_rl.rollout.native.kv_memory import KvMemory
+from spmd_rl.rollout.native.model_runner import ModelRunner, SampledTokens
 from spmd_rl.rollout.native.pages import PagePool
+from spmd_rl.rollout.native.request_validator import RequestValidator
 from spmd_rl.rollout.native.scheduler import Scheduler
 from spmd_rl.rollout.native.sequence_table import SequenceTable
-from spmd_rl.rollout.native.stop import StopStrings
+from spmd_rl.rollout.native.step_plan import StepPlan
+from spmd_rl.rollout.native.stop_checker import StopChecker
 from spmd_rl.types.samples import FinishReason, Sample
 from spmd_rl.weights.local_tensors import LocalTensors
 
 NO_WEIGHTS = (
-    "the engine has no weights of a known version: push one to it, or give it a model folder that has some (if it "
-    "shares its trainer's memory, push after every train step, or link them with alias=False)"
+    "the engine has no weights of a known version: push one to it, or give it a model folder that "
+    "has some (if it shares its trainer's memory, push after every train step, or link them with "
+    "alias=False)"
 )
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A step under way: `drawn` goes to `rows`, if they still hold the sequences of `tickets`."""
+class InFlightStep:
+    """A step that was launched: `sampled` belongs to `rows`, if they still hold these sequences."""
 
     rows: NDArray[np.int64]
-    tickets: NDArray[np.int64]
+    sequence_ids: NDArray[np.int64]
     version: int
-    drawn: Drawn
+    sampled: SampledTokens
 
 
 class NativeEngine:
-    """See `rollout.engine.Engine`. `decode` turns tokens into text; only stop strings need it.
-    `draw` chooses tokens.
+    """Implements `rollout.engine.Engine`.
 
-    Where decoding is recorded in graphs, a step is launched before the tokens of the last one are
-    looked at: `step` returns one step late, and a sequence that ends by a token computes one more,
-    which is dropped.
+    `decode` turns tokens into text, which only stop strings need. `sampler` draws tokens from
+    logits. If decoding is recorded in graphs, scheduling is asynchronous: a step is launched before
+    the host has the tokens of the last one. Then `step` returns one step late, and a sequence that
+    ends by a token computes one more, which is dropped.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class NativeEngine:
         device: torch.device,
         *,
         decode: Callable[[tuple[int, ...]], str] | None = None,
-        draw: Draw = sample_and_score,
+        sampler: Sampler = sample_and_score,
         reserved_bytes: int = 0,
     ) -> None:
         self.model = model
@@ -73,129 +70,80 @@ class NativeEngine:
         self.device = device
         self.version: int | None = None
         backend = attention_backend(spec.head_dim, sizes.dtype, device)
-        self._ahead = cfg.cuda_graphs and backend.fits_cuda_graphs
-        self.rows = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
+        self._async_scheduling = cfg.cuda_graphs and backend.fits_cuda_graphs
+        self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
-            self.rows,
+            self.table,
             PagePool(sizes.num_pages),
             max_step_tokens=sizes.max_step_tokens,
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
-            apart=self._ahead,
+            separate_prefill=self._async_scheduling,
         )
-        if self._ahead:
+        if self._async_scheduling:
             model.lay_out_projections()
-        self._draw = draw
-        self._decode = lru_cache(maxsize=1 << 16)(decode) if decode else None
-        self._live: dict[tuple[int, int], StopStrings | None] = {}
-        self._admission = Admission(spec, room=sizes.num_pages * sizes.page_size)
+        self._sampler = sampler
+        self._stop_checker = StopChecker(self.table, decode)
+        self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_pages * sizes.page_size)
         self._num_steps = 0
         self._num_generated = 0
-        self._steps: ModelRunner | None = None
-        self._memory: ElasticMemory | HostMemory | None = None
-        self._in_flight: _Launched | None = None
+        self._kv_memory = KvMemory(device)
+        self._runner: ModelRunner | None = None
+        self._in_flight: InFlightStep | None = None
         self.wake()
 
     @property
     def has_work(self) -> bool:
-        return bool(self._live)
+        return self._stop_checker.num_requests > 0
 
     def submit(self, request: Request) -> None:
-        self._admission.check(request)
-        if (request.uid, request.index) in self._live:
-            raise SpmdError(
-                f"prompt {request.uid}, sample {request.index} is in the engine already"
-            )
-        self._live[request.uid, request.index] = self._stop_strings(request)
+        self._validator.check(request)
+        self._stop_checker.add(request)
         self.scheduler.add(request)
 
     @torch.inference_mode()
-    def step(self) -> RequestOutput:
-        steps, version = self._ready()
+    def step(self) -> StepOutput:
+        runner, version = self._check_ready()
         try:
-            launched = self._launch(steps, version)
-            if self._ahead:
+            launched = self._schedule_and_launch(runner, version)
+            if self._async_scheduling:
                 launched, self._in_flight = self._in_flight, launched
-            progress = self._collect(launched)
+            output = self._collect(launched)
         except BaseException:
-            self._start_afresh()
+            self._reset()
             raise
-        if not self._live:
-            self._in_flight = None  # drew for sequences that turned out to have ended
-        return progress
+        if not self.has_work:
+            self._in_flight = None  # it sampled for sequences that have ended meanwhile
+        return output
 
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
         return [self._end(request, "abort") for request in self.scheduler.abort(uid, index)]
 
     def new_version(self, version: int) -> None:
         self.version = version
-        if self._ahead:
+        if self._async_scheduling:
             self.model.join_projections()
-        self.scheduler.forget(version)
+        self.scheduler.discard_kv(version)
 
     def outdate(self) -> None:
         self.version = None
 
     def sleep(self) -> None:
-        self.scheduler.forget(self.version or 0)
+        self.scheduler.discard_kv(self.version or 0)
         self._in_flight = None
-        if self._memory is not None:
-            self._memory.unmap()
+        self._kv_memory.unmap()
 
     def wake(self) -> None:
         try:
-            self._take_memory()
+            if self._runner is None:
+                self._runner = self._new_runner()
+            else:
+                self._kv_memory.map()
         except ResidencyError as error:
             advice = "a lower engine.num_pages or engine.memory_fraction asks for less"
             raise ResidencyError(
                 f"no room for pages of keys and values: {error}; {advice}"
             ) from error
-
-    def _take_memory(self) -> None:
-        if self._steps is None:
-            cache = self._new_cache()
-            self._steps = ModelRunner(
-                self.model, cache, self.rows, self.device, graphs=self._ahead, draw=self._draw
-            )
-        elif self._memory is not None and not self._memory.is_mapped:
-            self._memory.map()
-            if self._memory.bytes.is_cuda:
-                self._memory.bytes.zero_()
-
-    def _start_afresh(self) -> None:
-        """After a step that failed: pages that it promised may be unwritten, or hold NaN that
-        outlives their tokens.
-        """
-        self.sleep()
-        if isinstance(self._memory, HostMemory):
-            self._steps = self._memory = None
-        self.wake()
-
-    @property
-    def _is_awake(self) -> bool:
-        return self._memory is not None and self._memory.is_mapped
-
-    def _new_cache(self) -> KvCache:
-        spec = self.spec
-        return KvCache(
-            num_layers=spec.num_layers,
-            num_pages=self.sizes.num_pages,
-            page_size=self.sizes.page_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=self.sizes.dtype,
-            device=self.device,
-            allocate=self._elastic,
-            split=self.cfg.attention_split,
-        )
-
-    def _elastic(self, num_bytes: int) -> Tensor:
-        """Memory that keeps its address while the engine sleeps, for the graphs recorded over it."""
-        if self.device.type == "cpu":
-            self._memory = HostMemory(num_bytes)
-            return self._memory.bytes
-        self._memory = ElasticMemory(num_bytes, self.device)
-        return self._memory.bytes.zero_()
 
     def weights(self) -> LocalTensors:
         return LocalTensors.whole(dict(self.model.named_parameters()))
@@ -204,6 +152,7 @@ class NativeEngine:
         return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
 
     def stats(self) -> dict[str, int]:
+        runner = self._runner
         return {
             "num_steps": self._num_steps,
             "num_generated_tokens": self._num_generated,
@@ -211,78 +160,101 @@ class NativeEngine:
             "num_waiting": len(self.scheduler.waiting),
             "num_pages": self.sizes.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
-            "num_graphs": self._steps.num_graphs if self._steps else 0,
-            "kv_bytes": self._steps.cache.num_bytes if self._steps and self._is_awake else 0,
+            "num_graphs": runner.num_graphs if runner else 0,
+            "kv_bytes": runner.cache.num_bytes if runner and self._kv_memory.is_mapped else 0,
             **asdict(self.scheduler.counters),
         }
 
-    def _ready(self) -> tuple[ModelRunner, int]:
-        if self._steps is None or not self._is_awake:
+    def _new_runner(self) -> ModelRunner:
+        cache = KvCache(
+            num_layers=self.spec.num_layers,
+            num_pages=self.sizes.num_pages,
+            page_size=self.sizes.page_size,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            dtype=self.sizes.dtype,
+            device=self.device,
+            allocate=self._kv_memory.allocate,
+            split=self.cfg.attention_split,
+        )
+        return ModelRunner(
+            self.model,
+            cache,
+            self.table,
+            self.device,
+            graphs=self._async_scheduling,
+            sampler=self._sampler,
+        )
+
+    def _reset(self) -> None:
+        """Clear all K/V after a step that failed.
+
+        Pages that it published may be unwritten, or hold NaN that outlives their tokens.
+        """
+        self.sleep()
+        if self.device.type == "cpu":  # there, sleeping memory may keep its content
+            self._runner = None
+            self._kv_memory.free()
+        self.wake()
+
+    def _check_ready(self) -> tuple[ModelRunner, int]:
+        if self._runner is None or not self._kv_memory.is_mapped:
             raise ResidencyError("the engine is asleep: wake it before it generates")
         if self.version is None:
             raise SpmdError(NO_WEIGHTS)
-        return self._steps, self.version
+        return self._runner, self.version
 
-    def _stop_strings(self, request: Request) -> StopStrings | None:
-        if not request.sampling.stop:
-            return None
-        if self._decode is None:
-            raise ConfigError("stop strings need a tokenizer, and this engine was given none")
-        stop = StopStrings(request.sampling.stop, self._decode)
-        for token in request.tokens.tolist():
-            stop.push(token)
-        return stop
-
-    def _launch(self, steps: ModelRunner, version: int) -> _Launched | None:
+    def _schedule_and_launch(self, runner: ModelRunner, version: int) -> InFlightStep | None:
         """Queue the next step, if there is work for one."""
         plan = self.scheduler.schedule()
         if not len(plan.rows):
             return None
-        ready = self.scheduler.ready(plan)
-        drawn = steps.launch(plan, ready)
-        self.scheduler.computed(plan)
-        rows = plan.rows[ready]
-        self.rows.promise(rows)
-        self._num_steps += 1
-        return _Launched(rows, self.rows.ticket[rows], version, drawn)
+        return self._launch(plan, self.scheduler.rows_to_sample(plan), runner, version)
 
-    def _collect(self, launched: _Launched | None) -> RequestOutput:
-        """Take in what a step drew, for those of its rows that still hold the sequence it drew for."""
-        if launched is None:
+    def _launch(
+        self, plan: StepPlan, samples: NDArray[np.bool_], runner: ModelRunner, version: int
+    ) -> InFlightStep:
+        sampled = runner.launch(plan, samples)
+        self.scheduler.mark_computed(plan)
+        rows = plan.rows[samples]
+        self.table.add_pending(rows)
+        self._num_steps += 1
+        return InFlightStep(rows, self.table.sequence_id[rows], version, sampled)
+
+    def _collect(self, step: InFlightStep | None) -> StepOutput:
+        """Write what `step` sampled to the table, for rows that still hold the same sequences."""
+        if step is None:
             nothing = np.zeros(0, np.int64)
-            return RequestOutput(nothing, nothing, nothing, np.zeros(0, np.float32), finished=[])
-        tokens, logprobs = launched.drawn.arrays()
-        stayed = self.rows.ticket[launched.rows] == launched.tickets
-        rows, tokens, logprobs = launched.rows[stayed], tokens[stayed], logprobs[stayed]
+            return StepOutput(nothing, nothing, nothing, np.zeros(0, np.float32), finished=[])
+        tokens, logprobs = step.sampled.wait()
+        is_same = self.table.sequence_id[step.rows] == step.sequence_ids
+        rows, tokens, logprobs = step.rows[is_same], tokens[is_same], logprobs[is_same]
         self._check_logprobs(rows, logprobs)
-        self.rows.fulfil(rows, tokens, logprobs, launched.version)
+        self.table.write_sampled(rows, tokens, logprobs, step.version)
         self._num_generated += len(rows)
-        uids, indices = self.rows.uid[rows], self.rows.index[rows]
-        return RequestOutput(uids, indices, tokens, logprobs, finished=self._finish(rows, tokens))
+        uids, indices = self.table.uid[rows], self.table.index[rows]
+        return StepOutput(uids, indices, tokens, logprobs, finished=self._finish(rows, tokens))
 
     def _check_logprobs(self, rows: NDArray[np.int64], logprobs: NDArray[np.float32]) -> None:
-        broken = rows[np.isnan(logprobs)]
-        if len(broken):
-            row, state = broken[0], self.rows
-            position = state.known(broken)[0] - state.prompt_length[row]
-            where = f"prompt {state.uid[row]}, sample {state.index[row]}, response token {position}"
+        nan_rows = rows[np.isnan(logprobs)]
+        if len(nan_rows):
+            row, table = nan_rows[0], self.table
+            position = table.host_length(nan_rows)[0] - table.prompt_length[row]
+            where = f"prompt {table.uid[row]}, sample {table.index[row]}, response token {position}"
             raise SpmdError(f"weights version {self.version} give NaN logits: {where}")
 
     def _finish(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> list[Sample]:
-        """Let go of the rows whose newest token was their last."""
-        stopped = (self.rows.stop_ids[rows] == tokens[:, None]).any(axis=1)
-        if any(self._live.values()):
-            names = zip(self.rows.uid[rows].tolist(), self.rows.index[rows].tolist(), strict=True)
-            for order, (name, token) in enumerate(zip(names, tokens.tolist(), strict=True)):
-                stop = self._live[name]
-                if stop is not None and stop.push(token):
-                    stopped[order] = True
-        over = stopped | (self.rows.known(rows) == self.rows.limit[rows])
-        if not over.any():
+        """Remove the rows whose newest token was their last, and return their samples."""
+        stopped = self._stop_checker.stopped(rows, tokens)
+        ended = stopped | (self.table.host_length(rows) == self.table.max_length[rows])
+        if not ended.any():
             return []
-        ended = zip(self.scheduler.leave(rows[over].tolist()), stopped[over].tolist(), strict=True)
-        return [self._end(request, "stop" if by_token else "length") for request, by_token in ended]
+        requests = self.scheduler.remove(rows[ended].tolist())
+        return [
+            self._end(request, "stop" if by_token else "length")
+            for request, by_token in zip(requests, stopped[ended].tolist(), strict=True)
+        ]
 
     def _end(self, request: Request, finish: FinishReason) -> Sample:
-        del self._live[request.uid, request.index]
+        self._stop_checker.remove(request)
         return request.sample(finish)

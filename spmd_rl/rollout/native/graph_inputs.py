@@ -1,4 +1,4 @@
-"""What a recorded graph reads of the host."""
+"""Inputs of a recorded graph: arrays in one piece of device memory, which one copy fills."""
 
 from __future__ import annotations
 
@@ -13,41 +13,45 @@ from torch import Tensor
 
 ALIGN_BYTES = 16
 
-Fields = Mapping[str, tuple[tuple[int, ...], type]]
+InputFields = Mapping[str, tuple[tuple[int, ...], type]]
 
 
 class GraphInputs:
-    """Arrays that a recorded graph reads, in one piece of device memory that one copy fills.
+    """The arrays that a recorded graph reads.
 
-    `fields` gives each array's shape and type; `tensors` are theirs on the device, zero at first.
+    `fields` gives each array's shape and dtype. `tensors` are the arrays on the device, zero at
+    first.
     """
 
-    def __init__(self, fields: Fields, device: torch.device) -> None:
+    def __init__(self, fields: InputFields, device: torch.device) -> None:
         self._fields = fields
-        num_bytes = sum(_aligned(shape, dtype) for shape, dtype in fields.values())
+        num_bytes = sum(_aligned_bytes(shape, dtype) for shape, dtype in fields.values())
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.tensors = self._parts(self._memory)
+        self.tensors = self._views(self._memory)
 
     def upload(self, arrays: Mapping[str, NDArray[Any]], padding: Mapping[str, float]) -> None:
-        """Queue a copy of `arrays` [n, ...] to the front of their fields; the rest of each gets its
-        padding, else 0.
-        """
-        staged = torch.empty(len(self._memory), dtype=torch.uint8, pin_memory=True)
-        for name, part in self._parts(staged).items():
-            host, count = part.numpy(), len(arrays[name])
-            host[:count] = arrays[name]
-            host[count:] = padding.get(name, 0)
-        self._memory.copy_(staged, non_blocking=True)
+        """Queue a copy of `arrays` [n, ...] to the front of their fields.
 
-    def _parts(self, memory: Tensor) -> dict[str, Tensor]:
-        parts, start = {}, 0
+        The rest of each field gets its value in `padding`, or 0.
+        """
+        staging = torch.empty(len(self._memory), dtype=torch.uint8, pin_memory=True)
+        for name, view in self._views(staging).items():
+            field, count = view.numpy(), len(arrays[name])
+            field[:count] = arrays[name]
+            field[count:] = padding.get(name, 0)
+        self._memory.copy_(staging, non_blocking=True)
+
+    def _views(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return a typed view of `memory` for each field."""
+        views, start = {}, 0
         for name, (shape, dtype) in self._fields.items():
             size = prod(shape) * np.dtype(dtype).itemsize
             typed = memory[start : start + size].view(torch.from_numpy(np.empty(0, dtype)).dtype)
-            parts[name] = typed.view(shape)
-            start += _aligned(shape, dtype)
-        return parts
+            views[name] = typed.view(shape)
+            start += _aligned_bytes(shape, dtype)
+        return views
 
 
-def _aligned(shape: tuple[int, ...], dtype: type) -> int:
-    return -(-prod(shape) * np.dtype(dtype).itemsize // ALIGN_BYTES) * ALIGN_BYTES
+def _aligned_bytes(shape: tuple[int, ...], dtype: type) -> int:
+    num_bytes = prod(shape) * np.dtype(dtype).itemsize
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,8 +1,7 @@
-"""Steps of prompts as CUDA graphs: a few hundred tokens take the GPU less time than their launches
-take the host.
+"""Prefill steps as CUDA graphs: a few hundred tokens run faster than the host can launch them.
 
-A graph has room for so many tokens in so many sequences. Tokens that no sequence fills are padding,
-which nobody attends to and whose K/V is written nowhere; what is computed for them is dropped.
+A graph has room for a number of tokens in a number of sequences. Unused room is padding: nobody
+attends to it, its K/V is written nowhere, and its results are dropped.
 """
 
 from __future__ import annotations
@@ -10,26 +9,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.native.graph_inputs import Fields, GraphInputs
+from spmd_rl.rollout.native.graph_inputs import GraphInputs, InputFields
 
-SIZES = (256, 512, 1024, 2048)  # tokens; above, launching is the smaller part
+# Numbers of tokens. Longer steps take the GPU longer than their launches take the host.
+PREFILL_SIZES = (256, 512, 1024, 2048)
 TOKENS_PER_SEQUENCE = 16
-NOWHERE = -1
+NO_SLOT = -1
 
 
-class Chunks(NamedTuple):
-    """New tokens of several sequences, laid end to end, with their positions and their slots in the
-    cache.
+class PrefillChunks(NamedTuple):
+    """New tokens of several sequences, end to end, with their positions and slots in the cache.
 
-    Shape: tokens, positions and slots [T] int64; starts, lengths [B] and pages [B, P] int64: tokens
-    in the cache before, new ones, and the pages of the sequence, of which a table's entries past it
-    may hold anything.
+    Sequence b has `starts[b]` tokens in the cache before, and `lengths[b]` new ones.
+    Entries of `pages` past a sequence's own pages may hold anything.
+    Shape: tokens, positions and slots [T]; starts, lengths [B]; pages [B, P]; all int64.
     """
 
     tokens: NDArray[np.int64]
@@ -46,36 +46,43 @@ class PrefillGraphs:
     def __init__(
         self, model: CausalLM, cache: KvCache, max_pages: int, memory: GraphMemory
     ) -> None:
-        """`max_pages` is how many pages a sequence may have."""
+        """`max_pages` is the number of pages that a sequence may have."""
         self._model = model
         self._cache = cache
         self._max_pages = max_pages
         self._memory = memory
-        self._recorded: dict[int, _Recorded] = {}
+        self._graphs: dict[int, _PrefillGraph] = {}
 
     @property
     def num_recorded(self) -> int:
-        return len(self._recorded)
+        return len(self._graphs)
 
-    def hidden(self, chunks: Chunks) -> Tensor | None:
-        """Queue the tokens and return their hidden states [T', C], T' >= T, or None where no graph
-        has the room.
+    def hidden_states(self, chunks: PrefillChunks) -> Tensor | None:
+        """Queue the tokens and return their hidden states, or None if no graph has the room.
 
-        They are valid until the next launch of any graph. Where a sequence has several splits, no
-        graph has the room.
+        No graph has room for a sequence with several attention splits. The result is valid until
+        the next launch of any graph.
+        Shape: returns [T', C], T' >= T.
         """
         if 0 < self._cache.split < (chunks.starts + chunks.lengths).max():
             return None
         num_tokens = max(len(chunks.tokens), len(chunks.lengths) * TOKENS_PER_SEQUENCE)
-        size = next((size for size in SIZES if num_tokens <= size), None)
+        size = next((size for size in PREFILL_SIZES if num_tokens <= size), None)
         if size is None:
             return None
-        if size not in self._recorded:
-            self._recorded[size] = _Recorded(self, size, chunks)
-        return self._recorded[size].replay(chunks)
+        if size not in self._graphs:
+            self._graphs[size] = self._record(size, chunks)
+        return self._graphs[size].replay(chunks)
 
-    def compute(self, inputs: dict[str, Tensor]) -> Tensor:
-        """The work of one step, as it is recorded."""
+    def _record(self, size: int, chunks: PrefillChunks) -> _PrefillGraph:
+        graph = _PrefillGraph(size, self._max_pages, self._cache.data.device)
+        graph.upload(chunks)
+        inputs = graph.inputs.tensors
+        graph.cuda_graph, graph.hidden_states = record(lambda: self._compute(inputs), self._memory)
+        return graph
+
+    def _compute(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Do the work of one step, as it is recorded."""
         attend = PagedAttention.prefill(
             self._cache,
             pages=inputs["pages"],
@@ -86,39 +93,42 @@ class PrefillGraphs:
         return self._model(inputs["tokens"], inputs["positions"], attend)
 
 
-class _Recorded:
-    """One graph with the memory it reads its chunks from."""
+class _PrefillGraph:
+    """One graph with the inputs of its chunks.
 
-    def __init__(self, graphs: PrefillGraphs, size: int, first: Chunks) -> None:
-        self._max_pages = graphs._max_pages
+    `cuda_graph` and `hidden_states` are set once it is recorded.
+    """
+
+    cuda_graph: torch.cuda.CUDAGraph
+    hidden_states: Tensor
+
+    def __init__(self, size: int, max_pages: int, device: torch.device) -> None:
+        self._max_pages = max_pages
         batch = size // TOKENS_PER_SEQUENCE
-        fields: Fields = {
+        fields: InputFields = {
             "tokens": ((size,), np.int64),
             "positions": ((size,), np.int64),
             "slots": ((size,), np.int64),
-            "pages": ((batch, self._max_pages), np.int32),
+            "pages": ((batch, max_pages), np.int32),
             "num_keys": ((batch,), np.int32),
             "bounds": ((batch + 1,), np.int32),
         }
-        self._staged = GraphInputs(fields, graphs._cache.data.device)
-        self._upload(first)
-        self._graph, self._hidden = record(
-            lambda: graphs.compute(self._staged.tensors), graphs._memory
-        )
+        self.inputs = GraphInputs(fields, device)
 
-    def replay(self, chunks: Chunks) -> Tensor:
-        self._upload(chunks)
-        self._graph.replay()
-        return self._hidden
+    def replay(self, chunks: PrefillChunks) -> Tensor:
+        self.upload(chunks)
+        self.cuda_graph.replay()
+        return self.hidden_states
 
-    def _upload(self, chunks: Chunks) -> None:
+    def upload(self, chunks: PrefillChunks) -> None:
         num_tokens = len(chunks.tokens)
+        missing_columns = self._max_pages - chunks.pages.shape[1]
         arrays = {
             "tokens": chunks.tokens,
             "positions": chunks.positions,
             "slots": chunks.slots,
-            "pages": np.pad(chunks.pages, ((0, 0), (0, self._max_pages - chunks.pages.shape[1]))),
+            "pages": np.pad(chunks.pages, ((0, 0), (0, missing_columns))),
             "num_keys": chunks.starts + chunks.lengths,
             "bounds": np.array([0, *np.cumsum(chunks.lengths)]),
         }
-        self._staged.upload(arrays, {"slots": NOWHERE, "bounds": num_tokens})
+        self.inputs.upload(arrays, {"slots": NO_SLOT, "bounds": num_tokens})

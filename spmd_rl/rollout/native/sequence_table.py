@@ -1,7 +1,6 @@
-"""The running sequences, as arrays: one row each, so that a step costs a few numpy calls however
-many run.
+"""The running sequences as arrays, one row each: a step takes a few numpy calls for all of them.
 
-A sequence that leaves, for whatever reason, leaves as the `Request` that would resume it.
+A sequence that is removed, for whatever reason, becomes the `Request` that would resume it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,20 @@ from spmd_rl.rollout.engine import ALL_TOKENS, Request
 
 NO_STOP_ID = -1
 SHARED_PAGE = -1
+NO_SEQUENCE = 0
+_COUNTS = (
+    "num_pages",
+    "num_published_pages",
+    "prompt_length",
+    "length",
+    "num_pending",
+    "num_computed",
+    "max_length",
+)
 _STATE = np.dtype(
     [
-        *(
-            (name, np.int64)
-            for name in ("uid", "index", "ticket", "seed", "top_k", "num_pages", "published")
-        ),
-        *((name, np.int64) for name in ("prompt_length", "length", "pending", "computed", "limit")),
+        *((name, np.int64) for name in ("uid", "index", "sequence_id", "seed", "top_k")),
+        *((name, np.int64) for name in _COUNTS),
         *((name, np.float32) for name in ("inv_temperature", "top_p", "min_p")),
         ("greedy", np.bool_),
     ]
@@ -32,21 +38,22 @@ _STATE = np.dtype(
 
 
 class Fork(NamedTuple):
-    """`row` goes on from the prompt of row `leader`, on page `last_page`, or on the leader's where
-    that is full.
+    """`row` continues the prompt of row `parent`.
+
+    It has a last page of its own, or shares all pages if the prompt ends with a page.
     """
 
     row: int
-    leader: int
+    parent: int
     last_page: int = SHARED_PAGE
 
 
 class SequenceTable:
     """At most `num_rows` sequences of at most `max_tokens` tokens.
 
-    `length` counts a row's tokens, of which the last `pending` are promised: drawn by a step that
-    is under way, and not known here yet. `computed` counts those whose K/V is in the cache; the row
-    ends at length `limit`. `ticket` tells a row's present sequence from earlier ones.
+    `length` counts a row's tokens. The last `num_pending` of them are being sampled by steps in
+    flight, and the host does not have them yet. `num_computed` tokens have K/V in the cache. A
+    sequence ends at `max_length`. `sequence_id` differs between all sequences that a row ever had.
     Shape: `tokens`, `logprobs`, `versions` [num_rows, max_tokens], prompt first (its log-probs and
     versions are unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
     """
@@ -57,7 +64,7 @@ class SequenceTable:
         self.max_tokens = max_tokens
         self.requests: list[Request | None] = [None] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
-        self._tickets = count(1)
+        self._sequence_ids = count(NO_SEQUENCE + 1)
 
         def column(dtype: type, *width: int) -> NDArray[Any]:
             return np.zeros((num_rows, *width), dtype=dtype)
@@ -68,16 +75,16 @@ class SequenceTable:
         self.pages = column(np.int64, -(-max_tokens // page_size))
         self.stop_ids = column(np.int32, 1)
         self._state = np.zeros(num_rows, _STATE)
-        # numpy copies records field by field
-        self._bytes = self._state.view(np.uint8).reshape(num_rows, -1)
+        # numpy copies records field by field, so forks copy their bytes instead.
+        self._state_bytes = self._state.view(np.uint8).reshape(num_rows, -1)
         self.num_pages = self._state["num_pages"]
+        self.num_published_pages = self._state["num_published_pages"]
         self.prompt_length = self._state["prompt_length"]
         self.length = self._state["length"]
-        self.pending = self._state["pending"]
-        self.computed = self._state["computed"]
-        self.published = self._state["published"]
-        self.limit = self._state["limit"]
-        self.ticket = self._state["ticket"]
+        self.num_pending = self._state["num_pending"]
+        self.num_computed = self._state["num_computed"]
+        self.max_length = self._state["max_length"]
+        self.sequence_id = self._state["sequence_id"]
         self.uid = self._state["uid"]
         self.index = self._state["index"]
         self.seed = self._state["seed"]
@@ -91,10 +98,10 @@ class SequenceTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def put(
-        self, request: Request, pages: list[int], computed: int, stop_ids: tuple[int, ...]
+    def add(
+        self, request: Request, pages: list[int], num_computed: int, stop_ids: tuple[int, ...]
     ) -> int:
-        """Give `request` a row; `pages` already hold K/V of its first `computed` tokens."""
+        """Give `request` a row; `pages` already hold K/V of its first `num_computed` tokens."""
         row = self._free.pop()
         prompt, length = len(request.prompt), request.num_tokens
         self.requests[row] = request
@@ -106,16 +113,16 @@ class SequenceTable:
         self.num_pages[row] = len(pages)
         self.prompt_length[row] = prompt
         self.length[row] = length
-        self.pending[row] = 0
-        self.computed[row] = computed
-        self.published[row] = computed // self.page_size
-        self.ticket[row] = next(self._tickets)
-        self.limit[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
+        self.num_pending[row] = 0
+        self.num_computed[row] = num_computed
+        self.num_published_pages[row] = num_computed // self.page_size
+        self.sequence_id[row] = next(self._sequence_ids)
+        self.max_length[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
         self.uid[row], self.index[row] = request.uid, request.index
-        self._put_sampling(row, request, stop_ids)
+        self._write_sampling(row, request, stop_ids)
         return row
 
-    def _put_sampling(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
+    def _write_sampling(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
         sampling = request.sampling
         self.seed[row] = request.seed
         self.inv_temperature[row] = np.float32(1) / np.float32(sampling.scored_temperature)
@@ -132,59 +139,60 @@ class SequenceTable:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
 
     def reserve(self, requests: list[Request]) -> list[int]:
-        """A row for each of `requests`, which `put_forks` will fill."""
+        """Return a row for each of `requests`, which `fill_forks` will fill."""
         rows = [self._free.pop() for _ in requests]
         for row, request in zip(rows, requests, strict=True):
             self.requests[row] = request
         return rows
 
-    def put_forks(self, forks: list[Fork]) -> None:
-        """Give the reserved rows all that their leaders have, but for pages of their own."""
+    def fill_forks(self, forks: list[Fork]) -> None:
+        """Copy the parents' state to the reserved rows, which have last pages of their own."""
         if not forks:
             return
-        rows, leaders, own = np.array(forks, dtype=np.int64).T
+        rows, parents, last_pages = np.array(forks, dtype=np.int64).T
         requests = [request for row in rows.tolist() if (request := self.requests[row]) is not None]
-        length, num_pages = self.length[leaders], self.num_pages[leaders]
-        width, paged = int(length.max()), own != SHARED_PAGE
-        self._bytes[rows] = self._bytes[leaders]
-        self.stop_ids[rows] = self.stop_ids[leaders]
-        self.tokens[rows, :width] = self.tokens[leaders, :width]
-        self.pages[rows, : int(num_pages.max())] = self.pages[leaders, : int(num_pages.max())]
-        self.pages[rows[paged], num_pages[paged] - 1] = own[paged]
-        self.computed[rows] = length
-        self.ticket[rows] = [next(self._tickets) for _ in requests]
+        length, num_pages = self.length[parents], self.num_pages[parents]
+        max_length, max_pages = int(length.max()), int(num_pages.max())
+        own_page = last_pages != SHARED_PAGE
+        self._state_bytes[rows] = self._state_bytes[parents]
+        self.stop_ids[rows] = self.stop_ids[parents]
+        self.tokens[rows, :max_length] = self.tokens[parents, :max_length]
+        self.pages[rows, :max_pages] = self.pages[parents, :max_pages]
+        self.pages[rows[own_page], num_pages[own_page] - 1] = last_pages[own_page]
+        self.num_computed[rows] = length
+        self.sequence_id[rows] = [next(self._sequence_ids) for _ in requests]
         self.uid[rows] = [request.uid for request in requests]
         self.index[rows] = [request.index for request in requests]
 
-    def promise(self, rows: NDArray[np.int64]) -> None:
-        """A step that is under way draws one more token for each of `rows`."""
+    def add_pending(self, rows: NDArray[np.int64]) -> None:
+        """Count one more token of each of `rows`, which a step in flight samples."""
         self.length[rows] += 1
-        self.pending[rows] += 1
+        self.num_pending[rows] += 1
 
-    def fulfil(
+    def write_sampled(
         self,
         rows: NDArray[np.int64],
         tokens: NDArray[np.int64],
         logprobs: NDArray[np.float32],
         version: int,
     ) -> None:
-        """The oldest promised token of each of `rows`."""
-        at = self.known(rows)
-        self.tokens[rows, at] = tokens
-        self.logprobs[rows, at] = logprobs
-        self.versions[rows, at] = version
-        self.pending[rows] -= 1
+        """Write the oldest pending token of each of `rows`, which has reached the host."""
+        position = self.host_length(rows)
+        self.tokens[rows, position] = tokens
+        self.logprobs[rows, position] = logprobs
+        self.versions[rows, position] = version
+        self.num_pending[rows] -= 1
 
-    def known(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many tokens of each of `rows` are known."""
-        return self.length[rows] - self.pending[rows]
+    def host_length(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many tokens of each of `rows` the host has."""
+        return self.length[rows] - self.num_pending[rows]
 
-    def bases(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What the keys of the tokens of `rows` are made from."""
+    def random_bases(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return what the random keys of the tokens of `rows` are made from."""
         return stream_bases(self.seed[rows], self.uid[rows], self.index[rows])
 
-    def filters(self, rows: NDArray[np.int64]) -> tuple[str, ...]:
-        """Those that any of `rows` asks for."""
+    def active_filters(self, rows: NDArray[np.int64]) -> tuple[str, ...]:
+        """Return the names of the filters (top_k, top_p, min_p) that any of `rows` asks for."""
         return tuple(
             name for name, off in ALL_TOKENS.items() if (self._state[name][rows] != off).any()
         )
@@ -193,32 +201,33 @@ class SequenceTable:
         self.pages[row, self.num_pages[row]] = page
         self.num_pages[row] += 1
 
-    def held_pages(self, row: int) -> list[int]:
-        return self.held_by([row])[0]
+    def page_list(self, row: int) -> list[int]:
+        return self.page_lists([row])[0]
 
-    def held_by(self, rows: list[int]) -> list[list[int]]:
-        """The pages of each of `rows`."""
-        nums = self.num_pages[rows].tolist()
-        tables = self.pages[rows, : max(nums, default=0)].tolist()
-        return [pages[:num] for pages, num in zip(tables, nums, strict=True)]
+    def page_lists(self, rows: list[int]) -> list[list[int]]:
+        """Return the pages of each of `rows`."""
+        counts = self.num_pages[rows].tolist()
+        tables = self.pages[rows, : max(counts, default=0)].tolist()
+        return [pages[:num] for pages, num in zip(tables, counts, strict=True)]
 
     def last_page(self, row: int) -> int:
         return int(self.pages[row, self.num_pages[row] - 1])
 
-    def take(self, rows: list[int]) -> list[Request]:
-        """Free `rows` and return their requests, each with all that is known of its answer."""
+    def remove(self, rows: list[int]) -> list[Request]:
+        """Free `rows`; return their requests, each with the answer that the host has of it."""
         index = np.array(rows, dtype=np.int64)
         first = self.prompt_length[index]
-        sizes = self.known(index) - first
-        at = np.repeat(index, sizes), np.repeat(first, sizes) + ranges(sizes)
-        tokens, logprobs, versions = self.tokens[at], self.logprobs[at], self.versions[at]
-        self.ticket[index] = 0
+        sizes = self.host_length(index) - first
+        answers = np.repeat(index, sizes), np.repeat(first, sizes) + ranges(sizes)
+        tokens, logprobs = self.tokens[answers], self.logprobs[answers]
+        versions = self.versions[answers]
+        self.sequence_id[index] = NO_SEQUENCE
         self._free += rows
-        taken, ends = [], accumulate(sizes.tolist(), initial=0)
+        removed, ends = [], accumulate(sizes.tolist(), initial=0)
         for row, (start, end) in zip(rows, pairwise(ends), strict=True):
             old = self.requests[row]
             assert old is not None
             self.requests[row] = None
             answer = tokens[start:end], logprobs[start:end], versions[start:end]
-            taken.append(Request(old.uid, old.index, old.prompt, old.sampling, *answer, old.seed))
-        return taken
+            removed.append(Request(old.uid, old.index, old.prompt, old.sampling, *answer, old.seed))
+        return removed

@@ -1,4 +1,4 @@
-"""What one step is to compute, and the counts that planning keeps."""
+"""The plan of one engine step, as a value, and the rule that shares its token budget."""
 
 from __future__ import annotations
 
@@ -13,52 +13,28 @@ from numpy.typing import NDArray
 class StepPlan:
     """One step: row `rows[b]` computes its tokens `starts[b] : starts[b] + lengths[b]`.
 
-    A row of length 0 forks: the row before it has the same tokens, and computes the last one for
-    both. Page `copies[c][0]` is copied over page `copies[c][1]` before the step, and so are `forks`
-    after it.
+    A row of length 0 is a fork: the row before it has the same tokens and computes the last one for
+    both. `copies_before` and `copies_after` hold pairs (source page, target page), which are copied
+    before and after the step.
     Shape: rows, starts and lengths [B].
     """
 
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    copies: Sequence[tuple[int, int]] = ()
-    forks: Sequence[tuple[int, int]] = ()
-
-
-@dataclass
-class Counters:
-    """Totals since the engine was made. A backlog is what steps leave waiting: how many did, and
-    their running rows.
-    """
-
-    num_submitted: int = 0
-    num_admissions: int = 0
-    num_preemptions: int = 0
-    num_retractions: int = 0
-    num_aborts: int = 0
-    num_partial_chunks: int = 0
-    num_lookup_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_copied_tails: int = 0
-    num_forks: int = 0
-    num_scheduled_tokens: int = 0
-    num_backlog_steps: int = 0
-    num_backlog_rows: int = 0
-
-    def add_backlog(self, num_rows: int) -> None:
-        self.num_backlog_steps += 1
-        self.num_backlog_rows += num_rows
+    copies_before: Sequence[tuple[int, int]] = ()
+    copies_after: Sequence[tuple[int, int]] = ()
 
 
 def share_budget(missing: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """How many of each row's `missing` tokens fit: rows that miss one first, then the others in
-    order.
+    """Return how many of each row's `missing` tokens a budget of tokens covers.
 
+    Rows that miss one token go first, then the others in order.
     Shape: `missing` [B], at least 1 each, with at most `budget` rows that miss one; returns [B].
     """
     decoding = missing == 1
-    rest = np.where(decoding, 0, missing)
-    left = budget - int(decoding.sum())
-    chunks = np.clip(left - (np.cumsum(rest) - rest), 0, rest)
+    prefill = np.where(decoding, 0, missing)
+    prefill_budget = budget - int(decoding.sum())
+    earlier = np.cumsum(prefill) - prefill
+    chunks = np.clip(prefill_budget - earlier, 0, prefill)
     return np.where(decoding, 1, chunks)

@@ -154,14 +154,14 @@ def test_recorded_logprobs_equal_the_training_forward(name: str, page_size: int,
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
     """The sequences that engines have gone on with after a part of their answer."""
-    names, put = set(), SequenceTable.put
+    names, put = set(), SequenceTable.add
 
     def puts(rows: SequenceTable, request: Request, *given: object, **named: object) -> int:
         if len(request.tokens):
             names.add((request.uid, request.index))
         return put(rows, request, *given, **named)
 
-    monkeypatch.setattr(SequenceTable, "put", puts)
+    monkeypatch.setattr(SequenceTable, "add", puts)
     return names
 
 

@@ -93,7 +93,7 @@ def test_the_drawing_op_is_seen_where_no_token_is_drawn_as_recorded(
     folder: Path, case: Case, trainer: TrainerPass
 ) -> None:
     path = mismatch.engine(folder)
-    path.draw = lambda *rest, **filters: (lambda drawn, own: (drawn, own + 1))(
+    path.sampler = lambda *rest, **filters: (lambda drawn, own: (drawn, own + 1))(
         *sample_and_score(*rest, **filters)
     )
     comparison = compare(path, trainer, case)
@@ -264,7 +264,7 @@ def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: Trai
     case = Case(tuple(drawn))
     assert compare(path, trainer, case).findings == ()
     assert path.facts[OWN_DRAWS] == 6 * 40
-    path.draw = _wrong_when_drawn
+    path.sampler = _wrong_when_drawn
     comparison = compare(path, trainer, case)
     assert [
         (one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows

@@ -111,8 +111,10 @@ def fill_up_with(token: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int]
     of_prompts: list[int] = []
 
     def launches(graphs: DecodeGraphs, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        graphs._newest[-1] = token
-        of_decoding.append(min(size for size in graphs._sizes if size >= len(rows)) - len(rows))
+        graphs._newest_tokens[-1] = token
+        of_decoding.append(
+            min(size for size in graphs._batch_sizes if size >= len(rows)) - len(rows)
+        )
         return launch(graphs, rows)
 
     def uploads(
@@ -139,7 +141,9 @@ def test_what_fills_a_step_up_may_be_nan(
     assert sum(count > 0 for count in of_decoding) > 20
     assert sum(count > 0 for count in of_prompts) > 3
     torch.cuda.synchronize()
-    assert engine._steps._decode._for_host.logprobs.isnan().any()  # of rows that nobody has
+    assert (
+        engine._runner._decode_graphs._output_buffers.logprobs.isnan().any()
+    )  # of rows that nobody has
 
 
 def test_control_a_sequence_may_not_be_nan(model: CausalLM, alone: Samples) -> None:
@@ -194,7 +198,7 @@ def test_control_stale_newest_token_is_seen(
     there.
     """
     monkeypatch.setattr(
-        "spmd_rl.rollout.native.decode_graphs.DecodeGraphs.remember",
+        "spmd_rl.rollout.native.decode_graphs.DecodeGraphs.set_newest_tokens",
         lambda self, rows, tokens: None,
     )
     assert unequal(finish(new_engine(model), workload()), alone) > 0

@@ -13,7 +13,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.model_runner import Drawn, ModelRunner
+from spmd_rl.rollout.native.model_runner import ModelRunner, SampledTokens
 from spmd_rl.rollout.native.prefill_graphs import PrefillGraphs
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
 from tests.samples import Samples, finish
@@ -91,27 +91,29 @@ def test_a_step_waits_for_the_one_before(
     engine, launch, arrays = (
         decoding(model, 3, cuda_graphs=cuda_graphs),
         ModelRunner.launch,
-        Drawn.arrays,
+        SampledTokens.wait,
     )
-    launched: list[Drawn] = []
+    launched: list[SampledTokens] = []
     waited_for_newest: list[bool] = []
 
-    def launches(steps: ModelRunner, *plan: object) -> Drawn:
+    def launches(steps: ModelRunner, *plan: object) -> SampledTokens:
         launched.append(launch(steps, *plan))
         return launched[-1]
 
-    def waits(drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:
+    def waits(drawn: SampledTokens) -> tuple[np.ndarray, np.ndarray]:
         waited_for_newest.append(drawn is launched[-1])
         return arrays(drawn)
 
     monkeypatch.setattr(ModelRunner, "launch", launches)
-    monkeypatch.setattr(Drawn, "arrays", waits)
+    monkeypatch.setattr(SampledTokens, "wait", waits)
     for _ in range(10):
         assert len(engine.step().tokens) == 3
     assert waited_for_newest == [not cuda_graphs] * 10
 
 
-@pytest.mark.parametrize(("graphs", "name"), [(DecodeGraphs, "launch"), (PrefillGraphs, "hidden")])
+@pytest.mark.parametrize(
+    ("graphs", "name"), [(DecodeGraphs, "launch"), (PrefillGraphs, "hidden_states")]
+)
 def test_control_a_wait_in_a_step_is_seen(
     model: CausalLM, graphs: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch, swiglu
 from spmd_rl.kernels.linear.cublaslt import Shape, Way
 from spmd_rl.model import network
-from spmd_rl.rollout.native.step_plan import Counters
+from spmd_rl.rollout.native.counters import SchedulerCounters
 from spmd_rl.train import learner
 from spmd_rl.train.metric_sums import MetricSums
 
@@ -41,7 +41,9 @@ def test_a_rollout_has_the_same_long_tail_every_time() -> None:
 
 
 def test_what_the_proof_used_is_counted() -> None:
-    assert set(USED.values()) - {field.name for field in fields(Counters)} == {"num_graphs"}
+    assert set(USED.values()) - {field.name for field in fields(SchedulerCounters)} == {
+        "num_graphs"
+    }
 
 
 @pytest.mark.parametrize(

@@ -73,23 +73,23 @@ def test_control_a_fault_of_drawing_alone_is_found_where_tokens_are_drawn_as_rec
     engine, trainer, drawn
 ) -> None:
     path = engine()
-    path.draw = draw_only
+    path.sampler = draw_only
     assert introduced(path, trainer, drawn) == {LOGPROB: 3 * 12}
 
 
 def test_the_drawing_op_is_seen_where_no_token_is_drawn_as_recorded(engine, trainer, case) -> None:
     path = engine()
-    path.draw = always
+    path.sampler = always
     scored = sum(len(one.response) for one in case.sequences)
     assert introduced(path, trainer, case) == {LOGPROB: scored}
     own = path.facts[OWN_DRAWS]
-    path.draw = draw_only
+    path.sampler = draw_only
     assert own < scored / 4
     assert introduced(path, trainer, case) == ({LOGPROB: own} if own else {})
 
 
 def test_none_of_its_own_draws_is_a_count_too(engine, drawn) -> None:
     path = engine()
-    path.draw = lambda logits, *rest, **filters: (logits.argmin(1), torch.zeros(len(logits)))
+    path.sampler = lambda logits, *rest, **filters: (logits.argmin(1), torch.zeros(len(logits)))
     path.run(drawn, Hashes(drawn.num_rows))
     assert path.facts[OWN_DRAWS] == 0

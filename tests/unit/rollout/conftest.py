@@ -16,7 +16,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request
-from spmd_rl.rollout.native.decode_graphs import Draw
+from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import NativeEngine
 from tests import samples
 from tests.samples import Samples
@@ -72,12 +72,16 @@ def new_engine() -> Callable[..., NativeEngine]:
     def build(
         model: CausalLM,
         decode: Callable[[tuple[int, ...]], str] | None = None,
-        draw: Draw = sample_and_score,
+        sampler: Sampler = sample_and_score,
         **cfg: object,
     ) -> NativeEngine:
         cfg.setdefault("max_step_tokens", max(64, int(cfg.get("max_batch", 16))))
         engine = NativeEngine(
-            model, NativeEngineConfig(**{"max_batch": 16, **cfg}), CPU, decode=decode, draw=draw
+            model,
+            NativeEngineConfig(**{"max_batch": 16, **cfg}),
+            CPU,
+            decode=decode,
+            sampler=sampler,
         )
         engine.new_version(0)
         return engine

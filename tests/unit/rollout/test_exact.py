@@ -17,7 +17,7 @@ import spmd_rl.kernels.attention.blocked as attention
 import spmd_rl.kernels.attention.paged as paged_attention
 from spmd_rl.kernels import sample_and_score
 from spmd_rl.rollout.engine import Request, SamplingConfig
-from spmd_rl.rollout.native import scheduler
+from spmd_rl.rollout.native import admission
 
 FEATURES = (
     "num_preemptions",
@@ -31,7 +31,7 @@ FEATURES = (
 
 
 def workload(seed: int = 5) -> list[Request]:
-    """Short and long prompts, some sharing a prefix, several samples each, a filter here and there."""
+    """Short and long prompts, some with a shared prefix; several samples each, some filtered."""
     rng = np.random.default_rng(7)
     stem = rng.integers(2, 37, 70, np.int32)
     other = np.concatenate([stem[:40], rng.integers(2, 37, 30, np.int32)])
@@ -243,7 +243,9 @@ def test_control_stale_cache_after_a_weight_change_is_seen(
 
 
 def test_control_a_fork_from_another_prompt_is_seen(model, new_engine, finish, alone, monkeypatch):
-    monkeypatch.setattr(scheduler, "_draws_alike", lambda request, first: len(request.prompt) == 17)
+    monkeypatch.setattr(
+        admission, "_are_siblings", lambda request, first: len(request.prompt) == 17
+    )
     assert unequal(finish(new_engine(model), workload()), alone) > 0
 
 
@@ -251,7 +253,7 @@ def test_control_shifted_random_stream_is_seen(model, new_engine, finish, alone)
     def shifted(logits, inv_temperature, bases, positions, **filters):
         return sample_and_score(logits, inv_temperature, bases, positions + 1, **filters)
 
-    assert unequal(finish(new_engine(model, draw=shifted), workload()), alone) > 0
+    assert unequal(finish(new_engine(model, sampler=shifted), workload()), alone) > 0
 
 
 def test_control_another_block_order_is_seen(

@@ -1,4 +1,4 @@
-"""The sizes in which decoding steps are recorded, and the host's side of their turns, with no GPU."""
+"""Host side of the decode graphs, without a GPU: batch sizes and output buffers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ import pytest
 import torch
 
 from spmd_rl.rollout.native import decode_graphs
-from spmd_rl.rollout.native.decode_graphs import TURNS, DecodeGraphs, batch_sizes, table_width
+from spmd_rl.rollout.native.decode_graphs import (
+    NUM_OUTPUT_BUFFERS,
+    DecodeGraphs,
+    batch_sizes,
+    page_table_width,
+)
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 
 
@@ -22,17 +27,17 @@ def test_sizes_end_at_the_largest() -> None:
 
 
 def test_page_tables_hold_whole_splits() -> None:
-    assert table_width(num_pages=3, max_pages=70, split_pages=0) == 70
+    assert page_table_width(num_pages=3, max_pages=70, split_pages=0) == 70
     widths = [
-        table_width(num_pages, max_pages=70, split_pages=16)
+        page_table_width(num_pages, max_pages=70, split_pages=16)
         for num_pages in (1, 16, 17, 32, 33, 64, 65, 70)
     ]
     assert widths == [16, 16, 32, 32, 64, 64, 80, 80]
 
 
-class Pinned:
+class OutputBuffers:
     def __init__(self, num_rows: int) -> None:
-        self.tokens = torch.arange(TURNS * num_rows).view(TURNS, num_rows)
+        self.tokens = torch.arange(NUM_OUTPUT_BUFFERS * num_rows).view(NUM_OUTPUT_BUFFERS, num_rows)
         self.logprobs = -self.tokens.float()
 
 
@@ -43,12 +48,12 @@ class GraphInputs:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def upload(self, columns: dict[str, np.ndarray], padding: object) -> None:
-        self.uploaded.append(int(columns["turn"][0]))
+        self.uploaded.append(int(columns["buffer"][0]))
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
-    monkeypatch.setattr(decode_graphs, "_Pinned", Pinned)
+    monkeypatch.setattr(decode_graphs, "_OutputBuffers", OutputBuffers)
     monkeypatch.setattr(decode_graphs, "GraphInputs", GraphInputs)
     monkeypatch.setattr(
         decode_graphs, "record", lambda work, memory: (SimpleNamespace(replay=lambda: None), None)
@@ -58,19 +63,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     return DecodeGraphs(None, cache, SequenceTable(6, 64, 4), None, None)
 
 
-def test_steps_take_turns_in_the_hosts_memory(graphs: DecodeGraphs) -> None:
-    """A step's place is told to the device whenever its rows are; between, it counts by itself."""
+def test_steps_alternate_between_the_output_buffers(graphs: DecodeGraphs) -> None:
+    """A step's buffer is uploaded with its rows; between uploads, the device counts it on."""
     three, two = np.array([0, 2, 5]), np.array([1, 3])
-    places = [
+    buffers = [
         graphs.launch(rows)[0][0].item() // 6 for rows in (three, three, three, two, two, three)
     ]
-    assert places == [0, 1, 0, 1, 0, 1]
+    assert buffers == [0, 1, 0, 1, 0, 1]
     # each size once as it is recorded, then for three rows first, for two, for three again
     assert GraphInputs.uploaded == [0, 0, 1, 1, 1]
 
 
 def test_graphs_let_go_of_are_gone_without_the_collector(graphs: DecodeGraphs, request) -> None:
-    """What they hold is device memory, and letting go of it late would end a recording under way."""
+    """They hold device memory, and freeing it late would end a recording under way."""
     made = DecodeGraphs(None, graphs._cache, SequenceTable(6, 64, 4), None, None)
     made.launch(np.array([0]))
     gone = weakref.ref(made)

@@ -1,6 +1,4 @@
-"""The page pool: nothing leaks, nothing is held twice, the least recently used idle page goes
-first.
-"""
+"""The page pool: no page leaks, none is allocated twice, the least recently used goes first."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ NUM_PAGES = 6
 
 
 class Pool(RuleBasedStateMachine):
-    """Against a model that keeps, for every holder, the content of each page it believes to hold."""
+    """Compares the pool with a model that keeps the content of each holder's pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,12 +26,12 @@ class Pool(RuleBasedStateMachine):
 
     @rule(content=st.lists(st.integers(0, 1), min_size=1, max_size=4))
     def admit(self, content: list[int]) -> None:
-        """Take the known prefix of `content` (one page each) and fill the rest, if there is room."""
+        """Share the published prefix of `content`, one page each, and fill the rest if it fits."""
         keys: list[bytes] = []
         extend_keys(keys, root_key(0), np.array(content, dtype=np.int32), page_size=1)
-        pages = self.pool.match(keys)
+        pages = self.pool.find_prefix(keys)
         assert [self.content[page] for page in pages] == keys[: len(pages)]
-        self.pool.hold(pages)
+        self.pool.retain(pages)
         if self.pool.num_available < len(keys) - len(pages):
             self.pool.release(pages)
             return
@@ -52,8 +50,8 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.pool.flush()
-        assert not any(self.pool.match([key]) for key in self.content.values())
+        self.pool.forget_prefixes()
+        assert not any(self.pool.find_prefix([key]) for key in self.content.values())
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -82,10 +80,10 @@ def test_least_recently_released_prefix_is_evicted_first_and_its_tail_before_its
     pool.release(a)
     pool.release(b)
     assert [pool.allocate(), pool.allocate()] == [a[1], a[0]]
-    assert pool.match([a1]) == []
-    assert pool.match([b1, b2]) == b
+    assert pool.find_prefix([a1]) == []
+    assert pool.find_prefix([b1, b2]) == b
     assert pool.allocate() == b[1]
-    assert pool.match([b1, b2]) == [b[0]]
+    assert pool.find_prefix([b1, b2]) == [b[0]]
     assert pool.num_evictions == 3
 
 
@@ -94,10 +92,10 @@ def test_holding_an_idle_page_saves_it_from_eviction():
     (a,) = one_page_keys("a")
     pages = fill(pool, a)
     pool.release(pages)
-    pool.hold(pages)
+    pool.retain(pages)
     assert pool.num_available == 1
     assert pool.allocate() != pages[0]
-    assert pool.match([a]) == pages
+    assert pool.find_prefix([a]) == pages
 
 
 def test_an_equal_page_stays_private():
@@ -105,7 +103,7 @@ def test_an_equal_page_stays_private():
     (a,) = one_page_keys("a")
     first, second = fill(pool, a), fill(pool, a)
     pool.release(second)
-    assert pool.match([a]) == first
+    assert pool.find_prefix([a]) == first
     assert pool.num_available == 2
 
 
@@ -114,8 +112,8 @@ def test_flush_forgets_prefixes_but_not_holders():
     a, b = one_page_keys("a", "b")
     held, idle = fill(pool, a), fill(pool, b)
     pool.release(idle)
-    pool.flush()
-    assert pool.match([a]) == pool.match([b]) == []
+    pool.forget_prefixes()
+    assert pool.find_prefix([a]) == pool.find_prefix([b]) == []
     assert pool.num_available == 2
     pool.release(held)
     assert pool.num_available == 3

@@ -120,16 +120,16 @@ def test_the_inverse_of_a_temperature_has_the_trainers_bits():
     """Division in float64, rounded after, gives other bits for many of these, such as 0.12, 0.48
     and 1.7.
     """
-    rows, prompt, others = SequenceTable(1, 8, 4), np.ones(2, np.int32), 0
+    table, prompt, others = SequenceTable(1, 8, 4), np.ones(2, np.int32), 0
     for temperature in (np.arange(1, 201) / 100).tolist():
-        row = rows.put(
+        row = table.add(
             Request(0, 0, prompt, SamplingConfig(temperature=temperature)),
             [0],
-            computed=0,
+            num_computed=0,
             stop_ids=(),
         )
         (expected,) = inverse_temperature(np.array([temperature], np.float32))
-        assert rows.inv_temperature[row] == expected, temperature
+        assert table.inv_temperature[row] == expected, temperature
         others += np.float32(1 / temperature) != expected
-        rows.take([row])
+        table.remove([row])
     assert others > 20

@@ -1,6 +1,4 @@
-"""The scheduler against a cache that remembers, for each slot, the whole token history that its K/V
-stands for.
-"""
+"""The scheduler, against a cache that keeps the whole token history of each slot's K/V."""
 
 from __future__ import annotations
 
@@ -34,8 +32,9 @@ FEATURES = (
 
 
 class FakeRunner:
-    """Carries out plans and checks what the real kernels rely on; `ahead`, it sees a step's tokens
-    one step late.
+    """Runs plans and checks what the real kernels rely on.
+
+    With `ahead`, it collects a step's tokens one step late.
     """
 
     def __init__(
@@ -49,14 +48,14 @@ class FakeRunner:
         ahead=False,
         min_tail=16,
     ) -> None:
-        self.rows = SequenceTable(max_batch, MAX_TOKENS, page_size)
+        self.table = SequenceTable(max_batch, MAX_TOKENS, page_size)
         self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(
-            self.rows,
+            self.table,
             self.pool,
             max_step_tokens=max_step_tokens,
             prefix_cache=prefix_cache,
-            apart=ahead,
+            separate_prefill=ahead,
             min_tail=min_tail,
         )
         self.ahead = ahead
@@ -87,9 +86,9 @@ class FakeRunner:
         assert plan.lengths.sum() <= self.scheduler.max_step_tokens
         assert len(set(plan.rows.tolist())) == len(plan.rows)
         if self.ahead:
-            missing = self.rows.length[plan.rows] - self.rows.computed[plan.rows]
+            missing = self.table.length[plan.rows] - self.table.num_computed[plan.rows]
             assert (missing == 1).all() or (missing > 1).all(), "prompts and decoding share a step"
-        self.copy(plan.copies)
+        self.copy(plan.copies_before)
         work = list(
             zip(plan.rows.tolist(), plan.starts.tolist(), plan.lengths.tolist(), strict=True)
         )
@@ -100,7 +99,7 @@ class FakeRunner:
                 assert slot not in written, "two rows write one slot in one step"
                 written.add(slot)
                 self.slots[slot] = self.history(row, position)
-        self.copy(plan.forks)
+        self.copy(plan.copies_after)
         for (leader, *_), (row, _, length) in pairwise(work):
             assert length or self.sequence(row) == self.sequence(leader), (
                 "a row draws from another's logits"
@@ -110,20 +109,20 @@ class FakeRunner:
                 assert self.slots[self.slot(row, position)] == self.history(row, position), (
                     "a row reads another's K/V"
                 )
-        ready = plan.rows[self.scheduler.ready(plan)]
-        self.scheduler.computed(plan)
+        ready = plan.rows[self.scheduler.rows_to_sample(plan)]
+        self.scheduler.mark_computed(plan)
         self.check_pages()
-        tokens = self.rows.uid[ready] + self.rows.length[ready]
+        tokens = self.table.uid[ready] + self.table.length[ready]
         for row, token in zip(ready.tolist(), tokens.tolist(), strict=True):
             self.sequence(row).append(token)
-        self.rows.promise(ready)
-        self.in_flight.append((ready, self.rows.ticket[ready], tokens))
+        self.table.add_pending(ready)
+        self.in_flight.append((ready, self.table.sequence_id[ready], tokens))
         while len(self.in_flight) > self.ahead:
             self.collect(*self.in_flight.pop(0))
         return plan
 
     def copy(self, pages: Sequence[tuple[int, int]]) -> None:
-        before, size = dict(self.slots), self.rows.page_size
+        before, size = dict(self.slots), self.table.page_size
         assert len({target for _, target in pages}) == len(pages)
         for source, target in pages:
             for offset in range(size):
@@ -131,28 +130,28 @@ class FakeRunner:
                 if source * size + offset in before:
                     self.slots[target * size + offset] = before[source * size + offset]
 
-    def collect(self, rows: np.ndarray, tickets: np.ndarray, tokens: np.ndarray) -> None:
-        stayed = self.rows.ticket[rows] == tickets
+    def collect(self, rows: np.ndarray, sequence_ids: np.ndarray, tokens: np.ndarray) -> None:
+        stayed = self.table.sequence_id[rows] == sequence_ids
         rows, tokens = rows[stayed], tokens[stayed]
-        self.rows.fulfil(rows, tokens, np.zeros(len(rows), np.float32), 0)
+        self.table.write_sampled(rows, tokens, np.zeros(len(rows), np.float32), 0)
         for row in rows.tolist():
-            num_drawn = self.rows.known(row) - self.rows.prompt_length[row]
+            num_drawn = self.table.host_length(row) - self.table.prompt_length[row]
             if (
-                self.rows.known(row) == self.rows.limit[row]
-                or num_drawn == self.stops[int(self.rows.uid[row])]
+                self.table.host_length(row) == self.table.max_length[row]
+                or num_drawn == self.stops[int(self.table.uid[row])]
             ):
-                (request,) = self.scheduler.leave([row])
+                (request,) = self.scheduler.remove([row])
                 self.done[request.uid] = request.tokens.tolist()
 
     def sequence(self, row: int) -> list[int]:
         """All tokens of the row's present sequence, promised ones too."""
-        known = self.rows.tokens[row, : self.rows.length[row]]
-        return self.drawn.setdefault(int(self.rows.ticket[row]), known.tolist())
+        known = self.table.tokens[row, : self.table.length[row]]
+        return self.drawn.setdefault(int(self.table.sequence_id[row]), known.tolist())
 
     def slot(self, row: int, position: int) -> int:
-        page_size = self.rows.page_size
-        assert position // page_size < self.rows.num_pages[row]
-        return int(self.rows.pages[row, position // page_size]) * page_size + position % page_size
+        page_size = self.table.page_size
+        assert position // page_size < self.table.num_pages[row]
+        return int(self.table.pages[row, position // page_size]) * page_size + position % page_size
 
     def history(self, row: int, position: int) -> tuple[int, ...]:
         return tuple(self.sequence(row)[: position + 1])
@@ -160,12 +159,12 @@ class FakeRunner:
     def check_pages(self) -> None:
         """No page is lost, and none is shared that somebody may still write to."""
         holders = Counter(
-            page for row in self.scheduler.running for page in self.rows.held_pages(row)
+            page for row in self.scheduler.running for page in self.table.page_list(row)
         )
         assert self.pool.num_available == self.pool.num_pages - len(holders)
         for row in self.scheduler.running:
-            for order, page in enumerate(self.rows.held_pages(row)):
-                full = (order + 1) * self.rows.page_size <= self.rows.computed[row]
+            for order, page in enumerate(self.table.page_list(row)):
+                full = (order + 1) * self.table.page_size <= self.table.num_computed[row]
                 assert full or holders[page] == 1, "a page is shared while it can be written"
 
     def run(self) -> None:
@@ -193,16 +192,17 @@ def test_any_load_finishes_with_every_page_back():
 
     @settings(max_examples=150)
     @example(
-        requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=6, page_size=4, spare_pages=10, spare_tokens=12,
-        prefix_cache=True, ahead=False, min_tail=16, moves=[],
+        requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=6, page_size=4, spare_pages=10,
+        spare_tokens=12, prefix_cache=True, ahead=False, min_tail=16, moves=[],
     )  # fmt: skip
     @example(
-        requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=3, page_size=8, spare_pages=10, spare_tokens=0,
-        prefix_cache=True, ahead=False, min_tail=3, moves=[],
+        requests=[([0] * 5, 3, 3)], num_samples=3, max_batch=3, page_size=8, spare_pages=10,
+        spare_tokens=0, prefix_cache=True, ahead=False, min_tail=3, moves=[],
     )  # fmt: skip
     @example(
-        requests=[([0, 1] * 9, 19, 19)] * 4, num_samples=2, max_batch=6, page_size=4, spare_pages=2, spare_tokens=6,
-        prefix_cache=True, ahead=True, min_tail=3, moves=["step", "step", "retract", "step", "abort"],
+        requests=[([0, 1] * 9, 19, 19)] * 4, num_samples=2, max_batch=6, page_size=4,
+        spare_pages=2, spare_tokens=6, prefix_cache=True, ahead=True, min_tail=3,
+        moves=["step", "step", "retract", "step", "abort"],
     )  # fmt: skip
     @given(
         requests=st.lists(
@@ -235,7 +235,7 @@ def test_any_load_finishes_with_every_page_back():
             if move == "step":
                 runner.step()
             elif move == "retract":
-                runner.scheduler.forget(version=0)
+                runner.scheduler.discard_kv(version=0)
             else:
                 for request in runner.scheduler.abort(uid=0, index=None):
                     runner.scheduler.add(request)
@@ -264,7 +264,7 @@ def test_preemption_takes_the_newest_and_puts_it_back_in_front_with_its_tokens()
     runner.submit(3, [3] * 6, max_tokens=20)
     while not runner.scheduler.counters.num_preemptions:
         runner.step()
-    running = [int(runner.rows.uid[row]) for row in runner.scheduler.running]
+    running = [int(runner.table.uid[row]) for row in runner.scheduler.running]
     waiting = [request.uid for request in runner.scheduler.waiting]
     assert running + waiting == [0, 1, 2, 3], "the order of arrival is kept"
     assert len(runner.scheduler.waiting[0].tokens) > 0
@@ -316,7 +316,7 @@ def test_samples_of_one_prompt_copy_its_tail_and_compute_one_token():
         "others do not wait for the group"
     )
     assert (second.starts.tolist(), second.lengths.tolist()) == ([11, 5, 10, 10, 10], [1] * 5)
-    assert len(second.copies) == 3
+    assert len(second.copies_before) == 3
     runner.run()
     assert runner.done[3] == [3 + 11 + i for i in range(3)]
 
@@ -348,9 +348,10 @@ def test_samples_of_one_prompt_fork_from_the_row_that_computes_it():
     plan = runner.step()
     assert plan.starts.tolist() == [0, 7, 7, 4, 8]
     assert plan.lengths.tolist() == [7, 0, 0, 4, 0]
-    assert len(plan.forks) == 2, "a full last page is shared, not copied"
+    assert len(plan.copies_after) == 2, "a full last page is shared, not copied"
     assert (
-        runner.rows.pages[plan.rows[3], :2].tolist() == runner.rows.pages[plan.rows[4], :2].tolist()
+        runner.table.pages[plan.rows[3], :2].tolist()
+        == runner.table.pages[plan.rows[4], :2].tolist()
     )
     runner.run()
     assert runner.done[2] == [2 + 7 + i for i in range(3)]
@@ -370,7 +371,7 @@ def test_a_tail_is_not_copied_from_a_page_that_was_given_back():
     runner.run()
     runner.submit(1, list(range(7)), max_tokens=1)
     plan = runner.step()
-    assert (plan.starts.tolist(), list(plan.copies)) == ([4], [])
+    assert (plan.starts.tolist(), list(plan.copies_before)) == ([4], [])
 
 
 def test_a_tail_on_the_last_page_of_the_pool_does_not_keep_a_prompt_out():
@@ -394,7 +395,7 @@ def test_no_cached_page_survives_a_new_version():
     runner = FakeRunner(max_batch=8, page_size=4, num_pages=64, max_step_tokens=64)
     runner.submit(0, list(range(8)), max_tokens=1)
     runner.run()
-    runner.scheduler.forget(version=1)
+    runner.scheduler.discard_kv(version=1)
     runner.submit(1, list(range(8)), max_tokens=1)
     assert runner.step().starts.tolist() == [0]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from spmd_rl.rollout.native.stop import StopStrings
+from spmd_rl.rollout.native.stop_strings import StopStringMatcher
 
 
 def byte_text(tokens: tuple[int, ...]) -> str:
@@ -17,7 +17,7 @@ def byte_text(tokens: tuple[int, ...]) -> str:
 
 
 def first_stop(stops: list[str], tokens: list[int], decode) -> int | None:
-    watch = StopStrings(stops, decode)
+    watch = StopStringMatcher(stops, decode)
     return next((order for order, token in enumerate(tokens) if watch.push(token)), None)
 
 
