@@ -35,7 +35,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.warmup_data or cfg.data), tokenizer)
+    pairs = rl.SftPairs(replace(cfg.prompts, path=cfg.warmup_data or cfg.data), tokenizer)
     sampling = replace(cfg.sampling, seed=cfg.run.seed)
     prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), tokenizer, sampling)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)

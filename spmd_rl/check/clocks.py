@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from spmd_rl.check.facts import Skew
+from spmd_rl.check.facts import ClockSkew
 from spmd_rl.mesh.world import World, open_store
 
 
-def rank_skew(world: World) -> Skew:
+def rank_skew(world: World) -> ClockSkew:
     """How far the clocks of the world's ranks are apart, at most.
 
     Every rank reads its clock when the last one has come; how long the store takes to tell them
@@ -28,9 +28,9 @@ def rank_skew(world: World) -> Skew:
     return spread(clocks)
 
 
-def spread(clocks: list[float]) -> Skew:
+def spread(clocks: list[float]) -> ClockSkew:
     """The widest gap between two of these readings."""
     early, late = min(clocks), max(clocks)
-    return Skew(
+    return ClockSkew(
         late - early, f"rank {clocks.index(early)} to rank {clocks.index(late)} of {len(clocks)}"
     )

@@ -58,7 +58,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
     return asked
 
 
-def look(folder: Path, skew: facts.Skew, num_nodes: int) -> list[Finding]:
+def look(folder: Path, skew: facts.ClockSkew, num_nodes: int) -> list[Finding]:
     """Every finding about this host, one of `num_nodes`."""
     version = facts.torch_version()
     gpus = probe.gpus(version)

@@ -68,7 +68,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Skew:
+class ClockSkew:
     seconds: float
     against: str
 
@@ -130,7 +130,7 @@ def folder(path: Path) -> Folder:
         return Folder(place, error=error.strerror or str(error))
 
 
-def file_skew(path: Path) -> Skew:
+def file_skew(path: Path) -> ClockSkew:
     """This clock against that of the file system that holds `path`: on a shared one, all nodes
     compare with one.
     """
@@ -146,8 +146,8 @@ def file_skew(path: Path) -> Skew:
             after = time.time()
             written = os.stat(file.name).st_mtime
     except OSError as error:
-        return Skew(0.0, f"nothing: {place} takes no file ({error.strerror})")
-    return Skew(max(before - written, written - after, 0.0), f"the file system of {place}")
+        return ClockSkew(0.0, f"nothing: {place} takes no file ({error.strerror})")
+    return ClockSkew(max(before - written, written - after, 0.0), f"the file system of {place}")
 
 
 def _loopback_error() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from spmd_rl.check.facts import Folder, Gpus, Limits, Ports, Probe, Skew
+from spmd_rl.check.facts import ClockSkew, Folder, Gpus, Limits, Ports, Probe
 
 GIB = 2**30
 PYTHONS = ((3, 11), (3, 12))
@@ -145,7 +145,7 @@ def shared_memory(limits: Limits, num_gpus: int) -> Finding:
     )
 
 
-def clock(skew: Skew) -> Finding:
+def clock(skew: ClockSkew) -> Finding:
     """How far the clocks are apart."""
     what = f"{skew.seconds:.2f} s from {skew.against}"
     if skew.seconds < 1.0:

@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 FILE = "run.json"  # in the run's folder, of its newest start
-BEGAN_ENV = "SPMD_RL_BEGAN"  # unix time at which the launcher began
+START_TIME_ENV = "SPMD_RL_BEGAN"  # unix time at which the launcher began
 GIT_S = 5.0
 
 _CPUS, _MEMORY = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def note_beginning() -> None:
+def record_start_time() -> None:
     """Tell the processes that this one starts when the run began."""
-    os.environ[BEGAN_ENV] = str(time.time())
+    os.environ[START_TIME_ENV] = str(time.time())
 
 
 def began_unix_s() -> float:
     """When the launcher of this process began; now, where it did not say."""
-    return float(os.environ.get(BEGAN_ENV) or time.time())
+    return float(os.environ.get(START_TIME_ENV) or time.time())
 
 
 def provenance(words: Sequence[str], began_s: float) -> dict[str, Any]:

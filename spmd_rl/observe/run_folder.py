@@ -23,15 +23,15 @@ import msgspec
 import numpy as np
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.files import write_whole
-from spmd_rl.observe.metrics import holds_steps
-from spmd_rl.observe.run_lock import CLAIM_FILE, LAUNCH_FILE, claim
-from spmd_rl.types.columns import pieces
+from spmd_rl.observe.atomic_write import write_atomically
+from spmd_rl.observe.metrics_log import has_steps
+from spmd_rl.observe.run_lock import CONTROLLER_LOCK, LAUNCHER_LOCK, acquire_run_lock
+from spmd_rl.types.columns import split_at
 from spmd_rl.types.samples import Group
 
 _encode_lines = msgspec.json.Encoder().encode_lines
 
-OF_EVERY_START = {
+MADE_AT_START = {
     *(
         "config.toml",
         "plan.json",
@@ -45,11 +45,11 @@ OF_EVERY_START = {
     ),
     *("curves.png", "report.html"),
 }
-WRITTEN = OF_EVERY_START | {
+WRITTEN_BY_RUN = MADE_AT_START | {
     *("metrics.jsonl", "samples", "checkpoints", "hf", "mismatch", "trace.json"),
-    *("controller.json", CLAIM_FILE, LAUNCH_FILE),
+    *("controller.json", CONTROLLER_LOCK, LAUNCHER_LOCK),
 }
-NOT_OF_THE_RUN = {
+CHANGEABLE_SETTINGS = {
     *(
         "run.resume",
         "run.name",
@@ -85,24 +85,24 @@ class RunFolder:
         """Make the folder, or continue in one that holds a run of the same configuration, or one
         without a step.
 
-        A new folder is this user's alone. `NOT_OF_THE_RUN` is no part of a configuration. No other
+        A new folder is this user's alone. `CHANGEABLE_SETTINGS` is no part of a configuration. No other
         process can open it while this object lives. `config` is the TOML of the run, `plan` what it
         resolved to. `resume` accepts a changed configuration.
         Raises: ConfigError when the folder holds something else, which is not touched then, or a
         live run, or cannot be made.
         """
         run = cls(Path(path))
-        run.refuse_other(config, resume)
+        run.check_reusable(config, resume)
         run.make()
-        weakref.finalize(run, os.close, claim(run.path))
-        run.refuse_other(config, resume)  # again: another may have begun meanwhile
+        weakref.finalize(run, os.close, acquire_run_lock(run.path))
+        run.check_reusable(config, resume)  # again: another may have begun meanwhile
         if not run._holds_work():
             (run.path / "contract.json").unlink(missing_ok=True)
         # first: it is what makes this the folder of a run
-        write_whole(run.path / "config.toml", config)
+        write_atomically(run.path / "config.toml", config)
         for folder in (run.samples, run.logs, run.stacks):
             folder.mkdir(exist_ok=True)
-        write_whole(run.path / "plan.json", json.dumps(plan, indent=2) + "\n")
+        write_atomically(run.path / "plan.json", json.dumps(plan, indent=2) + "\n")
         return run
 
     def make(self) -> None:
@@ -116,7 +116,7 @@ class RunFolder:
         """One line a sample: what was asked, answered and rewarded, with tokens, log-probs and
         versions.
         """
-        write_whole(self.samples / f"step_{step:05d}.jsonl", _json_lines(_sample_rows(groups)))
+        write_atomically(self.samples / f"step_{step:05d}.jsonl", _json_lines(_sample_rows(groups)))
 
     def drop_samples(self, after: int) -> None:
         """Remove the samples of the steps after `after`, which a resumed run will write again."""
@@ -125,7 +125,7 @@ class RunFolder:
             if number.isdecimal() and int(number) > after:
                 path.unlink()
 
-    def refuse_other(self, config: str, resume: bool) -> None:
+    def check_reusable(self, config: str, resume: bool) -> None:
         """Raises: ConfigError when what is there is no run, one of another configuration and not to
         be resumed, or one with a symbolic link in the place of what it writes.
         """
@@ -163,10 +163,10 @@ class RunFolder:
         made = (self.samples, self.checkpoints, self.hf)
         known = (*made, self.metrics)
         return (
-            holds_steps(self.metrics)
+            has_steps(self.metrics)
             or any(map(has_content, made))
             or any(
-                path.name not in OF_EVERY_START and path not in known and not _before_a_run(path)
+                path.name not in MADE_AT_START and path not in known and not _before_a_run(path)
                 for path in self.path.iterdir()
             )
         )
@@ -180,14 +180,17 @@ def _before_a_run(path: Path) -> bool:
     """What may lie in the folder before its run: half-written files, its locks, the logs that a
     batch system opens.
     """
-    return path.suffix == ".part" or path.name in ("logs", CLAIM_FILE, LAUNCH_FILE)
+    return path.suffix == ".part" or path.name in ("logs", CONTROLLER_LOCK, LAUNCHER_LOCK)
 
 
 def refuse_links(run: Path) -> None:
     """Raises: ConfigError when what a run writes to is a symbolic link, through which it would
     write elsewhere.
     """
-    for path in (*(run / name for name in sorted(WRITTEN)), *(run / "checkpoints").glob("*")):
+    for path in (
+        *(run / name for name in sorted(WRITTEN_BY_RUN)),
+        *(run / "checkpoints").glob("*"),
+    ):
         if path.is_symlink():
             raise ConfigError(
                 f"{path} is a symbolic link, through which files elsewhere could be lost: "
@@ -200,7 +203,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
         before, now = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(now, dict):
             yield from _changes(before, now, f"{prefix}{key}.")
-        elif before != now and prefix + key not in NOT_OF_THE_RUN:
+        elif before != now and prefix + key not in CHANGEABLE_SETTINGS:
             yield f"{prefix}{key} was {before!r}, is {now!r}"
 
 
@@ -242,5 +245,5 @@ def _sample_rows(groups: Sequence[Group]) -> list[_SampleRow]:
     asked = [[*chain(*map(repeat, column, sizes))] for column in (prompts.text, prompts.answer)]
     answered = (samples.text, samples.reward.tolist(), samples.finish)
     arrays = (samples.tokens, samples.logprobs, samples.versions)
-    per_token = [pieces(array.tolist(), samples.ends) for array in arrays]
+    per_token = [split_at(array.tolist(), samples.offsets) for array in arrays]
     return list(map(_SampleRow, *which, *asked, *answered, *per_token, samples.parts))

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from spmd_rl.errors import ConfigError
 
-CLAIM_FILE = "controller.lock"
-LAUNCH_FILE = "launcher.lock"
+CONTROLLER_LOCK = "controller.lock"
+LAUNCHER_LOCK = "launcher.lock"
 WAIT_S = 15.0  # for a controller that is ending, before a restart of its ranks
 LOOK_S = 0.1
 # a file system without locks cannot tell
@@ -30,7 +30,7 @@ UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _HOLDER = re.compile(r"host (?P<host>.*), pid (?P<pid>\d+)\nstarted by pid (?P<parent>\d+)\n")
 
 
-def claim(folder: Path, wait_s: float = WAIT_S, name: str = CLAIM_FILE) -> int:
+def acquire_run_lock(folder: Path, wait_s: float = WAIT_S, name: str = CONTROLLER_LOCK) -> int:
     """Lock the file `name` of `folder` until the descriptor that comes back is closed, or the
     process ends.
 
@@ -53,13 +53,13 @@ def claim(folder: Path, wait_s: float = WAIT_S, name: str = CLAIM_FILE) -> int:
 
 
 @contextlib.contextmanager
-def launching(folder: Path) -> Iterator[None]:
+def launcher_lock(folder: Path) -> Iterator[None]:
     """Hold a launcher's lock of `folder`; what is forked meanwhile lets go of it, and may outlive
     the launcher.
 
     Raises: ConfigError naming the launcher that holds it.
     """
-    held = [claim(folder, 0.0, LAUNCH_FILE)]
+    held = [acquire_run_lock(folder, 0.0, LAUNCHER_LOCK)]
 
     def let_go() -> None:
         while held:
@@ -72,12 +72,12 @@ def launching(folder: Path) -> Iterator[None]:
         let_go()
 
 
-def refuse_live(folder: Path) -> None:
+def refuse_running_run(folder: Path) -> None:
     """Raises: ConfigError when a run of this host is going on in `folder`; of others the controller
     will know.
     """
     try:
-        file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_NOFOLLOW)
+        file = os.open(folder / CONTROLLER_LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # there is none, or the folder is not ours: the controller says so
         return
     try:

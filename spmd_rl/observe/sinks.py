@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.files import write_whole
+from spmd_rl.observe.atomic_write import write_atomically
 
 
 class Sink(Protocol):
@@ -70,7 +70,7 @@ class WeightsAndBiases:
         (run / "wandb").mkdir(parents=True, exist_ok=True)
         name = run / "wandb" / "run_id"
         if not name.exists():
-            write_whole(name, uuid.uuid4().hex)
+            write_atomically(name, uuid.uuid4().hex)
         run_id = name.read_text(encoding="utf-8").strip()
         # the terminal, and the last line there, are the run's
         settings = wandb.Settings(console="off", silent=True)

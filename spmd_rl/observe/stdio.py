@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 
-class Lasting:
+class FailsafeStream:
     """A standard stream: once the system takes no more of it, what is written goes nowhere, and who
     writes goes on.
     """
@@ -44,11 +44,11 @@ class Lasting:
             )
 
 
-def let_streams_last() -> None:
-    """Have stdout and stderr of this process be `Lasting`; those that were closed before it began
+def make_stdio_failsafe() -> None:
+    """Have stdout and stderr of this process be `FailsafeStream`; those that were closed before it began
     go nowhere.
     """
     sys.stdout, sys.stderr = (
-        cast(TextIO, Lasting(stream or open(os.devnull, "w")))  # noqa: SIM115  for as long as the process lives
+        cast(TextIO, FailsafeStream(stream or open(os.devnull, "w")))  # noqa: SIM115  for as long as the process lives
         for stream in (sys.stdout, sys.stderr)
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.files import whole_file
+from spmd_rl.observe.atomic_write import atomic_file
 
 FOLDER = "traces"
 
@@ -133,7 +133,7 @@ def write_chrome(run: Path) -> int:
         raise ConfigError(f"{run / FOLDER} holds no trace: was the run traced?")
     num_spans = 0
     began_ns = min(process.began_ns for process in files.values())
-    with whole_file(run / "trace.json") as out:
+    with atomic_file(run / "trace.json") as out:
         out.write(
             b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n'
             % (began_ns / 1e9)

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from spmd_rl.observe.files import open_to_append
+from spmd_rl.observe.atomic_write import open_append
 
 CAPACITY = 4096  # spans held in memory; writing so many takes a few milliseconds
 
@@ -125,7 +125,7 @@ class Trace:
 
     def _begin(self, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._file = open_to_append(path, buffering=0)
+        file = self._file = open_append(path, buffering=0)
         # the newline before the header closes a line that an earlier process died in
         file.write((b"\n" if file.tell() else b"") + self._encoder.encode(self._header) + b"\n")
         return file

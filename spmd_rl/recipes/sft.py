@@ -43,7 +43,7 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    pairs = rl.SftPairs(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):

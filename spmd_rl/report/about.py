@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.observe.jsonl import parse_finite
+from spmd_rl.observe.jsonl import parse_finite_json
 from spmd_rl.observe.provenance import FILE
 
 Texts = dict[str, str]
@@ -63,5 +63,5 @@ def _contract(run: Path) -> dict[str, Any]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    found = parse_finite(str(path), path.read_bytes()) if path.is_file() else {}
+    found = parse_finite_json(str(path), path.read_bytes()) if path.is_file() else {}
     return found if isinstance(found, dict) else {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import DataError
-from spmd_rl.observe.jsonl import parse_finite
+from spmd_rl.observe.jsonl import parse_finite_json
 from spmd_rl.observe.timeline import Process, Span, read_spans, trace_files, tracks
 from spmd_rl.report.samples import coarse_to_fine, spread
 
@@ -62,7 +62,7 @@ def _recorded(run: Path) -> Iterator[Recorded]:
     chrome = run / "trace.json"
     if not files and chrome.is_file():
         try:
-            yield from list(_from_chrome(parse_finite(str(chrome), chrome.read_bytes())))
+            yield from list(_from_chrome(parse_finite_json(str(chrome), chrome.read_bytes())))
         except (LookupError, TypeError, ValueError, AttributeError):
             raise DataError(
                 str(chrome), "not a trace that spmd-rl trace wrote: remove it"

@@ -203,7 +203,7 @@ class Request(msgspec.Struct, frozen=True):
         return Request(self.uid, self.index, self.prompt, self.sampling, *answer)
 
     def sample(self, finish: FinishReason) -> Sample:
-        return _NO_SAMPLE.changed(
+        return _NO_SAMPLE.replace(
             prompt_uid=self.uid,
             index=self.index,
             tokens=self.tokens,

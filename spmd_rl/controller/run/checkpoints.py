@@ -21,7 +21,7 @@ from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.run.checksums import check, checksums
 from spmd_rl.errors import ConfigError, DataError, DiskError, SpmdError
-from spmd_rl.observe import folders
+from spmd_rl.observe import atomic_write
 
 STATE_FILE = "state.json"
 UNFINISHED = ".unfinished"  # an empty file that stands in a folder until all of it is written
@@ -100,12 +100,14 @@ class Checkpoints:
         """
         self.settle()
         target = self.folder / f"step_{record.next_step:06d}"
-        folders.remove(target)
+        atomic_write.remove_folder(target)
         try:
             target.mkdir(parents=True)
             self._write(target, record, parts)
         except (OSError, SpmdError) as error:
-            folders.remove(target)  # it serves nobody, and takes room on a disk that may be full
+            atomic_write.remove_folder(
+                target
+            )  # it serves nobody, and takes room on a disk that may be full
             if isinstance(error, SpmdError):
                 raise
             raise DiskError(f"cannot save {target}: {error}") from error
@@ -121,7 +123,7 @@ class Checkpoints:
             for handle in self._writing:
                 handle.saved.call()
         except SpmdError:
-            folders.remove(self._open)
+            atomic_write.remove_folder(self._open)
             raise
         _flush(self._open.rglob("*"))
         (self._open / UNFINISHED).unlink(missing_ok=True)
@@ -129,7 +131,7 @@ class Checkpoints:
         saved = self.saved()
         stay = {*list(saved)[-self._keep :], *best_first(saved)[: self._keep_best]}
         for path in saved.keys() - stay:
-            folders.remove(path)
+            atomic_write.remove_folder(path)
 
     def restore(self, parts: Mapping[str, Part]) -> tuple[Path, Record] | None:
         """Load the newest checkpoint into the parts, if there is one.
@@ -169,7 +171,7 @@ class Checkpoints:
                 if entry.is_dir() and not entry.name.startswith(".")
             ]
             if (path / UNFINISHED).is_file() or not parts:
-                folders.remove(path)
+                atomic_write.remove_folder(path)
             elif fresh:
                 raise ConfigError(
                     f"{path} holds {', '.join(sorted(parts))} but is incomplete, and there is no other checkpoint: "

@@ -8,7 +8,7 @@ from pathlib import Path
 from spmd_rl.controller.run.checkpoints import Checkpoints, best_first, lay_aside
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.run_folder import refuse_links
-from spmd_rl.observe.run_lock import claim
+from spmd_rl.observe.run_lock import acquire_run_lock
 
 USAGE = "usage: spmd-rl rewind RUN best|STEP"
 
@@ -45,7 +45,7 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
         )
     chosen = named[wanted]
     later = list(saved)[list(saved).index(chosen) + 1 :]
-    claimed = claim(folder.parent, wait_s=0.0)
+    claimed = acquire_run_lock(folder.parent, wait_s=0.0)
     try:
         return chosen, [lay_aside(path) for path in later]
     finally:

@@ -11,7 +11,7 @@ import pytest
 
 from spmd_rl.check import clocks, facts, probe
 from spmd_rl.check.command import main
-from spmd_rl.check.facts import Gpus, Probe, Skew
+from spmd_rl.check.facts import Gpus, Probe, ClockSkew
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.world import World
 
@@ -81,7 +81,7 @@ def test_gpus_are_as_the_child_tells(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_clocks_are_compared_pairwise() -> None:
-    assert clocks.spread([10.0, 9.5, 12.0]) == Skew(2.5, "rank 1 to rank 2 of 3")
+    assert clocks.spread([10.0, 9.5, 12.0]) == ClockSkew(2.5, "rank 1 to rank 2 of 3")
 
 
 def test_ranks_meet_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

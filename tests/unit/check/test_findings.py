@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.check import findings
-from spmd_rl.check.facts import Folder, Gpus, Limits, Ports, Probe, Skew
+from spmd_rl.check.facts import ClockSkew, Folder, Gpus, Limits, Ports, Probe
 from spmd_rl.check.findings import GIB, Finding
 
 NO_GPU = Gpus(num_devices=0, driver="", cuda=None)
@@ -67,9 +67,9 @@ CASES = [
     ("fail", "0.1 GiB", findings.shared_memory(replace(LIMITS, shm_bytes=64 << 20), 8)),
     ("warn", "0.1 GiB", findings.shared_memory(replace(LIMITS, shm_bytes=64 << 20), 1)),
     ("fail", "no /dev/shm", findings.shared_memory(replace(LIMITS, shm_bytes=None), 0)),
-    ("ok", "0.20 s", findings.clock(Skew(0.2, "rank 0 to rank 3 of 8"))),
-    ("warn", "rank 0 to rank 3", findings.clock(Skew(2.0, "rank 0 to rank 3 of 8"))),
-    ("fail", "chrony", findings.clock(Skew(300.0, "rank 0 to rank 3 of 8"))),
+    ("ok", "0.20 s", findings.clock(ClockSkew(0.2, "rank 0 to rank 3 of 8"))),
+    ("warn", "rank 0 to rank 3", findings.clock(ClockSkew(2.0, "rank 0 to rank 3 of 8"))),
+    ("fail", "chrony", findings.clock(ClockSkew(300.0, "rank 0 to rank 3 of 8"))),
     ("ok", "10.0.0.1", findings.ports(PORTS, 2)),
     ("fail", "ip link", findings.ports(replace(PORTS, loopback_error="refused"), 1)),
     ("warn", "no address", findings.ports(replace(PORTS, name_error="unknown"), 1)),
