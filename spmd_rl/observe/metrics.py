@@ -49,7 +49,7 @@ METRICS = (
         "rollout/tokens_per_s",
         "tokens/s",
         "Rollout speed",
-        "generated tokens per second of rollout; per second of the step if rollout overlaps training",
+        "generated tokens per second of rollout, or of the whole step if rollout overlaps training",
     ),
     Metric("rollout/response_tokens_mean", "tokens", "Response length", "mean response length"),
     Metric("rollout/truncated", "", "Truncated responses", "share of responses cut at max_tokens"),

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.observe.jsonl import parse_finite_json
-from spmd_rl.observe.provenance import FILE
+from spmd_rl.observe.provenance import PROVENANCE_FILE
 
 Texts = dict[str, str]
 
 
 def read_provenance(run: Path) -> dict[str, Any]:
     """`run.json` as it is; empty where there is none. Raises: DataError when it does not parse."""
-    return _object(run / FILE)
+    return _object(run / PROVENANCE_FILE)
 
 
 def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, Any]) -> Texts:

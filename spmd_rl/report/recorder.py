@@ -20,7 +20,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.atomic_write import write_atomically
-from spmd_rl.observe.provenance import FILE, began_unix_s, provenance
+from spmd_rl.observe.provenance import PROVENANCE_FILE, provenance, start_unix_s
 from spmd_rl.observe.run_folder import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report.reward_warnings import RewardWarnings
@@ -50,9 +50,9 @@ class Recorder:
         for note in resolved["notes"]:
             print(note, flush=True)
         settings = tomllib.loads(config)
-        self._began_s = began_unix_s()
+        self._began_s = start_unix_s()
         facts = provenance(words, self._began_s) | _parameters(cfg)
-        write_atomically(run.path / FILE, json.dumps(facts, indent=1) + "\n")
+        write_atomically(run.path / PROVENANCE_FILE, json.dumps(facts, indent=1) + "\n")
         self._sinks = Sinks(run.sinks, run.path, settings)
         self._reward_watch = RewardWarnings(settings, self._folder.path / "samples")
         self._observer: RunMonitor | None = None

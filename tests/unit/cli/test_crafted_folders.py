@@ -183,7 +183,7 @@ def test_spans_are_not_written_through_a_link(run: Path, ours: Path) -> None:
     spans = Trace(run / "traces", "rank 0", rank=0)
     with spans.span("x"):
         pass
-    with pytest.warns(UserWarning, match="tracing ends here"):
+    with pytest.warns(UserWarning, match="tracing stops here"):
         spans.close()
     assert digest(ours) == before
 

@@ -130,7 +130,8 @@ def test_long_prompts_are_dropped_and_counted(
 def test_a_prompt_leaves_room_for_its_answer(jsonl: Jsonl, tokenizer: Any) -> None:
     path, tokenizer.context = jsonl(*lines(12)), 4
     with pytest.raises(
-        DataError, match=r"train.jsonl:11: prompt: the prompt has 4 tokens, but the model's context of 4"
+        DataError,
+        match=r"train.jsonl:11: prompt: the prompt has 4 tokens, but the model's context of 4",
     ):
         Prompts(PromptConfig(path), tokenizer)
     assert len(Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)) == 10

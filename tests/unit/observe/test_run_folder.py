@@ -19,9 +19,9 @@ from spmd_rl.observe.metrics import METRIC_OF_NAME, METRICS
 from spmd_rl.observe.metrics_log import MetricsLog, drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import CHANGEABLE_SETTINGS, RunFolder
 from spmd_rl.observe.run_lock import (
+    ACQUIRE_S,
     CONTROLLER_LOCK,
     LAUNCHER_LOCK,
-    WAIT_S,
     acquire_run_lock,
     launcher_lock,
     refuse_running_run,
@@ -143,7 +143,7 @@ def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(
         ours.recv(1)
         with pytest.raises(ConfigError, match=rf"another run is going on in .*pid {os.getpid()}\)"):
             launcher_lock(tmp_path).__enter__()
-    assert time.monotonic() - began < WAIT_S / 3
+    assert time.monotonic() - began < ACQUIRE_S / 3
     os.close(acquire_run_lock(tmp_path, 0.0, LAUNCHER_LOCK))  # although the rank lives on
     for end in (ours, theirs):
         end.close()

@@ -33,7 +33,8 @@ def test_a_stream_without_a_reader_ends_nothing(
     print("step 1/3", file=lasting, flush=True)
     print("step 2/3", file=lasting, flush=True)
     assert (
-        capsys.readouterr().err == f"{stream.name} takes no more ({why}): this goes on without\n"
+        capsys.readouterr().err
+        == f"cannot write to {stream.name} any more ({why}): its further output is discarded\n"
     ), "once"
     stream.close()  # what was buffered has gone, too
 
