@@ -126,7 +126,9 @@ def parts_of_a_run(run: Path) -> list[Callable[[], object]]:
     ]
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN_BY_RUN | {"checkpoints/later", "checkpoints/step_000002"}))
+@pytest.mark.parametrize(
+    "name", sorted(WRITTEN_BY_RUN | {"checkpoints/later", "checkpoints/step_000002"})
+)
 @pytest.mark.parametrize("target", ["", "file", "missing"])
 def test_no_command_leaves_the_folder(run: Path, ours: Path, name: str, target: str) -> None:
     before = digest(ours)

@@ -77,7 +77,7 @@ def test_a_live_run_of_this_host_is_refused_at_once(
     held = acquire_run_lock(tmp_path)
     for refused in (refuse_running_run, acquire_run_lock):
         with monkeypatch.context() as patch:
-            patch.setattr("spmd_rl.observe.run_lock.LOOK_S", "nobody waits")
+            patch.setattr("spmd_rl.observe.run_lock.POLL_S", "nobody waits")
             with pytest.raises(
                 ConfigError, match=rf"is going on in .* \(host \S+, pid {os.getpid()}\): end"
             ):
