@@ -92,4 +92,4 @@ def _group(uid: int, new_tokens: int, vocab: int, rng: np.random.Generator) -> G
 
 def scored(one: Learner, given: Batch) -> Batch:
     """`given` with the log-probs of the learner's present weights as those of the engine."""
-    return replace(given, roll_logprobs=one.score(given))
+    return replace(given, rollout_logprobs=one.score(given))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
     from spmd_rl.data.prompts import PromptConfig as PromptConfig
     from spmd_rl.data.prompts import Prompts as Prompts
-    from spmd_rl.data.sft import Pairs as Pairs
+    from spmd_rl.data.sft import SftPairs as SftPairs
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
@@ -63,7 +63,7 @@ _HOMES = {
     "config.run": ("RunConfig",),
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
-    "data.sft": ("Pairs",),
+    "data.sft": ("SftPairs",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError"),
     "mesh.role_context": ("RoleContext",),

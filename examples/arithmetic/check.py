@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.metrics_log import read_metrics
 
 HERE = Path(__file__).parent
 LAST = 5  # steps that the final reward is the mean of

@@ -40,7 +40,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.Pairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
+    pairs = rl.SftPairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
     prompts = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
 

@@ -93,7 +93,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         num_hard = cfg.prompts_per_step * step.index // cfg.steps
         asked = easy.next(cfg.prompts_per_step - num_hard) + hard.next(num_hard)
         asked = [
-            one.changed(uid=uid) for uid, one in enumerate(asked, step.index * cfg.prompts_per_step)
+            one.replace(uid=uid) for uid, one in enumerate(asked, step.index * cfg.prompts_per_step)
         ]
         with ctl.phase("rollout", awake=[rollout]):
             groups = rollout.generate.call(asked, cfg.sampling)
@@ -101,7 +101,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         step.log(groups, {"rollout/kept": len(kept) / len(groups)})
         with ctl.phase("train", awake=[trainer, ref]):
             batch = rl.pack(kept, signs(kept))
-            distance = batch.roll_logprobs - ref.score.call(batch).logprobs
+            distance = batch.rollout_logprobs - ref.score.call(batch).logprobs
             batch = replace(batch, advantages=batch.advantages - cfg.kl * distance)
             stats = trainer.train_step.call(batch, loss)
         step.log(stats, {"ref/k1": distance.sum() / batch.mask.sum()})

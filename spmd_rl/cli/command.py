@@ -14,9 +14,9 @@ from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.stacks import show
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.mesh.split import plan_split
-from spmd_rl.observe.provenance import note_beginning
+from spmd_rl.observe.provenance import record_start_time
 from spmd_rl.observe.run_folder import RunFolder
-from spmd_rl.observe.run_lock import launching, refuse_live
+from spmd_rl.observe.run_lock import launcher_lock, refuse_running_run
 
 
 def main(words: list[str]) -> int:
@@ -34,7 +34,7 @@ def launch_run(words: list[str]) -> int:
 
     Blocks: until the run has ended.
     """
-    note_beginning()
+    record_start_time()
     for number in endings():
         signal.signal(number, _end_before_launch)
     rank.raise_open_file_limit()
@@ -45,12 +45,12 @@ def launch_run(words: list[str]) -> int:
         plan_split(cfg.split, num_ranks)
     run = run_config(cfg)
     folder = RunFolder(run.path)
-    folder.refuse_other(dump_toml(cfg), run.resume)
-    refuse_live(run.path)
+    folder.check_reusable(dump_toml(cfg), run.resume)
+    refuse_running_run(run.path)
     folder.make()
     signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
     _print_start(num_ranks)
-    with launching(run.path):
+    with launcher_lock(run.path):
         return launch(
             num_ranks, rank.run_rank, ["run", *words], invocation.max_restarts, run.grace_s
         )

@@ -16,7 +16,7 @@ from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess, Lifeline
 from spmd_rl.controller.run.recipe import Invocation, make_importable
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.stdio import let_streams_last
+from spmd_rl.observe.stdio import make_stdio_failsafe
 
 MAX_OPEN_FILES = 1 << 16
 
@@ -32,7 +32,7 @@ def run_rank(words: list[str]) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    let_streams_last()
+    make_stdio_failsafe()
     exit_message.are_not_of_children()
     match words:
         case ["run", *rest]:

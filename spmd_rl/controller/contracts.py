@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ContractError
-from spmd_rl.observe.files import write_whole
+from spmd_rl.observe.atomic_write import write_atomically
 
 Contract = dict[str, str | int]
 
@@ -32,7 +32,7 @@ def agree(folder: Path, name: str, parties: Mapping[str, Contract], exact: bool)
         raise ContractError(f"{clause} (run.exact = false lets them)")
     path = folder / FILE
     kept = json.loads(path.read_text()) if path.exists() else {}
-    write_whole(path, json.dumps(kept | {name: followed(parties)}, indent=1) + "\n")
+    write_atomically(path, json.dumps(kept | {name: followed(parties)}, indent=1) + "\n")
 
 
 def disagreement(contracts: Mapping[str, Contract]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
 from spmd_rl.model.weight_files import Stored, stored_tensors, stored_weights
-from spmd_rl.observe import folders
+from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
 _SIDE_FILES = (
@@ -114,7 +114,7 @@ def save_folder(
     It appears under its name only when whole: written beside, then renamed over an earlier one.
     """
     target = Path(folder)
-    part = folders.begin(target)
+    part = atomic_write.begin_folder(target)
     for name in _SIDE_FILES:
         if (Path(like) / name).is_file():
             shutil.copyfile(Path(like) / name, part / name)
@@ -122,7 +122,7 @@ def save_folder(
     config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_shards(part, tensors, dtype)
-    folders.finish(target)
+    atomic_write.finish_folder(target)
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ class FolderTokenizer:
         return ModelSpec.from_folder(self.folder).max_positions
 
     @cached_property
-    def model_ends(self) -> tuple[int, ...]:
+    def config_eos_ids(self) -> tuple[int, ...]:
         """The ids that end a text by the model's config, whatever the tokenizer says."""
         return ModelSpec.from_folder(self.folder).eos_ids
 
@@ -89,7 +89,7 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
         return light
     spec = ModelSpec.from_folder(path)
     tokenizer: FolderTokenizer = _auto_tokenizer(path)
-    tokenizer.context, tokenizer.model_ends = spec.max_positions, spec.eos_ids
+    tokenizer.context, tokenizer.config_eos_ids = spec.max_positions, spec.eos_ids
     return tokenizer
 
 

@@ -40,7 +40,7 @@ def check(cfg: Config) -> None:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    pairs = rl.Pairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
+    pairs = rl.SftPairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.observe.jsonl import parse_finite
-from spmd_rl.observe.provenance import FILE
+from spmd_rl.observe.jsonl import parse_finite_json
+from spmd_rl.observe.provenance import PROVENANCE_FILE
 
 Texts = dict[str, str]
 
 
 def read_provenance(run: Path) -> dict[str, Any]:
     """`run.json` as it is; empty where there is none. Raises: DataError when it does not parse."""
-    return _object(run / FILE)
+    return _object(run / PROVENANCE_FILE)
 
 
 def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, Any]) -> Texts:
@@ -63,5 +63,5 @@ def _contract(run: Path) -> dict[str, Any]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    found = parse_finite(str(path), path.read_bytes()) if path.is_file() else {}
+    found = parse_finite_json(str(path), path.read_bytes()) if path.is_file() else {}
     return found if isinstance(found, dict) else {}

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.files import write_whole
-from spmd_rl.observe.metrics import METRICS, read_metrics
+from spmd_rl.observe.atomic_write import write_atomically
+from spmd_rl.observe.metrics import METRICS
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.about import about, read_provenance, without_command
 from spmd_rl.report.clock import before, loop, wall_s
 from spmd_rl.report.colours import PARTS, PHASES, colour_of
@@ -36,7 +37,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     parse.
     """
     page = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / "compare.html")
-    write_whole(page, render(gather(runs)))
+    write_atomically(page, render(gather(runs)))
     return page
 
 

@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.observe.files import whole_file
-from spmd_rl.observe.metrics import KNOWN, read_metrics
+from spmd_rl.observe.atomic_write import atomic_file
+from spmd_rl.observe.metrics import METRIC_OF_NAME
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.colours import GREEN, PARTS, PHASES, colour_of
 
 Rows = Sequence[dict[str, Any]]
@@ -72,7 +73,7 @@ def draw(rows: Rows, path: Path, title: str) -> None:
     figure = picture(rows, title)
     if figure is None:
         return
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=110)
 
 
@@ -208,7 +209,7 @@ def _parts(axes: Any, steps: NDArray[Any], rows: Rows) -> None:
 def _part_names(rows: Rows) -> list[str]:
     """The metrics that are means of what a reward function returned beside the reward."""
     return sorted(
-        {name for row in rows for name in row if name.startswith("reward/")} - KNOWN.keys()
+        {name for row in rows for name in row if name.startswith("reward/")} - METRIC_OF_NAME.keys()
     )
 
 

@@ -12,19 +12,19 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from spmd_rl.algo.group_metrics import group_metrics, is_flat
+from spmd_rl.algo.group_metrics import group_metrics, rewards_are_equal
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.observe.files import write_whole
-from spmd_rl.observe.provenance import FILE, began_unix_s, provenance
+from spmd_rl.observe.atomic_write import write_atomically
+from spmd_rl.observe.provenance import PROVENANCE_FILE, provenance, start_unix_s
 from spmd_rl.observe.run_folder import RunFolder, has_content
 from spmd_rl.observe.sinks import Sinks
-from spmd_rl.report.observer import Observer
 from spmd_rl.report.reward_warnings import RewardWarnings
+from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types.samples import Group
 
@@ -50,12 +50,12 @@ class Recorder:
         for note in resolved["notes"]:
             print(note, flush=True)
         settings = tomllib.loads(config)
-        self._began_s = began_unix_s()
+        self._began_s = start_unix_s()
         facts = provenance(words, self._began_s) | _parameters(cfg)
-        write_whole(run.path / FILE, json.dumps(facts, indent=1) + "\n")
+        write_atomically(run.path / PROVENANCE_FILE, json.dumps(facts, indent=1) + "\n")
         self._sinks = Sinks(run.sinks, run.path, settings)
         self._reward_watch = RewardWarnings(settings, self._folder.path / "samples")
-        self._observer: Observer | None = None
+        self._observer: RunMonitor | None = None
         # seconds of the phases that ended before there was an observer
         self._before_s: dict[str, float] = {}
         self._phase: str | None = None  # which was under way then
@@ -79,8 +79,8 @@ class Recorder:
         self._observer = self._observer or self._observe(start)
         self._observer.begin_steps(num_steps)
 
-    def _observe(self, start: int) -> Observer:
-        return Observer(
+    def _observe(self, start: int) -> RunMonitor:
+        return RunMonitor(
             self._folder,
             sinks=self._sinks,
             resume_at=start,
@@ -130,7 +130,7 @@ class Recorder:
             )
         metrics = group_metrics(groups, version)
         if "reward/mean" in metrics:
-            for hint in self._reward_watch.take(metrics["reward/mean"], is_flat(groups)):
+            for hint in self._reward_watch.take(metrics["reward/mean"], rewards_are_equal(groups)):
                 print(hint, file=sys.stderr, flush=True)
         return metrics
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from spmd_rl.errors import DataError
-from spmd_rl.observe.jsonl import lines, parse_finite
+from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
 from spmd_rl.report.tokens import find_tokenizer, pieces
 
 Sample = dict[str, Any]
@@ -85,7 +85,7 @@ def _read_step(path: Path, tokenizer: Any, room: Room, num_tokens: int) -> dict[
     groups: dict[Any, dict[str, Any]] = {}
     num_samples = taken = 0
     full = False
-    for number, line in lines(path):
+    for number, line in numbered_lines(path):
         num_samples += 1
         if full:
             continue
@@ -129,7 +129,7 @@ def _sample(row: _Row, tokenizer: Any, most: int) -> Sample:
 
 def _row(where: str, line: bytes) -> _Row:
     try:
-        return msgspec.convert(parse_finite(where, line), _Row)
+        return msgspec.convert(parse_finite_json(where, line), _Row)
     except msgspec.ValidationError as error:
         raise DataError(where, f"not the record of a sample: {error}") from None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from spmd_rl.observe.metrics import KNOWN
+from spmd_rl.observe.metrics import METRIC_OF_NAME
 from spmd_rl.report.clock import BEFORE, ends, is_number, loop
 
 Row = dict[str, Any]
@@ -77,7 +77,9 @@ def names(rows: Iterable[Row]) -> list[str]:
         name for row in rows for name in row if _is_known(row, name) and not name.startswith(BEFORE)
     }
     found -= {"step", "unix_s"}
-    return [name for name in KNOWN if name in found] + sorted(found - KNOWN.keys())
+    return [name for name in METRIC_OF_NAME if name in found] + sorted(
+        found - METRIC_OF_NAME.keys()
+    )
 
 
 def figures(rows: Sequence[Row]) -> list[float | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import DataError
-from spmd_rl.observe.jsonl import parse_finite
+from spmd_rl.observe.jsonl import parse_finite_json
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -30,7 +30,11 @@ def read_config(run: Path) -> dict[str, Any]:
 def read_plan(run: Path) -> Any:
     """`plan.json` as it is. Raises: DataError when it does not parse."""
     path = run / "plan.json"
-    return parse_finite(str(path), path.read_bytes(), beyond=str) if path.exists() else {}
+    return (
+        parse_finite_json(str(path), path.read_bytes(), replace_non_finite=str)
+        if path.exists()
+        else {}
+    )
 
 
 def differences(

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import DataError
-from spmd_rl.observe.jsonl import parse_finite
-from spmd_rl.observe.timeline import Process, Span, read_spans, trace_files, tracks
+from spmd_rl.observe.jsonl import parse_finite_json
+from spmd_rl.observe.timeline import Span, TracedProcess, read_spans, trace_files, tracks
 from spmd_rl.report.samples import coarse_to_fine, spread
 
 MAX_STEPS = 24
 MAX_SPANS = 20_000
 
-Recorded = tuple[Process, Span]
+Recorded = tuple[TracedProcess, Span]
 
 
 def read_timeline(
@@ -62,7 +62,7 @@ def _recorded(run: Path) -> Iterator[Recorded]:
     chrome = run / "trace.json"
     if not files and chrome.is_file():
         try:
-            yield from list(_from_chrome(parse_finite(str(chrome), chrome.read_bytes())))
+            yield from list(_from_chrome(parse_finite_json(str(chrome), chrome.read_bytes())))
         except (LookupError, TypeError, ValueError, AttributeError):
             raise DataError(
                 str(chrome), "not a trace that spmd-rl trace wrote: remove it"
@@ -80,7 +80,7 @@ def _from_chrome(trace: dict[str, Any]) -> Iterator[Recorded]:
         elif event["ph"] == "X":
             start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
             name, _, host = titles[event["pid"], 0].partition(" on ")
-            process = Process(name, event["pid"], host)
+            process = TracedProcess(name, event["pid"], host)
             yield (
                 process,
                 Span(
@@ -115,7 +115,7 @@ def _step(step: Span, spans: list[Recorded], names: dict[str, int]) -> dict[str,
     """One step's lanes. A span is [row in its lane, start and length in us, index of its name,
     arguments].
     """
-    lanes: dict[tuple[Process, str], list[Span]] = {}
+    lanes: dict[tuple[TracedProcess, str], list[Span]] = {}
     for process, span in spans:
         lanes.setdefault((process, span.lane), []).append(span)
     drawn = []

@@ -197,7 +197,7 @@ class Request(msgspec.Struct, frozen=True):
         return Request(self.uid, self.index, self.prompt, self.sampling, *answer, self.seed)
 
     def sample(self, finish: FinishReason) -> Sample:
-        return _EMPTY_SAMPLE.changed(
+        return _EMPTY_SAMPLE.replace(
             prompt_uid=self.uid,
             index=self.index,
             tokens=self.tokens,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from spmd_rl.config.rules import require
 from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightSink
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.data.eos import end_ids
+from spmd_rl.data.eos import eos_ids
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import ModelSpec
@@ -55,9 +55,9 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
         from spmd_rl.rollout.native.build import build
 
         self.engine: Engine = build(cfg, model, context.device, self._decode, reserved_bytes)
-        known, vocab_size = self.tokenizer.model_ends, ModelSpec.from_folder(model).vocab_size
+        known, vocab_size = self.tokenizer.config_eos_ids, ModelSpec.from_folder(model).vocab_size
         self._more_ends = tuple(
-            one for one in end_ids(self.tokenizer) if one not in known and one < vocab_size
+            one for one in eos_ids(self.tokenizer) if one not in known and one < vocab_size
         )
 
     @collective
@@ -93,8 +93,10 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
                         self._file_all(finished, groups)
         finally:
             self.engine.abort()
-        graded_s = self._graded_s() - graded_before_s
-        return [replace(_comparable(group), graded_s=graded_s) for group in groups.values()]
+        reward_time_s = self._graded_s() - graded_before_s
+        return [
+            replace(_comparable(group), reward_time_s=reward_time_s) for group in groups.values()
+        ]
 
     @collective
     def stats(self) -> Sharded[list[dict[str, int]]]:
@@ -131,7 +133,7 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
 
     def _graded_s(self) -> float:
         """What all samples so far have spent in the reward function."""
-        return self.grader.spent_s if self.grader else 0.0
+        return self.grader.reward_time_s if self.grader else 0.0
 
     def _file_all(self, samples: Sequence[Sample], groups: dict[int, Group]) -> None:
         """File what one step of the engine has finished, which waits meanwhile: what takes long is
@@ -145,7 +147,7 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
 
     def _file(self, sample: Sample, group: Group) -> None:
         """Complete a sample with its text and reward, and put it into its group."""
-        sample = sample.changed(
+        sample = sample.replace(
             text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
         )
         try:

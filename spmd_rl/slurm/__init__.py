@@ -1,1 +1,1 @@
-"""Runs as Slurm jobs."""
+"""Slurm jobs: the batch script of a run, and its submission."""

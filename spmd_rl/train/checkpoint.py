@@ -22,7 +22,7 @@ from spmd_rl.controller.contracts import disagreement
 from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError, DiskError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.observe import folders
+from spmd_rl.observe import atomic_write
 from spmd_rl.train.backend import Backend, State
 from spmd_rl.train.checkpoint_index import (
     INDEX_FILE,
@@ -69,7 +69,7 @@ class CheckpointWriter:
         # a thread writes it, while others may change the directory
         target = Path(folder).absolute()
         if self._place.rank == 0:
-            folders.begin(target)
+            atomic_write.begin_folder(target)
         self._group = self._group or self._place.side_group()
         self._place.barrier()  # the folder is there
         state = self._state()
@@ -125,13 +125,13 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001  whatever it is, the main thread raises it
             self._error = DiskError(f"cannot save {target}: {error}; {_space(target)}")
             if self._place.rank == 0:
-                folders.remove(folders.part_of(target))
+                atomic_write.remove_folder(atomic_write.part_folder(target))
 
     def _write(self, target: Path, copies: State, progress: TrainerState) -> None:
         """Write the shards of every rank; then one of them writes the index, and the name that
         makes it all visible.
         """
-        part, rank = folders.part_of(target), self._place.rank
+        part, rank = atomic_write.part_folder(target), self._place.rank
         try:
             written = write_shards(part, rank, copies)
         except (OSError, SafetensorError) as error:
@@ -143,7 +143,7 @@ class CheckpointWriter:
         if rank == 0:
             index = merged(progress, self._backend.contract(), self._layouts, everyone)
             (part / INDEX_FILE).write_bytes(msgspec.json.encode(index) + b"\n")
-            folders.finish(target)
+            atomic_write.finish_folder(target)
 
 
 def load(folder: str, backend: Backend, context: RoleContext) -> tuple[TrainerState, list[str]]:

@@ -111,7 +111,7 @@ class Learner:
             tokens = [np.arange(ends[i] - batch.lengths[i], ends[i]) for i in part]
             flat = np.concatenate(tokens) if tokens else np.zeros(0, np.int64)
             scores[flat[batch.mask[flat]]] = (
-                self._lp(lay_out(batch.take(part), self.backend.device)).cpu().numpy()
+                self._lp(lay_out(batch.select(part), self.backend.device)).cpu().numpy()
             )
         return scores
 
@@ -129,10 +129,10 @@ class Learner:
         count = self.cfg.minibatches
         if count > 1:
             count = max(1, min(count, self.context.all_reduce_max(len(batch.lengths))))
-        return [batch.take(part) for part in split(batch.lengths.tolist(), count)]
+        return [batch.select(part) for part in split(batch.lengths.tolist(), count)]
 
     def _micro_batches(self, batch: Batch) -> list[MicroBatch]:
-        return [lay_out(batch.take(part), self.backend.device) for part in self._parts(batch)]
+        return [lay_out(batch.select(part), self.backend.device) for part in self._parts(batch)]
 
     def _lp(self, micro: MicroBatch) -> Tensor:
         with torch.no_grad():

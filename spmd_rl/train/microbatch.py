@@ -20,7 +20,7 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.train import shared_prefix
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.partition import balanced
+from spmd_rl.types.partition import balanced_partition
 
 
 def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
@@ -35,7 +35,9 @@ def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
     limit = max(max_tokens, *lengths)
 
     def fits(count: int) -> bool:
-        return all(sum(lengths[i] for i in part) <= limit for part in balanced(lengths, count))
+        return all(
+            sum(lengths[i] for i in part) <= limit for part in balanced_partition(lengths, count)
+        )
 
     too_few, step = -(-sum(lengths) // limit) - 1, 1
     while not fits(too_few + step):
@@ -45,7 +47,7 @@ def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
 
 def split(lengths: Sequence[int], count: int) -> list[list[int]]:
     """The sequences as `count` parts of balanced length, empty parts last."""
-    return sorted(balanced(lengths, count), key=lambda part: part or [len(lengths)])
+    return sorted(balanced_partition(lengths, count), key=lambda part: part or [len(lengths)])
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
         inv_temperature=tensor(inverse_temperature(batch.temperature)[sequence], torch.float32),
         weight=tensor(batch.weight[scored], torch.float32),
         advantages=tensor(batch.advantages[scored], torch.float32),
-        roll=tensor(batch.roll_logprobs[scored], torch.float32),
+        roll=tensor(batch.rollout_logprobs[scored], torch.float32),
         versions=tensor(batch.versions[scored], torch.int32),
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.losses import Loss
-from spmd_rl.algo.packing import Scores
+from spmd_rl.algo.packing import SequenceLogprobs
 from spmd_rl.controller.capabilities import Contracted, Saver, WeightSource
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
@@ -53,10 +53,10 @@ class Trainer(Role, WeightSource, Saver, Contracted):
         return self.learner.train_step(batch, loss, lr)
 
     @collective
-    def score(self, batch: Sharded[Batch]) -> Sharded[Scores]:
+    def score(self, batch: Sharded[Batch]) -> Sharded[SequenceLogprobs]:
         """Log-probabilities of the batch's tokens under the current weights."""
         self._check_fits(batch)
-        return Scores(self.learner.score(batch), batch.lengths, batch.index)
+        return SequenceLogprobs(self.learner.score(batch), batch.lengths, batch.index)
 
     @collective
     def version(self) -> int:

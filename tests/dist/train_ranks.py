@@ -68,7 +68,7 @@ def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
     report: dict[str, object] = {"steps": train(trainer), "weights": weights(trainer)}
     trainer.save(str(out.with_suffix(".ckpt")))
     # Two sequences: with more ranks than sequences, some ranks have nothing but their collectives.
-    few = make_batch(9).take([0, 1]).shard(context.data_size)[context.data_rank]
+    few = make_batch(9).select([0, 1]).shard(context.data_size)[context.data_rank]
     report["few"] = trainer.train_step(few, grpo_loss)
     report["layers"] = train(
         Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), context, str(work))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spmd_rl.controller.channel.wire import Stacks
 from spmd_rl.controller.lifecycle.stacks import all_stacks
-from spmd_rl.observe.files import whole_file, write_whole
+from spmd_rl.observe.atomic_write import atomic_file, write_atomically
 
 MUTE = "no answer: the process is stopped, gone, or holds the interpreter lock\n"
 
@@ -50,11 +50,11 @@ class Snapshots:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for rank in range(world_size):
-                write_whole(folder / f"rank_{rank}.txt", self._page(rank))
+                write_atomically(folder / f"rank_{rank}.txt", self._page(rank))
                 if record := self._records.get(rank):
-                    with whole_file(folder / f"rank_{rank}.collectives.json") as file:
+                    with atomic_file(folder / f"rank_{rank}.collectives.json") as file:
                         file.write(record)
-            write_whole(folder / "controller.txt", all_stacks())
+            write_atomically(folder / "controller.txt", all_stacks())
         except OSError as error:  # a full disk must not hide why the run ends
             return f"the stacks could not be saved in {folder}: {error.strerror}"
         return f"the stacks of all ranks are in {folder}"

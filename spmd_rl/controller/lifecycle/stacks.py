@@ -24,7 +24,7 @@ from types import FrameType
 import msgspec
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.files import write_whole
+from spmd_rl.observe.atomic_write import write_atomically
 
 POINTER = "controller.json"
 # those that this torch was built with
@@ -104,7 +104,7 @@ class StackServer:
         where = Whereabouts(socket.gethostname(), os.getpid(), str(folder))
         # a run goes on where its folder is full: it only cannot be asked
         with contextlib.suppress(OSError):
-            write_whole(self._pointer, msgspec.json.encode(where).decode() + "\n")
+            write_atomically(self._pointer, msgspec.json.encode(where).decode() + "\n")
         threading.Thread(target=self._serve, name="stacks", daemon=True).start()
 
     def close(self) -> None:

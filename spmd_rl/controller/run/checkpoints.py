@@ -22,7 +22,7 @@ from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.run.checksums import check, checksums
 from spmd_rl.errors import ConfigError, DataError, DiskError, SpmdError
-from spmd_rl.observe import folders
+from spmd_rl.observe import atomic_write
 
 STATE_FILE = "state.json"
 UNFINISHED_FILE = ".unfinished"  # an empty file in a folder that is still being written
@@ -100,12 +100,12 @@ class Checkpoints:
         """
         self.wait_until_complete()
         target = self.folder / f"step_{state.next_step:06d}"
-        folders.remove(target)
+        atomic_write.remove_folder(target)
         try:
             target.mkdir(parents=True)
             self._write(target, state, parts)
         except (OSError, SpmdError) as error:
-            folders.remove(target)  # the disk may be full
+            atomic_write.remove_folder(target)  # the disk may be full
             if isinstance(error, SpmdError):
                 raise
             raise DiskError(f"cannot save {target}: {error}") from error
@@ -121,7 +121,7 @@ class Checkpoints:
             for handle in self._savers:
                 handle.wait_until_saved.call()
         except SpmdError:
-            folders.remove(self._unfinished)
+            atomic_write.remove_folder(self._unfinished)
             raise
         _flush(self._unfinished.rglob("*"))
         (self._unfinished / UNFINISHED_FILE).unlink(missing_ok=True)
@@ -130,7 +130,7 @@ class Checkpoints:
         newest = list(complete)[-self._keep :]
         best = best_first(complete)[: self._keep_best]
         for path in complete.keys() - {*newest, *best}:
-            folders.remove(path)
+            atomic_write.remove_folder(path)
 
     def restore(self, parts: Mapping[str, CheckpointPart]) -> tuple[Path, CheckpointState] | None:
         """Load the newest complete checkpoint into the parts, if there is one.
@@ -167,7 +167,7 @@ class Checkpoints:
             subfolders = [entry.name for entry in path.iterdir() if entry.is_dir()]
             parts = [name for name in subfolders if not name.startswith(".")]
             if (path / UNFINISHED_FILE).is_file() or not parts:
-                folders.remove(path)
+                atomic_write.remove_folder(path)
             elif not others_exist:
                 raise ConfigError(
                     f"{path} holds {', '.join(sorted(parts))} but is incomplete, "

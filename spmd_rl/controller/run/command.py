@@ -8,7 +8,7 @@ from pathlib import Path
 from spmd_rl.controller.run.checkpoints import Checkpoints, best_first, move_to_later
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.run_folder import refuse_links
-from spmd_rl.observe.run_lock import claim
+from spmd_rl.observe.run_lock import acquire_run_lock
 
 USAGE = "usage: spmd-rl rewind RUN best|STEP"
 
@@ -43,7 +43,7 @@ def rewind(folder: Path, wanted: str) -> tuple[Path, list[Path]]:
     chosen = by_name[wanted]
     paths = list(complete)
     later = paths[paths.index(chosen) + 1 :]
-    lock = claim(folder.parent, wait_s=0.0)
+    lock = acquire_run_lock(folder.parent, wait_s=0.0)
     try:
         return chosen, [move_to_later(path) for path in later]
     finally:

@@ -27,7 +27,7 @@ from spmd_rl.microscope.replay.forward_pass import Path
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.observe.files import write_whole
+from spmd_rl.observe.atomic_write import write_atomically
 
 MAX_TEXT, MAX_KERNELS = 200, 12  # letters of a text, kernels of an op
 
@@ -141,8 +141,8 @@ def write(examined: Examined, folder: Folder) -> Folder:
     folder.mkdir(parents=True, exist_ok=True)
     replay, data = examined.replay, examined.as_data()
     name = "-".join(replay.names) + (f".{replay.planted}" if replay.planted else "")
-    write_whole(folder / f"{name}.json", _as_json(data))
-    write_whole(folder / f"{name}.html", render(data))
+    write_atomically(folder / f"{name}.json", _as_json(data))
+    write_atomically(folder / f"{name}.html", render(data))
     return folder / f"{name}.html"
 
 

@@ -96,7 +96,7 @@ class TrainerPass:
         self.facts = {"micro-batches": len(parts)}
         with watch(self.model, tap.see):
             for part in parts:
-                self._micro_batch(case, tap, batch.take(part))
+                self._micro_batch(case, tap, batch.select(part))
 
     def _micro_batch(self, case: Case, tap: Tap, batch: Batch) -> None:
         pieces = (
@@ -123,7 +123,7 @@ def _batch(case: Case) -> Batch:
         mask=np.repeat(np.tile([False, True], len(sizes)), sizes.reshape(-1)),
         weight=zeros,
         advantages=zeros,
-        roll_logprobs=zeros,
+        rollout_logprobs=zeros,
         versions=np.full(case.num_rows, -1, np.int32),
         temperature=np.array([one.temperature for one in case.sequences], np.float32),
         index=np.arange(len(sizes), dtype=np.int32),

@@ -17,8 +17,8 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.microscope.replay.case import Case, Replayed
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
-from spmd_rl.observe.jsonl import lines, parse
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.jsonl import numbered_lines, parse_json
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.rollout.engine import SamplingConfig
 
 DEFAULT_SAMPLES = 8
@@ -199,8 +199,8 @@ def _first_of_each(samples: Sequence[Sample]) -> list[Sample]:
 def _rows(file: Path) -> dict[str, Sample]:
     """The samples of one step that have tokens, by name."""
     rows = {}
-    for number, line in lines(file):
-        row = parse(f"{file}:{number}", line)
+    for number, line in numbered_lines(file):
+        row = parse_json(f"{file}:{number}", line)
         try:
             one = _sample(row)
         except (ValueError, KeyError, TypeError, OverflowError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.observe.timeline import read_spans, trace_files, write_chrome
 from spmd_rl.report.spans import read_timeline
 

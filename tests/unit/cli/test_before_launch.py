@@ -15,8 +15,8 @@ from spmd_rl.cli.exit_code import run_guarded
 from spmd_rl.cli.main import dispatch
 from spmd_rl.config.dump import dump_toml
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
-from spmd_rl.observe.provenance import BEGAN_ENV
-from spmd_rl.observe.run_lock import claim, launching
+from spmd_rl.observe.provenance import START_TIME_ENV
+from spmd_rl.observe.run_lock import acquire_run_lock, launcher_lock
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
@@ -33,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     monkeypatch.setattr(command, "launch", launch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     # which a launcher sets, and the tests after this one must not see
-    monkeypatch.setenv(BEGAN_ENV, "")
+    monkeypatch.setenv(START_TIME_ENV, "")
     monkeypatch.chdir(tmp_path)
     return started
 
@@ -110,7 +110,7 @@ def test_the_folder_of_a_run_that_goes_on(
 ) -> None:
     folder = Path("runs/r")
     folder.mkdir(parents=True)
-    held = claim(folder)
+    held = acquire_run_lock(folder)
     assert run() == 2
     assert "another run is going on in runs/r (host " in capfd.readouterr().err
     os.close(held)
@@ -123,7 +123,7 @@ def test_the_folder_of_a_run_that_begins(
 ) -> None:
     """Its controller is not there yet."""
     Path("runs/r").mkdir(parents=True)
-    with launching(Path("runs/r")):
+    with launcher_lock(Path("runs/r")):
         assert run() == 2
     assert "another run is going on in runs/r (host " in capfd.readouterr().err
     assert run() == 0

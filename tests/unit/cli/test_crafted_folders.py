@@ -21,9 +21,9 @@ from spmd_rl.controller.run.command import main as rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.microscope.command import main as mismatch
 from spmd_rl.observe.command import main as trace
-from spmd_rl.observe.metrics import MetricsLog, keep_until
-from spmd_rl.observe.run_folder import WRITTEN, RunFolder
-from spmd_rl.observe.run_lock import claim, refuse_live
+from spmd_rl.observe.metrics_log import MetricsLog, drop_steps_after
+from spmd_rl.observe.run_folder import WRITTEN_BY_RUN, RunFolder
+from spmd_rl.observe.run_lock import acquire_run_lock, refuse_running_run
 from spmd_rl.observe.sinks import WeightsAndBiases
 from spmd_rl.observe.trace import Trace
 from spmd_rl.report.command import main as report
@@ -100,7 +100,7 @@ def commands(run: Path) -> list[Callable[[], object]]:
         lambda: trace([str(run)]),
         lambda: rewind([str(run), "1"]),
         lambda: mismatch([str(run)]),
-        lambda: refuse_live(run),
+        lambda: refuse_running_run(run),
         lambda: RunFolder.open(run, CONFIG, {}).drop_samples(0),
     ]
 
@@ -117,16 +117,18 @@ def parts_of_a_run(run: Path) -> list[Callable[[], object]]:
     private.mkdir()
     return [
         lambda: log(run / "metrics.jsonl"),
-        lambda: keep_until(run / "metrics.jsonl", 1),
+        lambda: drop_steps_after(run / "metrics.jsonl", 1),
         lambda: draw(rows, run / "curves.png", "title"),
         lambda: Snapshots().save(run / "stacks", 1),
         lambda: StackServer(private, run, str).close(),
         lambda: WeightsAndBiases(run, {}),
-        lambda: os.close(claim(run, wait_s=0.0)),
+        lambda: os.close(acquire_run_lock(run, wait_s=0.0)),
     ]
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN | {"checkpoints/later", "checkpoints/step_000002"}))
+@pytest.mark.parametrize(
+    "name", sorted(WRITTEN_BY_RUN | {"checkpoints/later", "checkpoints/step_000002"})
+)
 @pytest.mark.parametrize("target", ["", "file", "missing"])
 def test_no_command_leaves_the_folder(run: Path, ours: Path, name: str, target: str) -> None:
     before = digest(ours)
@@ -136,7 +138,7 @@ def test_no_command_leaves_the_folder(run: Path, ours: Path, name: str, target: 
     assert digest(ours) == before
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN))
+@pytest.mark.parametrize("name", sorted(WRITTEN_BY_RUN))
 def test_a_run_refuses_links_in_the_place_of_what_it_writes(
     run: Path, ours: Path, name: str
 ) -> None:
@@ -183,7 +185,7 @@ def test_spans_are_not_written_through_a_link(run: Path, ours: Path) -> None:
     spans = Trace(run / "traces", "rank 0", rank=0)
     with spans.span("x"):
         pass
-    with pytest.warns(UserWarning, match="tracing ends here"):
+    with pytest.warns(UserWarning, match="tracing stops here"):
         spans.close()
     assert digest(ours) == before
 

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.data.eos import end_ids
+from spmd_rl.data.eos import eos_ids
 from spmd_rl.data.prompts import PromptConfig, Prompts
-from spmd_rl.data.sft import Pairs
+from spmd_rl.data.sft import SftPairs
 from spmd_rl.rollout.engine import SamplingConfig
 
 Jsonl = Callable[..., str]
 SAMPLING = SamplingConfig(max_tokens=7)
-NO_END = "this model has no end-of-text token, and there is no sampling.stop or sampling.stop_ids: every sample goes on "
+NO_END = (
+    "this model has no end-of-text token, and neither sampling.stop nor sampling.stop_ids is set: "
+    "every sample goes on "
+)
 
 
 @pytest.fixture
@@ -46,11 +49,11 @@ def test_supervised_answers_end_with_what_ends_samples(
     config: tuple[int, ...],
     ids: tuple[int, ...],
 ) -> None:
-    tokenizer.eos_token_id, tokenizer.model_ends = own, config
-    assert end_ids(tokenizer) == ids
+    tokenizer.eos_token_id, tokenizer.config_eos_ids = own, config
+    assert eos_ids(tokenizer) == ids
     if ids:
         assert {
-            int(pair.tokens[-1]) for pair in Pairs(path, PromptConfig(), tokenizer).next(8)
+            int(pair.tokens[-1]) for pair in SftPairs(path, PromptConfig(), tokenizer).next(8)
         } == {ids[0]}
 
 
@@ -58,28 +61,28 @@ def test_of_what_is_in_order_nothing_is_said(
     path: str, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for own, config in ((2, (2,)), (2, (3, 2)), (2, ()), (None, (3,))):
-        tokenizer.eos_token_id, tokenizer.model_ends = own, config
+        tokenizer.eos_token_id, tokenizer.config_eos_ids = own, config
         Prompts(path, PromptConfig(), tokenizer, SAMPLING)
-        Pairs(path, PromptConfig(), tokenizer)
+        SftPairs(path, PromptConfig(), tokenizer)
     assert said(capsys) == []
 
 
 def test_other_ids_in_config_and_tokenizer(
     path: str, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer.model_ends = (0, 5)
+    tokenizer.config_eos_ids = (0, 5)
     Prompts(path, PromptConfig(), tokenizer, SAMPLING)
     differ = "the model's config ends a text with token 0 or 5, its tokenizer with 2"
     assert said(capsys) == [f"{differ}: samples end with either"]
-    Pairs(path, PromptConfig(), tokenizer)
-    assert said(capsys) == [f"{differ}: answers are learned with 2 at their end"]
+    SftPairs(path, PromptConfig(), tokenizer)
+    assert said(capsys) == [f"{differ}: answers are learned with 2 as their last token"]
     Prompts(path, PromptConfig(), tokenizer, replace(SAMPLING, ignore_eos=True))
     Prompts(path, PromptConfig(), tokenizer)
     assert said(capsys) == []
 
 
 def test_no_end_at_all(path: str, tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer.eos_token_id, tokenizer.model_ends = None, ()
+    tokenizer.eos_token_id, tokenizer.config_eos_ids = None, ()
     Prompts(path, PromptConfig(), tokenizer, SAMPLING)
     assert said(capsys) == [f"{NO_END}to sampling.max_tokens = 7"]
     for stops in ({"stop": ("x",)}, {"stop_ids": (3,)}, {"ignore_eos": True}):
@@ -92,7 +95,7 @@ def test_samples_that_the_context_cuts_are_counted(
 ) -> None:
     tokenizer.context = 14  # prompts have 2 to 9 tokens with BOS
     Prompts(path, PromptConfig(), tokenizer, SAMPLING)
-    told = "2 of 8 prompts and sampling.max_tokens = 7 are more than the model's context of 14"
+    told = "2 of 8 prompts with sampling.max_tokens = 7 exceed the model's context of 14"
     assert said(capsys) == [f"{path}: {told}: their samples are cut there"]
     tokenizer.context = 16
     Prompts(path, PromptConfig(), tokenizer, SAMPLING)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.prompts import PromptConfig, Prompts
-from spmd_rl.data.sft import Pairs
+from spmd_rl.data.sft import SftPairs
 from spmd_rl.errors import ConfigError, DataError
 
 Jsonl = Callable[..., str]
@@ -30,7 +30,7 @@ def drawn(order: EpochOrder, num: int) -> list[int]:
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 130))
 def test_order_depends_on_seed_epoch_and_position_alone(num: int, seed: int, start: int) -> None:
     whole, late = EpochOrder(num, seed=seed, shuffle=True), EpochOrder(num, seed=seed, shuffle=True)
-    late.drawn = start
+    late.num_drawn = start
     assert drawn(whole, start + 50)[start:] == drawn(late, 50)
 
 
@@ -78,7 +78,7 @@ def test_a_prompt_carries_text_tokens_source_and_the_rest(jsonl: Jsonl, tokenize
 def test_a_value_that_cannot_travel_is_named(jsonl: Jsonl, tokenizer: Any, value: str) -> None:
     path = jsonl(*lines(2), f'{{"prompt": "p", "answer": {2**70}, "id": {value}}}')
     with pytest.raises(
-        DataError, match=r"train.jsonl:3: id: this value cannot go to another process: "
+        DataError, match=r"train.jsonl:3: id: this value cannot be sent to another process: "
     ):
         Prompts(path, PromptConfig(), tokenizer)
     assert len(Prompts(f"{path}@[:2]", PromptConfig(), tokenizer)) == 2
@@ -120,7 +120,7 @@ def test_long_prompts_are_dropped_and_counted(
     path = jsonl(*lines(12))  # 10? and 11? have four tokens with BOS
     prompts = Prompts(path, PromptConfig(max_prompt_tokens=3), tokenizer)
     assert (len(prompts), prompts.num_dropped) == (10, 2)
-    assert "2 of 12 prompts have more than 3 tokens: dropped" in capsys.readouterr().out
+    assert "dropped 2 of 12 prompts, which have more than 3 tokens" in capsys.readouterr().out
     assert len(Prompts(path, PromptConfig(max_prompt_tokens=4), tokenizer)) == 12
     assert capsys.readouterr().out == ""
     with pytest.raises(DataError, match="all 12 prompts are longer than 2 tokens"):
@@ -130,7 +130,8 @@ def test_long_prompts_are_dropped_and_counted(
 def test_a_prompt_leaves_room_for_its_answer(jsonl: Jsonl, tokenizer: Any) -> None:
     path, tokenizer.context = jsonl(*lines(12)), 4
     with pytest.raises(
-        DataError, match=r"train.jsonl:11: prompt: has 4 tokens, and the model's context of 4"
+        DataError,
+        match=r"train.jsonl:11: prompt: the prompt has 4 tokens, but the model's context of 4",
     ):
         Prompts(path, PromptConfig(), tokenizer)
     assert len(Prompts(path, PromptConfig(max_prompt_tokens=3), tokenizer)) == 10
@@ -153,7 +154,7 @@ def test_a_field_of_the_wrong_kind_is_named(jsonl: Jsonl, tokenizer: Any) -> Non
 
 def test_a_prompt_that_is_a_number_is_refused(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(*lines(1), '{"prompt": 12, "answer": "a"}')
-    for stream in (Prompts, Pairs):
+    for stream in (Prompts, SftPairs):
         with pytest.raises(DataError, match=r"train.jsonl:2: prompt: expected a string, got 12$"):
             stream(path, PromptConfig(), tokenizer)
     path = jsonl('{"prompt": [{"role": "user", "content": 12}], "answer": "a"}')
@@ -168,11 +169,11 @@ def test_an_answer_that_is_a_number_is_its_text_and_this_is_said(
     jsonl: Jsonl, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = jsonl(*lines(2), '{"prompt": "x", "answer": 42}', '{"prompt": "y", "answer": 0.5}')
-    said = f"{path}: 2 of 4 answers are numbers, and their text is used, such as '42'\n"
+    said = f"{path}: 2 of 4 answers are numbers: they are used as text, such as '42'\n"
     prompts = Prompts(path, PromptConfig(shuffle=False), tokenizer)
     assert capsys.readouterr().out == said
     assert [prompt.answer for prompt in prompts.next(4)] == ["0", "1", "42", "0.5"]
-    pairs = Pairs(path, PromptConfig(shuffle=False), tokenizer)
+    pairs = SftPairs(path, PromptConfig(shuffle=False), tokenizer)
     assert capsys.readouterr().out == said
     assert pairs.next(4)[2].tokens.tolist() == [1, ord("x"), ord("4"), ord("2"), 2]
     Prompts(f"{path}@[:2]", PromptConfig(), tokenizer)
@@ -201,37 +202,40 @@ def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: 
     assert [(p.uid, p.text) for p in first.next(9)] == [(p.uid, p.text) for p in second.next(9)]
     with pytest.raises(
         DataError,
-        match=r"train.jsonl@\[:4\]: the prompts are not those the saved position was .*--run.name",
+        match=r"train.jsonl@\[:4\]: the prompts are not those of the checkpoint.*--run.name",
     ):
         Prompts(path + "@[:4]", PromptConfig(), tokenizer).restore(first.state())
-    with pytest.raises(DataError, match="not those the saved position was taken in"):
+    with pytest.raises(DataError, match="not those of the checkpoint"):
         Prompts(jsonl(*lines(5, level=3)), PromptConfig(), tokenizer).restore(first.state())
 
 
 def test_pairs_learn_the_answer_and_the_end(jsonl: Jsonl, tokenizer: Any) -> None:
-    (pair,) = Pairs(jsonl(*lines(1)), PromptConfig(), tokenizer).next(1)
+    (pair,) = SftPairs(jsonl(*lines(1)), PromptConfig(), tokenizer).next(1)
     assert pair.tokens.tolist() == [1, ord("0"), ord("?"), ord("0"), 2]
     assert pair.mask.tolist() == [False, False, False, True, True]
 
 
 def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(*lines(4))
-    one, other = Pairs(path, PromptConfig(), tokenizer), Pairs(path, PromptConfig(), tokenizer)
+    one, other = (
+        SftPairs(path, PromptConfig(), tokenizer),
+        SftPairs(path, PromptConfig(), tokenizer),
+    )
     one.next(3)
     other.restore(one.state())
     assert [p.tokens.tolist() for p in one.next(4)] == [p.tokens.tolist() for p in other.next(4)]
-    with pytest.raises(DataError, match="not those the saved position was taken in"):
-        Pairs(jsonl(*reversed(lines(4))), PromptConfig(), tokenizer).restore(one.state())
+    with pytest.raises(DataError, match="not those of the checkpoint"):
+        SftPairs(jsonl(*reversed(lines(4))), PromptConfig(), tokenizer).restore(one.state())
     with pytest.raises(ConfigError, match="answer_key"):
-        Pairs(path, PromptConfig(answer_key=""), tokenizer)
+        SftPairs(path, PromptConfig(answer_key=""), tokenizer)
     tokenizer.context = 5
-    assert len(Pairs(path, PromptConfig(), tokenizer)) == 4
+    assert len(SftPairs(path, PromptConfig(), tokenizer)) == 4
     tokenizer.context = 4
     with pytest.raises(
         DataError,
-        match=r"train.jsonl:1: prompt and answer have 5 tokens, and the model's context is 4",
+        match=r"train.jsonl:1: prompt and answer have 5 tokens, but the model's context is 4",
     ):
-        Pairs(path, PromptConfig(), tokenizer)
-    tokenizer.eos_token_id, tokenizer.model_ends = None, ()
+        SftPairs(path, PromptConfig(), tokenizer)
+    tokenizer.eos_token_id, tokenizer.config_eos_ids = None, ()
     with pytest.raises(ConfigError, match="no end-of-text token"):
-        Pairs(path, PromptConfig(), tokenizer)
+        SftPairs(path, PromptConfig(), tokenizer)

@@ -128,7 +128,7 @@ def test_an_unknown_sink_and_a_missing_package_are_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        ConfigError, match="no sink called 'tensorbord': there are tensorboard and wandb"
+        ConfigError, match="there is no sink 'tensorbord', only tensorboard and wandb"
     ):
         RunConfig(sinks=("tensorbord",))
     monkeypatch.chdir(tmp_path)
@@ -137,7 +137,7 @@ def test_an_unknown_sink_and_a_missing_package_are_said_before_anything_starts(
     (tmp_path / "wandb").mkdir()
     with pytest.raises(
         ConfigError,
-        match=r"wandb is not installed: pip install -e '.\[log\]' in spmd-rl's repository",
+        match=r"wandb is not installed: run pip install -e '.\[log\]' in spmd-rl's repository",
     ):
         RunConfig(sinks=("wandb",))
 
@@ -151,5 +151,5 @@ def test_a_sink_that_does_not_open_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks, "KINDS", {"closed": lambda run, config: 1 / 0})
-    with pytest.raises(ConfigError, match=r"run\.sinks: closed does not open: division by zero"):
+    with pytest.raises(ConfigError, match=r"run\.sinks: closed cannot be opened: division by zero"):
         Sinks(["closed"], tmp_path, {})

@@ -148,7 +148,7 @@ def test_a_line_that_is_no_span_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_trace_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no trace: was the run traced"):
+    with pytest.raises(ConfigError, match="holds no trace: the run must have"):
         write_chrome(tmp_path)
     assert not list(tmp_path.glob("*.part"))
     with pytest.raises(ConfigError, match="no run folder at"):

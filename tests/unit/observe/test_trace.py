@@ -134,7 +134,7 @@ def test_a_full_disk_ends_the_recording_not_the_run(
     trace = Trace(tmp_path, "rank 0", rank=0)
     with trace.span("x"):
         pass
-    with pytest.warns(UserWarning, match="tracing ends here: .*No space left"):
+    with pytest.warns(UserWarning, match="tracing stops here: .*No space left"):
         trace.flush()
     with trace.span("y"):
         pass

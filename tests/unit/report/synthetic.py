@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.observe.metrics import MetricsLog
+from spmd_rl.observe.metrics_log import MetricsLog
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.types.samples import FinishReason, Group, Prompt, Sample
 

@@ -14,7 +14,7 @@ from spmd_rl.config.load import load
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import ConfigError, DataError, SpmdError
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.report.recorder import Recorder
 from spmd_rl.rollout.engine import SamplingConfig

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.metrics import KNOWN, METRICS
+from spmd_rl.observe.metrics import METRIC_OF_NAME, METRICS
 from spmd_rl.report import clock, colours, write_report
 from spmd_rl.report import series as figures
 from spmd_rl.report.build import gather
@@ -434,7 +434,7 @@ def test_axes_that_a_run_knows_nothing_of_are_left_out() -> None:
 
 def test_page_and_picture_have_the_same_colours(tmp_path: Path) -> None:
     style = (PAGE / "style.css").read_text(encoding="utf-8")
-    every = [*colours.PHASES.values(), *colours.PARTS, *map(colours.colour_of, KNOWN)]
+    every = [*colours.PHASES.values(), *colours.PARTS, *map(colours.colour_of, METRIC_OF_NAME)]
     for colour in every:
         assert f"{colour.variable}: light-dark({colour.code}," in style
     data = gather([make_run(tmp_path / "run", num_steps=1, num_ranks=1)])
@@ -455,7 +455,7 @@ def test_every_metric_of_ours_has_a_chart_in_words(tmp_path: Path) -> None:
         | {f"time/{name}" for name in colours.PHASES}
         | {"time/step"}
     )
-    assert set(KNOWN) - drawn == set()
+    assert set(METRIC_OF_NAME) - drawn == set()
     assert all(
         metric.label and "/" not in metric.label and "_" not in metric.label for metric in METRICS
     )

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from spmd_rl.observe.metrics import keep_until, read_metrics
+from spmd_rl.observe.metrics_log import drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.report import curves, observer
 from spmd_rl.report.curves import CurvePainter
 from spmd_rl.report.live import LiveView
-from spmd_rl.report.observer import Observer
 from spmd_rl.report.plain import step_line
 from spmd_rl.report.progress import RunProgress, duration, sparkline
+from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.types.samples import Group, Prompt, Sample
 from tests.terminal import screen
 
@@ -156,7 +156,7 @@ def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
     state.rewards = [number / 100 for number in range(101)]
     long = Group(
         replace(group().prompt, text="a question " * 20),
-        [group().samples[0].changed(text="so " * 90)],
+        [group().samples[0].replace(text="so " * 90)],
     )
     text = rendered(state, long, width=width)
     assert "…  reward" not in text.replace("… → …", ""), "the sample's reward is not what is cut"
@@ -235,9 +235,9 @@ def test_the_live_view_before_the_first_step() -> None:
     assert "starting" in rendered(RunProgress(10, Clock()))
 
 
-def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> Observer:
+def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> RunMonitor:
     run = RunFolder.open(tmp_path / "r", "steps = 2\n", {})
-    watch = Observer(run, tty=False, clock=clock, **kwargs)
+    watch = RunMonitor(run, tty=False, clock=clock, **kwargs)
     watch.begin_steps(2)
     return watch
 
@@ -267,7 +267,7 @@ def test_a_warm_up_is_logged_and_its_time_is_in_the_line_of_step_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    watch = Observer(
+    watch = RunMonitor(
         RunFolder.open(tmp_path / "r", "", {}), tty=False, clock=clock, before_s={"eval": 3.0}
     )
     clock.now += 5.0
@@ -300,7 +300,7 @@ def test_a_run_that_begins_again_drops_its_warm_up_and_a_resumed_one_keeps_it(
     for resume_at, left in ((0, []), (1, [-1, 0, 1])):
         path = tmp_path / "metrics.jsonl"
         path.write_text("".join(f'{{"step": {step}}}\n' for step in (-1, 0, 1, 2)))
-        keep_until(path, resume_at)
+        drop_steps_after(path, resume_at)
         assert [row["step"] for row in read_metrics(path)] == left
 
 
@@ -314,7 +314,9 @@ def test_the_time_gone_counts_from_where_the_run_began(tmp_path: Path) -> None:
 
 def test_time_spent_on_grading_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
     watch = opened(tmp_path, Clock())
-    watch.on_step(1, {}, [replace(group(), graded_s=seconds) for seconds in (0.25, 0.75, 0.75)])
+    watch.on_step(
+        1, {}, [replace(group(), reward_time_s=seconds) for seconds in (0.25, 0.75, 0.75)]
+    )
     watch.on_step(2, {}, [group()])
     watch.close()
     first, second = read_metrics(tmp_path / "r" / "metrics.jsonl")

@@ -111,12 +111,12 @@ def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
     ("name", "sentence"),
     [
         ("exact", "write it as package.module:function or path/to/file.py:function"),
-        ("no.such.module:f", "no module 'no.such.module'"),
+        ("no.such.module:f", "there is no module 'no.such.module'"),
         (
             "spmd_rl.rewards.match:exakt",
             "has no 'exakt' .its functions: exact, contains, last_number",
         ),
-        ("nowhere/mine.py:f", "no file nowhere/mine.py"),
+        ("nowhere/mine.py:f", "there is no file nowhere/mine.py"),
         ("spmd_rl.rewards.match:re", "it is a module, not a function"),
     ],
 )
@@ -210,7 +210,7 @@ def _raises_silently(prompt: Prompt, sample: Sample) -> float:
         (lambda p, s: {"reward": "0.5"}, "returned no finite number as 'reward': '0.5'"),
         (
             lambda p, s: {"reward": 1, "mean": 2},
-            "a value called 'mean': the metric reward/mean is another",
+            "a value called 'mean', but reward/mean is a metric",
         ),
         (lambda p, s: {"reward": 1, "skipped_samples": 2}, "a value called 'skipped_samples'"),
         (lambda p, s: {"form": 1.0}, "without the key 'reward'"),

@@ -122,7 +122,7 @@ def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
     for reward, seconds in ((slow, 0.08), (count_zeros, 0.0)):
         role.grader = Grader(reward)
         for _ in range(2):
-            spent = [group.graded_s for group in role.generate(asked, sampling)]
+            spent = [group.reward_time_s for group in role.generate(asked, sampling)]
             assert seconds <= spent[0] < seconds + 0.04, "of this call"
             assert spent == spent[:1] * 2
     role.context.trace.close()
@@ -130,7 +130,7 @@ def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
     assert sum(span[4]["samples"] for span in spans if span[2] > 15e6) == 8
     assert {span[0] for span in spans} == {"reward"}
     role.grader = None
-    assert role.generate(asked, sampling)[0].graded_s == 0
+    assert role.generate(asked, sampling)[0].reward_time_s == 0
 
 
 def test_two_halves_of_the_prompts_give_what_one_rank_gives(new_role):
@@ -178,7 +178,7 @@ def test_stop_string_through_the_tokenizer(new_role):
 
 
 def test_an_end_of_the_tokenizer_that_the_model_has_no_token_for_is_left_out(new_role, monkeypatch):
-    monkeypatch.setattr("spmd_rl.rollout.rollout.end_ids", lambda tokenizer: (1, 20, 500))
+    monkeypatch.setattr("spmd_rl.rollout.rollout.eos_ids", lambda tokenizer: (1, 20, 500))
     role = new_role()
     assert role._more_ends == (20,)
     role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=3))

@@ -153,7 +153,7 @@ def test_a_failure_is_passed_on_with_the_ranks_last_words(tmp_path: Path) -> Non
     ended = run(tmp_path, "recipe.py", code=3)
     assert ended.code == 3
     assert ended.output.splitlines()[-3:] == [
-        "life 7-0 ended with exit code 3",
+        "attempt 7-0 ended with exit code 3",
         'rank 1 \\"fell\\"',
         "lost rank 1",
     ]
@@ -166,7 +166,7 @@ def test_ranks_that_leave_with_exit_code_0_before_the_run_is_over_fail_the_job(
     ended = run(tmp_path, "recipe.py", UNDONE="1")
     assert ended.code == 1
     assert (
-        "life 7-0: the ranks left with exit code 0 before the run was over\nlife 7-0 ended with exit"
+        "attempt 7-0: the ranks ended with exit code 0 before the run was finished\nattempt 7-0 ended with exit"
         in ended.output
     )
     assert not ended.requeued

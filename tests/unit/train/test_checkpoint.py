@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.observe import folders
+from spmd_rl.observe import atomic_write
 from spmd_rl.train import checkpoint, shards
 from spmd_rl.train.checkpoint_index import INDEX_FILE
 from spmd_rl.train.config import TrainerConfig
@@ -311,7 +311,7 @@ def test_a_checkpoint_that_was_never_renamed_does_not_count(
     trainer = new_trainer()
     folder = tmp_path / "step_0"
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "finish", lambda target: None)
+        patch.setattr(atomic_write, "finish_folder", lambda target: None)
         trainer.save(str(folder))
         trainer.wait_until_saved()
     assert (tmp_path / ".step_0.part" / INDEX_FILE).exists()

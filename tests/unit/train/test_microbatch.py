@@ -31,13 +31,13 @@ def test_few_micro_batches_are_made(lengths: list[int], budget: int) -> None:
 
 def test_few_partitions_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as would fit by weight do not, with sequences of half the budget and a little more."""
-    tried, whole = [], microbatch.balanced
+    tried, whole = [], microbatch.balanced_partition
 
     def counted(lengths: list[int], count: int) -> list[list[int]]:
         tried.append(count)
         return whole(lengths, count)
 
-    monkeypatch.setattr(microbatch, "balanced", counted)
+    monkeypatch.setattr(microbatch, "balanced_partition", counted)
     lengths = [51 + i % 3 for i in range(200)]
     assert num_needed(lengths, 100) == 200
     assert len(tried) <= 2 * 8 + 1
@@ -77,7 +77,7 @@ def test_rows_point_at_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_nothing_to_run_is_one_token_and_an_empty_mask() -> None:
-    micro = lay_out(make_batch().take([]), CPU)
+    micro = lay_out(make_batch().select([]), CPU)
     assert (len(micro.tokens), micro.lengths.tolist(), micro.num_scored) == (1, [1], 0)
 
 

@@ -150,7 +150,7 @@ def test_each_minibatch_divides_by_its_share_of_the_denominator(new_trainer) -> 
     """
     trainer, batch = new_trainer(minibatches=3, lr=0.0), make_batch()
     oracle = Oracle(new_trainer(lr=0.0))
-    parts = [batch.take(part) for part in split(batch.lengths.tolist(), 3)]
+    parts = [batch.select(part) for part in split(batch.lengths.tolist(), 3)]
     norms = [oracle.step(replace(part, denominator=batch.denominator / 3))[1] for part in parts]
     stats = trainer.train_step(batch, grpo_loss)
     assert stats["train/grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
@@ -285,7 +285,7 @@ def test_a_sequence_beyond_the_context_is_named(new_trainer) -> None:
     with pytest.raises(
         DataError, match=f"sequence {longest}: {batch.lengths[longest]} tokens .* 160 positions"
     ):
-        trainer.train_step(batch.take([shortest, longest]), grpo_loss)
+        trainer.train_step(batch.select([shortest, longest]), grpo_loss)
 
 
 def test_a_rate_given_with_the_step_overrides_the_schedule(new_trainer) -> None:

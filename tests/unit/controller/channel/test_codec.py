@@ -187,7 +187,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ContractError, match="Expected `object`, got `array`"):
         unpack(Codec(list[Group]).pack(["no group"]), list[Group])
     lacking = dataclasses.replace(sample(0, 3), logprobs=np.zeros(2, np.float32))
-    with pytest.raises(ContractError, match="prompt 7, sample 0: a token without its log-prob"):
+    with pytest.raises(ContractError, match="prompt 7, sample 0: every token needs one log-prob"):
         Codec(list[Group]).pack([Group(Prompt(0, np.zeros(1, np.int32)), [lacking])])
 
 

@@ -22,7 +22,7 @@ from spmd_rl.controller.run.checkpoints import (
 from spmd_rl.controller.run.command import rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.mesh.split import Placement
-from spmd_rl.observe.run_lock import claim
+from spmd_rl.observe.run_lock import acquire_run_lock
 
 
 class Cursor:
@@ -375,7 +375,7 @@ def test_a_live_run_is_not_rewound(tmp_path: Path) -> None:
     for step in (1, 2):
         ours.save(CheckpointState(step, 0, 1.0 / step), {"prompts": Cursor(step)})
         ours.wait_until_complete()
-    live = claim(tmp_path)
+    live = acquire_run_lock(tmp_path)
     with pytest.raises(ConfigError, match="another run is going on in"):
         rewind(tmp_path / "checkpoints", "best")
     assert list(ours.complete()) == [

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from spmd_rl.observe.metrics import MetricsLog, keep_until, read_metrics
+from spmd_rl.observe.metrics_log import MetricsLog, drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report import write_report
@@ -36,7 +36,7 @@ class _Step(NamedTuple):
     more: Callable[[], Mapping[str, float]]
 
 
-class Observer:
+class RunMonitor:
     """Steps count from 1, those of a warm-up up to 0. Lines after `resume_at`, the last step done,
     are dropped.
 
@@ -64,7 +64,7 @@ class Observer:
         self._plot_every_steps = plot_every_steps
         self._phases_s: dict[str, float] = dict(before_s or {})
         self._unwritten: _Step | None = None
-        keep_until(run.metrics, resume_at)
+        drop_steps_after(run.metrics, resume_at)
         self._rows = read_metrics(run.metrics)
         self._log = MetricsLog(run.metrics)
         self._painter = CurvePainter(run.metrics, run.curves, title=str(run.path))
@@ -170,8 +170,8 @@ def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, f
     if not groups:
         return {}
     columns, rollout_s = Group.to_columns(groups), metrics.get("time/rollout", 0.0)
-    graded_s = float(columns.graded_s.max())
-    rates = {"time/reward": graded_s} if graded_s > 0 else {}
+    reward_time_s = float(columns.reward_time_s.max())
+    rates = {"time/reward": reward_time_s} if reward_time_s > 0 else {}
     if rollout_s <= 0:
         return rates
     seconds = metrics["time/step"] if metrics.get("version/lag_max", 0.0) > 0 else rollout_s

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.observe.files import open_to_append, whole_file, write_whole
+from spmd_rl.observe.atomic_write import atomic_file, open_append, write_atomically
 
 
 def test_a_file_appears_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("before")
-    with whole_file(path) as file:
+    with atomic_file(path) as file:
         file.write(b"af")
         file.flush()
         assert path.read_text() == "before"
@@ -21,7 +21,7 @@ def test_a_file_appears_whole(tmp_path: Path) -> None:
 
 def test_what_was_not_finished_leaves_nothing(tmp_path: Path) -> None:
     def begin() -> None:
-        with whole_file(tmp_path / "file") as file:
+        with atomic_file(tmp_path / "file") as file:
             file.write(b"half")
             raise KeyError
 
@@ -33,7 +33,7 @@ def test_what_was_not_finished_leaves_nothing(tmp_path: Path) -> None:
 def test_an_error_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "file"
     with pytest.raises(FileNotFoundError) as told:
-        write_whole(path, "text")
+        write_atomically(path, "text")
     assert told.value.filename == str(path)
 
 
@@ -42,11 +42,11 @@ def test_no_link_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     precious.write_text("kept")
     path.symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
-        open_to_append(path)
-    write_whole(path, "text")
+        open_append(path)
+    write_atomically(path, "text")
     assert (precious.read_text(), path.read_text(), path.is_symlink()) == ("kept", "text", False)
     monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
     (tmp_path / "file.guessed.part").symlink_to(precious)
     with pytest.raises(FileExistsError):
-        write_whole(path, "other")
+        write_atomically(path, "other")
     assert precious.read_text() == "kept"
