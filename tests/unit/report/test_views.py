@@ -14,7 +14,7 @@ from rich.console import Console
 
 from spmd_rl.observe.metrics_log import drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
-from spmd_rl.report import curves, observer
+from spmd_rl.report import curves, run_monitor
 from spmd_rl.report.curves import CurvePainter
 from spmd_rl.report.live import LiveView
 from spmd_rl.report.plain import step_line
@@ -363,7 +363,7 @@ def test_the_view_is_closed_though_the_last_step_cannot_be_written(
 ) -> None:
     clock, closed = Clock(), []
     watch = opened(tmp_path, clock)
-    monkeypatch.setattr(observer.PlainView, "close", lambda self: closed.append(True))
+    monkeypatch.setattr(run_monitor.PlainView, "close", lambda self: closed.append(True))
     watch.on_step(1, {}, more=lambda: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         watch.close()
@@ -394,9 +394,9 @@ def test_a_plot_is_asked_for_every_so_many_steps(
     asked: list[int] = []
     metrics = tmp_path / "r" / "metrics.jsonl"
     monkeypatch.setattr(
-        observer.CurvePainter, "request", lambda _: asked.append(read_metrics(metrics)[-1]["step"])
+        run_monitor.CurvePainter, "request", lambda _: asked.append(read_metrics(metrics)[-1]["step"])
     )
-    monkeypatch.setattr(observer.CurvePainter, "finish", lambda self, rows: None)
+    monkeypatch.setattr(run_monitor.CurvePainter, "finish", lambda self, rows: None)
     watch = opened(tmp_path, Clock(), plot_every_steps=3)
     for index in range(1, 8):
         watch.on_step(index, {})
