@@ -1,6 +1,4 @@
-"""The one who watches a run: every phase and step goes through here to the screen and the run
-folder.
-"""
+"""Monitor of a run: passes its phases and steps on to the terminal view and the run folder."""
 
 from __future__ import annotations
 
@@ -13,37 +11,37 @@ from spmd_rl.observe.metrics_log import MetricsLog, drop_steps_after, read_metri
 from spmd_rl.observe.run_folder import RunFolder
 from spmd_rl.observe.sinks import Sinks
 from spmd_rl.report import write_report
-from spmd_rl.report.curves import CurvePainter
-from spmd_rl.report.plain import PlainView
+from spmd_rl.report.curve_painter import CurvePainter
+from spmd_rl.report.plain_view import PlainView
 from spmd_rl.report.progress import RunProgress
 from spmd_rl.types.samples import Group
 
 
-class View(Protocol):
-    """What is shown after a step; what is shown in between is read from `RunProgress`."""
+class ProgressView(Protocol):
+    """A terminal view. It is told of steps, and reads all else from `RunProgress`."""
 
     def show(self, groups: Sequence[Group]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class _Step(NamedTuple):
-    """What there is to write of a step."""
+class _UnwrittenStep(NamedTuple):
+    """A finished step whose line is not written yet."""
 
     number: int
     metrics: dict[str, float]
     groups: Sequence[Group]
-    more: Callable[[], Mapping[str, float]]
+    more_metrics: Callable[[], Mapping[str, float]]
 
 
 class RunMonitor:
-    """Steps count from 1, those of a warm-up up to 0. Lines after `resume_at`, the last step done,
-    are dropped.
+    """Writes the metrics and samples of each step, shows progress, and draws the curves.
 
-    The run began at `began_unix_s`; `before_s` are the seconds of phases that ended already.
+    Steps count from 1, and those of a warm-up up to 0. Lines of steps after `resume_at`, the last
+    finished step, are dropped. `before_s` holds the seconds of phases that have ended already.
 
-    `tty` chooses the live view or plain lines; None asks the terminal. A plot is drawn every
-    `plot_every_steps` and at the end, off the path of a step.
+    `tty` chooses between the live view and plain lines; None means live if stdout is a terminal.
+    Curves are drawn every `plot_every_steps` in a background process, and once at the end.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class RunMonitor:
         *,
         sinks: Sinks | None = None,
         resume_at: int = 0,
-        began_unix_s: float | None = None,
+        start_unix_s: float | None = None,
         before_s: Mapping[str, float] | None = None,
         plot_every_steps: int = 20,
         clock: Callable[[], float] = time.monotonic,
@@ -63,37 +61,38 @@ class RunMonitor:
         self._clock = clock
         self._plot_every_steps = plot_every_steps
         self._phases_s: dict[str, float] = dict(before_s or {})
-        self._unwritten: _Step | None = None
+        self._unwritten: _UnwrittenStep | None = None
         drop_steps_after(run.metrics, resume_at)
         self._rows = read_metrics(run.metrics)
         self._log = MetricsLog(run.metrics)
         self._painter = CurvePainter(run.metrics, run.curves, title=str(run.path))
-        gone_s = 0.0 if began_unix_s is None else time.time() - began_unix_s
-        self._progress = RunProgress(0, clock, index=resume_at, gone_s=gone_s)
-        self._before: dict[str, float] = {}
+        elapsed_s = 0.0 if start_unix_s is None else time.time() - start_unix_s
+        self._progress = RunProgress(0, clock, index=resume_at, elapsed_before_s=elapsed_s)
+        self._before_metrics: dict[str, float] = {}
         self._view = _view(
             self._progress, str(run.path), sys.stdout.isatty() if tty is None else tty
         )
-        self._step_began = clock()
+        self._step_started = clock()
 
     def begin_warmup(self, num_steps: int) -> None:
-        """The steps before step 1 begin."""
+        """Start the warm-up steps."""
         self._progress.begin_warmup(num_steps)
-        self._step_began = self._clock()
+        self._step_started = self._clock()
 
     def begin_steps(self, num_steps: int) -> None:
-        """The loop begins, with step 1 or where a resumed run goes on. What came before is in the
-        line of step 1.
+        """Start the steps of the loop, at step 1 or where a resumed run goes on.
+
+        The time before step 1 goes into its line.
         """
         self.catch_up()
         self._progress.begin_steps(num_steps)
         if self._progress.index == 0:
             phases = {f"before/{name}": seconds for name, seconds in self._phases_s.items()}
-            self._before = phases | {"before/all": self._progress.elapsed_s}
-        self._step_began, self._phases_s = self._clock(), {}
+            self._before_metrics = phases | {"before/all": self._progress.elapsed_s}
+        self._step_started, self._phases_s = self._clock(), {}
 
     def on_phase(self, name: str, seconds: float | None = None) -> None:
-        """A phase begins, or, with `seconds`, has ended after that long."""
+        """Note that a phase starts, or has ended after `seconds` if given."""
         if seconds is None:
             self._progress.begin_phase(name)
             return
@@ -105,37 +104,42 @@ class RunMonitor:
         index: int,
         metrics: Mapping[str, float],
         groups: Sequence[Group] = (),
-        more: Callable[[], Mapping[str, float]] = dict,
+        more_metrics: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """A step has ended, and the next one's clock starts; `catch_up` writes it, and asks for
-        `more` metrics.
+        """Note that a step has ended, and start the clock of the next.
+
+        `catch_up` writes the step later. Only then does it call `more_metrics`.
         """
         self.catch_up()
-        self._unwritten = _Step(index, self._timed(index) | dict(metrics), groups, more)
+        self._unwritten = _UnwrittenStep(
+            index, self._timed(index) | dict(metrics), groups, more_metrics
+        )
 
     def catch_up(self) -> None:
-        """Write the last step's line and samples and show it, if that is not done yet."""
+        """Write and show the last finished step, unless that is done."""
         if self._unwritten is None:
             return
-        (index, metrics, groups, more), self._unwritten = self._unwritten, None
-        known = metrics | dict(more())
-        full = known | _rates(known, groups)
-        self._rows.append(self._log.write(index, full))
+        step, self._unwritten = self._unwritten, None
+        index, groups = step.number, step.groups
+        metrics = step.metrics | dict(step.more_metrics())
+        metrics |= _rates(metrics, groups)
+        self._rows.append(self._log.write(index, metrics))
         self._sinks.write(self._rows[-1])
         if groups:
             self._run.write_samples(index, groups)
-        self._progress.take(index, full)
+        self._progress.record_step(index, metrics)
         self._view.show(groups)
         if index > 0 and index % self._plot_every_steps == 0:
             self._painter.request()
 
     def leave_screen(self) -> None:
-        """Draw nothing any more; what is printed stays."""
+        """Stop drawing on the terminal. What is printed stays."""
         self._view.close()
 
     def close(self) -> None:
-        """Write the last step, draw the last curves and give the terminal back; also after a run
-        that failed.
+        """Write the last step, draw the final curves and report, and release the terminal.
+
+        This is also called after a run has failed.
         """
         try:
             self.catch_up()
@@ -147,25 +151,26 @@ class RunMonitor:
         write_report([self._run.path])
 
     def _timed(self, index: int) -> dict[str, float]:
-        """What the clock here knows of the step: its phases, and the whole; what is before step 1
-        is in its line.
+        """Return the times of the step that ends now: of its phases, and of the whole step.
+
+        Those of step 1 include the time before it.
         """
         now = self._clock()
-        whole_s, self._step_began = now - self._step_began, now
+        whole_s, self._step_started = now - self._step_started, now
         if index <= 0:
             return {"time/warmup": whole_s}
-        times = {f"time/{name}": seconds for name, seconds in self._phases_s.items()} | {
-            "time/step": whole_s
-        }
-        times, self._before, self._phases_s = times | self._before, {}, {}
+        times = {f"time/{name}": seconds for name, seconds in self._phases_s.items()}
+        times["time/step"] = whole_s
+        times |= self._before_metrics
+        self._before_metrics, self._phases_s = {}, {}
         return times
 
 
 def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, float]:
-    """The rate of generation, where there was any, and how long the slowest rank graded.
+    """Return generated tokens per second, and the slowest rank's time in the reward function.
 
-    Samples older than their step were generated while others were trained on: their phase is the
-    end of that, a wait, and a step's time is what each step's samples take.
+    If samples are older than their step, they were generated while the trainer worked. The rollout
+    phase is then only the wait for them, so the rate is taken over the whole step.
     """
     if not groups:
         return {}
@@ -178,9 +183,9 @@ def _rates(metrics: Mapping[str, float], groups: Sequence[Group]) -> dict[str, f
     return rates | {"rollout/tokens_per_s": len(columns.samples.tokens) / seconds}
 
 
-def _view(progress: RunProgress, title: str, tty: bool) -> View:
+def _view(progress: RunProgress, title: str, tty: bool) -> ProgressView:
     if not tty:
         return PlainView(progress)
-    from spmd_rl.report.live import LiveView
+    from spmd_rl.report.live_view import LiveView
 
     return LiveView(progress, title)

@@ -132,7 +132,7 @@ def test_a_way_in_is_seen(text: str) -> None:
             "def f():\n    s = context.socket(zmq.DEALER)\n    s.curve_serverkey = key",
         ),
         ("spmd_rl.controller.channel.dealer", "def f():\n    return context.socket(zmq.PULL)"),
-        ("spmd_rl.report.live", "server.bind(('0.0.0.0', 80))"),
+        ("spmd_rl.report.live_view", "server.bind(('0.0.0.0', 80))"),
         ("spmd_rl.train.trainer", "line.connect('tcp://10.0.0.1:5')"),
     ],
 )

@@ -21,7 +21,7 @@ from spmd_rl.rollout.engine import SamplingConfig
 from spmd_rl.types.samples import Group, Prompt, Sample
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
-SAME = "3 steps in which all samples of every prompt had the same reward: group advantages are 0, and nothing is learned"
+SAME = "in 3 steps, all samples of every prompt had the same reward, so nothing was learned"
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def test_phases_before_step_1_are_in_its_line(tmp_path: Path) -> None:
     recorder.on_phase("eval", 3.0)
     recorder.on_phase("warm-up", None)
     recorder.on_warmup(2)
-    assert recorder._observer is not None
-    assert recorder._observer._progress.phase == "warm-up"
+    assert recorder._monitor is not None
+    assert recorder._monitor._progress.phase == "warm-up"
     for index in (-2, -1):
         step = LoopStep(index, recorder)
         step.log({"warmup/loss": 0.5})
@@ -172,9 +172,9 @@ def test_a_run_that_truncates_what_is_drawn_says_so_once_and_keeps_it(
     )
     take(Recorder(cfg.run, cfg, 1), [])
     notes = json.loads((tmp_path / "r/plan.json").read_text())["notes"]
-    assert [note.partition(" keeps tokens from being drawn")[0] for note in notes] == named
+    assert [note.partition(" excludes tokens from sampling")[0] for note in notes] == named
     assert [
-        line for line in capsys.readouterr().out.splitlines() if "keeps tokens" in line
+        line for line in capsys.readouterr().out.splitlines() if "excludes tokens" in line
     ] == notes
 
 

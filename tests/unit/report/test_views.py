@@ -1,4 +1,4 @@
-"""What a person sees: plain lines, the live view, the curves; and the observer that feeds them."""
+"""What a person sees: plain lines, the live view, the curves; and the monitor that feeds them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rich.console import Console
 
 from spmd_rl.observe.metrics_log import drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
-from spmd_rl.report import curves, run_monitor
-from spmd_rl.report.curves import CurvePainter
-from spmd_rl.report.live import LiveView
-from spmd_rl.report.plain import step_line
+from spmd_rl.report import curve_axes, curve_painter, curves, run_monitor
+from spmd_rl.report.curve_painter import CurvePainter
+from spmd_rl.report.live_view import LiveView
+from spmd_rl.report.plain_view import step_line
 from spmd_rl.report.progress import RunProgress, duration, sparkline
 from spmd_rl.report.run_monitor import RunMonitor
 from spmd_rl.types.samples import Group, Prompt, Sample
@@ -58,7 +58,7 @@ def group() -> Group:
 
 def progress(num_steps: int = 10, **metrics: float) -> RunProgress:
     state = RunProgress(num_steps, Clock())
-    state.take(4, METRICS | metrics)
+    state.record_step(4, METRICS | metrics)
     return state
 
 
@@ -76,10 +76,10 @@ def test_sparkline_keeps_the_scale_of_a_reward() -> None:
 
 def test_time_left_is_the_recent_pace() -> None:
     state = RunProgress(100, Clock())
-    assert state.left_s is None
+    assert state.remaining_s is None
     for index in range(1, 31):
-        state.take(index, {"time/step": 100.0 if index <= 10 else 2.0})
-    assert state.left_s == 70 * 2.0
+        state.record_step(index, {"time/step": 100.0 if index <= 10 else 2.0})
+    assert state.remaining_s == 70 * 2.0
 
 
 def test_a_plain_line() -> None:
@@ -208,7 +208,7 @@ def test_the_live_view_shouts_about_a_mismatch() -> None:
 
 def test_the_live_view_claims_nothing_where_nothing_was_compared() -> None:
     text = rendered(progress(**{"onpolicy/compared_tokens": 0.0}))
-    assert "none to compare" in text
+    assert "no tokens compared" in text
     assert "bit for bit" not in text
     assert "nan of 5,120 tokens in all" in rendered(
         progress(**{"onpolicy/mismatched_tokens": float("nan")})
@@ -220,15 +220,15 @@ def test_the_live_view_of_a_warm_up() -> None:
     state.begin_warmup(150)
     assert "warm-up 0/150" in rendered(state)
     state.begin_phase("warm-up")
-    state.take(-149, {"warmup/loss": 4.5, "time/warmup": 2.0})
+    state.record_step(-149, {"warmup/loss": 4.5, "time/warmup": 2.0})
     text = rendered(state)
     for expected in ("warm-up 1/150", "4:58 left", "loss +4.5000"):
         assert expected in text
-    state.take(0, {"warmup/loss": 0.5, "time/warmup": 2.0})
+    state.record_step(0, {"warmup/loss": 0.5, "time/warmup": 2.0})
     assert "warm-up 150/150" in rendered(state)
     state.begin_steps(10)
     assert "step 0/10" in rendered(state)
-    assert state.left_s is None, "the pace of the warm-up says nothing of the steps"
+    assert state.remaining_s is None, "the pace of the warm-up says nothing of the steps"
 
 
 def test_the_live_view_before_the_first_step() -> None:
@@ -305,7 +305,7 @@ def test_a_run_that_begins_again_drops_its_warm_up_and_a_resumed_one_keeps_it(
 
 
 def test_the_time_gone_counts_from_where_the_run_began(tmp_path: Path) -> None:
-    watch = opened(tmp_path, Clock(), began_unix_s=time.time() - 60.0)
+    watch = opened(tmp_path, Clock(), start_unix_s=time.time() - 60.0)
     watch.on_step(1, {})
     watch.close()
     (row,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
@@ -364,7 +364,7 @@ def test_the_view_is_closed_though_the_last_step_cannot_be_written(
     clock, closed = Clock(), []
     watch = opened(tmp_path, clock)
     monkeypatch.setattr(run_monitor.PlainView, "close", lambda self: closed.append(True))
-    watch.on_step(1, {}, more=lambda: {}["missing"])
+    watch.on_step(1, {}, more_metrics=lambda: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         watch.close()
     assert closed
@@ -375,7 +375,7 @@ def test_the_observer_continues_after_a_resume(
 ) -> None:
     drawn: list[list[int]] = []
     monkeypatch.setattr(
-        curves, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows])
+        curve_painter, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows])
     )
     watch = opened(tmp_path, Clock())
     watch.on_step(1, {})
@@ -394,7 +394,9 @@ def test_a_plot_is_asked_for_every_so_many_steps(
     asked: list[int] = []
     metrics = tmp_path / "r" / "metrics.jsonl"
     monkeypatch.setattr(
-        run_monitor.CurvePainter, "request", lambda _: asked.append(read_metrics(metrics)[-1]["step"])
+        run_monitor.CurvePainter,
+        "request",
+        lambda _: asked.append(read_metrics(metrics)[-1]["step"]),
     )
     monkeypatch.setattr(run_monitor.CurvePainter, "finish", lambda self, rows: None)
     watch = opened(tmp_path, Clock(), plot_every_steps=3)
@@ -427,7 +429,7 @@ def test_a_warm_up_is_no_step_of_the_picture() -> None:
 def test_running_mean_leaves_missing_values_out() -> None:
     values = np.array([np.nan, 1.0, 3.0, np.nan, 5.0])
     expected = [np.nan, 1.0, 2.0, 3.0, 5.0]
-    np.testing.assert_array_equal(curves.running_mean(values, 2), expected)
+    np.testing.assert_array_equal(curve_axes.running_mean(values, 2), expected)
 
 
 def test_a_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:

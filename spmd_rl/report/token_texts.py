@@ -1,4 +1,4 @@
-"""What each token of an answer says, so that it can be coloured by its log-prob."""
+"""Texts of the single tokens of a response, so that each can be coloured by its log-prob."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Any
 
 
 def find_tokenizer(run: Path, config: dict[str, Any]) -> Any | None:
-    """The tokenizer of the exported model, or of the model the config names; None if neither is at
-    hand.
-    """
+    """Return the tokenizer of the exported model or of the config's model, None without either."""
     models = [
         value
         for key, value in config.items()
@@ -24,16 +22,16 @@ def find_tokenizer(run: Path, config: dict[str, Any]) -> Any | None:
                 from tokenizers import Tokenizer
 
                 return Tokenizer.from_file(str(file))
-            except Exception:  # noqa: BLE001  not installed or a broken file: the page is made without token texts
+            except Exception:  # noqa: BLE001  not installed, or a damaged file: the page has no token texts
                 return None
     return None
 
 
-def pieces(tokenizer: Any | None, tokens: Sequence[int], text: str) -> tuple[list[str], bool]:
-    """The text of each token, and whether that is known; if not, `text` is cut into as many parts
-    of even length.
+def token_texts(tokenizer: Any | None, tokens: Sequence[int], text: str) -> tuple[list[str], bool]:
+    """Return the text of each token, and whether it is known.
 
-    A character made of several tokens belongs to the last of them; the others are empty.
+    If not, `text` is cut into parts of equal length. A character of several tokens belongs to the
+    last of them, and the others are empty.
     """
     if tokenizer is not None:
         decoded = _decoded(tokenizer, tokens)
@@ -49,5 +47,5 @@ def _decoded(tokenizer: Any, tokens: Sequence[int]) -> list[str] | None:
     stream = DecodeStream(skip_special_tokens=False)
     try:
         return [stream.step(tokenizer, token) or "" for token in tokens]
-    except Exception:  # noqa: BLE001  the Rust library raises plain Exception for ids it cannot follow
+    except Exception:  # noqa: BLE001  the Rust library raises a plain Exception for unknown ids
         return None

@@ -1,4 +1,4 @@
-"""A comparison of runs for a terminal: where they differ, and where they ended."""
+"""Comparison of runs in a terminal: the settings that differ, and the key figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def print_comparison(data: dict[str, Any]) -> None:
-    """Print the differing settings and the final figures of what `gather` gathered."""
+    """Print the settings that differ and the key figures of the runs that `gather` returned."""
     runs = data["runs"]
     settings = _table("setting", runs)
     for key, values in data["differences"]:
@@ -22,12 +22,12 @@ def print_comparison(data: dict[str, Any]) -> None:
             label = f"{figure['label']} ({figure['how']})"
             results.add_row(label, *map(as_number, values))
     console = Console()
-    console.print(settings if data["differences"] else "the runs' settings are the same")
+    console.print(settings if data["differences"] else "All runs have the same settings.")
     console.print(results)
 
 
 def as_number(value: float | None) -> str:
-    """Four significant digits, but all of a whole number."""
+    """Return the number with four significant digits, or all digits of a whole number."""
     if value is None:
         return "-"
     if value == int(value) or abs(value) >= 1000:

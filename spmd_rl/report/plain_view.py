@@ -1,4 +1,4 @@
-"""One line a step, for logs and pipes."""
+"""Plain view of a run: one line a step, for logs and pipes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLUMNS = (
 
 
 class PlainView:
-    """Prints a finished step and is silent in between."""
+    """Prints one line for each finished step, and nothing else."""
 
     def __init__(self, progress: RunProgress, out: TextIO | None = None) -> None:
         self._progress = progress
@@ -36,16 +36,17 @@ class PlainView:
 
 
 def step_line(progress: RunProgress) -> str:
-    """`step  12/150  reward 0.523  mismatched 0 of 5,120  loss +0.0021  8,123 tok/s  0.37 s/step
-    ETA 0:51`.
+    """Return the line of the last step.
+
+    Such as `step  12/150  reward 0.523  mismatched 0 of 5,120  8,123 tok/s  0.37 s/step  ETA 0:51`.
     """
     what, done, total = progress.count
     head = f"{what} {done:>{len(str(total))}}/{total}"
-    return "  ".join([head, *_columns(progress.metrics), f"ETA {duration(progress.left_s)}"])
+    return "  ".join([head, *_columns(progress.metrics), f"ETA {duration(progress.remaining_s)}"])
 
 
 def _columns(metrics: Metrics) -> list[str]:
-    # 0 of 0 is no agreement
+    # without compared tokens, the mismatch column is left out
     known = {name for name, value in metrics.items() if value or name != _COMPARED}
     return [
         form.format(*(number(metrics[name], spec) for name in names))
