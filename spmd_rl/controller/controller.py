@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.channel.codec import NOTHING, Codec, name_of, pack
-from spmd_rl.controller.channel.wire import Spawn, Split, encode
+from spmd_rl.controller.channel.codec import NOTHING, Codec, pack
+from spmd_rl.controller.channel.import_names import name_of
+from spmd_rl.controller.channel.wire import BuildMeshes, Spawn, encode
 from spmd_rl.controller.contracts import Contract, agree
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
-from spmd_rl.controller.lifecycle.deadlines import Notice
+from spmd_rl.controller.lifecycle.deadlines import TerminationNotice
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.link import Link, connect
 from spmd_rl.controller.run.checkpoints import Checkpoints, Part, Record
@@ -50,7 +51,9 @@ class ControllerWorld:
 
     def nodes(self) -> dict[int, int]:
         """The number of each rank's host, by rank."""
-        hosts = {rank: seat.hello.host for rank, seat in sorted(self._board.roster.seats.items())}
+        hosts = {
+            rank: worker.hello.host for rank, worker in sorted(self._board.roster.workers.items())
+        }
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
         return {rank: numbers[host] for rank, host in hosts.items()}
 
@@ -58,7 +61,7 @@ class ControllerWorld:
         """Build the meshes of `placements` on every rank of the world."""
         record = self._board.calls.open("world.split", tuple(range(self.size)))
         self._board.issue(
-            record, encode(Split(placements, self._board.traces)), [(record.ranks, NOTHING)]
+            record, encode(BuildMeshes(placements, self._board.traces)), [(record.ranks, NOTHING)]
         )
         self._board.collect(record)
 
@@ -148,7 +151,7 @@ class Controller:
         recipe.
         """
         self._parts = parts
-        self._board.farewell.newest = self._checkpoints.newest
+        self._board.final_message.newest_step = self._checkpoints.newest
         found = self._checkpoints.restore(parts)
         if found is None:
             return 0
@@ -169,7 +172,7 @@ class Controller:
             return
         if self.observer is not None:
             self.observer.on_warmup(num_steps)
-            self._board.calls.meanwhile = self.observer.catch_up
+            self._board.calls.on_long_wait = self.observer.catch_up
         for index in range(-num_steps, 0):
             step = Step(index, self.observer)
             yield step
@@ -182,15 +185,15 @@ class Controller:
         Blocks: after the last, until its checkpoint is whole. Raises: the run's end, saved, if a
         SIGTERM asked for it.
         """
-        notice, calls = self._board.notice, self._board.calls
+        notice, calls = self._board.termination, self._board.calls
         if self.observer is not None:
             self.observer.on_steps(start, num_steps)
-            calls.meanwhile = self.observer.catch_up
+            calls.on_long_wait = self.observer.catch_up
         notice.grace_s = self._grace_s if self._parts else 0.0
         # a step begins where the one before it ended
         began, waited_s = time.monotonic(), calls.waited_s
         for index in range(start, num_steps):
-            notice.unsaved = (
+            notice.lost_work = (
                 f"; step {index + 1} did not end within {self._grace_s:g} s and is lost"
             )
             self._step = step = Step(index, self.observer, began)
@@ -216,7 +219,7 @@ class Controller:
 
     def _end(self, step: Step, *, last: bool) -> None:
         """Write what is known of a step, and begin its checkpoint if one is due."""
-        notice, ended = self._board.notice, step.began + step.elapsed_s
+        notice, ended = self._board.termination, step.began + step.elapsed_s
         self._board.trace.add(
             "step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1
         )
@@ -234,16 +237,18 @@ class Controller:
             with self._timed("save"):
                 self._checkpoints.save(record, self._parts)
 
-    def _save_and_end(self, record: Record, notice: Notice) -> NoReturn:
+    def _save_and_end(self, record: Record, notice: TerminationNotice) -> NoReturn:
         """The last act of a run that is ended from outside: what remains of its grace is for this
         checkpoint.
         """
         if not self._parts:
-            raise notice.and_then("")
-        notice.unsaved = f"; the checkpoint after step {record.next_step} was not whole in time"
+            raise notice.error_with("")
+        notice.lost_work = f"; the checkpoint after step {record.next_step} was not whole in time"
         self._checkpoints.save(record, self._parts)
         self._checkpoints.settle()
-        saved = notice.and_then(f"; saved after step {record.next_step}, the same command goes on")
+        saved = notice.error_with(
+            f"; saved after step {record.next_step}, the same command goes on"
+        )
         print(saved, flush=True)  # a torchrun that was signalled itself does not pass on last words
         raise saved
 

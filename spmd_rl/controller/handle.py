@@ -71,7 +71,7 @@ class RemoteEndpoint(Bound[..., Any]):
     def _issue(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRecord:
         board, ranks = self._handle.board, self._handle.placement.ranks
         if self._endpoint.local:
-            ranks = (min(ranks, key=board.calls.num_owed),)
+            ranks = (min(ranks, key=board.calls.num_unanswered),)
         values = self._packed(self._signature.bind(args, kwargs), ranks)
         record = board.calls.open(self._what, ranks)
         header = self._headers.get(record.phase)

@@ -18,9 +18,11 @@ import msgspec
 
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.address import Address
-from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack, resolve
-from spmd_rl.controller.channel.dealer import Dealer, Reply
+from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack
+from spmd_rl.controller.channel.dealer import Answer
+from spmd_rl.controller.channel.import_names import resolve
 from spmd_rl.controller.channel.wire import (
+    BuildMeshes,
     Bye,
     Call,
     Command,
@@ -28,12 +30,12 @@ from spmd_rl.controller.channel.wire import (
     Hello,
     Result,
     Spawn,
-    Split,
     Stop,
     encode,
 )
 from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
+from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.connection_proof import prove
@@ -69,15 +71,16 @@ class Worker:
         self._roles = meshes.neighbours
         self._known: dict[tuple[str, str], _Served] = {}
 
-    def serve(self, dealer: Dealer) -> None:
+    def serve(self, lifecycle: WorkerLifecycle) -> None:
         """Run commands until told to stop.
 
         Blocks: between commands, on the controller; the process ends if it is lost.
         """
-        dealer.on_tick = lambda: self._trace.flush()
-        reply: Reply | None = None
+        lifecycle.on_idle = lambda: self._trace.flush()
+        dealer = lifecycle.dealer
+        answer: Answer | None = None
         while True:
-            command, value, number = dealer.next(reply)
+            command, value, number = dealer.next(answer)
             if type(command) is Stop:  # isinstance takes ten times as long to say no of a message
                 self._trace.close()
                 return
@@ -94,7 +97,7 @@ class Worker:
                 header = encode(failure_of(error))
             if os.getpid() != self._pid:  # such a process came back: the commands are not for it
                 os._exit(0)
-            reply = header, result, number
+            answer = header, result, number
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed:
         served = self._known.get((call.name, call.endpoint)) or self._learn(
@@ -132,7 +135,7 @@ class Worker:
             # roles and what they imported stay: a full collection would look through all of it
             gc.freeze()
             return pack(role.numeric_contract() if hasattr(role, "numeric_contract") else None)
-        if isinstance(command, Split):
+        if isinstance(command, BuildMeshes):
             if command.traces and not self._trace.on:
                 rank = self._meshes.world.rank
                 self._trace = self._meshes.trace = Trace(
@@ -168,16 +171,16 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     store = open_store(world)
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
-    dealer = _dial(world, store, controller)
-    dealer.farewell.newest = lambda: _newest(dealer.checkpoints)
+    lifecycle = _dial(world, store, controller)
+    lifecycle.final_message.newest_step = lambda: _newest(lifecycle.checkpoints)
     if controller is not None:
-        controller.farewell = dealer.farewell
+        controller.final_message = lifecycle.final_message
     join(world, store)
     prove(world)
-    Worker(Meshes(world)).serve(dealer)
+    Worker(Meshes(world)).serve(lifecycle)
     dist.destroy_process_group()
-    dealer.post(Bye())
-    late = dealer.close()
+    lifecycle.dealer.post(Bye())
+    late = lifecycle.close()
     exit_code = controller.wait() if controller is not None else 0
     if late is not None:
         signal.raise_signal(late)  # a launcher that sent it waits for the end of this process
@@ -191,7 +194,7 @@ def _newest(checkpoints: str) -> int | None:
     return Checkpoints(Path(checkpoints), 1, 0).newest() if checkpoints else None
 
 
-def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:
+def _dial(world: World, store: Store, controller: ControllerProcess | None) -> WorkerLifecycle:
     """Dial where rank 0 says the controller is. Whoever else may write to the store, only the
     secret opens the socket.
 
@@ -205,12 +208,12 @@ def _dial(world: World, store: Store, controller: ControllerProcess | None) -> D
         raise DeadlineError(
             f"rank {world.rank} did not hear from rank 0 where the controller is: {error}"
         ) from error
-    keys = secret.derive(secret.given() or secret.read(secret.made_file()))
+    keys = secret.derive_keys(secret.from_environment() or secret.read(secret.generated_file()))
     hello = Hello(world.rank, socket.gethostname(), os.getpid())
     abandon = controller.kill if controller is not None else lambda: None
     try:
         address = msgspec.json.decode(text, type=Address)
-        return Dealer(address.endpoint, keys, address.generation, hello, abandon)
+        return WorkerLifecycle(address.endpoint, keys, address.generation, hello, abandon)
     except (msgspec.MsgspecError, ZMQError) as error:
         raise SpmdError(
             f"torchrun's store holds no address of the controller ({error}): another process writes to it, "

@@ -19,10 +19,10 @@ from typing import Any, TypeGuard
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.controller import Controller
-from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import Lifeline
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.lifecycle.stacks import StackServer
+from spmd_rl.controller.lifecycle.shutdown import mark_done
+from spmd_rl.controller.lifecycle.stack_server import StackServer
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe, run_config
 from spmd_rl.controller.run.steps import Observer
 from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError
@@ -53,34 +53,34 @@ def run_controller(
         board = _open(lifeline, address, cfg)
         world_size = board.roster.world_size
         observer = watch(run_config(cfg), cfg, world_size)
-        board.farewell.leave_screen = observer.leave_screen
+        board.final_message.leave_screen = observer.leave_screen
         _run(recipe, complete(cfg, world_size), board, observer, lifeline.folder)
     except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, sys.exit too: the run's last words
         error = explain(raised, invocation.verbose)
     if board is not None:
         board.stop(error)
     if error is not None:
-        lifeline.last_words(error)  # for a rank 0 that had not come yet
+        lifeline.send_final_message(error)  # for a rank 0 that had not come yet
         _close(observer, lifeline, error.exit_code)
     lifeline.close()
     if error is not None:
         return error.exit_code
-    exit_message.mark_done()
+    mark_done()
     return 0
 
 
 def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
-    key = secret.given()
+    key = secret.from_environment()
     if key is None:
         raise ConfigError(
             "the controller was started without a secret: it is rank 0 that starts it"
         )
     generation = secrets.randbits(63)
-    size, keys = World.from_env().size, secret.derive(key)
+    size, keys = World.from_env().size, secret.derive_keys(key)
     board = Dispatcher(
-        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.leave
+        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.exit
     )
-    board.take_signals(signal.SIGTERM, signal.SIGINT)
+    board.catch_signals(signal.SIGTERM, signal.SIGINT)
     lifeline.announce(board.endpoint, generation)
     return board
 
@@ -89,7 +89,7 @@ def _run(recipe: Recipe, cfg: Any, board: Dispatcher, observer: Observer, privat
     run = run_config(cfg)
     with contextlib.closing(StackServer(private, run.path, board.stacks)):
         board.wait_for_all()
-        with board.recipe_clock.running(time.monotonic()):
+        with board.recipe_deadline.running(time.monotonic()):
             controller = Controller(run, board, observer)
             recipe.main(controller, cfg)
             controller.close()
@@ -100,7 +100,7 @@ def _close(observer: Observer | None, lifeline: Lifeline, exit_code: int) -> Non
     """Let the observer of a failed run draw its last, when the workers have ended already; it has
     `CLOSE_S`.
     """
-    limit = threading.Timer(CLOSE_S, lifeline.leave, [exit_code])
+    limit = threading.Timer(CLOSE_S, lifeline.exit, [exit_code])
     limit.daemon = True
     limit.start()
     # a full disk, or whatever else ended the run, must not hide why it ended
