@@ -30,10 +30,10 @@ Rank = Callable[[list[str]], int]
 def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grace_s: float) -> int:
     """Run `num_ranks` ranks on this machine, print how the run ended, and return its exit code.
 
-    With 0 there is one rank for each GPU, else one. Each calls `rank(words)` for its exit code. They
-    are forked from this process, which has imported torch and never touches CUDA: that saves every
-    rank seconds of start-up. When one fails, all are restarted, `max_restarts` times at most. After
-    a SIGTERM they have `grace_s` and a little more.
+    With 0 there is one rank for each GPU, else one. Each calls `rank(words)` for its exit code. The
+    ranks are forked from this process, which has imported torch and never touches CUDA: that saves
+    each of them seconds of start-up. When one fails, all are restarted, `max_restarts` times at
+    most. After a SIGTERM they have `grace_s` and a little more.
     Blocks: until all ranks have ended.
     """
     os.environ[exit_message.LAUNCHER_ENV] = str(os.getpid())

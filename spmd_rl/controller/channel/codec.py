@@ -1,9 +1,9 @@
 """Codec of values: plain data and dataclasses as msgpack, arrays as raw bytes, functions by name.
 
-There is no pickle. The arrays of a value lie end to end in one payload. Each leaves its dtype, shape
-and offset in the msgpack body, as an extension. A class may define `to_columns`, so that a list of
-it travels as a few long arrays. Decoding follows the annotation of the receiving endpoint strictly.
-Decoded arrays share one private buffer.
+There is no pickle. The arrays of a value lie end to end in one payload. Each leaves its dtype,
+shape and offset in the msgpack body, as an extension. A class may define `to_columns`, so that a
+list of it travels as a few long arrays. Decoding follows the annotation of the receiving endpoint
+strictly. Decoded arrays share one private buffer.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A frame begins with a preamble of five numbers: the generation of the run, the number of the frame
 within its direction, the number of the call that it issues or answers, and the offsets of body and
 payload. A receiver accepts only the very next number. It refuses a frame that is replayed. After a
-frame is lost it refuses all later ones, so that no call runs out of order; the silence then ends the
-run.
+frame is lost it refuses all later ones, so that no call runs out of order. The silence then ends
+the run.
 
 Two calls of one endpoint differ only in preamble and payload, so header and body are decoded once.
 """

@@ -1,8 +1,8 @@
 """Controller process: a child of rank 0, started before torch is loaded.
 
-Rank 0 and the controller hold the two ends of a socket pair, the lifeline. The controller writes its
-endpoint there, and the final message if the run fails. The end of the stream tells each side that
-the other is gone, so that neither outlives the other.
+Rank 0 and the controller hold the two ends of a socket pair, the lifeline. The controller writes
+its endpoint there, and the final message if the run fails. The end of the stream tells each side
+that the other is gone, so that neither outlives the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Deadlines of a run that a signal ends, and of a recipe that makes no call. Time is an argument."""
+"""Deadlines: the grace after a signal, and the longest time without a call. Time is an argument."""
 
 from __future__ import annotations
 

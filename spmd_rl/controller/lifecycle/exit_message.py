@@ -18,9 +18,8 @@ ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 LAUNCHER_ENV = "SPMD_RL_LAUNCHER"
 # for the controller to notice that the last rank is gone, and to leave its message
 WAIT_S, POLL_S = 3.0, 0.02
-ATTEMPT = (
-    "attempt_"  # torchrun's log folder has one folder of this name for each start of the ranks
-)
+# torchrun's log folder has one folder of this name for each start of the ranks
+ATTEMPT = "attempt_"
 
 _launcher_pids: list[int] = []  # the launcher of this rank; empty in every other process
 
@@ -54,7 +53,7 @@ def remember_launcher() -> None:
 
 
 def disown_children() -> None:
-    """Have processes forked from here write to their own stderr: they end without ending the run."""
+    """Have processes forked from here write to their own stderr, since they do not end the run."""
     os.register_at_fork(after_in_child=lambda: os.environ.pop(ERROR_FILE_ENV, None))
 
 
@@ -68,7 +67,7 @@ def read_last_start(folder: Path) -> list[str]:
 
 
 def reason_of_restart() -> str:
-    """Return why torchrun has restarted the ranks of this node: the first message of the last start.
+    """Return why torchrun restarted the ranks of this node: the first message of the last start.
 
     Blocks: until there is one, `WAIT_S` at most.
     """

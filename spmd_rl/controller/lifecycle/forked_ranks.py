@@ -1,4 +1,4 @@
-"""Forked ranks, as torchrun's agent watches them: a rank that exits before it returns has failed."""
+"""Forked ranks, watched by torchrun's agent: a rank that exits before it returns has failed."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Codec: values that cross between processes, and values that cannot."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,3 +1,5 @@
+"""Envelope: frames in order, and frames that are refused."""
+
 from __future__ import annotations
 
 from types import ModuleType

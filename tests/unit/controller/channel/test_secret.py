@@ -1,3 +1,5 @@
+"""Secret of a run: where it comes from, and which are refused."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""Open calls: answers, failures, and what ends a wait."""
+
 from __future__ import annotations
 
 import threading

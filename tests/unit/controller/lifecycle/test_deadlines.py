@@ -1,6 +1,4 @@
-"""A run that is ended from outside, and a recipe that computes for ever: when each has to end, and
-with what.
-"""
+"""Deadlines of a run that a signal ends, and of a recipe that makes no call."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Roster: which ranks are lost, and which signal ends a run."""
+
 from __future__ import annotations
 
 from spmd_rl.controller.channel.wire import Hello

@@ -1,3 +1,5 @@
+"""Watchdog: when a worker gives up its controller or its launcher."""
+
 from __future__ import annotations
 
 import signal
