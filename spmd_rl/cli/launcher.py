@@ -11,11 +11,15 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import describe_exit
 from spmd_rl.controller.lifecycle.orphans import Orphans
 from spmd_rl.mesh.private_folder import PrivateFolder
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # The terminal is gone. It counts as a SIGTERM, unless it is ignored, as under nohup.
@@ -36,38 +40,20 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
     most. After a SIGTERM they have `grace_s` and a little more.
     Blocks: until all ranks have ended.
     """
-    os.environ[exit_message.LAUNCHER_ENV] = str(os.getpid())
-    # counting GPUs must not initialise CUDA before the fork
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # otherwise torchrun opens a port for the ranks
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + EXIT_S))
-    import torch
+    _set_environment(grace_s)
     import torch._dynamo
-    import torch.distributed.fsdp
+    import torch.distributed.fsdp  # noqa: F401  for the ranks, which are forked from here
     from torch.distributed.elastic import multiprocessing
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     from spmd_rl.controller.lifecycle.forked_ranks import ForkedRanks
 
     multiprocessing.MultiprocessContext = ForkedRanks  # type: ignore[misc]  # the agent looks it up there
     logging.disable(logging.CRITICAL)  # torchrun's report of a failure; ours is one sentence
     with PrivateFolder() as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks or torch.cuda.device_count() or 1,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(folder / "rendezvous"),
-            rdzv_configs={"store_type": "file", "keep_alive_interval": NO_HEARTBEAT_S},
-            max_restarts=max_restarts,
-            start_method="fork",
-            logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
-            signals_to_handle=",".join(number.name for number in END_SIGNALS),
-        )
+        config = _launch_config(num_ranks, max_restarts, folder)
         for number in end_signals():
             # until torchrun installs its own handlers, with the ranks
             signal.signal(number, _raise_end)
@@ -86,6 +72,35 @@ def launch(num_ranks: int, rank: Rank, words: list[str], max_restarts: int, grac
             _print_exit_message(folder, f"the run was ended by {error.sigval.name}")
             return 128 + error.sigval.value
     return 0
+
+
+def _set_environment(grace_s: float) -> None:
+    os.environ[exit_message.LAUNCHER_ENV] = str(os.getpid())
+    # counting GPUs must not initialise CUDA before the fork
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # otherwise torchrun opens a port for the ranks
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(grace_s) + EXIT_S))
+
+
+def _launch_config(num_ranks: int, max_restarts: int, folder: Path) -> LaunchConfig:
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks or torch.cuda.device_count() or 1,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=str(folder / "rendezvous"),
+        rdzv_configs={"store_type": "file", "keep_alive_interval": NO_HEARTBEAT_S},
+        max_restarts=max_restarts,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),
+        signals_to_handle=",".join(number.name for number in END_SIGNALS),
+    )
 
 
 def end_signals() -> list[signal.Signals]:

@@ -12,7 +12,6 @@ from signal import Signals
 from typing import Protocol
 
 import zmq
-from zmq.utils import z85
 
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
@@ -29,6 +28,7 @@ from spmd_rl.controller.channel.wire import (
     decode_at_controller,
     encode,
 )
+from spmd_rl.controller.channel.zap import Authenticator
 
 TICK_S = 0.25
 SHORT_WAIT_S = 0.005  # a wait up to this long receives from workers alone
@@ -81,8 +81,7 @@ class Router:
         lifeline: socket.socket,
     ) -> None:
         self._context = zmq.Context()
-        self._zap = self._context.socket(zmq.REP)
-        self._zap.bind("inproc://zeromq.zap.01")
+        authenticator = Authenticator(self._context, keys.client.public)
         self._router = _server_socket(self._context, keys)
         self._router.ipv6 = is_ipv6(address)
         self._router.bind(address)
@@ -96,7 +95,6 @@ class Router:
         ]
         self._senders = dict(zip(identities, enumerate(self._readers), strict=True))
         self._writers = [(identity, FrameWriter(generation)) for identity in identities]
-        self._client_key = keys.client.public
         self._listener = listener
         self._on_result = listener.on_result
         self._lifeline = lifeline
@@ -106,7 +104,7 @@ class Router:
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], object]] = {
             self._router: self._handle_ready,
-            self._zap: self._authenticate,
+            authenticator.socket: authenticator.answer,
             self._wakeup.fileno(): self._on_wakeup,
             self._lifeline.fileno(): self._on_lifeline_closed,
         }
@@ -242,17 +240,6 @@ class Router:
                     # The peer has closed its connection. What is sent to it is lost.
                     except zmq.ZMQError:
                         self._listener.on_unreachable(rank)
-
-    def _authenticate(self) -> None:
-        """Answer one ZAP request (ZeroMQ RFC 27): admit the client key of this run and no other.
-
-        A request has version, id, domain, address, identity, mechanism and key.
-        """
-        version, request, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
-        keys = [z85.encode(key) for key in credentials]
-        admitted = mechanism == b"CURVE" and keys == [self._client_key]
-        status = [b"200", b"OK"] if admitted else [b"400", b"unknown key"]
-        self._zap.send_multipart([version, request, *status, b"", b""])
 
     def _on_lifeline_closed(self) -> None:
         self._poller.unregister(self._lifeline.fileno())
