@@ -8,10 +8,10 @@ from types import FrameType
 
 from spmd_rl.cli import rank
 from spmd_rl.cli.help import HELP_FLAGS, of_recipe, of_run
-from spmd_rl.cli.launcher import endings, launch
+from spmd_rl.cli.launcher import end_signals, launch
 from spmd_rl.config.dump import dump_toml
-from spmd_rl.controller.lifecycle import exit_message
-from spmd_rl.controller.lifecycle.stacks import show
+from spmd_rl.controller.lifecycle.shutdown import end_process
+from spmd_rl.controller.lifecycle.stack_server import show
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
 from spmd_rl.mesh.split import plan_split
 from spmd_rl.observe.provenance import record_start_time
@@ -35,7 +35,7 @@ def launch_run(words: list[str]) -> int:
     Blocks: until the run has ended.
     """
     record_start_time()
-    for number in endings():
+    for number in end_signals():
         signal.signal(number, _end_before_launch)
     rank.raise_open_file_limit()
     invocation = Invocation.parse(words)
@@ -65,6 +65,4 @@ def _print_start(num_ranks: int) -> None:
 
 def _end_before_launch(number: int, frame: FrameType | None) -> None:
     """End at once: nothing has started yet, and an import could swallow an exception."""
-    exit_message.end_process(
-        f"the run was ended by {signal.Signals(number).name} before it began", 128 + number
-    )
+    end_process(f"the run was ended by {signal.Signals(number).name} before it began", 128 + number)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from spmd_rl.cli.exit_code import run_guarded
 from spmd_rl.cli.help import USAGE
-from spmd_rl.cli.launcher import ENDINGS
-from spmd_rl.controller.channel.secret import refuse_none
+from spmd_rl.cli.launcher import END_SIGNALS
+from spmd_rl.controller.channel.secret import require_on_many_nodes
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess, Lifeline
+from spmd_rl.controller.lifecycle.shutdown import limit_exit
 from spmd_rl.controller.run.recipe import Invocation, make_importable
 from spmd_rl.errors import ConfigError
 from spmd_rl.observe.stdio import make_stdio_failsafe
@@ -33,7 +34,7 @@ def run_rank(words: list[str]) -> int:
 
 def _dispatch(words: list[str]) -> int:
     make_stdio_failsafe()
-    exit_message.are_not_of_children()
+    exit_message.disown_children()
     match words:
         case ["run", *rest]:
             return _run_worker(rest)
@@ -53,28 +54,28 @@ def _run_controller(lifeline: Lifeline, address: str, words: list[str]) -> int:
 
     watch = partial(Recorder, words=words)
     exit_code = run_controller(lifeline, address, Invocation.parse(words), watch, planned_settings)
-    return exit_message.leave("the controller", exit_code)
+    return limit_exit("the controller", exit_code)
 
 
 def _run_worker(words: list[str]) -> int:
     """Join as a rank. Rank 0 starts the controller first, so that it loads while torch does."""
-    for number in ENDINGS:
+    for number in END_SIGNALS:
         # handlers inherited from a launcher would wait for C++ code to return, or be lost
         signal.signal(number, signal.SIG_DFL)
-    exit_message.note_launcher()
+    exit_message.remember_launcher()
     raise_open_file_limit()
     from spmd_rl.mesh.world import World
 
     world = World.from_env()
-    refuse_none(world)
+    require_on_many_nodes(world)
     make_importable(Invocation.parse(words).recipe)
     controller = ControllerProcess(world, words) if world.rank == 0 else None
     if world.restart and world.rank == 0:
-        reason = exit_message.of_the_start_before()
+        reason = exit_message.reason_of_restart()
         print(f"start {world.restart + 1} of the ranks: {reason}", file=sys.stderr)
     from spmd_rl.controller.worker import run_worker
 
-    return exit_message.leave(f"rank {world.rank}", run_worker(world, controller))
+    return limit_exit(f"rank {world.rank}", run_worker(world, controller))
 
 
 def raise_open_file_limit() -> None:

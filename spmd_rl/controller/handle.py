@@ -75,7 +75,7 @@ class RemoteEndpoint(Bound[..., Any]):
     def _issue(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRecord:
         dispatcher, ranks = self._handle.dispatcher, self._handle.placement.ranks
         if self._endpoint.local:
-            ranks = (min(ranks, key=dispatcher.calls.num_owed),)
+            ranks = (min(ranks, key=dispatcher.calls.num_unanswered),)
         values = self._packed(self._signature.bind(args, kwargs), ranks)
         record = dispatcher.calls.open(self._call_name, ranks)
         header = self._headers.get(record.phase)

@@ -17,9 +17,11 @@ import msgspec
 from spmd_rl.controller.capabilities import Contracted
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.address import Address
-from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack, resolve
-from spmd_rl.controller.channel.dealer import Dealer, Reply
+from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack
+from spmd_rl.controller.channel.dealer import Answer
+from spmd_rl.controller.channel.import_names import resolve
 from spmd_rl.controller.channel.wire import (
+    BuildMeshes,
     Bye,
     Call,
     Command,
@@ -27,13 +29,13 @@ from spmd_rl.controller.channel.wire import (
     Hello,
     Result,
     Spawn,
-    Split,
     Stop,
     encode,
 )
 from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
+from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.connection_proof import prove
@@ -69,15 +71,16 @@ class Worker:
         self._roles = meshes.neighbours
         self._endpoints: dict[tuple[str, str], _BoundEndpoint] = {}
 
-    def serve(self, dealer: Dealer) -> None:
+    def serve(self, lifecycle: WorkerLifecycle) -> None:
         """Run commands until the controller says stop.
 
         Blocks: between commands, on the controller; the process ends if the controller is lost.
         """
-        dealer.on_tick = lambda: self._trace.flush()
-        reply: Reply | None = None
+        lifecycle.on_idle = lambda: self._trace.flush()
+        dealer = lifecycle.dealer
+        answer: Answer | None = None
         while True:
-            command, value, number = dealer.next(reply)
+            command, value, number = dealer.next(answer)
             if type(command) is Stop:  # isinstance takes ten times as long on a msgspec type
                 self._trace.close()
                 return
@@ -94,7 +97,7 @@ class Worker:
                 header = encode(failure_of(error))
             if os.getpid() != self._pid:  # a forked process returned from the user's function
                 os._exit(0)
-            reply = header, result, number
+            answer = header, result, number
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed:
         endpoint = self._endpoints.get((call.name, call.endpoint)) or self._bind(
@@ -140,7 +143,7 @@ class Worker:
             # Roles and their modules stay, so that a full collection need not look through them.
             gc.freeze()
             return pack(role.numeric_contract() if isinstance(role, Contracted) else None)
-        if isinstance(command, Split):
+        if isinstance(command, BuildMeshes):
             if command.traces and not self._trace.on:
                 rank = self._meshes.world.rank
                 self._trace = self._meshes.trace = Trace(
@@ -176,16 +179,16 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     store = open_store(world)
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
-    dealer = _connect(world, store, controller)
-    dealer.farewell.newest = lambda: _newest(dealer.checkpoints)
+    lifecycle = _connect(world, store, controller)
+    lifecycle.final_message.newest_step = lambda: _newest(lifecycle.checkpoints)
     if controller is not None:
-        controller.farewell = dealer.farewell
+        controller.final_message = lifecycle.final_message
     join(world, store)
     prove(world)
-    Worker(Meshes(world)).serve(dealer)
+    Worker(Meshes(world)).serve(lifecycle)
     dist.destroy_process_group()
-    dealer.post(Bye())
-    late_signal = dealer.close()
+    lifecycle.dealer.post(Bye())
+    late_signal = lifecycle.close()
     exit_code = controller.wait() if controller is not None else 0
     if late_signal is not None:
         signal.raise_signal(late_signal)  # the launcher that sent it waits for this process to end
@@ -200,7 +203,7 @@ def _newest(checkpoints: str) -> int | None:
     return Checkpoints(Path(checkpoints), 1, 0).newest() if checkpoints else None
 
 
-def _connect(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:
+def _connect(world: World, store: Store, controller: ControllerProcess | None) -> WorkerLifecycle:
     """Connect to the controller at the address that rank 0 put into the store.
 
     Another process may write to the store, but only a holder of the secret can open the socket.
@@ -214,12 +217,12 @@ def _connect(world: World, store: Store, controller: ControllerProcess | None) -
         raise DeadlineError(
             f"rank {world.rank} did not hear from rank 0 where the controller is: {error}"
         ) from error
-    keys = secret.derive(secret.given() or secret.read(secret.made_file()))
+    keys = secret.derive_keys(secret.from_environment() or secret.read(secret.generated_file()))
     hello = Hello(world.rank, socket.gethostname(), os.getpid())
     abandon = controller.kill if controller is not None else lambda: None
     try:
         address = msgspec.json.decode(text, type=Address)
-        return Dealer(address.endpoint, keys, address.generation, hello, abandon)
+        return WorkerLifecycle(address.endpoint, keys, address.generation, hello, abandon)
     except (msgspec.MsgspecError, ZMQError) as error:
         raise SpmdError(
             f"torchrun's store holds no address of the controller ({error}): another process writes to it, "

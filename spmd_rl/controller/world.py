@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_rl.controller.channel.codec import NOTHING
-from spmd_rl.controller.channel.wire import Split, encode
+from spmd_rl.controller.channel.wire import BuildMeshes, encode
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.mesh.split import Placement, Placements, plan_split
 
@@ -30,8 +30,8 @@ class ControllerWorld:
 
     def nodes(self) -> dict[int, int]:
         """Return the number of each rank's host, by rank."""
-        seats = self._dispatcher.roster.seats
-        hosts = {rank: seat.hello.host for rank, seat in sorted(seats.items())}
+        workers = self._dispatcher.roster.workers
+        hosts = {rank: worker.hello.host for rank, worker in sorted(workers.items())}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts.values()))}
         return {rank: numbers[host] for rank, host in hosts.items()}
 
@@ -41,6 +41,6 @@ class ControllerWorld:
         Blocks: until every rank of the world has built them.
         """
         record = self._dispatcher.calls.open("world.split", tuple(range(self.size)))
-        header = encode(Split(placements, self._dispatcher.traces))
+        header = encode(BuildMeshes(placements, self._dispatcher.traces))
         self._dispatcher.issue(record, header, [(record.ranks, NOTHING)])
         self._dispatcher.collect(record)

@@ -25,7 +25,7 @@ import zmq
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import _client_socket
-from spmd_rl.controller.channel.envelope import Incoming, Outgoing
+from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
 from spmd_rl.controller.channel.router import _server_socket
 from spmd_rl.controller.channel.wire import (
     Bye,
@@ -111,13 +111,13 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
     with zmq.Context() as context, _client_socket(context, keys, 1) as line:
         line.linger, line.rcvtimeo, line.sndhwm = 0, WAIT_MS, 1000
         line.connect(endpoint)
-        incoming, outgoing = Incoming(generation, decode_at_worker), Outgoing(generation)
+        reader, writer = FrameReader(generation, decode_at_worker), FrameWriter(generation)
         fuzzer, sent = Fuzzer(seed, generation, TO_CONTROLLER, decode_at_controller), 0
 
         def say(message: Message) -> None:
             nonlocal sent
             sent += 1
-            line.send(outgoing.frame(encode(message)))
+            line.send(writer.frame(encode(message)))
 
         def look() -> None:
             while line.poll(0):
@@ -128,10 +128,10 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
             return len(frames)
 
         def answer(frame: bytes) -> None:
-            taken = incoming.take(frame)
-            if taken and isinstance(taken[0], Ping):
+            opened = reader.read(frame)
+            if opened and isinstance(opened[0], Ping):
                 say(Pong())
-            elif taken and isinstance(taken[0], Stop):
+            elif opened and isinstance(opened[0], Stop):
                 say(Bye())
 
         say(Hello(1, "attacker", os.getpid()))
@@ -161,23 +161,23 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         line.linger, line.rcvtimeo, line.sndhwm = 0, WAIT_MS, 1000
         line.bind(f"ipc://{folder}/worker")
         worker = Child("worker", f"ipc://{folder}/worker", str(generation), "0")
-        incoming, outgoing = (
-            Incoming(generation, decode_at_controller, first=None),
-            Outgoing(generation),
+        reader, writer = (
+            FrameReader(generation, decode_at_controller, first=None),
+            FrameWriter(generation),
         )
         fuzzer, sent, calls = Fuzzer(seed, generation, TO_WORKER, decode_at_worker), 0, 0
 
         def say(message: Message, value: Packed = NOTHING, call: int = 0) -> None:
             nonlocal sent
             sent += 1
-            line.send_multipart([b"rank-0", outgoing.frame(encode(message), value, call)])
+            line.send_multipart([b"rank-0", writer.frame(encode(message), value, call)])
 
         def hear(kind: type[Message]) -> tuple[Message, Packed, int]:
             while True:
-                taken = incoming.take(line.recv_multipart()[1])
-                assert taken
-                if isinstance(taken[0], kind):
-                    return taken
+                opened = reader.read(line.recv_multipart()[1])
+                assert opened
+                if isinstance(opened[0], kind):
+                    return opened
 
         def look() -> None:
             nonlocal calls
@@ -214,12 +214,12 @@ def main() -> int:
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     os.environ[secret.SECRET_ENV] = secrets.token_hex(secret.SECRET_BYTES)
-    given = secret.given()
-    assert given is not None
+    key = secret.from_environment()
+    assert key is not None
     with tempfile.TemporaryDirectory() as folder:
         for attack_one in (attack_controller, attack_worker):
             began = time.monotonic()
-            print(attack_one(args.frames, args.seed, Path(folder), secret.derive(given)), end="")
+            print(attack_one(args.frames, args.seed, Path(folder), secret.derive_keys(key)), end="")
             print(f", {time.monotonic() - began:.0f} s", flush=True)
     return 0
 

@@ -28,7 +28,7 @@ TO_CONTROLLER: list[Message] = [
 TO_WORKER: list[Message] = [
     wire.Ping(20.0, "runs/run/checkpoints"),
     wire.StackRequest(),
-    wire.Split([PLACEMENT]),
+    wire.BuildMeshes([PLACEMENT]),
     wire.Spawn("actor", "m:Actor", PLACEMENT, "m:Config"),
     wire.Call("actor", "go"),
     wire.Stop("why", 2, [wire.Hello(1, "host", 5)]),

@@ -17,11 +17,11 @@ from types import SimpleNamespace
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
-from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.channel.wire import Bye, Hello
 from spmd_rl.controller.endpoint import Role, collective
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
+from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.split import Placement
 
@@ -57,16 +57,17 @@ def controller(address: str, generation: int, keys: secret.Keys) -> None:
 
 
 def worker(endpoint: str, generation: int, rank: int, keys: secret.Keys) -> None:
-    dealer = Dealer(endpoint, keys, generation, Hello(rank, socket.gethostname(), os.getpid()))
-    Worker(SimpleNamespace(neighbours={NAME: Echo(None, SimpleNamespace())})).serve(dealer)  # type: ignore[arg-type]
-    dealer.post(Bye())
-    dealer.close()
+    hello = Hello(rank, socket.gethostname(), os.getpid())
+    lifecycle = WorkerLifecycle(endpoint, keys, generation, hello)
+    Worker(SimpleNamespace(neighbours={NAME: Echo(None, SimpleNamespace())})).serve(lifecycle)  # type: ignore[arg-type]
+    lifecycle.dealer.post(Bye())
+    lifecycle.close()
 
 
 def main(words: list[str]) -> None:
-    given = secret.given()
-    assert given is not None
-    keys = secret.derive(given)
+    key = secret.from_environment()
+    assert key is not None
+    keys = secret.derive_keys(key)
     match words:
         case ["controller", address, generation]:
             controller(address, int(generation), keys)

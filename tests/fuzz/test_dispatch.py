@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 
 from spmd_rl.controller.channel.codec import Codec, Packed, pack
 from spmd_rl.controller.channel.dealer import Dealer
-from spmd_rl.controller.channel.envelope import Outgoing
+from spmd_rl.controller.channel.envelope import FrameWriter
 from spmd_rl.controller.channel.router import Router
-from spmd_rl.controller.channel.secret import derive
+from spmd_rl.controller.channel.secret import derive_keys
 from spmd_rl.controller.channel.wire import (
     Call,
     Hello,
     Refusal,
     ToController,
+    ToWorker,
     decode_at_controller,
     decode_at_worker,
     encode,
@@ -35,7 +36,7 @@ WARM = 5_000
 GENERATION = 7
 GROWTH_KIB = 8 << 10
 
-KEYS = derive(b"a" * 32)
+KEYS = derive_keys(b"a" * 32)
 
 
 class Ears:
@@ -64,6 +65,27 @@ class Ears:
         self.heard.append(number)
 
 
+class WorkerEars:
+    """A listener of a dealer that should hear nothing."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def on_message(self, message: ToWorker) -> None:
+        self.heard.append(message)
+
+    def on_tick(self, now: float) -> None: ...
+
+    def on_signal(self, number: Signals) -> None:
+        self.heard.append(number)
+
+    def on_disconnected(self) -> None:
+        self.heard.append("disconnected")
+
+    def on_handshake_failed(self) -> None:
+        self.heard.append("handshake failed")
+
+
 def test_the_controller_takes_none(tmp_path: Path) -> None:
     ears, (ours, theirs) = Ears(), socket.socketpair()
     with (
@@ -72,14 +94,14 @@ def test_the_controller_takes_none(tmp_path: Path) -> None:
         closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, ears, ours)) as router,
     ):
         router.start()
-        router.take(
-            iter([b"rank-1", Outgoing(GENERATION).frame(encode(Hello(1, "host", 1)))]).__next__
+        router.handle_message(
+            iter([b"rank-1", FrameWriter(GENERATION).frame(encode(Hello(1, "host", 1)))]).__next__
         )
         fuzzer = Fuzzer(1, GENERATION, TO_CONTROLLER, decode_at_controller)
         for count in range(WARM + FRAMES):
             if count == WARM:
                 before = peak_kib()
-            router.take(iter([b"rank-1", fuzzer.frame(1)]).__next__)
+            router.handle_message(iter([b"rank-1", fuzzer.frame(1)]).__next__)
         assert peak_kib() - before < GROWTH_KIB
         assert sum(router.refused.values()) == WARM + FRAMES
         assert router.refused.keys() <= set(Refusal)
@@ -87,21 +109,22 @@ def test_the_controller_takes_none(tmp_path: Path) -> None:
 
 
 def test_the_worker_takes_none(tmp_path: Path) -> None:
-    with closing(
-        Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, Hello(0, "host", 1))
-    ) as dealer:
-        outgoing = Outgoing(GENERATION)
-        assert dealer.take(outgoing.frame(encode(Call("actor", "go")), VALUE, 1))
+    ears = WorkerEars()
+    with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, 0, ears)) as dealer:
+        dealer.start()
+        writer = FrameWriter(GENERATION)
+        assert dealer.handle_frame(writer.frame(encode(Call("actor", "go")), VALUE, 1))
         fuzzer = Fuzzer(2, GENERATION, TO_WORKER, decode_at_worker)
         for count in range(WARM + FRAMES):
             if count == WARM:
                 before = peak_kib()
-            assert dealer.take(fuzzer.frame(1)) is None
+            assert dealer.handle_frame(fuzzer.frame(1)) is None
         assert peak_kib() - before < GROWTH_KIB
         assert sum(dealer.refused.values()) == WARM + FRAMES
-        assert dealer.take(outgoing.frame(encode(Call("actor", "go")), VALUE, 2)), (
+        assert dealer.handle_frame(writer.frame(encode(Call("actor", "go")), VALUE, 2)), (
             "a right frame is still taken"
         )
+        assert ears.heard == []
 
 
 def test_mutated_values_are_refused_or_are_arrays() -> None:

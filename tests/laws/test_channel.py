@@ -43,10 +43,14 @@ IMPORTERS = {"", "cli", "controller", "observe", "rewards"}
 
 # Who makes a network socket, and who says where it listens.
 SOCKETS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.channel.dealer"}
-LISTENERS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.lifecycle.stacks"}
+LISTENERS = {
+    "spmd_rl.controller.channel.router",
+    "spmd_rl.controller.channel.zap",  # within the process
+    "spmd_rl.controller.lifecycle.stack_server",
+}
 DIALLERS = {
     "spmd_rl.controller.channel.dealer",
-    "spmd_rl.controller.lifecycle.stacks",
+    "spmd_rl.controller.lifecycle.stack_server",
     "spmd_rl.check.facts",
 }
 CURVE = {"ROUTER": "curve_secretkey", "DEALER": "curve_serverkey"}

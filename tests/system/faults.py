@@ -117,12 +117,12 @@ def corrupted(message: bytes, rng: random.Random) -> bytes:
 def _strike_bytes(fault: Fault) -> None:
     import spmd_rl.controller.worker as worker
 
-    real = worker.Dealer
+    real = worker.WorkerLifecycle
 
     def through_proxy(endpoint: str, *rest: Any) -> Any:
         return real(proxy(endpoint, fault.after), *rest)
 
-    worker.Dealer = through_proxy  # type: ignore[assignment, misc]
+    worker.WorkerLifecycle = through_proxy  # type: ignore[assignment, misc]
 
 
 def proxy(endpoint: str, after_bytes: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from spmd_rl.controller.lifecycle.stacks import ask
+from spmd_rl.controller.lifecycle.stack_server import ask
 
 USAGE = "usage: spmd-rl stacks RUN"
 

@@ -19,10 +19,10 @@ from typing import Any, TypeGuard
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.controller import Controller
-from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import Lifeline
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.lifecycle.stacks import StackServer
+from spmd_rl.controller.lifecycle.shutdown import mark_done
+from spmd_rl.controller.lifecycle.stack_server import StackServer
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe, run_config
 from spmd_rl.controller.run.steps import RunObserver
 from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError
@@ -57,7 +57,7 @@ def run_controller(
         dispatcher = _open(lifeline, address, cfg)
         world_size = dispatcher.roster.world_size
         observer = make_observer(run_config(cfg), cfg, world_size)
-        dispatcher.farewell.leave_screen = observer.leave_screen
+        dispatcher.final_message.leave_screen = observer.leave_screen
         planned = plan_settings(cfg, world_size)
         controller = Controller(run_config(cfg), dispatcher, observer, planned)
         _run(recipe, cfg, controller, dispatcher, observer, lifeline.folder)
@@ -66,27 +66,27 @@ def run_controller(
     if dispatcher is not None:
         dispatcher.stop(error)
     if error is not None:
-        lifeline.last_words(error)  # for a rank 0 that has not joined yet
+        lifeline.send_final_message(error)  # for a rank 0 that has not joined yet
         _close(observer, lifeline, error.exit_code)
     lifeline.close()
     if error is not None:
         return error.exit_code
-    exit_message.mark_done()
+    mark_done()
     return 0
 
 
 def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
-    key = secret.given()
+    key = secret.from_environment()
     if key is None:
         raise ConfigError(
             "the controller was started without a secret: start the run with `spmd-rl run`"
         )
     generation = secrets.randbits(63)
-    size, keys = World.from_env().size, secret.derive(key)
+    size, keys = World.from_env().size, secret.derive_keys(key)
     dispatcher = Dispatcher(
-        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.leave
+        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.exit
     )
-    dispatcher.take_signals(signal.SIGTERM, signal.SIGINT)
+    dispatcher.catch_signals(signal.SIGTERM, signal.SIGINT)
     lifeline.announce(dispatcher.endpoint, generation)
     return dispatcher
 
@@ -101,7 +101,7 @@ def _run(
 ) -> None:
     with contextlib.closing(StackServer(private, controller.run_folder, dispatcher.stacks)):
         dispatcher.wait_for_all()
-        with dispatcher.recipe_clock.running(time.monotonic()):
+        with dispatcher.recipe_deadline.running(time.monotonic()):
             recipe.main(controller, cfg)
             controller.close()
         observer.close()
@@ -112,7 +112,7 @@ def _close(observer: RunObserver | None, lifeline: Lifeline, exit_code: int) -> 
 
     Blocks: for `OBSERVER_CLOSE_S` at most; then the process ends.
     """
-    timer = threading.Timer(OBSERVER_CLOSE_S, lifeline.leave, [exit_code])
+    timer = threading.Timer(OBSERVER_CLOSE_S, lifeline.exit, [exit_code])
     timer.daemon = True
     timer.start()
     # An error here, such as a full disk, must not hide why the run ended.

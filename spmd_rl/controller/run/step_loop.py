@@ -41,7 +41,7 @@ class StepLoop:
                     f"it is no Saver (spmd_rl/controller/capabilities.py)"
                 )
         self._parts = parts
-        self._dispatcher.farewell.newest = self._checkpoints.newest
+        self._dispatcher.final_message.newest_step = self._checkpoints.newest
         found = self._checkpoints.restore(parts)
         if found is None:
             return 0
@@ -61,7 +61,7 @@ class StepLoop:
             return
         if self._observer is not None:
             self._observer.on_warmup(num_steps)
-            self._dispatcher.calls.meanwhile = self._observer.catch_up
+            self._dispatcher.calls.on_long_wait = self._observer.catch_up
         for index in range(-num_steps, 0):
             step = LoopStep(index, self._observer)
             yield step
@@ -70,16 +70,16 @@ class StepLoop:
 
     def steps(self, num_steps: int, start: int) -> Iterator[LoopStep]:
         """Yield steps `start` to `num_steps - 1`, and end each with its checkpoint if one is due."""
-        notice, calls = self._dispatcher.notice, self._dispatcher.calls
+        notice, calls = self._dispatcher.termination, self._dispatcher.calls
         grace_s = self._run.grace_s
         if self._observer is not None:
             self._observer.on_steps(start, num_steps)
-            calls.meanwhile = self._observer.catch_up
+            calls.on_long_wait = self._observer.catch_up
         notice.grace_s = grace_s if self._parts else 0.0
         # a step begins where the one before it ended
         began, waited_s = time.monotonic(), calls.waited_s
         for index in range(start, num_steps):
-            notice.unsaved = f"; step {index + 1} did not end within {grace_s:g} s and is lost"
+            notice.lost_work = f"; step {index + 1} did not end within {grace_s:g} s and is lost"
             self._step = step = LoopStep(index, self._observer, began)
             try:
                 yield step
@@ -116,7 +116,7 @@ class StepLoop:
 
     def _end(self, step: LoopStep, *, last: bool) -> None:
         """Record a step that has ended, and begin its checkpoint if one is due."""
-        notice, trace = self._dispatcher.notice, self._dispatcher.trace
+        notice, trace = self._dispatcher.termination, self._dispatcher.trace
         ended = step.began + step.elapsed_s
         trace.add("step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1)
         if self._observer is not None:
@@ -138,13 +138,13 @@ class StepLoop:
         """Save a last checkpoint in what remains of the grace period of a run that is ended from
         outside, and raise the error that ends it.
         """
-        notice = self._dispatcher.notice
+        notice = self._dispatcher.termination
         if not self._parts:
-            raise notice.and_then("")
-        notice.unsaved = f"; the checkpoint after step {state.next_step} was not whole in time"
+            raise notice.error_with("")
+        notice.lost_work = f"; the checkpoint after step {state.next_step} was not whole in time"
         self._checkpoints.save(state, self._parts)
         self._checkpoints.wait_until_complete()
-        error = notice.and_then(f"; saved after step {state.next_step}, the same command goes on")
+        error = notice.error_with(f"; saved after step {state.next_step}, the same command goes on")
         # torchrun does not print a worker's error where torchrun itself got the signal
         print(error, flush=True)
         raise error

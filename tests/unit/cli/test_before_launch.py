@@ -1,4 +1,4 @@
-"""What `spmd-rl run` refuses itself, before any rank is started."""
+"""Checks that `spmd-rl run` makes before it starts any rank."""
 
 from __future__ import annotations
 

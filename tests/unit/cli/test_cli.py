@@ -1,4 +1,4 @@
-"""What `spmd-rl` answers by itself: help, versions, mistakes in its own words, readers that leave."""
+"""Answers of `spmd-rl` itself: help, the version, mistyped commands, readers that close the pipe."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.snapshots import Snapshots
-from spmd_rl.controller.lifecycle.stacks import POINTER, StackServer
+from spmd_rl.controller.lifecycle.stack_server import POINTER_FILE, StackServer
 from spmd_rl.controller.run.command import main as rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.microscope.command import main as mismatch
@@ -119,7 +120,7 @@ def parts_of_a_run(run: Path) -> list[Callable[[], object]]:
         lambda: log(run / "metrics.jsonl"),
         lambda: drop_steps_after(run / "metrics.jsonl", 1),
         lambda: draw(rows, run / "curves.png", "title"),
-        lambda: Snapshots().save(run / "stacks", 1),
+        lambda: Snapshots(Roster(1, 20.0)).save(run / "stacks"),
         lambda: StackServer(private, run, str).close(),
         lambda: WeightsAndBiases(run, {}),
         lambda: os.close(acquire_run_lock(run, wait_s=0.0)),
@@ -154,7 +155,7 @@ def test_a_run_refuses_links_in_the_place_of_what_it_writes(
         "curves.png",
         "stacks/rank_0.txt",
         "stacks/controller.txt",
-        POINTER,
+        POINTER_FILE,
         "wandb/run_id",
     ],
 )

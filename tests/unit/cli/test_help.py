@@ -1,4 +1,4 @@
-"""What `spmd-rl run RECIPE --help` lists: every key that the recipe takes, each with a text."""
+"""Help of a recipe: `spmd-rl run RECIPE --help` lists every key that it takes, with a text."""
 
 from __future__ import annotations
 

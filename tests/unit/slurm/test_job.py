@@ -136,7 +136,7 @@ def test_the_secret_is_one_the_runtime_takes_and_is_gone_afterwards(
     copy.chmod(0o600)
     monkeypatch.delenv(secret.SECRET_ENV, raising=False)
     monkeypatch.setenv(secret.FILE_ENV, str(copy))
-    assert secret.given() == bytes.fromhex(text)
+    assert secret.from_environment() == bytes.fromhex(text)
 
 
 def test_a_failure_is_passed_on_with_the_ranks_last_words(tmp_path: Path) -> None:

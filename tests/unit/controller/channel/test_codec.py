@@ -1,3 +1,5 @@
+"""Codec: values that cross between processes, and values that cannot."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +17,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from spmd_rl.controller.channel import codec
-from spmd_rl.controller.channel.codec import _DTYPES, Codec, Packed, name_of, pack, resolve
+from spmd_rl.controller.channel.codec import _DTYPES, Codec, Packed, pack
+from spmd_rl.controller.channel.import_names import name_of, resolve
 from spmd_rl.controller.endpoint import Sharded
 from spmd_rl.errors import ContractError
 from spmd_rl.types.samples import Group, Prompt, Sample
@@ -92,7 +95,7 @@ def test_a_body_that_came_before_gives_what_decoding_it_gives(
         value = (np.full(4, seed), many, {"a": np.arange(3) + seed, "b": None}, plain)
         packed = pack(value)
         back = known.unpack(packed)
-        assert known._known.keys() == {packed[0]}
+        assert known._builders.keys() == {packed[0]}
         assert pack(back) == packed
         for new in (back[0], *back[1], back[2]["a"]):
             assert new.flags.writeable
@@ -107,7 +110,7 @@ def test_what_may_look_at_its_arrays_is_built_each_time() -> None:
     known = Codec(Nested)
     for _ in range(2):
         assert isinstance(known.unpack(pack(Nested([np.arange(2)]))), Nested)
-    assert list(known._known.values()) == [None]
+    assert list(known._builders.values()) == [None]
 
 
 @pytest.mark.parametrize("limit", ["MAX_BODY_BYTES", "MAX_PAYLOAD_BYTES"])
