@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 
-import pdoc
-
 import spmd_rl
-from spmd_rl.config.load import describe
+from spmd_rl.config.describe import describe
 from spmd_rl.controller.endpoint import Role, endpoints
 
 
@@ -32,17 +30,23 @@ def show_signatures(role: type[Role]) -> None:
         setattr(role, name, endpoint.function)
 
 
+def settings_table(config: type) -> str:
+    """Return a table of a config's settings: name, default and comment."""
+    rows = [f"| `{key.name}` | `{key.default}` | {key.doc} |" for key in describe(config)]
+    return "\n".join(["| setting | default | meaning |", "| --- | --- | --- |", *rows])
+
+
 def show_settings(config: type) -> None:
-    """Add the comment of every field to the docstring of a config class."""
+    """Add the table of its settings to the docstring of a config class."""
     intro = config.__doc__ or ""
     if intro.startswith(f"{config.__name__}("):  # made by dataclasses
         intro = ""
-    rows = [f"| `{key.name}` | `{key.default}` | {key.doc} |" for key in describe(config)]
-    table = "\n".join(["| setting | default | meaning |", "| --- | --- | --- |", *rows])
-    config.__doc__ = f"{inspect.cleandoc(intro)}\n\n{table}"
+    config.__doc__ = f"{inspect.cleandoc(intro)}\n\n{settings_table(config)}"
 
 
 def main(target: str) -> None:
+    import pdoc
+
     for found in public_classes():
         if issubclass(found, Role):
             show_signatures(found)
