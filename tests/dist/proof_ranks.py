@@ -29,14 +29,14 @@ def main(out: Path) -> None:
     world = World.from_env()
     join(world, open_store(world))
     honest = said(lambda: connection_proof.prove(world))
-    genuine = connection_proof.KEY
+    genuine = connection_proof.STORE_KEY
     if world.rank == world.size - 1:
-        connection_proof.KEY = "another"
+        connection_proof.STORE_KEY = "another"
     impostor = said(lambda: connection_proof.prove(world))
     in_a_mesh = said(
         lambda: Meshes(world).build([*plan_split({"role": RoleSplit()}, world.size).values()])
     )
-    connection_proof.KEY = genuine
+    connection_proof.STORE_KEY = genuine
     if world.rank == 0:
         out.write_text(json.dumps([honest, impostor, in_a_mesh]))
     dist.destroy_process_group()

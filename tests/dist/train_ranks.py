@@ -39,7 +39,7 @@ def train(trainer: Trainer, first: int = 0) -> list[dict[str, float]]:
 
 
 def poisoned(trainer: Trainer) -> str:
-    """What every rank says when the batch of the last one holds a NaN; its weights must not move."""
+    """Return the error when the last rank's batch holds a NaN; weights must not change."""
     context = trainer.context
     batch = make_batch().shard(context.data_size)[context.data_rank]
     if context.rank == context.size - 1:

@@ -36,7 +36,8 @@ def test_mixed_split_of_user_roles() -> None:
     [
         (
             Split(RoleSplit("4"), RoleSplit("4")),
-            "the split asks for 8 ranks (train 4, infer 4), and the world has 6 (`run` starts as many as --nproc says)",
+            "the split asks for 8 ranks (train 4, infer 4), and the world has 6 "
+            "(`run` starts as many as --nproc says)",
         ),
         (
             Split(RoleSplit("7"), RoleSplit("2")),
