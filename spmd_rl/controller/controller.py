@@ -15,7 +15,7 @@ from spmd_rl.controller.channel.codec import Codec, pack
 from spmd_rl.controller.channel.import_names import name_of
 from spmd_rl.controller.channel.wire import Spawn, encode
 from spmd_rl.controller.constructor import Constructor
-from spmd_rl.controller.contracts import Contract, agree
+from spmd_rl.controller.contracts import Contract, record_contracts
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
@@ -85,7 +85,7 @@ class Controller:
             if contract is not None
         }
         if contracts:
-            agree(self.run_folder, name, contracts, self._exact)
+            record_contracts(self.run_folder, name, contracts, self._exact)
         return cast(R, handle)
 
     def link(self, source: Role, destination: Role, *, alias: bool = True) -> Link:

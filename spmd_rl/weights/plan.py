@@ -1,10 +1,10 @@
 """Weight plan: which rank sends which box of which tensor to which other rank (no torch).
 
 Each rank plans its own moves from the layouts of all ranks, because the number of moves of a world
-grows with the square of its size. A destination's box may meet several boxes of the sources. Each of
-those comes from one of its holders: the destination itself, else a rank on its host, else any rank.
-Several holders take turns. So each element is written exactly once, and a rank never receives what it
-holds itself.
+grows with the square of its size. A destination's box may meet several boxes of the sources. Each
+of those comes from one of its holders: the destination itself, else a rank on its host, else any
+rank. Several holders take turns. So each element is written exactly once, and a rank never receives
+what it holds itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pieces = list[tuple[int, Piece]]  # the pieces of one tensor, with their ranks
 
 @dataclass(frozen=True)
 class Move:
-    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, whose dtype is `dtype`."""
+    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, as `dtype`."""
 
     name: str
     box: Box

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.controller.endpoint import Bound, Role, Sharded, collective
+from spmd_rl.controller.endpoint import BoundEndpoint, Role, Sharded, collective
 from spmd_rl.controller.pending import Pending
 from spmd_rl.controller.prefetch import VALUES_FILE, CallQueue
 from spmd_rl.errors import ConfigError
@@ -21,7 +21,7 @@ class Speaker(Role):
         return [Group(prompt, [sample(prompt.uid, version)]) for prompt in prompts]
 
 
-class Here(Bound[..., Any]):
+class Here(BoundEndpoint[..., Any]):
     """An endpoint whose calls are finished when somebody waits for them."""
 
     def __init__(self) -> None:

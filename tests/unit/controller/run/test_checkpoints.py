@@ -51,9 +51,7 @@ class Box:
 
 
 class Slow(Handle):
-    """A role whose folder appears only when `wait_until_saved` is called, as one that writes behind the
-    training.
-    """
+    """A role whose folder appears only when `wait_until_saved` is called."""
 
     def __init__(self, word: str = "") -> None:
         self.word = word
