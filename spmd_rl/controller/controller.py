@@ -34,8 +34,10 @@ _CONTRACT = Codec(Contract | None)
 
 
 class Controller:
-    """The recipe's access to its run. `run_folder` and `seed` are the run's; `observer` is told of
-    every phase and step; `planned` holds settings for `spawn`, by the name of a placement.
+    """The recipe's access to its run, with the run's `run_folder` and `seed`.
+
+    `observer` records every phase and step. `planned` holds settings for `spawn`, by the name of a
+    placement.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ def link_placement(source: Handle, destination: Handle) -> Placement:
         if capability not in handle.capabilities:
             raise ConfigError(
                 f"{source.name} cannot be linked to {destination.name}: "
-                f"{handle.name} is no {capability.__name__} (spmd_rl/controller/capabilities.py)"
+                f"let the class of {handle.name} inherit from rl.{capability.__name__}"
             )
     ranks = tuple(sorted({*source.placement.ranks, *destination.placement.ranks}))
     axes = {"dp": len(ranks), "fsdp": 1, "tp": 1}

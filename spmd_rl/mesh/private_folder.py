@@ -127,11 +127,11 @@ def _enter(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
             raise PermissionError(0, "it is not this user's alone")
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if path.exists() and os.path.samestat(found, path.lstat()):
+        if path.exists() and os.path.samestat(status, path.lstat()):
             return descriptor
     except OSError:
         os.close(descriptor)

@@ -52,7 +52,7 @@ def poisoned(trainer: Trainer) -> str:
     return "nothing was raised"
 
 
-def seat(dp: int) -> RoleContext:
+def context_of(dp: int) -> RoleContext:
     world = World.from_env()
     join(world, open_store(world))
     meshes = Meshes(world)
@@ -62,7 +62,7 @@ def seat(dp: int) -> RoleContext:
 
 
 def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
-    context = seat(dp)
+    context = context_of(dp)
     cfg = TrainerConfig(init="random", lr=1e-2, eps=1e-4, max_tokens=150)
     trainer = Trainer(cfg, context, str(work))
     report: dict[str, object] = {"steps": train(trainer), "weights": weights(trainer)}

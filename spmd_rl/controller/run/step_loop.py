@@ -38,7 +38,7 @@ class StepLoop:
             if isinstance(part, Handle) and Saver not in part.capabilities:
                 raise ConfigError(
                     f"the role '{name}' cannot be part of a checkpoint: "
-                    f"it is no Saver (spmd_rl/controller/capabilities.py)"
+                    "let its class inherit from rl.Saver"
                 )
         self._parts = parts
         self._dispatcher.final_message.newest_step = self._checkpoints.newest

@@ -1,4 +1,4 @@
-"""Who follows which numeric contract, and how a difference is told."""
+"""Numeric contracts: their record, and the clause that says how two differ."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ def test_where_no_bits_are_promised_is_said_once() -> None:
         "threads": 2,
     }
     assert not_promised({"a": {"linear": "library", "threads": 2}}) == ""
-    said = "attention is 'keys in ascending blocks, not compared'; linear is 'library, no promise'"
-    assert not_promised({"a": gpu, "b": dict(gpu)}) == said
+    clause = (
+        "attention is 'keys in ascending blocks, not compared'; linear is 'library, no promise'"
+    )
+    assert not_promised({"a": gpu, "b": dict(gpu)}) == clause
     newer = {"attention": "flash-attn-4 4.1 causal, one split, version not compared", "threads": 2}
     assert not_promised({"a": newer}) == f"attention is '{newer['attention']}'"
 
