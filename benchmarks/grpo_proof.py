@@ -34,7 +34,7 @@ import torch
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
-from spmd_rl.controller.contracts import FILE, disagreement, not_promised
+from spmd_rl.controller.contracts import CONTRACT_FILE, disagreement, not_promised
 from spmd_rl.microscope.diagnose.compare import unequal_rows
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
@@ -109,7 +109,7 @@ def options_of(name: str, folder: Path) -> list[str]:
 
 def broken_promises(run: Path) -> list[str]:
     """Where what a run's roles and its link kept promises no equal bits, or none in bfloat16."""
-    followed = json.loads((run / FILE).read_text())
+    followed = json.loads((run / CONTRACT_FILE).read_text())
     broken = [] if any("->" in name for name in followed) else ["no link kept what its ends follow"]
     for name, kept in followed.items():
         contracts = {party: contract["facts"] for contract in kept for party in contract["by"]}

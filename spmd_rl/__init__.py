@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from spmd_rl.check.inputs import check_inputs as check_inputs
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
+    from spmd_rl.controller.capabilities import Contracted as Contracted
+    from spmd_rl.controller.capabilities import Saver as Saver
+    from spmd_rl.controller.capabilities import Sleeper as Sleeper
+    from spmd_rl.controller.capabilities import WeightSink as WeightSink
+    from spmd_rl.controller.capabilities import WeightSource as WeightSource
     from spmd_rl.controller.controller import Controller as Controller
     from spmd_rl.controller.endpoint import Role as Role
     from spmd_rl.controller.endpoint import Sharded as Sharded
@@ -61,6 +66,7 @@ _HOMES = {
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
     "config.run": ("RunConfig",),
+    "controller.capabilities": ("Contracted", "Saver", "Sleeper", "WeightSink", "WeightSource"),
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
     "data.sft": ("SftPairs",),

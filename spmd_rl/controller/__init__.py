@@ -1,1 +1,1 @@
-"""Controller: the process of the recipe, the workers that serve it, and the channel between them."""
+"""Controller: the process of the recipe, its workers, and the channel between them."""

@@ -1,11 +1,11 @@
-"""Constructor of a role as `spawn` sees it: the keyword arguments that follow config and context.
+"""Constructor of a role as `spawn` uses it: its keyword arguments after config and context.
 
     class Judge(Role):
         def __init__(self, cfg: JudgeConfig, context: RoleContext, model: str) -> None: ...
 
     judge = ctl.spawn(Judge, cfg.judge, on=roles.judge, model=cfg.model)
 
-The arguments cross to the ranks as those of an endpoint do, by the types in the signature.
+The arguments travel to the ranks like those of an endpoint, by the types in the signature.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ class Constructor:
     def __init__(self, role: type[Role]) -> None:
         self._role = role
         parameters = list(inspect.signature(role).parameters.values())[2:]
-        self._defaults = {one.name: one.default for one in parameters if one.kind in _NAMED}
+        self._defaults = {
+            parameter.name: parameter.default
+            for parameter in parameters
+            if parameter.kind in _NAMED
+        }
         self.names = tuple(self._defaults)
 
     def arguments(
         self, settings: Mapping[str, Any], planned: Mapping[str, Any] | None = None
     ) -> tuple[Any, ...]:
-        """Return a value for each of `names`: of `settings`, else of `planned`, else its default.
+        """Return a value for each of `names`: from `settings`, else `planned`, else its default.
 
-        A role need not take what is `planned`.
-
-        Raises: ConfigError for a keyword that the role does not take, or one that is missing.
+        A role may have no parameter for a name in `planned`.
+        Raises: ConfigError for a setting that the role does not have, or one that is missing.
         """
         role = self._role.__name__
         for name in settings:
@@ -54,7 +57,7 @@ class Constructor:
     def codec(self, cfg_type: type) -> Codec:
         """Return the codec of config and arguments, as one tuple.
 
-        Raises: ConfigError where an argument has no type to cross by.
+        Raises: ConfigError when a parameter has no type.
         """
         hints = self._hints() if self.names else {}
         types = (cfg_type, *(hints[name] for name in self.names))
@@ -65,8 +68,12 @@ class Constructor:
         try:
             hints = typing.get_type_hints(self._role.__init__, include_extras=True)
         except NameError as error:
-            raise ConfigError(f"{where}: {error}: import its types at run time too") from error
+            raise ConfigError(
+                f"{where}: {error}: import its types outside of TYPE_CHECKING"
+            ) from error
         for name in self.names:
             if name not in hints:
-                raise ConfigError(f"{where}: parameter '{name}' needs a type to cross by")
+                raise ConfigError(
+                    f"{where}: parameter '{name}' needs a type, since it crosses to workers"
+                )
         return hints

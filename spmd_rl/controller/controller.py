@@ -15,7 +15,7 @@ from spmd_rl.controller.channel.codec import Codec, pack
 from spmd_rl.controller.channel.import_names import name_of
 from spmd_rl.controller.channel.wire import Spawn, encode
 from spmd_rl.controller.constructor import Constructor
-from spmd_rl.controller.contracts import Contract, agree
+from spmd_rl.controller.contracts import Contract, record_contracts
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
@@ -34,8 +34,10 @@ _CONTRACT = Codec(Contract | None)
 
 
 class Controller:
-    """The recipe's access to its run. `run_folder` and `seed` are the run's; `observer` is told of
-    every phase and step; `planned` holds settings for `spawn`, by the name of a placement.
+    """The recipe's access to its run, with the run's `run_folder` and `seed`.
+
+    `observer` records every phase and step. `planned` holds settings for `spawn`, by the name of a
+    placement.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class Controller:
             if contract is not None
         }
         if contracts:
-            agree(self.run_folder, name, contracts, self._exact)
+            record_contracts(self.run_folder, name, contracts, self._exact)
         return cast(R, handle)
 
     def link(self, source: Role, destination: Role, *, alias: bool = True) -> Link:

@@ -10,7 +10,7 @@ from spmd_rl.controller.capabilities import capabilities
 from spmd_rl.controller.channel.codec import Packed, pack
 from spmd_rl.controller.channel.router import Values
 from spmd_rl.controller.channel.wire import Call, encode
-from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
+from spmd_rl.controller.endpoint import BoundEndpoint, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.pending import Pending
@@ -49,7 +49,7 @@ class Handle:
         return self.endpoints[name]
 
 
-class RemoteEndpoint(Bound[..., Any]):
+class RemoteEndpoint(BoundEndpoint[..., Any]):
     """An endpoint of a role that lives on workers."""
 
     def __init__(self, handle: Handle, endpoint: Endpoint[..., Any]) -> None:
@@ -87,12 +87,12 @@ class RemoteEndpoint(Bound[..., Any]):
         return record
 
     def _packed(self, arguments: tuple[Any, ...], ranks: tuple[int, ...]) -> Values:
-        """Return the packed arguments with the ranks that receive them: each value is packed once."""
+        """Pack the arguments, each value once; return them with the ranks that receive them."""
         if not self._signature.scatters:
             return [(ranks, pack(arguments))]
         shards = self._handle.shards
         scattered = self._signature.scatter(arguments, len(shards))
-        return [(ranks, pack(part)) for ranks, part in zip(shards, scattered)]  # noqa: B905  equally long
+        return [(ranks, pack(part)) for ranks, part in zip(shards, scattered)]  # noqa: B905
 
     def _finish(self, record: CallRecord, deadline_s: float | None = None) -> Any:
         by_rank = self._handle.dispatcher.collect(record, deadline_s)

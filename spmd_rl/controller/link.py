@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.controller.capabilities import WeightSink, WeightSource
-from spmd_rl.controller.contracts import agree, not_promised
+from spmd_rl.controller.contracts import not_promised, record_contracts
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.weight_sync import PlanSummary, RankLayouts, WeightSync
 from spmd_rl.errors import ConfigError
@@ -17,7 +17,7 @@ from spmd_rl.mesh.split import Placement
 
 @dataclass(frozen=True)
 class PushStats:
-    """The bytes of one push, its time, and its route: "alias", "copy", "buckets" or "copy+buckets"."""
+    """Bytes, time and route of a push; a route is "alias", "copy", "buckets" or "copy+buckets"."""
 
     bytes_moved: int
     seconds: float
@@ -32,8 +32,8 @@ class Link:
         self.plan = plan
 
     def push(self, version: int) -> PushStats:
-        """Copy the source's weights to the destination, and commit them as `version` on all ranks or
-        on none.
+        """Copy the source's weights to the destination, and commit them as `version` on every rank
+        or on none.
 
         Blocks: until both ends are idle, then until every rank has committed; the run's deadline
         ends it.
@@ -57,7 +57,7 @@ def link_placement(source: Handle, destination: Handle) -> Placement:
         if capability not in handle.capabilities:
             raise ConfigError(
                 f"{source.name} cannot be linked to {destination.name}: "
-                f"{handle.name} is no {capability.__name__} (spmd_rl/controller/capabilities.py)"
+                f"let the class of {handle.name} inherit from rl.{capability.__name__}"
             )
     ranks = tuple(sorted({*source.placement.ranks, *destination.placement.ranks}))
     axes = {"dp": len(ranks), "fsdp": 1, "tp": 1}
@@ -81,7 +81,7 @@ def connect(
         for rank, of_rank in zip(placement.ranks, layouts, strict=True)
         for name, contract in of_rank.contracts.items()
     }
-    agree(run_folder, placement.name, contracts, exact)
+    record_contracts(run_folder, placement.name, contracts, exact)
     if exact and (facts := not_promised(contracts)):
         print(f"{placement.name}: equal bits are not promised here: {facts}", flush=True)
     return Link(weight_sync, _prepare(weight_sync, layouts, nodes))

@@ -9,7 +9,7 @@ from typing import Generic, ParamSpec, TypeVar
 import msgspec
 
 from spmd_rl.controller.channel.codec import Packed
-from spmd_rl.controller.endpoint import Bound, Signature
+from spmd_rl.controller.endpoint import BoundEndpoint, Signature
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError
 
@@ -22,11 +22,11 @@ VALUES_FILE = "values.msgpack"
 class CallQueue(Generic[P, R]):
     """Calls of one endpoint, first in, first out; its length is the number of values not yet taken.
 
-    As a part in `Controller.resume`, it saves the values of its calls in every checkpoint. A resumed
-    run could not compute them again: the weights that they were computed with are gone.
+    As a part in `Controller.resume`, it saves the values of its calls in every checkpoint. A
+    resumed run cannot compute them again, because the weights that they came from may be gone.
     """
 
-    def __init__(self, endpoint: Bound[P, R]) -> None:
+    def __init__(self, endpoint: BoundEndpoint[P, R]) -> None:
         self._endpoint = endpoint
         self._returns = Signature(endpoint._endpoint).result
         self._calls: deque[Pending[R]] = deque()

@@ -51,7 +51,7 @@ _RESULT = encode(Result())
 
 
 @dataclass(frozen=True, slots=True)
-class _BoundEndpoint:
+class _LocalEndpoint:
     """One endpoint of a role of this rank: its method, and how its values cross the wire."""
 
     name: str
@@ -69,7 +69,7 @@ class Worker:
         self._pid = os.getpid()
         self._trace = Trace()
         self._roles = meshes.neighbours
-        self._endpoints: dict[tuple[str, str], _BoundEndpoint] = {}
+        self._endpoints: dict[tuple[str, str], _LocalEndpoint] = {}
 
     def serve(self, lifecycle: WorkerLifecycle) -> None:
         """Run commands until the controller says stop.
@@ -117,10 +117,10 @@ class Worker:
                     endpoint.name, began_ns, now_ns(), role=call.name, phase=call.phase, call=number
                 )
 
-    def _bind(self, role_name: str, endpoint_name: str) -> _BoundEndpoint:
+    def _bind(self, role_name: str, endpoint_name: str) -> _LocalEndpoint:
         role = self._roles[role_name]
         signature = Signature(endpoints(type(role))[endpoint_name])
-        endpoint = _BoundEndpoint(
+        endpoint = _LocalEndpoint(
             name=f"{role_name}.{endpoint_name}",
             parameters=signature.names,
             method=signature.method(role),
@@ -225,6 +225,6 @@ def _connect(world: World, store: Store, controller: ControllerProcess | None) -
         return WorkerLifecycle(address.endpoint, keys, address.generation, hello, abandon)
     except (msgspec.MsgspecError, ZMQError) as error:
         raise SpmdError(
-            f"torchrun's store holds no address of the controller ({error}): another process writes to it, "
-            "so run torchrun on a network of its own"
+            f"torchrun's store holds no address of the controller ({error}): "
+            "another process writes to it, so run torchrun on a network of its own"
         ) from error

@@ -1,14 +1,14 @@
 """Weights on their way from the ranks that train to the ranks that generate.
 
-layout         Box, Piece, Layout: which box of which tensor a rank holds, as plain data (no torch)
+layout         Box, Piece, Layout: the box that a rank holds of each tensor (no torch)
 local_tensors  LocalTensors: a rank's tensors under their canonical names, and their layout
-plan           plan_moves(sources, destinations, nodes, rank): the moves of one rank (no torch)
-executors      execute(plan, ...) carries out a plan; alias(...) shares memory once, and copies never
+plan           plan_moves(sources, destinations, ...): the moves of one rank (no torch)
+executors      execute(plan, ...) carries out a plan; alias(...) shares memory instead
 digest         digest(tensors): 64 bits a tensor; combine(...) adds up those of all ranks
 
 A link makes the plan once and replays it at every push:
 
-    layouts of both ends -> plan -> compare its digest on all ranks -> alias -> execute, execute, ...
+    layouts of both ends -> plan -> compare its digest on all ranks -> alias -> execute at each push
 
 Ranks are those of the world. Nothing here opens a socket or makes a process group.
 """

@@ -1,8 +1,8 @@
 """Digests of tensors that add up over shards.
 
-A tensor's digest is the sum, modulo 2**64, of mix(global index, bits) over its elements. The digests
-of disjoint boxes therefore add up to that of the whole tensor under any layout. Both ends of a push
-can compare 8 bytes a tensor.
+A tensor's digest is the sum, modulo 2**64, of mix(global index, bits) over its elements. The
+digests of disjoint boxes therefore add up to that of the whole tensor under any layout. Both ends
+of a push can compare 8 bytes a tensor.
 """
 
 from __future__ import annotations

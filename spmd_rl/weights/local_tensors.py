@@ -39,7 +39,7 @@ class LocalTensors(Mapping[str, LocalTensor]):
 
     @classmethod
     def whole(cls, named: Mapping[str, Tensor]) -> LocalTensors:
-        """Wrap tensors that this rank holds in full, as an engine does: the parameters themselves."""
+        """Wrap parameters that this rank holds in full, as an engine does."""
         tensors = {}
         for name, tensor in named.items():
             shape = tuple(tensor.shape)

@@ -1,10 +1,10 @@
 """Weight plan: which rank sends which box of which tensor to which other rank (no torch).
 
 Each rank plans its own moves from the layouts of all ranks, because the number of moves of a world
-grows with the square of its size. A destination's box may meet several boxes of the sources. Each of
-those comes from one of its holders: the destination itself, else a rank on its host, else any rank.
-Several holders take turns. So each element is written exactly once, and a rank never receives what it
-holds itself.
+grows with the square of its size. A destination's box may meet several boxes of the sources. Each
+of those comes from one of its holders: the destination itself, else a rank on its host, else any
+rank. Several holders take turns. So each element is written exactly once, and a rank never receives
+what it holds itself.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, disjoint
 SCHEMA = 2
 BUCKET_BYTES = 256 << 20  # the most that is packed for one peer at once
 
-Pieces = list[tuple[int, Piece]]  # the pieces of one tensor, with their ranks
+RankedPieces = list[tuple[int, Piece]]  # the pieces of one tensor, with their ranks
 
 
 @dataclass(frozen=True)
 class Move:
-    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, whose dtype is `dtype`."""
+    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, as `dtype`."""
 
     name: str
     box: Box
@@ -116,7 +116,7 @@ class _TensorMoves:
     """The moves of one tensor."""
 
     def __init__(
-        self, name: str, sources: Pieces, wanted: Pieces, node_of: Mapping[int, int]
+        self, name: str, sources: RankedPieces, wanted: RankedPieces, node_of: Mapping[int, int]
     ) -> None:
         self._name = name
         self._wanted = wanted
@@ -178,15 +178,17 @@ class _TensorMoves:
         return piece.box.intersect(box) if box is not None and piece.box.num_elements else None
 
 
-def _by_name(layouts: Sequence[Layout]) -> dict[str, Pieces]:
-    found: dict[str, Pieces] = defaultdict(list)
+def _by_name(layouts: Sequence[Layout]) -> dict[str, RankedPieces]:
+    by_name: dict[str, RankedPieces] = defaultdict(list)
     for layout in sorted(layouts, key=lambda layout: layout.rank):
         for piece in layout.pieces:
-            found[piece.name].append((layout.rank, piece))
-    return dict(found)
+            by_name[piece.name].append((layout.rank, piece))
+    return dict(by_name)
 
 
-def _check_names(sources: Mapping[str, Pieces], destinations: Mapping[str, Pieces]) -> None:
+def _check_names(
+    sources: Mapping[str, RankedPieces], destinations: Mapping[str, RankedPieces]
+) -> None:
     for name in sorted(destinations.keys() ^ sources.keys()):
         holder, other = ("engine", "trainer") if name in destinations else ("trainer", "engine")
         raise PlanError(f"weight plan: the {holder} holds tensor '{name}', the {other} does not")
@@ -211,7 +213,9 @@ def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:
 
 
 def _digest(
-    sources: Mapping[str, Pieces], destinations: Mapping[str, Pieces], nodes: Mapping[int, int]
+    sources: Mapping[str, RankedPieces],
+    destinations: Mapping[str, RankedPieces],
+    nodes: Mapping[int, int],
 ) -> str:
     """Hash the input of a plan in an order that is the same on every rank."""
     sha256 = hashlib.sha256(repr((SCHEMA, sorted(nodes.items()))).encode())

@@ -22,7 +22,7 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
-from tests.dist.train_ranks import seat
+from tests.dist.train_ranks import context_of
 
 Shares = dict[str, list[tuple[str, list[int], list[list[int]], bytes]]]
 
@@ -76,7 +76,7 @@ def step(trainer: Trainer, seed: int) -> None:
 def main(model: Path, dp: int, out: Path, folder: Path, resumes: bool) -> None:
     torch.set_num_threads(1)
     cfg = TrainerConfig(init="random", seed=7 if resumes else 0, lr=1e-2, eps=1e-4)
-    trainer = Trainer(cfg, seat(dp), str(model))
+    trainer = Trainer(cfg, context_of(dp), str(model))
     if resumes:
         trainer.load(str(folder))
     else:

@@ -39,7 +39,7 @@ def train(trainer: Trainer, first: int = 0) -> list[dict[str, float]]:
 
 
 def poisoned(trainer: Trainer) -> str:
-    """What every rank says when the batch of the last one holds a NaN; its weights must not move."""
+    """Return the error when the last rank's batch holds a NaN; weights must not change."""
     context = trainer.context
     batch = make_batch().shard(context.data_size)[context.data_rank]
     if context.rank == context.size - 1:
@@ -52,7 +52,7 @@ def poisoned(trainer: Trainer) -> str:
     return "nothing was raised"
 
 
-def seat(dp: int) -> RoleContext:
+def context_of(dp: int) -> RoleContext:
     world = World.from_env()
     join(world, open_store(world))
     meshes = Meshes(world)
@@ -62,7 +62,7 @@ def seat(dp: int) -> RoleContext:
 
 
 def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
-    context = seat(dp)
+    context = context_of(dp)
     cfg = TrainerConfig(init="random", lr=1e-2, eps=1e-4, max_tokens=150)
     trainer = Trainer(cfg, context, str(work))
     report: dict[str, object] = {"steps": train(trainer), "weights": weights(trainer)}

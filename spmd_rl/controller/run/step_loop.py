@@ -38,7 +38,7 @@ class StepLoop:
             if isinstance(part, Handle) and Saver not in part.capabilities:
                 raise ConfigError(
                     f"the role '{name}' cannot be part of a checkpoint: "
-                    f"it is no Saver (spmd_rl/controller/capabilities.py)"
+                    "let its class inherit from rl.Saver"
                 )
         self._parts = parts
         self._dispatcher.final_message.newest_step = self._checkpoints.newest
@@ -69,7 +69,7 @@ class StepLoop:
                 self._observer.on_step(step)
 
     def steps(self, num_steps: int, start: int) -> Iterator[LoopStep]:
-        """Yield steps `start` to `num_steps - 1`, and end each with its checkpoint if one is due."""
+        """Yield steps `start` to `num_steps - 1`, and save a checkpoint after each where due."""
         notice, calls = self._dispatcher.termination, self._dispatcher.calls
         grace_s = self._run.grace_s
         if self._observer is not None:

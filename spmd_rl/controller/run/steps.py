@@ -1,4 +1,4 @@
-"""LoopStep: one step of a recipe's loop, with its times and rewards; RunObserver: what is told of it."""
+"""LoopStep: one step of a recipe's loop; RunObserver: the protocol of whoever records the steps."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
 from benchmarks.kernels import decode_gemm, filters, layer_cases
 from benchmarks.shapes import QWEN3, write_config
-from spmd_rl.controller.contracts import FILE, followed
+from spmd_rl.controller.contracts import CONTRACT_FILE, by_digest
 from spmd_rl.kernels import QkNorm, Rotary, token_logprobs, write_kv
 from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch, swiglu
@@ -64,8 +64,8 @@ def test_a_proof_without_a_promise_is_seen(
     tmp_path: Path, other: dict[str, str], said: list[str]
 ) -> None:
     facts = {"dtype": "torch.bfloat16", "linear": "one ascending chain"}
-    kept = followed({"trainer": facts, "rollout": facts | other})
-    (tmp_path / FILE).write_text(json.dumps({"trainer->rollout": kept}))
+    kept = by_digest({"trainer": facts, "rollout": facts | other})
+    (tmp_path / CONTRACT_FILE).write_text(json.dumps({"trainer->rollout": kept}))
     broken = broken_promises(tmp_path)
     assert len(broken) == len(said)
     assert all(
@@ -75,8 +75,8 @@ def test_a_proof_without_a_promise_is_seen(
 
 
 def test_a_proof_without_a_link_is_seen(tmp_path: Path) -> None:
-    kept = followed({"trainer on rank 0": {"dtype": "torch.bfloat16"}})
-    (tmp_path / FILE).write_text(json.dumps({"trainer": kept}))
+    kept = by_digest({"trainer on rank 0": {"dtype": "torch.bfloat16"}})
+    (tmp_path / CONTRACT_FILE).write_text(json.dumps({"trainer": kept}))
     assert broken_promises(tmp_path) == ["no link kept what its ends follow"]
 
 

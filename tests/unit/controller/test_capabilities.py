@@ -155,10 +155,13 @@ def test_a_link_needs_a_source_and_a_sink() -> None:
         (trainer, plain, "plain", "WeightSink"),
         (rollout, trainer, "rollout", "WeightSource"),
     ):
-        with pytest.raises(ConfigError, match=f"{odd} is no {capability}"):
+        with pytest.raises(ConfigError, match=f"the class of {odd} inherit from rl.{capability}$"):
             link_placement(source, destination)
 
 
 def test_a_part_of_a_checkpoint_is_a_saver(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'plain' cannot be part of a checkpoint: it is no Saver"):
+    with pytest.raises(
+        ConfigError,
+        match="'plain' cannot be part of a checkpoint: let its class inherit from rl.Saver",
+    ):
         controller(tmp_path).resume(plain=cast(Plain, handle("plain", Plain)))

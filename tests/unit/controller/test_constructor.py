@@ -77,5 +77,5 @@ def test_config_and_settings_cross_by_their_types() -> None:
 
 
 def test_a_setting_needs_a_type() -> None:
-    with pytest.raises(ConfigError, match="parameter 'model' needs a type to cross by"):
+    with pytest.raises(ConfigError, match="parameter 'model' needs a type, since it crosses"):
         Constructor(Untyped).codec(JudgeConfig)
