@@ -92,7 +92,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     spec = one.backend.scorer.model.spec
     given = scored(one, batch(STEP_TOKENS, spec.vocab_size))
     metrics = one.train_step(given, grpo_loss)
-    what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.recompute}"
+    what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.backend.recompute}"
     yield measured(
         f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens",
         metrics[MISMATCHED],

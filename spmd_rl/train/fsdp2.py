@@ -26,7 +26,7 @@ from spmd_rl.kernels.attention.flash import check_split
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.backend import State
-from spmd_rl.train.config import TrainerConfig, gathers_whole
+from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.determinism import SumInRankOrder, require_deterministic
 from spmd_rl.train.flops import train_flops
 from spmd_rl.train.microbatch import MicroBatch
@@ -106,8 +106,10 @@ class Fsdp2:
         self.num_replicas = mesh.size(0)
         self.num_shards, self.shard = mesh.size(1), mesh.get_local_rank("fsdp")
         check_split(cfg.attention_split, model.spec.head_dim, self._dtype, device)
-        self.scorer = Scorer(model, cfg.logit_rows, cfg.recompute == "all", cfg.attention_split)
-        _recompute(model, cfg.recompute)
+        self.scorer = Scorer(
+            model, cfg.logit_rows, cfg.backend.recompute == "all", cfg.attention_split
+        )
+        _recompute(model, cfg.backend.recompute)
         self.units = _shard(self.scorer, mesh, cfg)
         self.scorer.to_empty(device=device)
         self.parameters = {
@@ -230,7 +232,7 @@ def _shard(scorer: Scorer, mesh: DeviceMesh, cfg: TrainerConfig) -> list[FSDPMod
     num_bytes = sum(parameter.nbytes for parameter in scorer.parameters())
     units = (
         [scorer]
-        if gathers_whole(cfg, num_bytes, mesh.size())
+        if cfg.backend.gathers_whole(num_bytes, mesh.size())
         else [*scorer.model.model.layers, scorer]
     )
     keeps = False if mesh.size(1) == 1 else None

@@ -462,7 +462,7 @@ def test_a_run_with_attention_in_splits_is_replayed_without_where_they_cannot_ru
 def test_the_trainers_head_is_the_one_that_the_run_has(
     folder: Path, recompute: str, recomputes: bool
 ) -> None:
-    settings = {"trainer": {"recompute": recompute}}
+    settings = {"trainer": {"backend": {"recompute": recompute}}}
     path = command._path("trainer", folder, torch.float32, torch.device("cpu"), settings)
     assert isinstance(path, TrainerPass)
     assert path.scorer.recomputes is recomputes

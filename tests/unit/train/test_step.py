@@ -123,7 +123,7 @@ def test_one_rank_gathers_a_model_whole_unless_it_is_large(
     monkeypatch.setattr(config, "WHOLE_MODEL_BYTES", 0)
     layers = new_trainer().backend.scorer.model.spec.num_layers
     whole, by_layer = len(new_trainer().backend.units), len(new_trainer(wrap="layer").backend.units)
-    monkeypatch.setattr(config, "WHOLE_ALONE_BYTES", 0)
+    monkeypatch.setattr(config, "WHOLE_MODEL_ALONE_BYTES", 0)
     assert (whole, by_layer, len(new_trainer().backend.units)) == (1, layers + 1, layers + 1)
 
 
