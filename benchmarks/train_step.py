@@ -38,7 +38,8 @@ from benchmarks.table import Row
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.train.flops import PEAK_FLOPS_PER_S, train_flops
-from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
+from spmd_rl.train.learner import Learner
+from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch
 
 PACKAGES = ("torch", "triton", "flash-attn-4")

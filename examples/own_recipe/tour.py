@@ -59,8 +59,8 @@ def signs(groups: list[rl.Group]) -> list[NDArray[np.float64]]:
 
 
 def cispo(out: LossInput, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    weight = (out.lp - out.old).exp().clamp(max=cap).detach()
-    return -weight * out.advantages * out.lp, {"train/weight": weight}
+    weight = (out.logprobs - out.old_logprobs).exp().clamp(max=cap).detach()
+    return -weight * out.advantages * out.logprobs, {"train/weight": weight}
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

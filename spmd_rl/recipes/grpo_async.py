@@ -36,7 +36,9 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
-    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="roll")
+    loss = partial(
+        rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="rollout"
+    )
 
     ahead = rl.CallQueue(rollout.generate)
 

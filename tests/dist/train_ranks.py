@@ -27,7 +27,9 @@ STEPS = 3
 
 
 def weights(trainer: Trainer) -> dict[str, list[float]]:
-    return {name: trainer.backend.full(name).flatten().tolist() for name in trainer.weight_source()}
+    return {
+        name: trainer.backend.gather(name).flatten().tolist() for name in trainer.weight_source()
+    }
 
 
 def train(trainer: Trainer, first: int = 0) -> list[dict[str, float]]:

@@ -29,8 +29,8 @@ from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.checkpoint_index import INDEX_FILE, merged
-from spmd_rl.train.progress import TrainerState
 from spmd_rl.train.shards import write_shards
+from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import Piece
 from spmd_rl.weights.local_tensors import LocalTensors
 
