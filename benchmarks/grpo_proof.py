@@ -59,7 +59,11 @@ STEPS = {
     "4B": (
         4,
         33,
-        ["--engine.num_pages=450", "--trainer.recompute=cheap", "--trainer.max_tokens=8192"],
+        [
+            "--engine.num_pages=450",
+            "--trainer.backend.recompute=cheap",
+            "--trainer.max_tokens=8192",
+        ],
     ),
 }  # steps, prompts, more
 SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300

@@ -26,7 +26,8 @@ from benchmarks.train_step import PACKAGES, SPEED_BAR, STEP_TOKENS, WARMUPS, ste
 from benchmarks.training import batch, config, learner, mixed_batch, scored
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.kernels.runtime.interleaved_timing import in_new_orders
-from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
+from spmd_rl.train.learner import Learner
+from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch
 
 REPEATS = 6

@@ -28,8 +28,7 @@ from spmd_rl.kernels.linear.cublas import fastest
 from spmd_rl.kernels.linear.cublaslt import Shape, Way
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.vocab.lm_head import Logits
-from spmd_rl.model import network
-from spmd_rl.train import fsdp2
+from spmd_rl.model import network, scorer
 from spmd_rl.train.determinism import WORKSPACE, WORKSPACES, deterministic
 
 os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # the size that torch takes on Hopper anyhow
@@ -125,7 +124,7 @@ TORCH = (
     (network, "rms_norm", torch_norm),
     (network, "add_rms_norm", torch_add_norm),
     (token_attention, "qk_norm_rope", torch_norm_rope),
-    (fsdp2, "head_logprobs", torch_head),
+    (scorer, "head_logprobs", torch_head),
 )
 PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "contract": nullcontext,

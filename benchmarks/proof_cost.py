@@ -25,8 +25,8 @@ from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train import learner as learner_module
-from spmd_rl.train.learner import COMPARED, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
 from spmd_rl.train.metric_sums import MetricSums
+from spmd_rl.train.on_policy import COMPARED, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
 
 REPEATS, WARMUPS = 9, 2
 BAR = 0.01
@@ -38,7 +38,7 @@ class Watched:
     """The comparison, with the time that it takes on the GPU and on the host."""
 
     def __init__(self) -> None:
-        self.compare = learner_module._compare
+        self.compare = learner_module.compare_with_rollout
         self.host_s = 0.0
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -61,11 +61,11 @@ class LeftOut:
     def __init__(self) -> None:
         self.seen: MetricSums | None = None
 
-    def __call__(self, lp: Tensor, micro: object, version: int, tally: MetricSums) -> None:
-        if tally is not self.seen:
-            self.seen, zero = tally, lp.new_zeros(1)
-            tally.add_each(dict.fromkeys(COUNTED, zero))
-            tally.raise_to(MAX_DLOGP, zero)
+    def __call__(self, logprobs: Tensor, micro: object, version: int, sums: MetricSums) -> None:
+        if sums is not self.seen:
+            self.seen, zero = sums, logprobs.new_zeros(1)
+            sums.add_each(dict.fromkeys(COUNTED, zero))
+            sums.add_maximum(MAX_DLOGP, zero)
 
 
 def measure(name: str) -> Iterator[Row]:
@@ -74,9 +74,9 @@ def measure(name: str) -> Iterator[Row]:
     shares, host, times, others = [], [], [], []
     for repeat in range(WARMUPS + REPEATS):
         watched = Watched()
-        with patch.object(learner_module, "_compare", watched):
+        with patch.object(learner_module, "compare_with_rollout", watched):
             seconds = step_seconds(one, given)
-        with patch.object(learner_module, "_compare", LeftOut()):
+        with patch.object(learner_module, "compare_with_rollout", LeftOut()):
             without = step_seconds(one, given)
         if repeat >= WARMUPS:
             shares.append(watched.gpu_s() / seconds)

@@ -38,7 +38,8 @@ from benchmarks.table import Row
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.train.flops import PEAK_FLOPS_PER_S, train_flops
-from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
+from spmd_rl.train.learner import Learner
+from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch
 
 PACKAGES = ("torch", "triton", "flash-attn-4")
@@ -92,7 +93,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     spec = one.backend.scorer.model.spec
     given = scored(one, batch(STEP_TOKENS, spec.vocab_size))
     metrics = one.train_step(given, grpo_loss)
-    what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.recompute}"
+    what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.backend.recompute}"
     yield measured(
         f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens",
         metrics[MISMATCHED],

@@ -18,7 +18,7 @@ from spmd_rl.algo.packing import pack
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
 from spmd_rl.types.batch import Batch
@@ -32,7 +32,9 @@ ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="benchm
 def config(name: str) -> TrainerConfig:
     """The trainer's, which keeps all activations where they fit: at 4B what is cheap is made again."""
     return TrainerConfig(
-        dtype="bfloat16", max_tokens=PACK_TOKENS, recompute="cheap" if name == "4B" else "none"
+        dtype="bfloat16",
+        max_tokens=PACK_TOKENS,
+        backend=Fsdp2Config(recompute="cheap" if name == "4B" else "none"),
     )
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.rollout import Rollout as Rollout
+    from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.trainer import Trainer as Trainer
     from spmd_rl.types.batch import Batch as Batch
@@ -78,7 +79,7 @@ _HOMES = {
     "check.inputs": ("check_inputs",),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.rollout": ("Rollout",),
-    "train.config": ("TrainerConfig",),
+    "train.config": ("Fsdp2Config", "TrainerConfig"),
     "train.trainer": ("Trainer",),
     "types.samples": ("Group", "Prompt", "Sample"),
 }

@@ -130,9 +130,8 @@ def main() -> int:
     if args.command:
         figures += times(rows, started, cpu_s)
     for figure in figures:
-        print(
-            f"{'ok  ' if figure.holds else 'FAIL'}  {figure.what}: {figure.value:,.3f} (bar {figure.bar})"
-        )
+        mark = "ok  " if figure.holds else "FAIL"
+        print(f"{mark}  {figure.what}: {figure.value:,.3f} (bar {figure.bar})")
     return 0 if all(figure.holds for figure in figures) else 1
 
 

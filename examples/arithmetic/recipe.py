@@ -1,4 +1,4 @@
-"""A language model learns to add: a short supervised warm-up from random weights, then GRPO.
+"""A language model learns to add: supervised warm-up from random weights, then GRPO.
 
 spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 """
@@ -17,9 +17,9 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True)
 class Config(grpo.Config):
-    warmup_data: str = ""  # what the supervised steps imitate; "" means data
+    warmup_data: str = ""  # pairs that the supervised steps learn from; "" means data
     warmup_steps: int = 100  # supervised steps before the first rollout
-    warmup_pairs: int = 256  # prompts and answers in each
+    warmup_pairs: int = 256  # prompts with their answers in each of them
     warmup_lr: float = 3e-3  # learning rate of the supervised steps
 
     def __post_init__(self) -> None:

@@ -210,6 +210,7 @@ def _path(
     if name == "transformers":
         return ReferencePass(model, dtype, device)
     engine, trainer = settings.get("engine", {}), settings.get("trainer", {})
+    trainer = trainer | trainer.get("backend", {})
     network = load_model(model, dtype, device)
     if name == "engine":
         return EnginePass(

@@ -31,7 +31,7 @@ from spmd_rl.offload.ledger import (
 )
 from spmd_rl.plan.routes import Routes, push_routes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
-from spmd_rl.train.config import TrainerConfig, gathers_whole
+from spmd_rl.train.config import TrainerConfig
 from spmd_rl.weights.layout import ITEM_BYTES
 
 # what a role is planned by
@@ -202,7 +202,7 @@ def _role_ledgers(
                 logit_bytes=cfg.trainer.logit_rows * spec.vocab_size * ITEM_BYTES["float32"],
                 slope_bytes=_slope_bytes(cfg.trainer, spec),
                 element_bytes=compute_bytes,
-                recompute=cfg.trainer.recompute,
+                recompute=cfg.trainer.backend.recompute,
             ),
         )
     if "infer" in roles:
@@ -265,7 +265,7 @@ def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
     """What the head keeps for the backward pass: on a CPU, which computes in float32, little enough
     to leave out.
     """
-    if _dtype(cfg) == "float32" or cfg.recompute == "all":
+    if _dtype(cfg) == "float32" or cfg.backend.recompute == "all":
         return 0
     return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[_dtype(cfg)]
 
@@ -275,7 +275,7 @@ def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> 
     cuts nothing, for they are kept till the step's end; else the root's, and a layer with the
     next."""
     num_bytes = spec.num_parameters * ITEM_BYTES["float32"]
-    if placement.axes["fsdp"] == 1 or gathers_whole(cfg, num_bytes, len(placement.ranks)):
+    if placement.axes["fsdp"] == 1 or cfg.backend.gathers_whole(num_bytes, len(placement.ranks)):
         return spec.num_parameters
     layer = sum(
         prod(shape)

@@ -1,5 +1,4 @@
-"""GRPO, synchronous and on-policy: every sample is drawn from the very weights its gradient is
-taken at.
+"""GRPO, synchronous and on-policy: gradients are taken at the very weights that drew the samples.
 
 spmd-rl run grpo --model PATH --data train.jsonl --reward module:function
 """
@@ -20,32 +19,25 @@ class Config:
     reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
-    # a token's ratio of new probability to old counts as 1 - clip_low at least
-    clip_low: float = 0.2
-    clip_high: float = 0.2  # and as 1 + clip_high at most
+    clip_low: float = 0.2  # the ratio of new to old probability is clipped below 1 - clip_low
+    clip_high: float = 0.2  # and above 1 + clip_high
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
     engine: rl.NativeEngineConfig = field(default_factory=rl.NativeEngineConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
-    # the train phase names the trainer alone as awake, which the plan counts on
+    # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
     engine_sleeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        least = {
-            "steps": 0,
-            "prompts_per_step": 1,
-            "sampling.num_samples": 2,
-            "clip_low": 0,
-            "clip_high": 0,
-        }
-        rl.at_least(self, least)
+        rl.at_least(self, {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2})
+        rl.at_least(self, {"clip_low": 0, "clip_high": 0})
         rl.refuse_greedy(self.sampling)
 
 
 def check(cfg: Config) -> None:
-    """What can be refused before anything starts."""
+    """Refuse bad input before anything starts."""
     rl.check_inputs(
         model=cfg.model,
         data=cfg.data,

@@ -1,8 +1,7 @@
-"""GRPO one step ahead: while the trainer learns from step k, the engine already generates step k +
-1.
+"""GRPO one step ahead: while the trainer learns from step k, the engine generates for step k + 1.
 
-For disjoint meshes (`--split.train.ranks=1 --split.infer.ranks=1`): colocated roles take turns
-either way. Samples are one version old; the ratio is taken against the engine's own log-probs.
+It is for disjoint meshes (`--split.train.ranks=1 --split.infer.ranks=1`): roles that share ranks
+alternate anyhow. Samples are one version old, so the ratio is taken against the engine's log-probs.
 """
 
 from __future__ import annotations
@@ -36,12 +35,13 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
-    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="roll")
-
+    loss = partial(
+        rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="rollout"
+    )
     ahead = rl.CallQueue(rollout.generate)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead)):
-        if not ahead:
+        if not ahead:  # the first step of a run
             weights.push(version=step.index)
             ahead.start(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("rollout"):

@@ -1,4 +1,4 @@
-"""From a trainer's config to a model on its ranks, ready to learn."""
+"""Builds a trainer: a model on its ranks, ready to learn, from a config and a model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: of a live trainer, and of a checkpoint by `spmd-rl export`."""
+"""Export of weights as a Hugging Face folder, from a live trainer or by `spmd-rl export`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from spmd_rl.train.shards import ShardReader
 def export_saved(
     folder: str | Path, like: str | Path, target: str | Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write a checkpoint's weights as a Hugging Face folder, one tensor at a time, in this process
-    alone.
+    """Write a checkpoint's weights as a Hugging Face folder, one tensor at a time.
 
-    Raises: as `load`, and ConfigError where `like` is no model's folder, or that of another model.
+    Config and tokenizer come from the folder `like`.
+    Raises: as `checkpoint.load`, and ConfigError where `like` is no model folder, or another's.
     """
     path = Path(folder)
     index = read_index(path)
@@ -41,9 +41,9 @@ def export_saved(
 
 
 def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dtype: str) -> None:
-    """Write a Hugging Face folder, gathering one tensor at a time; config and tokenizer come from
-    `like`.
+    """Write a trainer's weights as a Hugging Face folder, gathering one tensor at a time.
 
+    Config and tokenizer come from the folder `like`.
     Ranks: all of the role. Blocks: until the folder is written.
     """
     tensors = _gathered(backend)
@@ -51,12 +51,12 @@ def export_hf(folder: str, like: str, backend: Backend, context: RoleContext, dt
         if context.rank == 0:
             save_folder(folder, like, tensors, dtype=getattr(torch, dtype))
     finally:
-        # The other ranks gather every tensor, so this one must too, even after a full disk.
+        # The other ranks gather every tensor, so this rank must too, even if its disk is full.
         for _ in tensors:
             pass
     context.barrier()
 
 
 def _gathered(backend: Backend) -> Iterator[tuple[str, Tensor]]:
-    for name in backend.local_tensors():
-        yield name, backend.full(name)
+    for name in backend.local_weights():
+        yield name, backend.gather(name)

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class Trainer(Role, WeightSource, Saver, Contracted):
-    """Learns from batches. Its version names the current weights: a push sets it, each train step
-    raises it by one.
+    """Learns from batches. `model` is a Hugging Face folder: config, tokenizer and first weights.
+
+    Its version names the current weights. A push sets it, and each train step raises it by one.
     """
 
     def __init__(self, cfg: TrainerConfig, context: RoleContext, model: str) -> None:
@@ -44,9 +45,7 @@ class Trainer(Role, WeightSource, Saver, Contracted):
     def train_step(
         self, batch: Sharded[Batch], loss: Loss, lr: float | None = None
     ) -> dict[str, float]:
-        """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the
-        schedule's rate.
-        """
+        """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
         self.checkpoints.check()
         self._check_fits(batch)
         self._announce_change()
@@ -54,20 +53,19 @@ class Trainer(Role, WeightSource, Saver, Contracted):
 
     @collective
     def score(self, batch: Sharded[Batch]) -> Sharded[SequenceLogprobs]:
-        """Log-probabilities of the batch's tokens under the current weights."""
+        """Return the log-probabilities of the batch's tokens under the current weights."""
         self._check_fits(batch)
         return SequenceLogprobs(self.learner.score(batch), batch.lengths, batch.index)
 
     @collective
     def version(self) -> int:
-        return self.learner.progress.version
+        """Return the version of the current weights."""
+        return self.learner.state.version
 
     @collective
     def save(self, folder: str) -> None:
-        """Begin a checkpoint of this moment to resume from; it is on disk once
-        `wait_until_saved` has returned.
-        """
-        self.checkpoints.start(folder, self.learner.progress)
+        """Begin to write a checkpoint of the present state; `wait_until_saved` waits until it is on disk."""
+        self.checkpoints.start(folder, self.learner.state)
 
     @collective
     def wait_until_saved(self) -> None:
@@ -76,49 +74,44 @@ class Trainer(Role, WeightSource, Saver, Contracted):
 
     @collective
     def load(self, folder: str) -> int:
-        """Resume from a checkpoint, written by any number of ranks; returns its version."""
+        """Resume from a checkpoint, written by any number of ranks, and return its version."""
         from spmd_rl.train import checkpoint
 
         self._announce_change()
-        self.learner.progress, self._resume_differences = checkpoint.load(
+        self.learner.state, self._resume_differences = checkpoint.load(
             folder, self.backend, self.context
         )
-        return self.learner.progress.version
+        return self.learner.state.version
 
     @local
     def resume_differences(self) -> list[str]:
-        """Return why training does not continue bit for bit from the checkpoint that was loaded."""
-        by_chance = self.context.world.device == "cuda" and not self.cfg.deterministic
-        order = (
-            ["gradients are summed in any order without trainer.deterministic = true"]
-            if by_chance
-            else []
-        )
-        return [*self._resume_differences, *order]
+        """Return the reasons why training does not go on bit for bit from what was loaded."""
+        if self.context.world.device == "cuda" and not self.cfg.deterministic:
+            order = "gradients are summed in any order without trainer.deterministic = true"
+            return [*self._resume_differences, order]
+        return list(self._resume_differences)
 
     @collective
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
-        """Write a folder that `transformers` loads, with the config and tokenizer of the model
-        trained from.
-        """
+        """Write a folder that `transformers` loads, with the first model's config and tokenizer."""
         from spmd_rl.train.export import export_hf
 
         export_hf(folder, self.model, self.backend, self.context, dtype)
 
     def on_weights_pushed(self, version: int) -> None:
-        """Call the current weights `version`, as the engine that has just received them does."""
-        self.learner.progress.version = version
+        """Note that the weights just pushed are `version`, here as at the engine."""
+        self.learner.state.version = version
 
     def weight_source(self) -> LocalTensors:
-        """This rank's share of the master weights, updated in place by every train step."""
-        return self.backend.local_tensors()
+        """Return this rank's share of the master weights, which train steps update in place."""
+        return self.backend.local_weights()
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` before each later change of the weights: a role may share their memory."""
+        """Call `callback` before each change of the weights, for a role that shares their memory."""
         self._before_change.append(callback)
 
     def numeric_contract(self) -> dict[str, str | int]:
-        """What its forward pass's bits depend on, besides the weights."""
+        """Return what the forward pass's bits depend on besides the weights."""
         return self.backend.contract()
 
     def _announce_change(self) -> None:
@@ -126,6 +119,7 @@ class Trainer(Role, WeightSource, Saver, Contracted):
             callback()
 
     def _check_fits(self, batch: Batch) -> None:
+        """Raises: DataError for a sequence longer than the model's positions."""
         limit = self.backend.max_positions
         for index, length in zip(batch.index, batch.lengths, strict=True):
             if length > limit:

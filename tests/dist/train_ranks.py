@@ -19,7 +19,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 
@@ -27,7 +27,9 @@ STEPS = 3
 
 
 def weights(trainer: Trainer) -> dict[str, list[float]]:
-    return {name: trainer.backend.full(name).flatten().tolist() for name in trainer.weight_source()}
+    return {
+        name: trainer.backend.gather(name).flatten().tolist() for name in trainer.weight_source()
+    }
 
 
 def train(trainer: Trainer, first: int = 0) -> list[dict[str, float]]:
@@ -71,7 +73,11 @@ def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
     few = make_batch(9).select([0, 1]).shard(context.data_size)[context.data_rank]
     report["few"] = trainer.train_step(few, grpo_loss)
     report["layers"] = train(
-        Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), context, str(work))
+        Trainer(
+            replace(cfg, backend=Fsdp2Config(recompute="all", wrap="layer"), max_tokens=60),
+            context,
+            str(work),
+        )
     )
     if dp == 1:
         report["deterministic"] = train(

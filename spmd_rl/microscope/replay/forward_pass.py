@@ -22,10 +22,15 @@ from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.hf_reference import attention_through, reference_model
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import shared_prefix
-from spmd_rl.train.fsdp2 import Scorer
-from spmd_rl.train.microbatch import inverse_temperature, lay_out, num_needed, split
+from spmd_rl.train.microbatch import (
+    inverse_temperature,
+    lay_out,
+    num_micro_batches,
+    split_sequences,
+)
 from spmd_rl.types.batch import Batch
 
 
@@ -92,21 +97,20 @@ class TrainerPass:
     def run(self, case: Case, tap: Tap) -> None:
         batch = _batch(case)
         lengths = batch.lengths.tolist()
-        parts = split(lengths, num_needed(lengths, self.max_tokens))
+        parts = split_sequences(lengths, num_micro_batches(lengths, self.max_tokens))
         self.facts = {"micro-batches": len(parts)}
         with watch(self.model, tap.see):
             for part in parts:
                 self._micro_batch(case, tap, batch.select(part))
 
     def _micro_batch(self, case: Case, tap: Tap, batch: Batch) -> None:
-        pieces = (
-            shared_prefix.shared(batch) if self.device.type == "cpu" else shared_prefix.whole(batch)
-        )
+        on_cpu = self.device.type == "cpu"
+        layout = (shared_prefix.pack_shared if on_cpu else shared_prefix.pack_whole)(batch)
         rows = np.concatenate([case.offsets[n] + np.arange(case.lengths[n]) for n in batch.index])
         scored = torch.from_numpy(rows[np.flatnonzero(batch.mask) - 1]).to(self.device)
-        laid = pieces.place >= 0
+        laid = layout.position >= 0
         given, places = (
-            torch.from_numpy(array[laid]).to(self.device) for array in (rows, pieces.place)
+            torch.from_numpy(array[laid]).to(self.device) for array in (rows, layout.position)
         )
         tap.begin(given, places, scored)
         logprobs, _ = self.scorer(lay_out(batch, self.device))

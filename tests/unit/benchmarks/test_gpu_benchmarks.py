@@ -23,7 +23,7 @@ from spmd_rl.kernels.linear import dispatch, swiglu
 from spmd_rl.kernels.linear.cublaslt import Shape, Way
 from spmd_rl.model import network
 from spmd_rl.rollout.native.counters import SchedulerCounters
-from spmd_rl.train import learner
+from spmd_rl.train import on_policy
 from spmd_rl.train.metric_sums import MetricSums
 
 
@@ -240,15 +240,17 @@ def test_time_that_two_streams_share() -> None:
 
 def test_a_step_without_the_comparison_has_the_same_sums() -> None:
     lp = torch.zeros(3)
-    micro = SimpleNamespace(versions=torch.tensor([1, 1, -1]), roll=torch.tensor([0.0, 1.0, 0.0]))
+    micro = SimpleNamespace(
+        versions=torch.tensor([1, 1, -1]), rollout_logprobs=torch.tensor([0.0, 1.0, 0.0])
+    )
     compared, left_out, leave_out = MetricSums(), MetricSums(), proof_cost.LeftOut()
     for _ in range(2):
-        learner._compare(lp, micro, 1, compared)
+        on_policy.compare_with_rollout(lp, micro, 1, compared)
         leave_out(lp, micro, 1, left_out)
     (names,) = compared._sums
     assert (compared._sums.keys(), compared._maxima.keys()) == (
         left_out._sums.keys(),
         left_out._maxima.keys(),
     )
-    assert compared._sums[names][names.index(learner.MISMATCHED)] == 2
+    assert compared._sums[names][names.index(on_policy.MISMATCHED)] == 2
     assert not any(value.any() for value in (left_out._sums[names], *left_out._maxima.values()))

@@ -29,8 +29,8 @@ from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.checkpoint_index import INDEX_FILE, merged
-from spmd_rl.train.progress import TrainerState
 from spmd_rl.train.shards import write_shards
+from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import Piece
 from spmd_rl.weights.local_tensors import LocalTensors
 
@@ -462,7 +462,7 @@ def test_a_run_with_attention_in_splits_is_replayed_without_where_they_cannot_ru
 def test_the_trainers_head_is_the_one_that_the_run_has(
     folder: Path, recompute: str, recomputes: bool
 ) -> None:
-    settings = {"trainer": {"recompute": recompute}}
+    settings = {"trainer": {"backend": {"recompute": recompute}}}
     path = command._path("trainer", folder, torch.float32, torch.device("cpu"), settings)
     assert isinstance(path, TrainerPass)
     assert path.scorer.recomputes is recomputes

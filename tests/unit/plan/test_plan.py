@@ -54,7 +54,7 @@ def _bytes(ledger: Ledger) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("word", "whole"),
-    [("split.train.dp=1", False), ("split.train.dp=2", True), ("trainer.wrap=model", True)],
+    [("split.train.dp=1", False), ("split.train.dp=2", True), ("trainer.backend.wrap=model", True)],
     ids=["layer by layer", "without shards", "as one"],
 )
 def test_what_is_gathered(model: Path, word: str, whole: bool) -> None:

@@ -129,13 +129,13 @@ def test_a_checkpoint_of_weights_alone_says_what_it_lacks(new_trainer, tmp_path:
     assert resumed.resume_differences() == [
         "the checkpoint holds no optimizer state, and AdamW begins anew"
     ]
-    assert resumed.learner.progress.optimizer_steps == 1, "the schedule goes on"
+    assert resumed.learner.state.optimizer_steps == 1, "the schedule goes on"
     anew = new_trainer()
     anew.load(str(tmp_path / "True"))
     for kind in ("exp_avg", "exp_avg_sq"):
         for _, held in anew.backend.state()[kind]:
             held.local.zero_()
-    anew.backend.loaded(0)
+    anew.backend.on_loaded(0)
     for one in (resumed, anew):
         one.train_step(make_batch(1), grpo_loss)
     assert _same_weights(resumed, anew)

@@ -16,8 +16,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def scattering_loss(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Writes to places that could be the same: torch has no order for that."""
-    torch.zeros(8).put_(out.sequence % 8, out.lp.detach())
-    return -out.lp, {}
+    torch.zeros(8).put_(out.sequence % 8, out.logprobs.detach())
+    return -out.logprobs, {}
 
 
 def test_a_loss_without_an_order_is_refused_by_name(new_trainer) -> None:
@@ -61,7 +61,7 @@ def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(backend, "flash_supports", lambda *given: True)
     monkeypatch.setenv(WORKSPACE, ":0:0")
     with pytest.raises(
-        ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0, but it needs :4096:8 or :16:8"
+        ConfigError, match="CUBLAS_WORKSPACE_CONFIG is :0:0, but must be :4096:8 or :16:8"
     ):
         require_deterministic(CUDA, torch.bfloat16, 64, 1)
     monkeypatch.delenv(WORKSPACE)

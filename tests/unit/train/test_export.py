@@ -112,6 +112,6 @@ def test_the_config_of_another_model_is_refused(
 def test_a_run_that_names_no_model_needs_one(run: tuple[Path, Trainer], tmp_path: Path) -> None:
     (run[0] / "config.toml").write_text("")
     with pytest.raises(
-        ConfigError, match="does not say which model it trained: name its folder with --model"
+        ConfigError, match="config.toml does not name the model: name its folder with --model"
     ):
         main([str(run[0]), str(tmp_path / "hf")])
