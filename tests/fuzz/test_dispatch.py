@@ -1,6 +1,4 @@
-"""A hundred thousand wrong frames against the controller's and the worker's own dispatch: none
-passes, none crashes.
-"""
+"""A hundred thousand wrong frames to both ends' dispatch: none is accepted, and none crashes it."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ KEYS = derive_keys(b"a" * 32)
 
 
 class Ears:
-    """A listener that hears one Hello and should hear no more."""
+    """A listener of a router; it gets one Hello and should get nothing else."""
 
     def __init__(self) -> None:
         self.heard: list[object] = []
@@ -66,7 +64,7 @@ class Ears:
 
 
 class WorkerEars:
-    """A listener of a dealer that should hear nothing."""
+    """A listener of a dealer; it should get nothing."""
 
     def __init__(self) -> None:
         self.heard: list[object] = []
@@ -128,7 +126,7 @@ def test_the_worker_takes_none(tmp_path: Path) -> None:
 
 
 def test_mutated_values_are_refused_or_are_arrays() -> None:
-    """What a call carries is decoded by its endpoint's annotation, and by nothing else."""
+    """The value of a call is decoded by its endpoint's annotation alone."""
     good = pack({"a": np.arange(12.0).reshape(3, 4), "b": np.zeros(0, np.int32)})
     rng = np.random.default_rng(3)
     codec, refused = Codec(dict[str, NDArray[np.generic]]), 0

@@ -1,4 +1,4 @@
-"""The processes of one run, found by a mark in their environment, whoever their parent is by now."""
+"""Processes of one run, found by a mark in their environment, whatever their parent is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CALLED = b"\0-m\0spmd_rl\0run\0"
 
 
 def marked(mark: str) -> list[int]:
-    """The live processes of the run with this mark, oldest first; zombies are not alive."""
+    """Return the live processes of the run with this mark, oldest first; zombies are not alive."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").iterdir():
@@ -25,13 +25,13 @@ def marked(mark: str) -> list[int]:
                     and state(int(folder.name)) != "Z"
                 ):
                     found.append(int(folder.name))
-            except OSError:  # it ended meanwhile, or is another user's
+            except OSError:  # it has ended, or belongs to another user
                 continue
     return sorted(found)
 
 
 def controller(mark: str) -> int | None:
-    """The controller of a run, once there is one."""
+    """Return the controller of a run; None before it starts."""
     commands = {pid: _read(pid, "cmdline") for pid in marked(mark)}
     return next(
         (pid for pid, command in commands.items() if b"\0spmd_rl\0controller\0" in command), None
@@ -39,8 +39,9 @@ def controller(mark: str) -> int | None:
 
 
 def ranks(mark: str, launcher: int) -> list[int]:
-    """The workers that a launcher started, in the order of their ranks; `spmd-rl` forks them,
-    torchrun calls them.
+    """Return the workers that a launcher started, in the order of their ranks.
+
+    `spmd-rl` forks them; torchrun starts them as new commands.
     """
     commands = {pid: _read(pid, "cmdline") for pid in marked(mark) if parent(pid) == launcher}
     return [
@@ -67,7 +68,7 @@ def state(pid: int) -> str:
 
 
 def await_end(mark: str, seconds: float) -> bool:
-    """Whether all processes of a run ended within `seconds`. Blocks: that long at most."""
+    """Return whether all processes of a run ended. Blocks: for `seconds` at most."""
     until = time.monotonic() + seconds
     while pids := marked(mark):
         left = until - time.monotonic()
@@ -83,9 +84,7 @@ def await_end(mark: str, seconds: float) -> bool:
 
 
 def end_all(mark: str) -> None:
-    """SIGKILL for every process of a run, until there is none: also those with a session of their
-    own.
-    """
+    """SIGKILL every process of a run until none is left, whatever its session."""
     while pids := marked(mark):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):

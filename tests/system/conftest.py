@@ -1,6 +1,4 @@
-"""Fixtures of the system tests: a Slurm cluster, and the telephone by which its jobs reach the
-test.
-"""
+"""Fixtures of the system tests: a Slurm cluster, and the socket by which its jobs reach a test."""
 
 from __future__ import annotations
 
@@ -18,24 +16,24 @@ import pytest
 from tests.system.cluster import Cluster, missing_programs
 
 NODES = ("n1", "n2", "n3")
-CALL_S = 900.0  # for a submitted run to be scheduled, to start on all nodes, and to call
+CALL_S = 900.0  # for a submitted run to be scheduled, to start on all nodes, and to connect
 
 
 @dataclass
 class Call:
-    """A run on the line: its report, and the socket that keeps it waiting."""
+    """A run that has connected: its report, and the connection on which it waits."""
 
     report: dict[str, Any]
     line: socket.socket
 
     def tell(self, order: str) -> None:
-        """`end` or `fail`."""
+        """Send an order, `end` or `fail`."""
         self.line.sendall(order.encode())
         self.line.close()
 
 
 class Telephone:
-    """Where the witness recipe calls."""
+    """The socket that the witness recipe connects to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,8 +44,9 @@ class Telephone:
         self._lines: list[socket.socket] = [self._server]
 
     def answer(self, hopeless: Callable[[], bool]) -> Call:
-        """The next run that calls. Blocks: for `CALL_S` at most, or until `hopeless`; then raises
-        TimeoutError.
+        """Wait for the next run to connect, and return its call.
+
+        Blocks: for `CALL_S` at most, or until `hopeless`. Raises: TimeoutError then.
         """
         give_up_at = time.monotonic() + CALL_S
         while True:

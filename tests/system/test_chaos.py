@@ -1,5 +1,6 @@
-"""Every kind of fault once, each in a run of its own; `python -m tests.system.chaos --seed` repeats
-what is printed.
+"""Every kind of fault once, each in a run of its own.
+
+`python -m tests.system.chaos --seed` repeats the seed that is printed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def test_every_fault_ends_in_its_sentence_or_does_not_matter() -> None:
 
 
 def test_a_fault_that_nobody_foresaw_is_seen() -> None:
-    """The judge itself: a run that ends without the expected words is not let through."""
+    """Negative control: a run that ends without the expected sentence is not accepted."""
     case = Case(
         "kill rank",
         "1",

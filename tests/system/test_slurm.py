@@ -1,6 +1,4 @@
-"""Runs as jobs of a real Slurm: submitted, cancelled, requeued, preempted, and on a node that
-fails.
-"""
+"""Jobs of a real Slurm: submitted, cancelled, requeued, preempted, and on a node that fails."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ NOTE = 'it\'s "$HOME" \\ `id`\n#SBATCH --nodes=1\nétoile'
 
 
 class Desk:
-    """Submits the witness from a folder of its own, and looks after its job."""
+    """Submits the witness recipe from a folder of its own, and observes its job."""
 
     def __init__(self, cluster: Cluster, telephone: Telephone, folder: Path) -> None:
         self.cluster = cluster
@@ -45,7 +43,7 @@ class Desk:
         self.jobs: list[int] = []
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`spmd-rl submit` of the witness, to its end."""
+        """Run `spmd-rl submit` with the witness recipe."""
         paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPMD_RL_INTERFACE": "lo"}
         return subprocess.run(
             [*SUBMIT, RECIPE, f"--telephone={self.telephone.path}", *words],
@@ -58,7 +56,7 @@ class Desk:
         )
 
     def submit(self, *words: str) -> Call:
-        """Submit over two nodes; its first call."""
+        """Submit to two nodes, and return the first call."""
         done = self.run("--nodes=2", "--time=10", *words)
         assert done.returncode == 0, done.stderr
         self.jobs.append(int(done.stdout.split(":")[0].removeprefix("job ")))
@@ -91,10 +89,9 @@ class Desk:
         return self.cluster.job(number)
 
     def release(self) -> None:
-        """Spare a requeued job most of the two minutes that Slurm holds it back, once its first
-        life is over.
+        """Shorten the two minutes that Slurm holds a requeued job, once its first start is over.
 
-        Not all: in the second in which Slurm revoked a job's credential it takes no new one.
+        Some of it remains: in the second in which Slurm revokes a credential it accepts no new one.
         """
         job = self.await_state("PENDING")
         until(lambda: not self.cluster.busy(), "no process of the first life left")
@@ -102,7 +99,7 @@ class Desk:
         self.cluster.command("scontrol", "update", f"JobId={self.jobs[-1]}", "StartTime=now+2")
 
     def leave(self) -> None:
-        """Cancel whatever is left, and wait until Slurm has seen the last of it."""
+        """Cancel all jobs, and wait until Slurm has none left."""
         for number in self.jobs:
             subprocess.run(
                 ["scancel", str(number)],
@@ -219,7 +216,7 @@ def test_a_preempted_run_gives_way_and_comes_back(desk: Desk) -> None:
 
 
 def saved_after(desk: Desk) -> int:
-    """The step after which the run says that it saved before it gave way."""
+    """Return the step after which the run says that it saved before it ended."""
     said = re.search(
         r"got SIGTERM; saved after step (\d+), the same command goes on", desk.all_logs()
     )

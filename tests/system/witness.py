@@ -1,4 +1,4 @@
-"""A recipe that calls the test up, says where and in which life it runs, and does as it is told.
+"""Recipe that connects to the test, reports where it runs, and obeys an order.
 
 `end` ends it, `fail` fails it, `go on` lets it do its steps.
 """
@@ -20,12 +20,12 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.split import RoleSplit
 
-MANY = 100_000  # steps, of a millisecond or two
+MANY = 100_000  # each step takes one or two milliseconds
 
 
 @dataclass(frozen=True)
 class Config:
-    telephone: str = ""  # the test's socket
+    telephone: str = ""  # the socket of the test
     note: str = ""
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -33,18 +33,18 @@ class Config:
 class Witness(Role):
     @collective
     def total(self, value: int) -> int:
-        """Over all ranks, by a collective."""
+        """Return the sum over all ranks, by a collective."""
         return int(self.context.all_reduce_sum(np.array([float(value)]))[0])
 
     @collective
     def seats(self) -> Sharded[list[str]]:
-        """The node and pid of each rank."""
+        """Return the node and pid of each rank."""
         print("a rank is seated", flush=True)
         return [f"{os.environ['SLURMD_NODENAME']}:{os.getpid()}"]
 
 
 class Diary:
-    """A part to save."""
+    """A part to save in checkpoints."""
 
     def state(self) -> dict[str, Any]:
         return {}

@@ -1,4 +1,4 @@
-"""The controller's socket against a client that is not a worker: real sockets, one process."""
+"""Router and clients that are no workers, over real sockets in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORLD = 4
 
 
 class Events:
-    """A listener that remembers."""
+    """A listener of a router that records its events."""
 
     def __init__(self) -> None:
         self.seen: queue.Queue[tuple[int, object]] = queue.Queue()
@@ -62,7 +62,7 @@ class Events:
 
 
 class Mute:
-    """A listener of a dealer to whom nobody speaks."""
+    """A listener of a dealer that ignores its events."""
 
     def on_message(self, message: ToWorker) -> None: ...
 
