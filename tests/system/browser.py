@@ -39,7 +39,7 @@ class Browser:
         return self._post("execute/sync", {"script": script, "args": list(arguments)})
 
     def each(self, selector: str, expression: str = "e.textContent") -> list[Any]:
-        """Return the value of a JavaScript expression for each element `e` of `selector`, in order."""
+        """Return the value of a JavaScript expression for each element `e` of `selector`."""
         return self.run(
             f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})",
             selector,

@@ -79,7 +79,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of a run, `looks` looks after change `event` of files with `within` in their path."""
+    """A moment: `looks` looks after change `event` of files with `within` in their path."""
 
     event: int
     looks: int
