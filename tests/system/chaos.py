@@ -72,7 +72,7 @@ class Outcome:
     how: str
     seconds: float
     sentence: str
-    wrong: str
+    problem: str
 
 
 class Run:
@@ -128,8 +128,8 @@ class Run:
 
     def end(self, seconds: float) -> bool:
         """Return whether all processes of the run ended in time, and kill those that did not."""
-        ended = processes.await_end(self.mark, seconds)
-        processes.end_all(self.mark)
+        ended = processes.wait_for_end(self.mark, seconds)
+        processes.kill_all(self.mark)
         self.process.wait()
         for reader, stream in zip(
             self._readers, (self.process.stdout, self.process.stderr), strict=True
@@ -221,27 +221,23 @@ def play(case: Case) -> Outcome:
         elif case.frames is not None and run.completed:
             return Outcome(case, "completed", 0.0, "", "its fault never struck")
         seconds = max(0.0, time.time() - struck)
-        how, wrong = (
-            "completed" if run.completed else "error",
-            fault_of(case, run, seconds, in_time),
-        )
-        if not run.completed and not wrong and case.resumes:
+        how = "completed" if run.completed else "error"
+        problem = problem_with(case, run, seconds, in_time)
+        if not run.completed and not problem and case.resumes:
             (folder / "runs" / FILLER).unlink(missing_ok=True)  # as if the user had made room
             again = Run(replace(case, frames=None), folder)
             again.end(START_S + RUN_S)
-            how, wrong = (
-                "resumed",
-                "" if again.completed else f"cannot be resumed: {again.sentence}",
-            )
+            how = "resumed"
+            problem = "" if again.completed else f"cannot be resumed: {again.sentence}"
         if case.victim == "disk":
             subprocess.run(["umount", "--lazy", str(folder / "runs")], check=True)
-        return Outcome(case, how, seconds, run.sentence, wrong)
+        return Outcome(case, how, seconds, run.sentence, problem)
 
 
-def play_and_tell(seed: int, index: int, case: Case) -> Outcome:
+def play_and_print(seed: int, index: int, case: Case) -> Outcome:
     """Play a case, and print a line that says how to repeat it."""
     outcome = play(case)
-    verdict = f"WRONG: {outcome.wrong}" if outcome.wrong else "ok"
+    verdict = f"WRONG: {outcome.problem}" if outcome.problem else "ok"
     print(
         f"{seed}:{index:<3} {case.kind:<24} {case.victim:<10} {outcome.how:<9} "
         f"{outcome.seconds:5.1f} s  {verdict}  {outcome.sentence}",
@@ -270,7 +266,7 @@ def fill(folder: Path) -> None:
             return
 
 
-def fault_of(case: Case, run: Run, seconds: float, in_time: bool) -> str:
+def problem_with(case: Case, run: Run, seconds: float, in_time: bool) -> str:
     """Return what is wrong with how the run ended; "" when nothing is."""
     if not in_time:
         return "it did not end, or left processes behind"
@@ -305,10 +301,10 @@ def rows(outcomes: list[Outcome]) -> list[Row]:
                 value=round(max(outcome.seconds for outcome in ours), 1),
                 unit="s",
                 bar=f"all of {len(ours)} attributed, in time",
-                holds=not any(outcome.wrong for outcome in ours),
+                holds=not any(outcome.problem for outcome in ours),
             )
         )
-    survived = sum(not outcome.wrong for outcome in outcomes)
+    survived = sum(not outcome.problem for outcome in outcomes)
     median = statistics.median(outcome.seconds for outcome in outcomes)
     found.append(Row(what="median end after a fault", value=round(median, 1), unit="s"))
     total = Row(what="faults survived", value=survived, unit=f"of {len(outcomes)}", bar="all")
@@ -331,7 +327,7 @@ def main() -> int:
 
     pool = ThreadPoolExecutor(args.jobs)
     try:
-        outcomes = list(pool.map(lambda item: play_and_tell(args.seed, *item), chosen))
+        outcomes = list(pool.map(lambda item: play_and_print(args.seed, *item), chosen))
     finally:
         pool.shutdown(cancel_futures=True)
     return finish(__file__, ["torch", "pyzmq"], rows(outcomes), save=args.save)

@@ -13,7 +13,7 @@ MARK = "SPMD_RL_TEST_MARK"
 CALLED = b"\0-m\0spmd_rl\0run\0"
 
 
-def marked(mark: str) -> list[int]:
+def with_mark(mark: str) -> list[int]:
     """Return the live processes of the run with this mark, oldest first; zombies are not alive."""
     wanted = f"{MARK}={mark}".encode()
     found = []
@@ -32,7 +32,7 @@ def marked(mark: str) -> list[int]:
 
 def controller(mark: str) -> int | None:
     """Return the controller of a run; None before it starts."""
-    commands = {pid: _read(pid, "cmdline") for pid in marked(mark)}
+    commands = {pid: _read(pid, "cmdline") for pid in with_mark(mark)}
     return next(
         (pid for pid, command in commands.items() if b"\0spmd_rl\0controller\0" in command), None
     )
@@ -43,7 +43,7 @@ def ranks(mark: str, launcher: int) -> list[int]:
 
     `spmd-rl` forks them; torchrun starts them as new commands.
     """
-    commands = {pid: _read(pid, "cmdline") for pid in marked(mark) if parent(pid) == launcher}
+    commands = {pid: _read(pid, "cmdline") for pid in with_mark(mark) if parent(pid) == launcher}
     return [
         pid
         for pid, command in commands.items()
@@ -67,10 +67,10 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def await_end(mark: str, seconds: float) -> bool:
+def wait_for_end(mark: str, seconds: float) -> bool:
     """Return whether all processes of a run ended. Blocks: for `seconds` at most."""
     until = time.monotonic() + seconds
-    while pids := marked(mark):
+    while pids := with_mark(mark):
         left = until - time.monotonic()
         if left <= 0:
             return False
@@ -83,9 +83,9 @@ def await_end(mark: str, seconds: float) -> bool:
     return True
 
 
-def end_all(mark: str) -> None:
+def kill_all(mark: str) -> None:
     """SIGKILL every process of a run until none is left, whatever its session."""
-    while pids := marked(mark):
+    while pids := with_mark(mark):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -60,7 +60,7 @@ def install_in_rank() -> None:
 
 
 def _strike_frames(fault: Fault) -> None:
-    """Replace the function that this side sends with.
+    """Replace the function with which this side sends.
 
     Ranks import the recipe too, so that only the fault's side is changed.
     """

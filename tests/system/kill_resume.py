@@ -119,7 +119,7 @@ class Run:
 
     def kill(self, moment: Moment) -> bool:
         """Start the run, and kill all its processes at `moment`; False if it ended before."""
-        return self._live(moment, lambda launcher, mark: processes.end_all(mark)) < 0
+        return self._live(moment, lambda launcher, mark: processes.kill_all(mark)) < 0
 
     def meet(self, moment: Moment, fault: Fault) -> int:
         """Start the run, call `fault` at `moment`, and return the exit code."""
@@ -151,7 +151,7 @@ class Run:
                     fault(process.pid, mark)
                 process.wait(self.limit_s)
             finally:
-                processes.end_all(mark)
+                processes.kill_all(mark)
             code = process.wait()
             log.seek(0)
             self.output = log.read()

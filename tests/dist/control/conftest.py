@@ -111,7 +111,7 @@ def spmd_rl_with_heartbeats() -> list[str]:
 
 
 @pytest.fixture
-def torchrun_with_a_stranger(tmp_path: Path) -> list[str]:
+def torchrun_with_two_secrets(tmp_path: Path) -> list[str]:
     """Return the same command, where rank 1 holds a secret of its own."""
     entry = tmp_path / "stranger.py"
     entry.write_text(

@@ -346,8 +346,8 @@ def test_nothing_of_the_launcher_speaks_last(
     assert last == "the run was ended from outside: every rank got SIGTERM"
 
 
-def test_wrong_secret(start: Start, torchrun_with_a_stranger: list[str]) -> None:
-    process = start(torchrun_with_a_stranger)
+def test_wrong_secret(start: Start, torchrun_with_two_secrets: list[str]) -> None:
+    process = start(torchrun_with_two_secrets)
     _, err = process.communicate(timeout=LAST_RESORT_S)
     assert process.returncode != 0
     assert "rank 1 and the controller" in err
