@@ -1,10 +1,9 @@
-"""Wrong frames by the million, over real sockets, to a live controller and a live worker that go on
-working.
+"""Millions of wrong frames, over real sockets, to a live controller and a live worker at work.
 
     python -m tests.fuzz --frames 600000 --seed 1
 
-Frames come from holders of the run's secret: nobody else gets as far as a frame. Each side must
-refuse and count every one of them, answer what is right in between, stay alive, and not grow.
+The frames come from processes that hold the run's secret: nobody else can send a frame. Each side
+must refuse and count all of them, answer the right frames in between, stay alive, and not grow.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ from spmd_rl.controller.channel.wire import (
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER, Fuzzer
 from tests.fuzz.live import NAME
 
-WARM_PART = 0.1  # of the frames, after which memory is first looked at
+WARM_PART = 0.1  # part of the frames, after which memory is first measured
 GROWTH_BYTES = 16 << 20
-EVERY = 2_000  # wrong frames between two looks at what came back
+EVERY = 2_000  # wrong frames between two readings of the answers
 WAIT_MS = 30_000
 
 
@@ -85,9 +84,7 @@ class Child:
 def attack(
     num_frames: int, children: list[Child], send: Callable[[], int], look: Callable[[], None]
 ) -> int:
-    """Send messages of wrong frames, looking now and then at what came back; how many frames were
-    sent.
-    """
+    """Send wrong frames, reading the answers now and then; return the number of frames."""
     sent, next_look, warm = 0, 0, False
     while sent < num_frames:
         if not warm and sent >= num_frames * WARM_PART:
@@ -138,7 +135,7 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
         answer(line.recv())
         assert controller.line()["working"]
         num_frames = attack(num_frames, [controller, worker], wrong, look)
-        time.sleep(1.0)  # for the last frames to be read before the count is asked for
+        time.sleep(1.0)  # for the last frames to be read before their count is requested
         growth = max(controller.grown(), worker.grown())
         assert controller.process.stdin is not None
         controller.process.stdin.close()
@@ -152,7 +149,10 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
     assert sum(counts.values()) == num_frames, (counts, num_frames)
     assert int(str(report["calls"])) > 10, "the controller has to go on with its work meanwhile"
     assert growth < GROWTH_BYTES, f"{growth} bytes more"
-    return f"controller: {num_frames} refused {counts}, {report['calls']} calls meanwhile, grew {growth >> 10} KiB"
+    return (
+        f"controller: {num_frames} refused {counts}, {report['calls']} calls meanwhile, "
+        f"grew {growth >> 10} KiB"
+    )
 
 
 def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -> str:
@@ -202,7 +202,10 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         assert worker.ended() == 0
     assert sum(stacks.refused.values()) == num_frames, (stacks.refused, num_frames)
     assert growth < GROWTH_BYTES, f"{growth} bytes more"
-    return f"worker: {num_frames} refused {stacks.refused}, {calls} calls meanwhile, grew {growth >> 10} KiB"
+    return (
+        f"worker: {num_frames} refused {stacks.refused}, {calls} calls meanwhile, "
+        f"grew {growth >> 10} KiB"
+    )
 
 
 def main() -> int:

@@ -1,8 +1,12 @@
-"""The processes that `python -m tests.fuzz` attacks: a live controller at work, and live workers.
+"""Processes that `python -m tests.fuzz` attacks: a live controller at work, and live workers.
 
-python -m tests.fuzz.live controller ADDRESS GENERATION     calls rank 0 until its stdin ends, then
-reports python -m tests.fuzz.live worker ENDPOINT GENERATION RANK   serves one role until it is told
-to stop
+    python -m tests.fuzz.live controller ADDRESS GENERATION
+
+calls rank 0 until its stdin ends, then reports;
+
+    python -m tests.fuzz.live worker ENDPOINT GENERATION RANK
+
+serves one role until it is told to stop.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A hundred thousand wrong frames against the controller's and the worker's own dispatch: none
-passes, none crashes.
-"""
+"""A hundred thousand wrong frames to both ends' dispatch: none is accepted, and none crashes it."""
 
 from __future__ import annotations
 
@@ -39,59 +37,59 @@ GROWTH_KIB = 8 << 10
 KEYS = derive_keys(b"a" * 32)
 
 
-class Ears:
-    """A listener that hears one Hello and should hear no more."""
+class RouterListener:
+    """A listener of a router; it gets one Hello and should get nothing else."""
 
     def __init__(self) -> None:
-        self.heard: list[object] = []
+        self.events: list[object] = []
 
     def on_result(self, call: int, rank: int, value: Packed) -> bool:
-        self.heard.append(value)
+        self.events.append(value)
         return True
 
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
-        self.heard.append(message)
+        self.events.append(message)
         return True
 
     def on_tick(self, now: float) -> None: ...
 
     def on_unreachable(self, rank: int) -> None:
-        self.heard.append("unreachable")
+        self.events.append("unreachable")
 
     def on_parent_lost(self) -> None:
-        self.heard.append("parent lost")
+        self.events.append("parent lost")
 
     def on_signal(self, number: Signals) -> None:
-        self.heard.append(number)
+        self.events.append(number)
 
 
-class WorkerEars:
-    """A listener of a dealer that should hear nothing."""
+class DealerListener:
+    """A listener of a dealer; it should get nothing."""
 
     def __init__(self) -> None:
-        self.heard: list[object] = []
+        self.events: list[object] = []
 
     def on_message(self, message: ToWorker) -> None:
-        self.heard.append(message)
+        self.events.append(message)
 
     def on_tick(self, now: float) -> None: ...
 
     def on_signal(self, number: Signals) -> None:
-        self.heard.append(number)
+        self.events.append(number)
 
     def on_disconnected(self) -> None:
-        self.heard.append("disconnected")
+        self.events.append("disconnected")
 
     def on_handshake_failed(self) -> None:
-        self.heard.append("handshake failed")
+        self.events.append("handshake failed")
 
 
 def test_the_controller_takes_none(tmp_path: Path) -> None:
-    ears, (ours, theirs) = Ears(), socket.socketpair()
+    listener, (ours, theirs) = RouterListener(), socket.socketpair()
     with (
         ours,
         theirs,
-        closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, ears, ours)) as router,
+        closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, listener, ours)) as router,
     ):
         router.start()
         router.handle_message(
@@ -105,12 +103,12 @@ def test_the_controller_takes_none(tmp_path: Path) -> None:
         assert peak_kib() - before < GROWTH_KIB
         assert sum(router.refused.values()) == WARM + FRAMES
         assert router.refused.keys() <= set(Refusal)
-        assert ears.heard == [Hello(1, "host", 1)]
+        assert listener.events == [Hello(1, "host", 1)]
 
 
 def test_the_worker_takes_none(tmp_path: Path) -> None:
-    ears = WorkerEars()
-    with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, 0, ears)) as dealer:
+    listener = DealerListener()
+    with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, 0, listener)) as dealer:
         dealer.start()
         writer = FrameWriter(GENERATION)
         assert dealer.handle_frame(writer.frame(encode(Call("actor", "go")), VALUE, 1))
@@ -124,11 +122,11 @@ def test_the_worker_takes_none(tmp_path: Path) -> None:
         assert dealer.handle_frame(writer.frame(encode(Call("actor", "go")), VALUE, 2)), (
             "a right frame is still taken"
         )
-        assert ears.heard == []
+        assert listener.events == []
 
 
 def test_mutated_values_are_refused_or_are_arrays() -> None:
-    """What a call carries is decoded by its endpoint's annotation, and by nothing else."""
+    """The value of a call is decoded by its endpoint's annotation alone."""
     good = pack({"a": np.arange(12.0).reshape(3, 4), "b": np.zeros(0, np.int32)})
     rng = np.random.default_rng(3)
     codec, refused = Codec(dict[str, NDArray[np.generic]]), 0

@@ -1,4 +1,4 @@
-"""`spmd-rl run`, with a fault installed in the ranks that it forks."""
+"""`spmd-rl run` with a fault installed in the ranks that it forks."""
 
 from __future__ import annotations
 

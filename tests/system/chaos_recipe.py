@@ -1,6 +1,4 @@
-"""A small recipe that does everything a run does, for a few seconds: collectives, phases, metrics,
-checkpoints.
-"""
+"""Small recipe that does all that a run does: collectives, phases, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ LEAVE_AFTER = 30  # steps
 
 @dataclass(frozen=True)
 class Config:
-    steps: int = 120  # of about 30 ms
-    leaves: int = -1  # the rank that leaves with exit code 0, once, in step 31
+    steps: int = 120  # each of about 30 ms
+    leaves: int = -1  # the rank that exits with code 0, once, in step 31
     run: RunConfig = field(default_factory=lambda: RunConfig(save_every=5))
 
 
 class Toiler(Role):
-    """Its whole state is one number that every step adds to."""
+    """A role whose state is one number, to which every step adds."""
 
     def __init__(self, cfg: Config, context: RoleContext) -> None:
         super().__init__(cfg, context)

@@ -1,5 +1,6 @@
-"""A reward that a model of random weights gets in part: without a gradient, every resume would be
-right.
+"""Reward that a model of random weights gets in part.
+
+Without a gradient, every resume would be right.
 """
 
 from __future__ import annotations
@@ -8,5 +9,5 @@ from spmd_rl.types.samples import Prompt, Sample
 
 
 def even(prompt: Prompt, sample: Sample) -> float:
-    """The share of even tokens."""
+    """Return the fraction of even tokens."""
     return float((sample.tokens % 2 == 0).mean())

@@ -1,4 +1,4 @@
-"""A recipe that goes wrong in the way its config names, for the tests beside it."""
+"""Recipe that fails in the way its config names, for the tests beside it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A recipe that pushes weights between two toy roles, for the tests beside it."""
+"""Recipe that pushes weights between two toy roles, for the tests beside it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -98,7 +98,7 @@ def kill_controller(launcher: int, mark: str) -> None:
 
 def kill_launcher(launcher: int, mark: str) -> None:
     os.kill(launcher, signal.SIGKILL)
-    processes.await_end(mark, 60)
+    processes.wait_for_end(mark, 60)
 
 
 @pytest.fixture(scope="module")

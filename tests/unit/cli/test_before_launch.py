@@ -23,7 +23,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """How many ranks were started, each time."""
+    """Return a list that gets the number of ranks of each launch."""
     started: list[int] = []
 
     def launch(num_ranks: int, *rest: object) -> int:
@@ -32,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
 
     monkeypatch.setattr(command, "launch", launch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    # which a launcher sets, and the tests after this one must not see
+    # the launcher sets it, and later tests must not see it
     monkeypatch.setenv(START_TIME_ENV, "")
     monkeypatch.chdir(tmp_path)
     return started
@@ -121,7 +121,7 @@ def test_the_folder_of_a_run_that_goes_on(
 def test_the_folder_of_a_run_that_begins(
     launched: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its controller is not there yet."""
+    """The run has no controller yet."""
     Path("runs/r").mkdir(parents=True)
     with launcher_lock(Path("runs/r")):
         assert run() == 2
@@ -132,7 +132,7 @@ def test_the_folder_of_a_run_that_begins(
 
 @pytest.fixture
 def most_files() -> Iterator[int]:
-    """The system's limit on the open files of this process, which has room for 40 now."""
+    """Limit the open files of this process to 40, and return the system's limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, before[1]))
     yield before[1]

@@ -1,4 +1,4 @@
-"""Answers of `spmd-rl` itself: help, the version, mistyped commands, readers that close the pipe."""
+"""Answers of `spmd-rl` itself: help, the version, mistyped commands, readers that have gone."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MAIN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 
 
 def ended(*words: str) -> int:
-    """The exit code of `spmd-rl` with these words."""
+    """Return the exit code of `spmd-rl` with these words."""
     try:
         return run_guarded(dispatch, list(words))
-    except SystemExit as leaving:  # an argument parser's help
+    except SystemExit as leaving:  # help of an argument parser
         return int(leaving.code or 0)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, flag: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """On stdout, whatever else is said."""
+    """Help goes to stdout, whatever the other words are."""
     for words in ([flag], ["grpo", flag], ["grpo", "--out", flag]):
         assert ended(command, *words) == 0
         out, err = capfd.readouterr()
@@ -74,7 +74,8 @@ def test_help_of_run_names_the_recipes(words: list[str], capfd: pytest.CaptureFi
     [
         (
             ["--steps", "3"],
-            "there is no recipe '3': shipped ones are grpo, grpo_async, sft (a path must end in .py)",
+            "there is no recipe '3': shipped ones are grpo, grpo_async, sft "
+            "(a path must end in .py)",
         ),
         (["--steps=3"], "spmd-rl run: the following arguments are required: recipe"),
         (["--nproc", "2"], "spmd-rl run: the following arguments are required: recipe"),
@@ -168,9 +169,10 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
     [({}, SPIN_COUNT), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")],
 )
 def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: str | None) -> None:
-    """It must be known before torch is loaded, which reads it once."""
+    """The variable must be set before torch is loaded, which reads it once."""
     code = (
-        "import os, sys; from spmd_rl.cli.exit_code import run_guarded; run_guarded(lambda words: 0, []);"
+        "import os, sys; from spmd_rl.cli.exit_code import run_guarded;"
+        "run_guarded(lambda words: 0, []);"
         "assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
     )
     clean = {

@@ -1,6 +1,4 @@
-"""The folder of a run that somebody else has made, with links to files of ours: no command follows
-one to write.
-"""
+"""Run folders crafted by somebody else, with links to our files: no command writes through one."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ HEADER = {"process": "rank 0", "rank": 0, "host": "h", "pid": 1, "began_unix_ns"
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """Files that nothing may change, named as a run names its own."""
+    """Return files that nothing may change, with the names that a run uses."""
     folder = tmp_path / "ours"
     for name in (
         "file",
@@ -53,7 +51,7 @@ def ours(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two steps, with two checkpoints and a trace."""
+    """Write a run of two steps, with two checkpoints and a trace."""
     folder = RunFolder.open(tmp_path / "run", CONFIG, {}).path
     (folder / "metrics.jsonl").write_text(
         '{"step": 1, "unix_s": 1.0}\n{"step": 2, "unix_s": 2.0}\n'
@@ -80,7 +78,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def attempt(act: Callable[[], object]) -> None:
-    """Do it, or refuse it with a sentence."""
+    """Run the command, or check that it refuses with a sentence."""
     try:
         act()
     except (SpmdError, OSError):
@@ -88,7 +86,7 @@ def attempt(act: Callable[[], object]) -> None:
 
 
 def replaced_by(link: Path, target: Path) -> None:
-    """Put a link to `target` where `link` is, whatever is there."""
+    """Replace whatever `link` is by a link to `target`."""
     if link.exists():
         link.rename(link.with_name(f"{link.name}.real"))
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +110,7 @@ def log(path: Path) -> None:
 
 
 def parts_of_a_run(run: Path) -> list[Callable[[], object]]:
-    """What a live run does in its folder, one by one."""
+    """Return what a live run does in its folder, one by one."""
     rows = [{"step": 1, "reward/mean": 1.0}]
     private = run.parent / "private"
     private.mkdir()
@@ -161,7 +159,7 @@ def test_a_run_refuses_links_in_the_place_of_what_it_writes(
 )
 @pytest.mark.parametrize("target", ["file", "missing"])
 def test_no_part_of_a_run_leaves_the_folder(run: Path, ours: Path, name: str, target: str) -> None:
-    """Even where a link has appeared after the run began."""
+    """This holds even for a link that appears after the run began."""
     before = digest(ours)
     replaced_by(run / name, ours / target)
     for part in parts_of_a_run(run):

@@ -57,7 +57,7 @@ def test_every_key_is_listed_and_nothing_else(recipe: str) -> None:
 
 @dataclass(frozen=True)
 class Reading:
-    """Its check reads what a key names."""
+    """A config whose check reads the file that a key names."""
 
     model: str
     steps: int = 3

@@ -65,7 +65,7 @@ def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str
     ],
 )
 def test_an_array_that_is_more_than_its_bytes_is_refused(array: Any) -> None:
-    """The receiver would take what is masked for a number."""
+    """The receiver would take masked entries for numbers."""
     sentence = (
         f"^a {type(array).__name__} cannot cross between processes: pass a plain numpy.ndarray"
     )
@@ -101,7 +101,7 @@ def test_a_body_that_came_before_gives_what_decoding_it_gives(
             assert new.flags.writeable
             assert new.flags.aligned
         for part in back[1:]:
-            part.clear()  # the receiver's own
+            part.clear()  # a private buffer of the receiver
     with pytest.raises(ContractError, match="buffer is too small for requested array"):
         known.unpack((packed[0], b""))
 

@@ -1,4 +1,4 @@
-"""Several threads and one pipe: each byte is handled once, by whoever is waiting."""
+"""Leader/followers over one pipe: each byte is handled once, by a thread that waits for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 100.0
 
 
 class Pipe:
-    """Something to poll; it remembers who handled what."""
+    """A pipe to poll; it records which thread handled what."""
 
     def __init__(self) -> None:
         self.wakeup = WakeupFd()
@@ -69,7 +69,7 @@ def leader(pipe: Pipe) -> Iterator[LeaderFollowers]:
 
 def test_a_waiting_thread_handles_what_arrives_itself(pipe: Pipe) -> None:
     me = threading.current_thread().name
-    # on a busy machine the background would have some
+    # on a busy machine the background thread would handle some
     leader = LeaderFollowers(pipe.handle, pipe.wakeup, "not started")
     for count in range(20):
         threading.Timer(0.01, pipe.send, [b"x"]).start()

@@ -1,4 +1,4 @@
-"""The controller's socket against a client that is not a worker: real sockets, one process."""
+"""Router and clients that are no workers, over real sockets in one process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ GENERATION = 7
 WORLD = 4
 
 
-class Events:
-    """A listener that remembers."""
+class RecordingListener:
+    """A listener of a router that records its events."""
 
     def __init__(self) -> None:
         self.seen: queue.Queue[tuple[int, object]] = queue.Queue()
@@ -61,8 +61,8 @@ class Events:
     def on_signal(self, number: Signals) -> None: ...
 
 
-class Mute:
-    """A listener of a dealer to whom nobody speaks."""
+class SilentListener:
+    """A listener of a dealer that ignores its events."""
 
     def on_message(self, message: ToWorker) -> None: ...
 
@@ -83,13 +83,13 @@ def lifelines() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-def events() -> Events:
-    return Events()
+def events() -> RecordingListener:
+    return RecordingListener()
 
 
 @pytest.fixture
 def router(
-    tmp_path: Path, events: Events, lifelines: tuple[socket.socket, socket.socket]
+    tmp_path: Path, events: RecordingListener, lifelines: tuple[socket.socket, socket.socket]
 ) -> Iterator[Router]:
     router = Router(
         f"ipc://{tmp_path}/s", derive_keys(b"a" * 32), GENERATION, WORLD, events, lifelines[0]
@@ -120,7 +120,7 @@ def dial(
 
 
 def test_noise_is_dropped_and_counted(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     with dial(context, router, derive_keys(b"a" * 32)) as dealer:
         writer = FrameWriter(GENERATION)
@@ -150,7 +150,7 @@ def test_noise_is_dropped_and_counted(
 
 
 def test_they_meet_over_ipv6(
-    events: Events,
+    events: RecordingListener,
     lifelines: tuple[socket.socket, socket.socket],
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -161,7 +161,7 @@ def test_they_meet_over_ipv6(
     keys = derive_keys(b"a" * 32)
     router = Router("tcp://[::1]:*", keys, GENERATION, WORLD, events, lifelines[0])
     router.start()
-    with closing(Dealer(router.endpoint, keys, GENERATION, 0, Mute())) as dealer:
+    with closing(Dealer(router.endpoint, keys, GENERATION, 0, SilentListener())) as dealer:
         dealer.start()
         dealer.post(Hello(0, "host", 1))
         assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
@@ -169,7 +169,7 @@ def test_they_meet_over_ipv6(
 
 
 def test_a_rank_that_is_not_of_this_world_is_a_stranger(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     with (
         dial(context, router, derive_keys(b"a" * 32), WORLD) as beyond,
@@ -183,7 +183,7 @@ def test_a_rank_that_is_not_of_this_world_is_a_stranger(
 
 
 def test_no_rank_speaks_for_another_in_a_frame_too_many(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     with (
         dial(context, router, derive_keys(b"a" * 32)) as sly,
@@ -203,7 +203,7 @@ def test_no_rank_speaks_for_another_in_a_frame_too_many(
 
 
 def test_a_known_server_key_does_not_admit_an_unknown_client(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     mixed = Keys(derive_keys(b"a" * 32).server, derive_keys(b"b" * 32).client)
     failed = zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -215,7 +215,7 @@ def test_a_known_server_key_does_not_admit_an_unknown_client(
 
 
 def test_a_closed_connection_is_unreachable(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     router.post([3], Stop("", 0, []))
     assert events.seen.get(timeout=WAIT_S) == (3, "unreachable")
@@ -244,7 +244,7 @@ def test_a_wait_of_a_moment_ends_though_frames_go_on_coming(
 
 
 def test_the_end_of_the_lifeline_is_noticed_once(
-    router: Router, events: Events, lifelines: tuple[socket.socket, socket.socket]
+    router: Router, events: RecordingListener, lifelines: tuple[socket.socket, socket.socket]
 ) -> None:
     lifelines[1].close()
     assert events.seen.get(timeout=WAIT_S) == (0, "parent lost")

@@ -16,7 +16,7 @@ ANSWER = b"x", b""
 
 
 def until(done: Callable[[], bool], seconds: float) -> bool:
-    """Other threads answer here, so there is nothing to handle while waiting."""
+    """Wait for other threads to answer: there is nothing to handle here."""
     end = time.monotonic() + seconds
     while not done() and time.monotonic() < end:
         threading.Event().wait(0.001)

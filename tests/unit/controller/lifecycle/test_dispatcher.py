@@ -147,7 +147,7 @@ def test_who_comes_while_the_world_ends_is_told_and_not_killed(
 def test_the_controller_says_why_where_no_rank_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heeded: bool
 ) -> None:
-    """Two ranks are stopped. One is given up first; the other is told to stop and does not answer."""
+    """Two ranks are stopped. One is given up first, and the other does not answer."""
     monkeypatch.setattr(Router, "post", lambda self, ranks, message: None)
     monkeypatch.setattr(dispatcher, "FAILED_BYE_S", 0.2)
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(tmp_path / "error.json"))

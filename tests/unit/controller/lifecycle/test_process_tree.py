@@ -1,4 +1,4 @@
-"""Ending processes: only children of the given launcher, only on this host."""
+"""Processes of workers: only children of the given launcher on this host are killed."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from spmd_rl.errors import ConfigError
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A private folder, whose path is longer than the address of a socket may be, and a run's."""
+    """Return a private folder with a path longer than a socket address may be, and a run folder."""
     private, run = tmp_path / ("long" * 30), tmp_path / "run"
     private.mkdir()
     run.mkdir()
@@ -67,7 +67,7 @@ def test_a_pointer_to_nowhere(tmp_path: Path, folder: str) -> None:
 
 
 def listen(folder: Path, run: Path, answer: bytes) -> socket.socket:
-    """What pretends to be a controller, and says `answer` to the first who asks."""
+    """Pretend to be a controller, and send `answer` to the first client."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{folder}/stacks")
     listener.listen()

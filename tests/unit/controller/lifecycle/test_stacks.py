@@ -20,6 +20,6 @@ def test_here_is_this_line() -> None:
 
 
 def test_a_location_is_that_of_the_innermost_file_that_is_no_library() -> None:
-    """While the main thread waits inside the standard library's `threading`, of all files."""
+    """The main thread waits inside the standard library's `threading` meanwhile."""
     assert location_from_another_thread().startswith("test_stacks.py:")
     assert location_from_another_thread().endswith(" in location_from_another_thread")
