@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.splitmix import GAMMA, mix_, next64, shift_right, signed
+from spmd_rl.kernels.vocab.filters import filter_scores_
 from spmd_rl.kernels.vocab.logprob import token_logprobs
 
 # new for other draws
 RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in whole 2^-40ths"
-FILTERED_ENTRIES = 1 << 22  # at a time: sorting takes some 49 bytes an entry
-# of the likeliest entry's share: sums of whole numbers, whose order does not matter
-NUCLEUS_UNITS = 2.0**40
 
 
 def stream_bases(
@@ -136,17 +134,6 @@ def sample_tokens(
     return (scores * inv_temperature.unsqueeze(1) + noise).argmax(dim=1)
 
 
-def distances(scores: Tensor) -> Tensor:
-    """1 and how far each entry lies below the greatest: their order is what filters go by, and of
-    equals that of ids.
-
-    So entries within 2^-24 of the greatest are equal to it, and top-k of 1 takes the lowest id of
-    these.
-    Shape: [M, V] fp32.
-    """
-    return scores.amax(dim=1, keepdim=True) - scores + 1
-
-
 def _filtered(
     logits: Tensor,
     inv_temperature: Tensor,
@@ -160,41 +147,5 @@ def _filtered(
         from spmd_rl.kernels.vocab.filter_triton import filtered
 
         return filtered(logits, inv_temperature, greedy, *filters)
-    scores = _filter(logits * inv_temperature.unsqueeze(1), filters)
+    scores = filter_scores_(logits * inv_temperature.unsqueeze(1), *filters)
     return scores if greedy is None else torch.where(greedy.unsqueeze(1), logits, scores)
-
-
-def _filter(scores: Tensor, filters: tuple[Tensor | None, ...]) -> Tensor:
-    """`scores`, in place, with the entries that the filters reject at minus infinity; some rows at
-    a time.
-    """
-    num_rows, vocab = scores.shape
-    step = max(1, FILTERED_ENTRIES // vocab)
-    for start in range(0, num_rows, step):
-        rows = slice(start, start + step)
-        some = scores[rows]
-        some.masked_fill_(
-            _rejected(some, *(None if one is None else one[rows] for one in filters)), -torch.inf
-        )
-    return scores
-
-
-def _rejected(
-    scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor:
-    """Shape: as `scores`, bool."""
-    ordered, order = distances(scores).sort(dim=1, stable=True)
-    rank = torch.arange(scores.shape[1], device=scores.device)
-    dropped = torch.zeros_like(scores, dtype=torch.bool)
-    if top_k is not None:
-        dropped |= (top_k.unsqueeze(1) > 0) & (rank >= top_k.unsqueeze(1))
-    terms = (1 - ordered).exp().masked_fill(dropped, 0.0)  # of the likeliest entry 1
-    if top_p is not None:
-        shares = (terms.double() * NUCLEUS_UNITS).long()
-        sums = shares.cumsum(dim=1)
-        enough = (top_p.double() * sums[:, -1].double()).ceil().long()
-        reached = sums - shares >= enough.unsqueeze(1)
-        dropped |= reached & (rank > 0) & (top_p.unsqueeze(1) < 1)
-    if min_p is not None:
-        dropped |= terms < min_p.unsqueeze(1)
-    return torch.zeros_like(dropped).scatter_(1, order, dropped)
