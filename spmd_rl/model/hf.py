@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
-from spmd_rl.model.weight_files import Stored, stored_tensors, stored_weights
+from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights
 from spmd_rl.observe import folders
 
 SHARD_BYTES = 4 << 30
@@ -64,7 +64,7 @@ def model_weights(
     yield from _read(stored)
 
 
-def _read(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+def _read(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors themselves; a file is opened once for those that follow each other."""
     for path, group in itertools.groupby(stored.items(), key=lambda item: item[1].path):
         with safe_open(path, framework="pt") as file:

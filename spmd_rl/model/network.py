@@ -23,7 +23,6 @@ from spmd_rl.kernels import (
     TokenAttention,
     add_rms_norm,
     contract,
-    cut_rows,
     embed,
     is_exact,
     linear,
@@ -31,6 +30,7 @@ from spmd_rl.kernels import (
     pad_rows,
     rms_norm,
     rope_table,
+    unpad_rows,
 )
 from spmd_rl.kernels.contract import digest_of
 from spmd_rl.model.fused_projections import FusedProjections, join, lay_out, project, project_gated
@@ -183,7 +183,7 @@ class CausalLM(nn.Module):
         if torch.is_grad_enabled() or not is_exact(self.head):
             tokens, positions = pad_rows(tokens), pad_rows(positions)
         rotary = Rotary(positions, *self.rope_tables(positions.device))
-        hidden = cut_rows(self.model(tokens, rotary, attend), num_tokens)
+        hidden = unpad_rows(self.model(tokens, rotary, attend), num_tokens)
         return hidden if rows is None else self.logits(hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -195,14 +195,14 @@ class CausalLM(nn.Module):
         """The weight [V, C] that makes logits of hidden states."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def lay_out_projections(self) -> None:
+    def pack_projections(self) -> None:
         """Move the weights that one product can serve next to each other; before anything else
         refers to them.
         """
         for _, projections in self._joinable():
             lay_out(projections)
 
-    def join_projections(self) -> None:
+    def fuse_projections(self) -> None:
         """Use one product for several projections wherever their weights are next to each other
         now.
         """

@@ -19,7 +19,7 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 UNUSED = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor as it lies in a file: under which name, with which shape."""
 
     path: Path
@@ -68,7 +68,7 @@ def _inside(index: Path, name: str) -> Path:
     return index.parent / name
 
 
-def stored_tensors(folder: str | Path) -> dict[str, Stored]:
+def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     """Every tensor of the folder's weight files, by its name in them; only headers are read.
 
     Raises: ConfigError if a file is broken, two hold the same tensor, or one is no plain
@@ -76,7 +76,7 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
     """
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="numpy") as file:
@@ -90,13 +90,15 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
                         raise ConfigError(
                             f"{path} holds {key} as {part.get_dtype()}: quantized weights are not read"
                         )
-                    found[key] = Stored(path, key, tuple(part.get_shape()))
+                    found[key] = StoredTensor(path, key, tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
     return found
 
 
-def stored_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
+def stored_weights(
+    folder: str | Path, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, StoredTensor]:
     """Where every weight of a model with these `shapes` lies, in the order of the files; only
     headers are read.
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import PackedAttention, head_logprobs, remaking, token_logprobs
+from spmd_rl.kernels import PackedAttention, head_logprobs, recomputing, token_logprobs
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
@@ -207,14 +207,14 @@ class Fsdp2:
 
 
 def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
-    """Of each layer keep everything, all but what `remaking` makes again, or its input alone, for
+    """Of each layer keep everything, all but what `recomputing` makes again, or its input alone, for
     the backward pass.
 
     The forward is wrapped, not the module: names stay.
     """
     for layer in model.model.layers:
         if what == "cheap":
-            layer.forward = remaking()(layer.forward)
+            layer.forward = recomputing()(layer.forward)
         elif what == "all":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 

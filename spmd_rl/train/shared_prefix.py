@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.kernels.attention.splits import ranges
+from spmd_rl.kernels.runtime.ragged import offsets_within
 from spmd_rl.types.batch import Batch
 
 
@@ -63,7 +63,7 @@ def shared(batch: Batch) -> Pieces:
     place = np.full(batch.num_tokens, -1)
     place[source] = np.arange(len(source))
     follows = np.flatnonzero(is_shared & ~is_leader)
-    offset = ranges(prompts[follows])
+    offset = offsets_within(prompts[follows])
     place[np.repeat(starts[follows], prompts[follows]) + offset] = (
         np.repeat(laid[first[follows], 0], prompts[follows]) + offset
     )

@@ -2,7 +2,7 @@
 
 - Blocks of threads take tiles, a head of a sequence each, one after the other
   (`flash_decode_tiles`). They ask for the keys of the next tile while they finish the current one.
-- Where there are more tiles than SMs, two blocks share an SM. Each has one stage of values instead
+- VarlenArguments there are more tiles than SMs, two blocks share an SM. Each has one stage of values instead
   of two, and half of the registers.
 - The kernel begins before the kernel ahead of it has ended (`flash_decode_loads`).
 - It reads only the used rows of a page; the package reads whole pages.
@@ -28,13 +28,13 @@ from spmd_rl.kernels.attention.flash_decode_tiles import (
     TileScheduler,
 )
 from spmd_rl.kernels.attention.flash_tile import TILE
-from spmd_rl.kernels.runtime.cute_cache import kept
+from spmd_rl.kernels.runtime.cute_cache import cached_on_disk
 
 # by blocks on an SM: registers of each of 128 computing threads, and of 128 copying threads
 REGISTERS = {1: (256, 56), 2: (208, 48)}
 
 
-@kept  # type: ignore[untyped-decorator]
+@cached_on_disk  # type: ignore[untyped-decorator]
 def compiled_decoding(
     blocks: int, num_sms: int, dim: int, with_log_sum: bool, repeats: bool
 ) -> Callable[..., None]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmd_rl.kernels.runtime.padding import ROW_TILE, cut_rows, pad_columns, pad_rows
+from spmd_rl.kernels.runtime.padding import ROW_TILE, pad_columns, pad_rows, unpad_rows
 
 COMPARED_ROWS = (2 * ROW_TILE, 3 * ROW_TILE, 8 * ROW_TILE)
 
@@ -20,16 +20,18 @@ def linear_on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows.
     """
     tall, weight = pad_columns(pad_rows(x)), pad_columns(weight)
-    if rows_stand_alone(*weight.shape, bias is not None, x.dtype, torch.get_num_threads()):
+    if rows_are_independent(*weight.shape, bias is not None, x.dtype, torch.get_num_threads()):
         out = F.linear(tall, weight, bias)
     else:
         out = torch.cat([F.linear(tile, weight, bias) for tile in tall.split(ROW_TILE)])
-    return cut_rows(out, x.shape[0])
+    return unpad_rows(out, x.shape[0])
 
 
 @cache
 @torch.no_grad()
-def rows_stand_alone(n: int, k: int, has_bias: bool, dtype: torch.dtype, num_threads: int) -> bool:
+def rows_are_independent(
+    n: int, k: int, has_bias: bool, dtype: torch.dtype, num_threads: int
+) -> bool:
     """Whether the library gives a tile of rows the same bits alone and among more; kept for the
     process.
     """

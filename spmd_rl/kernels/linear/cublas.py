@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear.cublaslt import Refused, Shape, Way, proposed
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape, Unsupported, propose_algorithms
 from spmd_rl.kernels.linear.tiles import REFERENCE
 from spmd_rl.kernels.runtime.cuda_graph import capture
 from spmd_rl.kernels.runtime.interleaved_timing import seconds
@@ -34,16 +34,20 @@ L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come 
 
 
 @torch.no_grad()
-def choose(shape: Shape, least_rows: int, ours: Way) -> Way | None:
+def choose(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
     """A way for `least_rows` up to those of the shape.
 
     None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to
     compare them in, with a warning. Not while a graph is recorded.
 
-    Raises: Refused where cuBLAS does not take what it proposed for the shape itself.
+    Raises: Unsupported where cuBLAS does not take what it propose_algorithms for the shape itself.
     """
     try:
-        ways = [way for way in proposed(shape) if way.splits <= 1 and proves_equal(way, shape)]
+        ways = [
+            way
+            for way in propose_algorithms(shape)
+            if way.splits <= 1 and has_reference_bits(way, shape)
+        ]
         if least_rows != shape.rows:
             ways = [way for way in ways if _serves(way, shape._replace(rows=least_rows))]
         best = fastest([ours, *ways], shape) if ways else ours
@@ -56,17 +60,17 @@ def choose(shape: Shape, least_rows: int, ours: Way) -> Way | None:
     return None if best is ours else best
 
 
-def _serves(way: Way, shape: Shape) -> bool:
-    """Whether a way that was proposed for more rows has the bits for those of the shape, and
+def _serves(way: Gemm, shape: Shape) -> bool:
+    """Whether a way that was propose_algorithms for more rows has the bits for those of the shape, and
     multiplies them at all.
     """
     try:
-        return proves_equal(way, shape)
-    except Refused:
+        return has_reference_bits(way, shape)
+    except Unsupported:
         return False
 
 
-def proves_equal(way: Way, shape: Shape) -> bool:
+def has_reference_bits(way: Gemm, shape: Shape) -> bool:
     """Whether `way` gives the reference kernel's bits for this shape."""
     from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
@@ -98,7 +102,7 @@ def _operands(shape: Shape) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     return x, weight, bias, x.new_empty(rows, n, dtype=out_dtype)
 
 
-def fastest(ways: Sequence[Way], shape: Shape) -> Way:
+def fastest(ways: Sequence[Gemm], shape: Shape) -> Gemm:
     """By median time, in turns (`turns`), for weights that lie in memory; recorded, as decoding
     steps are.
 
@@ -112,7 +116,7 @@ def fastest(ways: Sequence[Way], shape: Shape) -> Way:
     num_copies = min(-(-L2_ROOM * cache_bytes // weight.nbytes), calls) - 1
     weights = [weight, *(weight.clone() for _ in range(num_copies))]
 
-    def work(way: Way) -> None:
+    def work(way: Gemm) -> None:
         for call in range(calls):
             way(out, x, weights[call % len(weights)], bias)
 

@@ -29,10 +29,10 @@ COLUMNS = 3  # of a layout
 MOST = 32
 ONE, ZERO = c_float(1), c_float(0)
 
-Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
+Gemm = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
 
 
-class Refused(RuntimeError):
+class Unsupported(RuntimeError):
     """What is asked for is nothing that cublasLt does: nothing has run, and another way may."""
 
 
@@ -50,10 +50,10 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Proposed:
+class CublasAlgorithm:
     """One of cuBLAS's ways, and into how many parts it cuts K, by its own word; 0 if it has none."""
 
-    multiply: Way
+    multiply: Gemm
     splits: int
 
     def __call__(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -70,7 +70,7 @@ class _Proposal(ctypes.Structure):
     )
 
 
-def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
+def propose_algorithms(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[CublasAlgorithm]:
     """What cuBLAS proposes if a way may use so many bytes, best first as it thinks, each way once;
     nothing where cublasLt is not to be had.
 
@@ -80,7 +80,7 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
     threads. Each takes contiguous operands at whole multiples of 16 bytes, whose widths and types
     it does not check, and launches on torch's stream.
 
-    Raises: Refused, and RuntimeError with the status of a call that fails; so does each way, the
+    Raises: Unsupported, and RuntimeError with the status of a call that fails; so does each way, the
     first for numbers of rows that its kernel does not take.
     """
     if _library() is None:
@@ -105,7 +105,7 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
     of_out = _layout(BF16 if out_dtype == torch.bfloat16 else FP32, n, rows)
     workspace = torch.empty(max(workspaces), dtype=torch.uint8, device=device)
 
-    def way(proposal: _Proposal) -> Way:
+    def way(proposal: _Proposal) -> Gemm:
         def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             if bias is not None:
                 _set("Desc", operation, BIAS, _address(bias))
@@ -127,7 +127,7 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
         for size in workspaces
         for one in _proposals(handle, operation, of_weight, of_x, of_out, size)
     }
-    return [Proposed(way(one), _splits(one)) for one in different.values()]
+    return [CublasAlgorithm(way(one), _splits(one)) for one in different.values()]
 
 
 def _proposals(
@@ -208,7 +208,7 @@ def _created(name: str, *arguments: Any) -> c_void_p:
 def _call(name: str, *arguments: Any, accepted: tuple[int, ...] = (0,)) -> None:
     status = getattr(_library(), name)(*arguments)
     if status not in accepted:
-        kind = Refused if status in (INVALID, NOT_SUPPORTED) else RuntimeError
+        kind = Unsupported if status in (INVALID, NOT_SUPPORTED) else RuntimeError
         raise kind(f"{name}: status {status}")
 
 

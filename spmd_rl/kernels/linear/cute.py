@@ -31,7 +31,7 @@ from spmd_rl.kernels.linear.cute_assembly import after_wait
 from spmd_rl.kernels.linear.cute_copies import RingCopies
 from spmd_rl.kernels.linear.cute_epilogue import WARPS, Epilogue
 from spmd_rl.kernels.linear.tiles import PART, UNIT, WGMMA_ROWS, Share
-from spmd_rl.kernels.runtime.cute_cache import kept
+from spmd_rl.kernels.runtime.cute_cache import cached_on_disk
 
 
 def shared_matmul_into(
@@ -53,7 +53,7 @@ def shared_matmul_into(
     run(weight, x, out, bias, torch.cuda.is_current_stream_capturing())
 
 
-@kept  # type: ignore[untyped-decorator]
+@cached_on_disk  # type: ignore[untyped-decorator]
 def compiled_matmul(
     share: tuple[Any, ...], has_bias: bool, gated: bool, rounds: bool
 ) -> Callable[..., None]:

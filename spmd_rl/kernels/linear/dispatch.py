@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear.cublas import choose
-from spmd_rl.kernels.linear.cublaslt import Refused, Shape, Way
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape, Unsupported
 from spmd_rl.kernels.linear.tiles import (
     Share,
     choose_gated_tile,
@@ -31,7 +31,7 @@ WHOLE = {256: 2048, 128: 2048, 64: 65536}
 # of other products that cuBLAS may be the faster for, and of one call of it
 LEAST_ROWS, MOST_ROWS = 512, 16384
 
-_chosen: dict[Shape, Way | None] = {}
+_chosen: dict[Shape, Gemm | None] = {}
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -60,14 +60,14 @@ def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     if (way := _library_way(x, weight, bias, out.dtype)) is not None:
         try:
             way(out, x, dense(weight), None if bias is None else dense(bias))
-        except Refused as error:  # ours has the same bits
+        except Unsupported as error:  # ours has the same bits
             warnings.warn(f"a slower kernel multiplies {len(x)} rows: {error}", stacklevel=3)
         else:
             return
-    ours_into(out, x, weight, bias)
+    own_matmul_into(out, x, weight, bias)
 
 
-def ours_into(
+def own_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False
 ) -> None:
     """`linear_triton.matmul_into`, or what has its bits and is faster for these shapes."""
@@ -112,7 +112,7 @@ def _has_wgmma(device: torch.device) -> bool:
 
 def _library_way(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Way | None:
+) -> Gemm | None:
     (n, k), rows = weight.shape, len(x)
     if n % 8 or k % 8 or n <= WHOLE.get(rows, 0) or (rows < LEAST_ROWS and rows not in WHOLE):
         return None
@@ -121,5 +121,7 @@ def _library_way(
     if shape not in _chosen:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _chosen[shape] = choose(shape, most // 2 + 1 if most > LEAST_ROWS else most, ours_into)
+        _chosen[shape] = choose(
+            shape, most // 2 + 1 if most > LEAST_ROWS else most, own_matmul_into
+        )
     return _chosen[shape]

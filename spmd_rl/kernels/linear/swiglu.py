@@ -18,10 +18,10 @@ def silu_mul_linear(x: Tensor, weight: Tensor) -> Tensor:
     """
     if not is_one_kernel(x, weight):
         return silu_mul(*linear(x, weight).chunk(2, dim=-1))
-    from spmd_rl.kernels.linear.dispatch import ours_into
+    from spmd_rl.kernels.linear.dispatch import own_matmul_into
 
     out = x.new_empty(x.shape[0], len(weight) // 2)
-    ours_into(out, x, weight, None, gated=True)
+    own_matmul_into(out, x, weight, None, gated=True)
     return out
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.differentiable import call
-from spmd_rl.kernels.runtime.recompute import remakable
+from spmd_rl.kernels.runtime.recompute import recomputable
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """Shape: gate and up [T, F], perhaps halves of one tensor; returns [T, F], contiguous."""
     out = call(_SiluMul, gate, up)
-    remakable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
+    recomputable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
     return out
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.differentiable import call
-from spmd_rl.kernels.runtime.recompute import remakable
+from spmd_rl.kernels.runtime.recompute import recomputable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
     """
     normed = call(_RmsNorm, x, weight, eps)
-    remakable([normed], lambda: [_RmsNorm.apply(x.detach(), weight, eps)])
+    recomputable([normed], lambda: [_RmsNorm.apply(x.detach(), weight, eps)])
     return normed
 
 
@@ -34,7 +34,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         raise ValueError(f"a sum of {list(x.shape)} and {list(residual.shape)}")
     if x.is_cuda:
         normed, summed = call(_AddRmsNorm, x, residual, weight, eps)
-        remakable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])
+        recomputable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])
         return normed, summed
     summed = residual + x
     return rms_norm(summed, weight, eps), summed

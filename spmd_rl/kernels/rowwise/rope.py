@@ -13,7 +13,7 @@ from spmd_rl.kernels.rowwise.kv_write import KvSlots, write_kv
 from spmd_rl.kernels.rowwise.norm import rms_norm
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.differentiable import call
-from spmd_rl.kernels.runtime.recompute import remakable
+from spmd_rl.kernels.runtime.recompute import recomputable
 
 
 def rope_table(inv_freq: Tensor, num_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def qk_norm_rope(q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary) -> tuple[Te
     _check_tokens(q, k, rotary.positions)
     if q.is_cuda:
         rotated: tuple[Tensor, Tensor] = call(_QkNormRope, q, k, *norm, *rotary)
-        remakable(rotated, lambda: _QkNormRope.apply(q.detach(), k.detach(), *norm, *rotary))
+        recomputable(rotated, lambda: _QkNormRope.apply(q.detach(), k.detach(), *norm, *rotary))
         return rotated
     if norm.q_weight is not None and norm.k_weight is not None:
         q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)

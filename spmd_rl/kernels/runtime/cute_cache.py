@@ -1,4 +1,4 @@
-"""Compiled kernels in CuTe DSL, kept on disk beside the user's other caches under a digest of what
+"""Compiled kernels in CuTe DSL, cached_on_disk on disk beside the user's other caches under a digest of what
 they are made of.
 """
 
@@ -20,4 +20,4 @@ if (flash := find_spec("flash_attn")) is not None:
         Path(root) / "cute" for root in flash.submodule_search_locations or ()
     ]
 
-kept = quack.cache.jit_cache  # by the name of a function that compiles, and its arguments
+cached_on_disk = quack.cache.jit_cache  # by the name of a function that compiles, and its arguments

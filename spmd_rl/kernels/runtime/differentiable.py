@@ -11,7 +11,7 @@ import torch
 from torch.autograd import Function
 
 
-class _Forgetful(SimpleNamespace):
+class _NoBackward(SimpleNamespace):
     """Stands in for the context of a forward pass that no backward pass follows."""
 
     needs_input_grad = (False,)
@@ -27,4 +27,4 @@ def call(function: type[Function], *inputs: Any) -> Any:
     """
     if torch.is_grad_enabled():
         return function.apply(*inputs)
-    return function.forward(_Forgetful(), *inputs)
+    return function.forward(_NoBackward(), *inputs)

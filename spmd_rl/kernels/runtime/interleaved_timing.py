@@ -16,7 +16,7 @@ import torch
 def seconds(works: Sequence[Callable[[], object]], turns: int, warm_up: int) -> list[float]:
     """Median time of each between two events; the first `warm_up` turns do not count."""
     times: list[list[float]] = [[] for _ in works]
-    for turn, index in in_new_orders(len(works), warm_up + turns):
+    for turn, index in shuffled_turns(len(works), warm_up + turns):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         works[index]()
@@ -27,7 +27,7 @@ def seconds(works: Sequence[Callable[[], object]], turns: int, warm_up: int) -> 
     return [statistics.median(found) for found in times]
 
 
-def in_new_orders(count: int, turns: int) -> Iterator[tuple[int, int]]:
+def shuffled_turns(count: int, turns: int) -> Iterator[tuple[int, int]]:
     """Every index below `count` once a turn, as (turn, index); the same orders whenever asked."""
     draw = random.Random(0)
     for turn in range(turns):

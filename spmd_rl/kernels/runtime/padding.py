@@ -39,7 +39,7 @@ def pad_columns(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-def cut_rows(x: Tensor, num_rows: int) -> Tensor:
+def unpad_rows(x: Tensor, num_rows: int) -> Tensor:
     """The first rows of `x`; `x` itself if that is all, because the gradient of even a whole slice
     is a copy.
     """

@@ -1,7 +1,7 @@
 """Outputs of cheap ops that the backward pass makes again instead of keeping.
 
 Norms, rotary positions and activations cost little time and most of a layer's memory. Each such op
-says how its output is made; within `remaking`, whoever would keep that output for the backward pass
+says how its output is made; within `recomputing`, whoever would keep that output for the backward pass
 keeps the recipe. What the recipe reads, the op keeps for its own gradient anyhow.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 Recipe = Callable[[], Sequence[Tensor]]
 
 
-class _Making:
+class _Recomputation:
     """One recipe, and what it made while somebody still has to fetch a part."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -40,10 +40,10 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
-        self.known: dict[tuple[int, int], tuple[_Making, int]] = {}
+        self.known: dict[tuple[int, int], tuple[_Recomputation, int]] = {}
 
     def note(self, outputs: Sequence[Tensor], recipe: Recipe) -> None:
-        making = _Making(recipe)
+        making = _Recomputation(recipe)
         for part, output in enumerate(outputs):
             self.outputs.append(output)
             self.known[output.data_ptr(), output.numel()] = making, part
@@ -52,7 +52,7 @@ class _Recorder:
         self.outputs.clear()
         self.known.clear()
 
-    def pack(self, tensor: Tensor) -> Tensor | tuple[_Making, int, torch.Size]:
+    def pack(self, tensor: Tensor) -> Tensor | tuple[_Recomputation, int, torch.Size]:
         found = (
             self.known.get((tensor.data_ptr(), tensor.numel())) if tensor.is_contiguous() else None
         )
@@ -62,7 +62,7 @@ class _Recorder:
         return *found, tensor.shape
 
 
-def _unpack(packed: Tensor | tuple[_Making, int, torch.Size]) -> Tensor:
+def _unpack(packed: Tensor | tuple[_Recomputation, int, torch.Size]) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     making, part, shape = packed
@@ -72,15 +72,15 @@ def _unpack(packed: Tensor | tuple[_Making, int, torch.Size]) -> Tensor:
 _recorder: _Recorder | None = None
 
 
-def remakable(outputs: Sequence[Tensor], recipe: Recipe) -> None:
+def recomputable(outputs: Sequence[Tensor], recipe: Recipe) -> None:
     """Say that `recipe` makes these outputs, contiguous tensors, again."""
     if _recorder is not None:
         _recorder.note(outputs, recipe)
 
 
 @contextmanager
-def remaking() -> Iterator[None]:
-    """Within, remakable outputs are not kept for the backward pass. Best around one layer: they
+def recomputing() -> Iterator[None]:
+    """Within, recomputable outputs are not kept for the backward pass. Best around one layer: they
     live until its end.
     """
     global _recorder

@@ -82,7 +82,7 @@ class NativeEngine:
             apart=self._ahead,
         )
         if self._ahead:
-            model.lay_out_projections()
+            model.pack_projections()
         self._draw = draw
         self._decode = lru_cache(maxsize=1 << 16)(decode) if decode else None
         self._live: dict[tuple[int, int], StopStrings | None] = {}
@@ -128,7 +128,7 @@ class NativeEngine:
     def new_version(self, version: int) -> None:
         self.version = version
         if self._ahead:
-            self.model.join_projections()
+            self.model.fuse_projections()
         self.scheduler.forget(version)
 
     def outdate(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.kernels import stream_bases
-from spmd_rl.kernels.attention.splits import ranges
+from spmd_rl.kernels.runtime.ragged import offsets_within
 from spmd_rl.rollout.engine import ALL_TOKENS, Request
 
 NO_STOP_ID = -1
@@ -210,7 +210,7 @@ class SequenceTable:
         index = np.array(rows, dtype=np.int64)
         first = self.prompt_length[index]
         sizes = self.known(index) - first
-        at = np.repeat(index, sizes), np.repeat(first, sizes) + ranges(sizes)
+        at = np.repeat(index, sizes), np.repeat(first, sizes) + offsets_within(sizes)
         tokens, logprobs, versions = self.tokens[at], self.logprobs[at], self.versions[at]
         self.ticket[index] = 0
         self._free += rows

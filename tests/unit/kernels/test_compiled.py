@@ -260,7 +260,7 @@ def merge(num_rows: int) -> str:
     whole = out.view(num_rows, 16, 128)
     return ptx_of(
         merge_states_triton._merge,
-        lambda: merge_states_triton.merge_ranges_gpu(partial, sums, ranges, whole, None),
+        lambda: merge_states_triton.merge_states_gpu(partial, sums, ranges, whole, None),
     )
 
 
