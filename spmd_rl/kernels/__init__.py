@@ -1,5 +1,6 @@
-"""One op, one file. Trainer and engine call the same ops, so that their bits agree
-(docs/numerics.md).
+"""Ops of the network and of sampling, one file each.
+
+Trainer and engine call the same ops, so that their bits agree (docs/numerics.md).
 """
 
 from spmd_rl.kernels.attention.backend import AttentionBackend, attention_backend

@@ -109,7 +109,9 @@ class _BlockedAttention(torch.autograd.Function):
             sums.append((grad_scores.transpose(2, 3) @ q[:, :, live], grad_v))
         grad_k, grad_v = (reduce(Tensor.add_, parts) for parts in zip(*sums, strict=True))
         if width < k.shape[2]:
-            grad_k, grad_v = (F.pad(grad, (0, 0, 0, k.shape[2] - width)) for grad in (grad_k, grad_v))
+            grad_k, grad_v = (
+                F.pad(grad, (0, 0, 0, k.shape[2] - width)) for grad in (grad_k, grad_v)
+            )
         return grad_q, grad_k, grad_v, None, None
 
 

@@ -2,7 +2,7 @@
 
 - Blocks of threads take tiles, a head of a sequence each, one after the other
   (`flash_decode_tiles`). They ask for the keys of the next tile while they finish the current one.
-- VarlenArguments there are more tiles than SMs, two blocks share an SM. Each has one stage of values instead
+- Where there are more tiles than SMs, two blocks share an SM. Each has one stage of values instead
   of two, and half of the registers.
 - The kernel begins before the kernel ahead of it has ended (`flash_decode_loads`).
 - It reads only the used rows of a page; the package reads whole pages.

@@ -1,6 +1,6 @@
 """Copies of queries, keys and values into shared memory, for the decode attention kernel.
 
-No more of a page is read than is in use. VarlenArguments there are few tiles, the first pages are asked for
+No more of a page is read than is in use. Where there are few tiles, the first pages are asked for
 before the kernel ahead has ended: all but the newest box, which that kernel may still be writing.
 """
 
@@ -100,7 +100,7 @@ class DecodeLoads:
     def load_pages(self, keys: Any, values: Any, table: Any, mailbox: TileMailbox) -> None:
         """Copy each tile's pages, the last page first.
 
-        VarlenArguments there are few tiles, the first page's older rows are asked for before the wait.
+        Where there are few tiles, the first page's older rows are asked for before the wait.
         """
         state = make_pipeline_state(PipelineUserType.Producer, self.num_stages)
         sequence, head, num_keys, page = mailbox.read()

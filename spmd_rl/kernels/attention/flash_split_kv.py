@@ -59,7 +59,9 @@ class _EarlierSplits:
         sums = q.new_empty(heads, len(partial), dtype=torch.float32)
         flash_forward(q, k, v, partial[:num_rows], sums[:, :num_rows], causal=True, **own)
         repeated = q.index_select(0, self.queries)
-        flash_forward(repeated, k, v, partial[num_own:], sums[:, num_own:], causal=False, **self.arguments)
+        flash_forward(
+            repeated, k, v, partial[num_own:], sums[:, num_own:], causal=False, **self.arguments
+        )
         merge_states(partial, sums.t(), self.rows[:num_rows], out, log_sum)
 
 
@@ -87,9 +89,7 @@ class PackedSplits:
 
 
 class _PackedSplitAttention(torch.autograd.Function):
-    """KvSplits merged are attention over all keys: the gradient is the package's, of the sequences
-    uncut.
-    """
+    """Merged splits are attention over all keys, so the gradient is the package's, without splits."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSplits) -> Tensor:

@@ -21,13 +21,13 @@ QUERY_TILE = 8  # rows
 
 @dataclass(frozen=True)
 class RowLayout:
-    """VarlenArguments the flat tokens of a call go in [B, L] query positions, and back.
+    """Map between the flat tokens of a call and query positions [B, L].
 
-    `gather` [B * L] is the token at each query position (0 where padded), `scatter` [T'] the query
-    position of each token, T' = T padded to the row tile; `visible` [B, L * G] how many keys a row
-    sees (from the first), at least 1. Rows from `num_used` on are padding in every sequence, and
-    keys from `num_keys` on are seen by no row. `is_causal`: no sequence has keys before its tokens,
-    so that the nth of them, with a row for each of `groups` heads, sees n keys.
+    `gather` [B * L] is the token at each query position, 0 where padded. `scatter` [T'] is the
+    query position of each token, T' = T padded to the row tile. `visible` [B, L * G] is how many
+    keys a row sees from the first, at least 1. Rows from `num_used` on are padding in every
+    sequence. No row sees keys from `num_keys` on. `is_causal`: no sequence has keys before its
+    tokens, so the nth token of a sequence sees n keys, in a row for each of its `groups` heads.
     """
 
     batch: int

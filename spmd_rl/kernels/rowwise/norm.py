@@ -1,5 +1,6 @@
-"""RMS norm with Hugging Face's rounding points: statistics in fp32, n = cast(x * rstd), y =
-cast(weight * n).
+"""RMS norm with Hugging Face's rounding points.
+
+Statistics are in fp32, n = cast(x * rstd), y = cast(weight * n).
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from spmd_rl.kernels.runtime.recompute import recomputable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension. The statistics reduce along it alone, so a row's bits are its
-    own.
+    """Normalise the last dimension, along which alone statistics are taken.
 
     Shape: x [..., C], weight [C].
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of the sum residual + x, which is rounded first; returns (normed, summed).
+    """Return (`rms_norm` of the rounded sum residual + x, that sum).
 
     Shape: x and residual [..., C], weight [C]. Raises: ValueError where the two differ in shape.
     """

@@ -1,13 +1,12 @@
-"""Top-k, top-p and min-p on NVIDIA GPUs without sorting: a threshold a row, found by weighing what
-lies within it.
+"""Top-k, top-p and min-p on NVIDIA GPUs without sorting, by a threshold for each row.
 
-What a filter leaves is the head of a row's order (`sampling.distances`). Top-k weighs an entry as
-1, top-p by its share in whole 2^-40ths of the likeliest one's, so no sum depends on its order. The
-threshold is the least distance such that all within it weigh enough. It is searched for among the
-bits of distances, which are at least 1: a turn weighs what lies in the first, the first two and the
-first three quarters of the range that is left, and leaves one quarter. Blocks with no entry in the
-range are passed over, unread where even their nearest lies beyond. Of the entries at the threshold
-as many stay, by id, as the weight takes.
+A filter keeps the head of a row's order (`filters.distances`). Top-k weighs an entry as 1, and
+top-p by its share in whole 2^-40ths of the likeliest one's, so no sum depends on its order. The
+threshold is the least distance such that all entries within it weigh enough. `threshold_triton`
+searches for it among the bits of distances, which are at least 1. A turn weighs what lies in the
+first one, two and three quarters of the range that is left, and keeps one quarter. Blocks with no
+entry in the range are skipped, without a read where even their nearest entry lies beyond. Of the
+entries at the threshold, as many are kept, by id, as the weight allows.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -41,19 +40,17 @@ SHARE_TURNS = 13  # 26 bits: to 256, far beyond the last entry with a share
 
 
 class Head(NamedTuple):
-    """The entries of each row within `threshold`, and of those at it the ones up to id `last`.
+    """The head of each row: entries within `threshold`, and those at it up to the id `last`.
 
-    Shape: both [M]; `threshold` int32 as of `_place`, BEYOND all of them for a whole row, `last`
-    int64.
+    Shape: both [M]; `threshold` int32 as of `place_of`, with BEYOND for a whole row; `last` int64.
     """
 
     threshold: Tensor
     last: Tensor
 
 
-class _Rows(NamedTuple):
-    """Rows of logits with the maxima of their blocks, and how the vocabulary is split among
-    programs.
+class _Logits(NamedTuple):
+    """Logits with the maxima of their blocks, and how programs share the vocabulary.
 
     Shape: logits [M, V] fp32, inv_temperature and top [M] fp32, maxima [M, blocks] fp32.
     """
@@ -81,8 +78,7 @@ def filtered(
     top_p: Tensor | None,
     min_p: Tensor | None,
 ) -> Tensor:
-    """logits * inv_temperature with the entries that the filters reject at minus infinity; greedy
-    rows as they are.
+    """Return logits * inv_temperature, minus infinity where filters reject; greedy rows unchanged.
 
     Shape: logits [M, V] fp32, all else [M]; returns [M, V] fp32.
     """
@@ -91,7 +87,7 @@ def filtered(
     blocks = triton.cdiv(vocab, BLOCK)
     each = triton.cdiv(blocks, min(triton.cdiv(NUM_PROGRAMS, num_rows), MOST_SPLITS.value))
     maxima = logits.new_empty(num_rows, blocks)
-    rows = _Rows(logits, inv_temperature, maxima, maxima, triton.cdiv(blocks, each), each)
+    rows = _Logits(logits, inv_temperature, maxima, maxima, triton.cdiv(blocks, each), each)
     rows.launch(_maxima, rows.splits)
     rows = rows._replace(top=maxima.amax(1))
     by_count = None if top_k is None else _head(rows, top_k, counted=True)
@@ -107,9 +103,10 @@ def filtered(
     return out
 
 
-def _head(rows: _Rows, enough: Tensor, counted: bool) -> Head:
-    """The least head of each row's order that weighs `enough` [M] int64; all of a row where that is
-    0 or too much.
+def _head(rows: _Logits, enough: Tensor, counted: bool) -> Head:
+    """Return the least head of each row that weighs `enough` [M] int64.
+
+    It is the whole row where `enough` is 0 or too much.
     """
     num_rows, device = len(enough), enough.device
     turns = COUNT_TURNS if counted else SHARE_TURNS
@@ -141,7 +138,7 @@ def _maxima(logits, inv_temperature, maxima, top, vocab, each, BLOCK: tl.constex
 def _shares(
     logits, inv_temperature, maxima, top, threshold, last, shares, vocab, each, BLOCK: tl.constexpr
 ) -> None:
-    """What the entries of a head weigh, or all."""
+    """Store what the entries of a head weigh, or all entries without a head."""
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
     highest = tl.load(top + row)
@@ -155,8 +152,8 @@ def _shares(
 
 @triton.jit(do_not_specialize=["each"])
 def _keep(
-    logits, inv_temperature, maxima, top, greedy, count_threshold, count_last, share_threshold, share_last, min_p,
-    out, vocab, each, BLOCK: tl.constexpr,
+    logits, inv_temperature, maxima, top, greedy, count_threshold, count_last,
+    share_threshold, share_last, min_p, out, vocab, each, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()

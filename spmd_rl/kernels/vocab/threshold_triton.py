@@ -26,7 +26,7 @@ def weigh(
     logits, inv_temperature, maxima, top, enough, states, weights, turn, vocab, each,
     BLOCK: tl.constexpr, COUNTED: tl.constexpr, TURNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """What lies in the first quarters of the range, of one split."""
+    """Store what lies in the first quarters of the range, for one split of the vocabulary."""
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     num_rows, blocks = tl.num_programs(0), tl.cdiv(vocab, BLOCK)
     wait()
@@ -61,10 +61,10 @@ def weigh(
 
 @triton.jit(do_not_specialize=["each", "splits"])
 def settle(
-    logits, inv_temperature, maxima, top, enough, states, weights, splits, threshold, last, vocab, each,
-    BLOCK: tl.constexpr, COUNTED: tl.constexpr, TURNS: tl.constexpr,
+    logits, inv_temperature, maxima, top, enough, states, weights, splits, threshold, last,
+    vocab, each, BLOCK: tl.constexpr, COUNTED: tl.constexpr, TURNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The threshold, and the id of the last entry at it that stays."""
+    """Store the threshold, and the id of the last entry at it that is kept."""
     row, blocks = tl.program_id(0).to(tl.int64), tl.cdiv(vocab, BLOCK)
     wait()
     start, nearer, within = _narrowed(
@@ -97,9 +97,7 @@ def settle(
 def _narrowed(
     enough, states, weights, row, num_rows, splits, turn, TURNS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Where the range begins after so many turns, what is nearer than it, and what is nearer or
-    within it.
-    """
+    """Return the start of the range after `turn` turns, the weight nearer than it, and with it."""
     start, nearer, within = (
         tl.full((), 0, tl.int64),
         tl.full((), 0, tl.int64),
@@ -141,7 +139,7 @@ def _quarter(turn, TURNS: tl.constexpr) -> tl.tensor:
 def block_scores(
     logits, inv_temperature, row, block, vocab, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """A block's scores at the row's temperature, and their ids."""
+    """Return a block's scores at the row's temperature, and their ids."""
     column = block * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + row * vocab + column, mask=column < vocab, other=float("-inf"))
     return score * tl.load(inv_temperature + row), column
@@ -149,7 +147,7 @@ def block_scores(
 
 @triton.jit
 def place_of(score, highest) -> tl.tensor:
-    """As `sampling.distances`, in its bits as a whole number from 0 on."""
+    """Return the bits of `filters.distances` as a whole number from 0 on."""
     return (highest - score + 1.0).to(tl.int32, bitcast=True) - ONE_BITS
 
 
@@ -160,13 +158,13 @@ def term_of(place) -> tl.tensor:
 
 @triton.jit
 def share_of(place) -> tl.tensor:
-    """As in `sampling._rejected`."""
+    """Return an entry's share as in `filters._rejected`."""
     return (term_of(place) * UNITS).to(tl.int64)
 
 
 @triton.jit
 def is_within(place, column, threshold, last, row) -> tl.tensor:
-    """Whether entries are of the row's head, if there is one."""
+    """Return whether entries belong to the row's head, if there is one."""
     kept = column >= 0
     if threshold is not None:
         at = tl.load(threshold + row)
