@@ -89,7 +89,7 @@ class PackedSplits:
 
 
 class _PackedSplitAttention(torch.autograd.Function):
-    """Merged splits are attention over all keys, so the gradient is the package's, without splits."""
+    """Merged splits are attention over all keys, so the package's gradient needs no splits."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: PackedSplits) -> Tensor:

@@ -60,9 +60,7 @@ def choose(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
 
 
 def _serves(way: Gemm, shape: Shape) -> bool:
-    """Whether a way that was propose_algorithms for more rows has the bits for those of the shape, and
-    multiplies them at all.
-    """
+    """Return whether an algorithm for more rows also has the bits for those of `shape`."""
     try:
         return has_reference_bits(way, shape)
     except Unsupported:

@@ -66,7 +66,7 @@ class Share(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Rows of shared memory for a tile of the weight, whose swizzle repeats every eight rows."""
+        """Rows of shared memory for a tile of the weight; its swizzle repeats every eight rows."""
         return _rounded(self.n, 1)
 
 

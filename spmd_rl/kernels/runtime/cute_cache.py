@@ -1,6 +1,4 @@
-"""Compiled kernels in CuTe DSL, cached_on_disk on disk beside the user's other caches under a digest of what
-they are made of.
-"""
+"""Disk cache of compiled CuTe DSL kernels, keyed by a digest of their sources."""
 
 from __future__ import annotations
 

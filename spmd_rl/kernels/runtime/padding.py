@@ -54,7 +54,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def dense_heads(x: Tensor) -> Tensor:
-    """Return `x` [T, H, D] itself if its heads are neighbours in 16-byte aligned rows, else `dense`.
+    """Return `x` [T, H, D] itself if its heads lie side by side in aligned rows, else `dense`.
 
     A slice of a joint projection is of this kind.
     """

@@ -24,7 +24,7 @@ def decode_outputs(
     host_logprobs: Tensor,
     turn: Tensor,
 ) -> None:
-    """Store each row's token as its newest, and tokens and log-probs in the host's row `turn` mod T.
+    """Store each row's token as its newest, and all results in the host's row `turn` modulo T.
 
     `turn` is then increased by 1.
     Shape: tokens and rows [B] int64, logprobs [B] fp32; newest [num_rows + 1] int64. Pinned host

@@ -22,7 +22,7 @@ GRADIENT_BLOCK = 4096
 def logprob_forward(
     logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probability [M], entropy [M], and for backward each row's maximum and sum [2, M]."""
+    """Return log-probability [M], entropy [M], and each row's maximum and sum [2, M]."""
     num_rows, vocab = logits.shape
     shape = shard_shape(vocab, num_shards, chunk)
     maxima = logits.new_empty(num_rows, num_shards)

@@ -139,7 +139,7 @@ def _filtered(
     greedy: Tensor | None,
     filters: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """Return logits * inv_temperature, minus infinity where filters reject; greedy rows unchanged."""
+    """Return logits * inv_temperature, minus infinity where filters reject; greedy rows as is."""
     if logits.is_cuda:
         from spmd_rl.kernels.vocab.filter_triton import filtered
 

@@ -175,7 +175,7 @@ def test_refused_products_are_ours(
     unequal: Unequal,
 ) -> None:
     n, k = 6144, 4096
-    monkeypatch.setattr(cublas, "proposed", lambda shape: [CublasAlgorithm(_split_in_two, 1)])
+    monkeypatch.setattr(cublas, "propose_algorithms", lambda shape: [CublasAlgorithm(_split_in_two, 1)])
     x, weight = rows("normal", rows_of_x, k), rows("normal", n, k)
     assert unequal(matmul(x, weight, None, FP32), reference(x, weight, None, FP32)) == 0
     assert calls == []
@@ -212,10 +212,10 @@ def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(4096, 4096, 1024, False, BF16, DEVICE)
     slow = _ten_times(by_torch)
     ways = [CublasAlgorithm(slow, 1), CublasAlgorithm(by_torch, 1), CublasAlgorithm(slow, 1)]
-    monkeypatch.setattr(cublas, "proposed", lambda shape: ways)
+    monkeypatch.setattr(cublas, "propose_algorithms", lambda shape: ways)
     assert choose(shape, 513, slow) is ways[1]
     assert choose(shape, 513, lambda *given: None) is None
-    monkeypatch.setattr(cublas, "proposed", lambda shape: [CublasAlgorithm(by_torch, 2)])
+    monkeypatch.setattr(cublas, "propose_algorithms", lambda shape: [CublasAlgorithm(by_torch, 2)])
     assert choose(shape, 513, slow) is None, (
         "what says that it cuts K is not asked whether it is fast"
     )

@@ -16,7 +16,7 @@ def test_a_gpu_without_memory_to_compare_is_said_to_be(monkeypatch: pytest.Monke
     def full(shape: Shape) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(cublas, "proposed", full)
+    monkeypatch.setattr(cublas, "propose_algorithms", full)
     shape = Shape(4096, 1024, 512, False, torch.bfloat16, torch.device("cuda"))
     with pytest.warns(
         UserWarning, match=r"no memory to compare cuBLAS's ways for Shape\(n=4096, k=1024, rows=512"
@@ -130,7 +130,7 @@ def test_a_way_must_serve_the_least_rows_too(monkeypatch: pytest.MonkeyPatch) ->
         return ways[-1]
 
     raced: list[list[Gemm]] = []
-    monkeypatch.setattr(cublas, "proposed", lambda shape: ways)
+    monkeypatch.setattr(cublas, "propose_algorithms", lambda shape: ways)
     monkeypatch.setattr(cublas, "has_reference_bits", has_reference_bits)
     monkeypatch.setattr(cublas, "fastest", fastest)
     shape = Shape(4096, 1024, 1024, False, torch.bfloat16, torch.device("cuda"))
