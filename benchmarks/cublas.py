@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear.cublaslt import Shape, Way, proposed
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape, propose_algorithms
 
 LENT_BYTES = 32 << 20  # by torch, to cuBLAS on Hopper
 
@@ -21,6 +21,6 @@ def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Non
         torch.mm(x, weight.t(), out_dtype=out.dtype, out=out)
 
 
-def every_way(shape: Shape) -> list[Way]:
+def every_way(shape: Shape) -> list[Gemm]:
     """torch's first. With memory for partial sums cuBLAS may split K."""
-    return [by_torch, *proposed(shape, (0, LENT_BYTES))]
+    return [by_torch, *propose_algorithms(shape, (0, LENT_BYTES))]

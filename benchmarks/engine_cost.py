@@ -32,8 +32,8 @@ from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
 from spmd_rl.kernels.linear import dispatch, swiglu
-from spmd_rl.kernels.linear.cublaslt import Shape, Way
-from spmd_rl.kernels.linear.dispatch import ours_into
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape
+from spmd_rl.kernels.linear.dispatch import own_matmul_into
 from spmd_rl.microscope.replay.forward_pass import load_model
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
@@ -45,8 +45,8 @@ BAR = 1.03
 DEVICE = torch.device("cuda")
 
 
-def all_ways(shape: Shape) -> list[Way]:
-    return [ours_into, *every_way(shape)]
+def all_ways(shape: Shape) -> list[Gemm]:
+    return [own_matmul_into, *every_way(shape)]
 
 
 PRODUCTS = ((dispatch, "matmul", Race(all_ways)),)

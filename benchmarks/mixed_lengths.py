@@ -25,7 +25,7 @@ from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, SPEED_BAR, STEP_TOKENS, WARMUPS, step_seconds
 from benchmarks.training import batch, config, learner, mixed_batch, scored
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.kernels.runtime.interleaved_timing import in_new_orders
+from spmd_rl.kernels.runtime.interleaved_timing import shuffled_turns
 from spmd_rl.train.learner import Learner
 from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch
@@ -37,7 +37,7 @@ OTHER_PACKS = 5000  # rows of the packs that log-probs to compare with are made 
 def medians(one: Learner, works: dict[tuple[str, str], Batch]) -> dict[tuple[str, str], float]:
     """Seconds of a step by (lengths, path)."""
     times: dict[tuple[str, str], list[float]] = {key: [] for key in works}
-    for turn, index in in_new_orders(len(works), WARMUPS + REPEATS):
+    for turn, index in shuffled_turns(len(works), WARMUPS + REPEATS):
         key = list(works)[index]
         with PATHS[key[1]]():
             seconds = step_seconds(one, works[key])

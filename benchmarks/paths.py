@@ -25,7 +25,7 @@ from spmd_rl.kernels import QkNorm, Rotary
 from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch
 from spmd_rl.kernels.linear.cublas import fastest
-from spmd_rl.kernels.linear.cublaslt import Shape, Way
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.vocab.lm_head import Logits
 from spmd_rl.model import network, scorer
@@ -52,9 +52,9 @@ class Race:
     """Products that each take the fastest of `ways_of` their shape. The first of a shape also takes
     the time to find it, and must not come while a graph is recorded."""
 
-    def __init__(self, ways_of: Callable[[Shape], list[Way]]) -> None:
+    def __init__(self, ways_of: Callable[[Shape], list[Gemm]]) -> None:
         self._ways_of = ways_of
-        self._chosen: dict[Shape, Way] = {}
+        self._chosen: dict[Shape, Gemm] = {}
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype

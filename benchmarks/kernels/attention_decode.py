@@ -24,7 +24,7 @@ from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
 from spmd_rl.kernels.attention.flash import DecodeFlash
-from spmd_rl.kernels.attention.flash_splits import DecodeSplits
+from spmd_rl.kernels.attention.flash_split_kv import DecodeSplits
 
 NUM_KV_HEADS, PAGE_SIZE = 8, 128
 ADVISED_SPLIT = 4096  # docs/numerics.md

@@ -23,7 +23,7 @@ from spmd_rl.kernels import (
     silu_mul,
     write_kv,
 )
-from spmd_rl.kernels.attention.merge_states import merge_ranges
+from spmd_rl.kernels.attention.merge_states import merge_states
 
 EPS = 1e-6
 PAGE_SIZE = 128
@@ -87,7 +87,7 @@ def of_heads(name: str, rows: int) -> Iterator[Case]:
         q, k = (F.rms_norm(x, (HEAD_DIM,), weight, EPS) for x in (q, k))
         return rotated(q, cos, sin), rotated(k, cos, sin)
 
-    def ours_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def own_matmul_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return qk_norm_rope_into(q, k, v, norm, rotary, KvSlots(keys, values, slots))
 
     def torch_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def of_heads(name: str, rows: int) -> Iterator[Case]:
     )
     yield Case(
         f"{where}: qk_norm_rope_into",
-        ours_into,
+        own_matmul_into,
         torch_into,
         lambda: (bf16(*q_shape), bf16(*k_shape), bf16(*k_shape), *some_pages(rows, kv_heads)),
         2 * 2 * rows * (heads + 2 * kv_heads) * HEAD_DIM,
@@ -153,7 +153,7 @@ def of_splits(rows: int, count: int = 8, heads: int = 32) -> Iterator[Case]:
 
     yield Case(
         f"{rows} rows of {heads} heads in {count} splits: merge_ranges",
-        lambda partial, log_sum: merge_ranges(partial, log_sum, where, out),
+        lambda partial, log_sum: merge_states(partial, log_sum, where, out),
         torch_merge,
         lambda: (
             bf16(rows * count, heads, HEAD_DIM),

@@ -1,5 +1,6 @@
-"""One op, one file. Trainer and engine call the same ops, so that their bits agree
-(docs/numerics.md).
+"""Ops of the network and of sampling, one file each.
+
+Trainer and engine call the same ops, so that their bits agree (docs/numerics.md).
 """
 
 from spmd_rl.kernels.attention.backend import AttentionBackend, attention_backend
@@ -16,8 +17,8 @@ from spmd_rl.kernels.rowwise.kv_write import KvSlots, write_kv
 from spmd_rl.kernels.rowwise.norm import add_rms_norm, rms_norm
 from spmd_rl.kernels.rowwise.rope import qk_norm_rope, qk_norm_rope_into, rope, rope_table
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
-from spmd_rl.kernels.runtime.padding import ROW_TILE, cut_rows, pad_rows, padded_rows
-from spmd_rl.kernels.runtime.recompute import remaking
+from spmd_rl.kernels.runtime.padding import ROW_TILE, pad_rows, padded_rows, unpad_rows
+from spmd_rl.kernels.runtime.recompute import recomputing
 from spmd_rl.kernels.vocab.lm_head import head_logprobs
 from spmd_rl.kernels.vocab.logprob import token_logprobs
 from spmd_rl.kernels.vocab.sampling import (
@@ -43,7 +44,6 @@ __all__ = [
     "attention_backend",
     "blocked_attention",
     "contract",
-    "cut_rows",
     "embed",
     "gumbel_noise",
     "head_logprobs",
@@ -55,7 +55,7 @@ __all__ = [
     "position_keys",
     "qk_norm_rope",
     "qk_norm_rope_into",
-    "remaking",
+    "recomputing",
     "rms_norm",
     "rope",
     "rope_table",
@@ -66,5 +66,6 @@ __all__ = [
     "stream_bases",
     "stream_keys",
     "token_logprobs",
+    "unpad_rows",
     "write_kv",
 ]

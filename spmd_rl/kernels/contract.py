@@ -1,6 +1,4 @@
-"""The numeric contract as data: what must be the same on every rank and in both roles for bits to
-agree.
-"""
+"""Numeric contract as data: the facts that all ranks and both roles must share for equal bits."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VO
 from spmd_rl.kernels.vocab.sampling import RANDOM_SCHEME
 
 CONTRACT_VERSION = 2
-# what torch's wheels bring: for CUDA 13, and before
+# the packages of cuBLAS that torch's wheels bring: for CUDA 13, and before
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
 
@@ -29,10 +27,10 @@ SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
 def contract(
     device: torch.device, dtype: torch.dtype, head_dim: int | None = None, attention_split: int = 0
 ) -> dict[str, str | int]:
-    """Every fact that can change a bit of a forward pass or a draw here; `head_dim` settles which
-    attention runs.
+    """Return every fact that can change a bit of a forward pass or of a draw here.
 
-    The version of a package that is not installed is an empty string.
+    `head_dim` settles which attention runs. The version of a package that is not installed is an
+    empty string.
     """
     facts: dict[str, str | int] = {
         "version": CONTRACT_VERSION,
@@ -54,7 +52,7 @@ def contract(
 
 @cache
 def digest_of(sources: tuple[Path, ...]) -> str:
-    """Of code on which bits depend: ranks that run different code do not follow one contract."""
+    """Return a digest of code on which bits depend: ranks must run the same code."""
     digest = hashlib.sha256()
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -62,16 +60,14 @@ def digest_of(sources: tuple[Path, ...]) -> str:
 
 
 def dtype_of(asked: str, device: torch.device) -> Literal["float32", "bfloat16"]:
-    """The type of numbers that a config asks for; for "auto", that in which the contract is kept on
-    such a device.
-    """
+    """Return the dtype that a config asks for; for "auto", the one that keeps the contract."""
     if asked == "auto" and device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device)[0] >= AMPERE else "float32"
     return "bfloat16" if asked == "bfloat16" else "float32"
 
 
 def cublas_version() -> str:
-    """Of the package that torch's wheel brought; an empty string where there is none."""
+    """Return the version of the cuBLAS that torch's wheel brought, or an empty string."""
     return next(filter(None, map(installed, CUBLAS)), "")
 
 

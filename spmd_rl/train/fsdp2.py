@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from spmd_rl.kernels import remaking
+from spmd_rl.kernels import recomputing
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.scorer import Scorer
@@ -164,7 +164,7 @@ def _recompute(model: CausalLM, what: Literal["none", "cheap", "all"]) -> None:
     """
     for layer in model.model.layers:
         if what == "cheap":
-            layer.forward = remaking()(layer.forward)
+            layer.forward = recomputing()(layer.forward)
         elif what == "all":
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 

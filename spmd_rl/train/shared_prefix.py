@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.kernels.attention.splits import ranges
+from spmd_rl.kernels.runtime.ragged import offsets_within
 from spmd_rl.types.batch import Batch
 
 
@@ -68,7 +68,7 @@ def pack_shared(batch: Batch) -> PackedLayout:
     position[source] = np.arange(len(source))
     # the prompts of later sequences are where that of the first is
     later = np.flatnonzero(is_shared & ~is_first)
-    offset = ranges(prompts[later])
+    offset = offsets_within(prompts[later])
     own = np.repeat(starts[later], prompts[later]) + offset
     position[own] = np.repeat(packed_begins[first[later], 0], prompts[later]) + offset
     return PackedLayout(

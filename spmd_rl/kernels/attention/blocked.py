@@ -1,14 +1,13 @@
-"""Causal attention in which a query's bits depend on its own history alone.
+"""Blocked causal attention, in which a query's bits depend on its own history alone.
 
-On NVIDIA GPUs that is FlashAttention-4 (flash.py). On the CPU one function, `blocked_attention`,
-serves training (packed_attention.py) and decoding (paged_attention.py): torch's softmax over keys
-in multiples of 16, then sums of weighted values over blocks of 64 keys, counted from the start of
-the sequence, in ascending order. A key beyond a query's sight adds an exact zero, so padding and
-neighbours change nothing, and keys that no query of a call sees are left out. Queries are laid in
-rows of a fixed tile height, several query heads of one key-value head together.
+On the CPU `blocked_attention` serves training and decoding. It takes torch's softmax over keys in
+multiples of 16. Then it adds weighted values in blocks of 64 keys, counted from the start of the
+sequence, in ascending order. A key that a query does not see adds an exact zero, so padding and
+neighbours change nothing. Keys that no query of a call sees are left out. Queries lie in rows of a
+fixed tile height, several query heads of one key-value head together (row_layout.py).
 
-On a GPU where FlashAttention-4 does not run, a kernel of ours (attention_triton.py) takes the same
-rows.
+On GPUs where FlashAttention-4 does not run, our Triton kernel takes the same rows
+(blocked_triton.py).
 
 Shape letters: B sequences, L query positions, S keys (a multiple of 16), H heads, K key-value
 heads, G = H / K, D head size, R rows = L * G.
@@ -29,13 +28,13 @@ from spmd_rl.kernels.runtime.differentiable import call
 from spmd_rl.kernels.runtime.padding import pad_columns
 
 KV_BLOCK = 64
-MAX_SCORES = 1 << 24
-# cuDNN plans for each shape
-PLANLESS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+MAX_SCORES = 1 << 24  # entries of a score matrix at a time
+# without cuDNN, which would make a plan for each shape
+GRADIENT_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float) -> Tensor:
-    """Softmax(q k^T) v with a fixed order of sums; differentiable in q, k and v.
+    """Compute softmax(q k^T) v with a fixed order of sums; differentiable in q, k and v.
 
     Shape: q [K, B, R, D] with R a multiple of the query tile, k and v [K, B, S, D]; returns [K, B,
     R, D], unset in the layout's padding.
@@ -46,11 +45,11 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale:
 
 
 def _weights(q: Tensor, k: Tensor, unseen: Tensor, scale: float) -> Tensor:
-    """q [K, B, R, D], k [K, B, W, D], unseen [B, r, W], r <= R -> what each row gives each key, [K,
-    B, r, W].
+    """Return the attention weights of each row.
 
-    The product is taken at the full height R, so that its bits are the contract's; what follows is
-    row by row.
+    The product is taken at the full height R, so that it has the contract's bits. All else is row
+    by row.
+    Shape: q [K, B, R, D], k [K, B, W, D], unseen [B, r, W] with r <= R; returns [K, B, r, W].
     """
     num_groups, batch, rows, dim = q.shape
     keys, live = k.shape[2], unseen.shape[1]
@@ -63,8 +62,10 @@ def _weights(q: Tensor, k: Tensor, unseen: Tensor, scale: float) -> Tensor:
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Forward in the contract's order; backward recomputes the weights, unless they take no more
-    room than the queries."""
+    """Forward in the contract's order.
+
+    Backward recomputes the weights, unless they take no more memory than the queries.
+    """
 
     @staticmethod
     def forward(
@@ -108,14 +109,16 @@ class _BlockedAttention(torch.autograd.Function):
             sums.append((grad_scores.transpose(2, 3) @ q[:, :, live], grad_v))
         grad_k, grad_v = (reduce(Tensor.add_, parts) for parts in zip(*sums, strict=True))
         if width < k.shape[2]:
-            grad_k, grad_v = (F.pad(one, (0, 0, 0, k.shape[2] - width)) for one in (grad_k, grad_v))
+            grad_k, grad_v = (
+                F.pad(grad, (0, 0, 0, k.shape[2] - width)) for grad in (grad_k, grad_v)
+            )
         return grad_q, grad_k, grad_v, None, None
 
 
 def _ascending_sums(weights: Tensor, v: Tensor, height: int) -> Tensor:
-    """Sum of weighted values [K, B, r, D], one block of keys after the other.
+    """Sum weighted values, one block of keys after the other. Shape: returns [K, B, r, D].
 
-    The products are taken at the given height of rows, r or more.
+    The products are taken at a height of `height` rows, r or more.
     """
     num_groups, batch, rows, keys = weights.shape
     flat, values = weights.view(-1, rows, keys), v.reshape(-1, keys, v.shape[-1])
@@ -128,8 +131,9 @@ def _ascending_sums(weights: Tensor, v: Tensor, height: int) -> Tensor:
 
 
 def _row_slices(q: Tensor, k: Tensor, num_used: int) -> list[slice]:
-    """Row ranges, multiples of the tile, whose score matrix stays within MAX_SCORES entries; each
-    has a used row.
+    """Cut rows into slices whose score matrix has at most MAX_SCORES entries.
+
+    Slices are multiples of the tile, and each has a used row.
     """
     num_groups, batch, rows, _ = q.shape
     height = max(1, MAX_SCORES // (num_groups * batch * k.shape[2] * QUERY_TILE)) * QUERY_TILE
@@ -137,7 +141,7 @@ def _row_slices(q: Tensor, k: Tensor, num_used: int) -> list[slice]:
 
 
 def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Tensor:
-    """The op for the device at hand. Shape: as `blocked_attention`."""
+    """Attend with the device's kernel. Shape: as `blocked_attention`."""
     scale = q.shape[-1] ** -0.5
     if q.device.type == "cpu":
         return blocked_attention(q, k, v, layout, scale)
@@ -146,9 +150,7 @@ def attention_of_rows(q: Tensor, k: Tensor, v: Tensor, layout: RowLayout) -> Ten
 
 
 class _BlocksOnGpu(torch.autograd.Function):
-    """Triton's forward in the contract's order, the gradient of torch's scaled-dot-product
-    attention.
-    """
+    """Triton's forward in the contract's order, and torch's gradient of its own attention."""
 
     @staticmethod
     def forward(
@@ -169,14 +171,13 @@ class _BlocksOnGpu(torch.autograd.Function):
 def library_gradients(
     q: Tensor, k: Tensor, v: Tensor, layout: RowLayout, scale: float, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch's scaled-dot-product attention gives q, k and v for the rows' gradient, which
-    padding has none of.
+    """Return the gradients of torch's scaled-dot-product attention for q, k and v.
 
-    Shape: as `blocked_attention`. A mask is only made where sequences go on from keys that were
-    there before.
+    Padding has no gradient. A mask is made only where sequences have keys before their tokens.
+    Shape: as `blocked_attention`.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad(), sdpa_kernel(PLANLESS):
+    with torch.enable_grad(), sdpa_kernel(GRADIENT_BACKENDS):
         query, key, value = leaves
         if layout.is_causal:
             length = layout.num_used // layout.groups

@@ -21,7 +21,7 @@ from spmd_rl.kernels.attention.row_layout import (
     lay_rows,
     token_order,
 )
-from spmd_rl.kernels.runtime.padding import cut_rows, padded_rows
+from spmd_rl.kernels.runtime.padding import padded_rows, unpad_rows
 
 
 class _Batch(Protocol):
@@ -43,7 +43,7 @@ class _Batches:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs = [_attend(batch, q, k, v) for batch in self.batches]
         out = outs[0] if self.order is None else torch.cat(outs).index_select(0, self.order)
-        return cut_rows(out, len(q))
+        return unpad_rows(out, len(q))
 
 
 def _attend(batch: _Batch, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

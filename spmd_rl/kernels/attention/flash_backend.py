@@ -9,8 +9,8 @@ from torch import Tensor
 
 from spmd_rl.kernels.attention import flash, flash_tile
 from spmd_rl.kernels.attention.flash import DecodeFlash, PackedFlash, PagedFlash, flash_of_chunks
-from spmd_rl.kernels.attention.flash_ranges import flash_ranges
-from spmd_rl.kernels.attention.flash_splits import DecodeSplits, PackedSplits, PagedSplits
+from spmd_rl.kernels.attention.flash_partial import flash_partial
+from spmd_rl.kernels.attention.flash_split_kv import DecodeSplits, PackedSplits, PagedSplits
 from spmd_rl.kernels.rowwise.kv_write import KvSlots, write_kv
 from spmd_rl.kernels.runtime.versions import FLASH
 
@@ -84,5 +84,5 @@ class FlashAttention:
 
     def one_query(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         num_keys = torch.full((1,), len(k), device=q.device)
-        out, log_sum = flash_ranges(q[None], k[None], v[None], num_keys)
+        out, log_sum = flash_partial(q[None], k[None], v[None], num_keys)
         return out[0], log_sum[0]

@@ -21,13 +21,13 @@ QUERY_TILE = 8  # rows
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the flat tokens of a call go in [B, L] query positions, and back.
+    """Map between the flat tokens of a call and query positions [B, L].
 
-    `gather` [B * L] is the token at each query position (0 where padded), `scatter` [T'] the query
-    position of each token, T' = T padded to the row tile; `visible` [B, L * G] how many keys a row
-    sees (from the first), at least 1. Rows from `num_used` on are padding in every sequence, and
-    keys from `num_keys` on are seen by no row. `is_causal`: no sequence has keys before its tokens,
-    so that the nth of them, with a row for each of `groups` heads, sees n keys.
+    `gather` [B * L] is the token at each query position, 0 where padded. `scatter` [T'] is the
+    query position of each token, T' = T padded to the row tile. `visible` [B, L * G] is how many
+    keys a row sees from the first, at least 1. Rows from `num_used` on are padding in every
+    sequence. No row sees keys from `num_keys` on. `is_causal`: no sequence has keys before its
+    tokens, so the nth token of a sequence sees n keys, in a row for each of its `groups` heads.
     """
 
     batch: int
@@ -47,8 +47,10 @@ class RowLayout:
         queries_per_key: int,
         device: torch.device,
     ) -> RowLayout:
-        """`first` [B]: where each sequence's new tokens begin; `starts` [B]: keys that exist before
-        them; `lengths` [B]: new tokens."""
+        """Build the layout for `lengths` [B] new tokens after `starts` [B] earlier keys.
+
+        `first` [B] is where each sequence's new tokens begin.
+        """
         unit = QUERY_TILE // math.gcd(QUERY_TILE, queries_per_key)
         batch, positions = len(lengths), -(-int(lengths.max()) // unit) * unit
         offset = np.arange(positions)
@@ -66,8 +68,9 @@ class RowLayout:
         return RowLayout(*sizes, tensor(gather.reshape(-1)), tensor(scatter), seen)
 
     def unseen(self, rows: slice) -> Tensor:
-        """[B, r, W]: minus infinity where one of these rows does not see a key, else 0; all rows'
-        serve every layer.
+        """Return minus infinity where a row does not see a key, else 0. Shape: [B, r, W].
+
+        The mask of all rows is kept, as every layer needs it.
         """
         return self._unseen if rows == slice(0, self.num_used) else self._hidden_from(rows)
 
@@ -82,12 +85,12 @@ class RowLayout:
         return torch.where(hidden, -torch.inf, 0.0)
 
     def rows(self, q: Tensor, num_kv_heads: int) -> Tensor:
-        """q [T, H, D] -> [K, B, L * G, D]."""
+        """Lay out q [T, H, D] as [K, B, L * G, D]."""
         laid = lay_rows(q.reshape(len(q), num_kv_heads, -1), self.gather)
         return laid.view(num_kv_heads, self.batch, -1, q.shape[-1])
 
     def tokens(self, out: Tensor) -> Tensor:
-        """[K, B, L * G, D] -> [T', H, D]."""
+        """Put rows [K, B, L * G, D] back into the order of tokens [T', H, D]."""
         num_kv_heads, size = len(out), len(self.gather)
         heads = _of_each_head(self.scatter, num_kv_heads, size).t().reshape(-1)
         return (
@@ -98,8 +101,9 @@ class RowLayout:
 
 
 def doublings(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often a tile of rows is doubled to hold so many: what is laid out together has one
-    number.
+    """Return how often a tile of rows must be doubled to hold each of `counts` rows.
+
+    Sequences with the same number are laid out together.
     """
     numbers: NDArray[np.int64] = np.ceil(np.log2(np.maximum(counts / QUERY_TILE, 1))).astype(
         np.int64
@@ -108,8 +112,9 @@ def doublings(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def lay_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x [T, K, D] -> [K, R, D], the rows of each head; what is copied, and added in the gradient,
-    is contiguous.
+    """Gather `rows` [R] of x [T, K, D] for each head, as [K, R, D].
+
+    Memory that is copied, and added to in the gradient, is contiguous.
     """
     num_tokens, num_heads, dim = x.shape
     heads = x.transpose(0, 1).reshape(num_heads * num_tokens, dim)
@@ -118,26 +123,28 @@ def lay_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _of_each_head(rows: Tensor, num_heads: int, num_rows: int) -> Tensor:
-    """[R] -> [K, R]: where `rows` lie in [K * num_rows]."""
+    """Return where `rows` [R] of each head lie in [K * num_rows]. Shape: [K, R]."""
     return rows + torch.arange(0, num_heads * num_rows, num_rows, device=rows.device).unsqueeze(1)
 
 
 def token_order(
     lengths: NDArray[np.int64], parts: NDArray[np.int64], device: torch.device
 ) -> Tensor:
-    """[T']: where each token's output lies, the parts' outputs one after the other, each padded to
-    the row tile.
+    """Return where each token's output lies among the batches' outputs. Shape: [T'].
+
+    The outputs lie one after the other, each padded to the row tile. `parts` is each sequence's
+    batch.
     """
     part = np.repeat(parts, lengths)
-    place, size = np.empty(len(part), dtype=np.int64), 0
+    order, size = np.empty(len(part), dtype=np.int64), 0
     for number in np.unique(parts):
-        own = part == number
-        count = int(own.sum())
-        place[own] = size + np.arange(count)
+        chosen = part == number
+        count = int(chosen.sum())
+        order[chosen] = size + np.arange(count)
         size += padded_rows(count)
-    return torch.from_numpy(_padded(place)).to(device)
+    return torch.from_numpy(_padded(order)).to(device)
 
 
 def _padded(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Zeros appended up to the row tile."""
+    """Append zeros up to the row tile."""
     return np.pad(indices, (0, padded_rows(len(indices)) - len(indices)))

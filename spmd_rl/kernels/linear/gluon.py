@@ -1,13 +1,13 @@
-"""Matrix products of few rows on NVIDIA Hopper, for chains of kernels recorded in a CUDA graph.
+"""GEMMs of few rows on NVIDIA Hopper in Gluon, for kernels that follow each other in a CUDA graph.
 
-A program asks for the first tiles of its weight before it waits for the kernel before it, and keeps
-a deep ring of tiles on their way from then on, so memory is not idle between two products. Tiles of
-the weight are the first operand of wgmma, rows of x the second. Each element has one ascending
-chain over K, and the bits of `linear_triton`.
+A program asks for the first tiles of its weight before it waits for the kernel ahead. From then on
+it keeps a deep ring of tiles on their way, so memory is not idle between two products. Tiles of the
+weight are the first operand of wgmma, rows of x the second. Each element has one ascending chain
+over K, with the bits of `triton_gemm`.
 
 Asking early is allowed only while a graph is recorded, and only for a weight that no kernel of the
-graph writes: what wrote it before has ended when the graph begins. Elsewhere the weight is asked
-for after the wait.
+graph writes: whatever wrote it has ended when the graph begins. Elsewhere the weight is asked for
+after the wait.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -40,24 +40,26 @@ BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth
 def ring_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, gated: bool = False
 ) -> None:
-    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole
-    parts.
+    """Multiply as `triton_gemm.matmul_into` does.
+
+    Operands are bf16 and dense, and K a multiple of `PART`.
     """
     (m, k), n = x.shape, out.shape[1]
     steps = triton.cdiv(k, ring.k)
     _ring_matmul[(triton.cdiv(m, ring.m) * triton.cdiv(n, ring.n),)](
         _in_parts(x, ring.m, ring.k), _in_parts(weight, ring.n, ring.k),
         out if bias is None else bias.contiguous(), out, m, n, k, out.stride(0),
-        torch.cuda.is_current_stream_capturing(), bias is not None, gated, ring.late and ring.stages < steps,
-        ring.m, ring.n, ring.k // PART, min(ring.stages, steps),
+        torch.cuda.is_current_stream_capturing(), bias is not None, gated,
+        ring.late and ring.stages < steps, ring.m, ring.n, ring.k // PART, min(ring.stages, steps),
         num_warps=ring.warps, enable_fp_fusion=not gated, **overlapping(),
     )  # fmt: skip
 
 
 def _in_parts(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
-    """For copies of [height, width], which lie in shared memory as [width / PART, height, PART].
+    """Describe `matrix` for copies of [height, width].
 
-    What is missing of them is zero, and costs no memory traffic.
+    They lie in shared memory as [width / PART, height, PART]. What lies beyond the matrix is zero
+    and costs no memory traffic.
     """
     num_rows, k = matrix.shape
     shape, strides = [k // PART, num_rows, PART], [PART, k, 1]
@@ -189,7 +191,7 @@ def _let_next_begin(now) -> None:
 
 @gluon.jit
 def _all_but(PENDING: gl.constexpr, total, up_total, GATED: gl.constexpr) -> gl.tuple:
-    """The accumulators once no more than the last `PENDING` steps into them are under way."""
+    """Return the accumulators once at most the last `PENDING` steps into them are under way."""
     if GATED:
         total, up_total = warpgroup_mma_wait(PENDING, (total, up_total))
     else:
@@ -219,8 +221,9 @@ def _copy(matrix, at, bar, to, wanted) -> None:
 def _part(
     tile, part: gl.constexpr, HEIGHT_OF_PART: gl.constexpr, TALL: gl.constexpr
 ) -> gl.shared_memory_descriptor:
-    """One part of K of a tile, and what lies behind it where wgmma takes more rows; their sums are
-    not stored.
+    """Return one part of K of a tile.
+
+    Where wgmma takes more rows, it includes what lies behind the part; those sums are not stored.
     """
     parts = tile._reinterpret(
         gl.bfloat16, [tile.shape[0] // HEIGHT_OF_PART, HEIGHT_OF_PART, WIDTH], FLAT

@@ -1,4 +1,4 @@
-"""New keys and values into their slots of a cache of pages."""
+"""Write of new keys and values into their slots of a paged cache."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class KvSlots(NamedTuple):
 
 
 def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Write the first T rows of k and v; a negative slot writes nothing. Slot = page * page_size +
-    offset.
+    """Write the first T rows of k and v into slots; a negative slot writes nothing.
 
+    Slot = page * page_size + offset.
     Shape: keys and values [num_pages, page_size, K, D], contiguous; slots [T] int64; k and v [T',
-    K, D], perhaps parts of one tensor.
+    K, D], which may be slices of one tensor.
     """
     if keys.is_cuda:
         from spmd_rl.kernels.rowwise.kv_write_triton import write_rows

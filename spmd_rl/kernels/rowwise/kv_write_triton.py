@@ -1,4 +1,4 @@
-"""Keys and values into pages on NVIDIA GPUs: one copy of both."""
+"""Write of keys and values into pages on NVIDIA GPUs, in one kernel."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
 from __future__ import annotations
@@ -16,8 +16,8 @@ def write_rows(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor
     k, v = dense_heads(k), dense_heads(v)
     width = k.shape[1] * k.shape[2]
     _write[(len(slots),)](
-        keys, values, slots, k, v, k.stride(0), v.stride(0), width, triton.next_power_of_2(width), num_warps=4,
-        **overlapping(),
+        keys, values, slots, k, v, k.stride(0), v.stride(0), width,
+        triton.next_power_of_2(width), num_warps=4, **overlapping(),
     )  # fmt: skip
 
 

@@ -1,6 +1,4 @@
-"""Rotary positions: one fp32 table of cosines and sines, made on the host, used by trainer and
-engine alike.
-"""
+"""Rotary positions, from one fp32 table of cosines and sines that the host makes."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ from spmd_rl.kernels.rowwise.kv_write import KvSlots, write_kv
 from spmd_rl.kernels.rowwise.norm import rms_norm
 from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.differentiable import call
-from spmd_rl.kernels.runtime.recompute import remakable
+from spmd_rl.kernels.runtime.recompute import recomputable
 
 
 def rope_table(inv_freq: Tensor, num_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency.
+    """Return the cosines and sines of position * frequency.
 
     Shape: inv_freq [D/2] fp32; returns two tensors [num_positions, D/2] fp32.
     """
@@ -44,7 +42,7 @@ def qk_norm_rope(q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary) -> tuple[Te
     _check_tokens(q, k, rotary.positions)
     if q.is_cuda:
         rotated: tuple[Tensor, Tensor] = call(_QkNormRope, q, k, *norm, *rotary)
-        remakable(rotated, lambda: _QkNormRope.apply(q.detach(), k.detach(), *norm, *rotary))
+        recomputable(rotated, lambda: _QkNormRope.apply(q.detach(), k.detach(), *norm, *rotary))
         return rotated
     if norm.q_weight is not None and norm.k_weight is not None:
         q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
@@ -76,9 +74,9 @@ def _check_tokens(q: Tensor, k: Tensor, positions: Tensor) -> None:
 
 
 def _over_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, 1, D]: what a head is multiplied by, and what its swapped halves are.
+    """Return the factors of a head and of its swapped halves. Shape: [T, 1, D] each.
 
-    Over the whole width, because loops over a half of each head are short.
+    They have the whole width, because loops over half of each head are short.
     """
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 

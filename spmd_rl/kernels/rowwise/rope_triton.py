@@ -1,9 +1,9 @@
-"""Norm of every query and key head and rotary positions on NVIDIA GPUs, in one kernel each way.
+"""Norm and rotation of query and key heads on NVIDIA GPUs, in one kernel each way.
 
 A program of the forward pass takes heads of one token, as many at a time as the norm's tile has
-rows, and sums each along the norm's tree. The half that a column is turned with is read a second
-time, from the nearest cache. Keys may go straight to their pages, and the values with them.
-Positions and slots are read early (`overlap_triton`).
+rows, and sums each along the norm's tree. It reads the other half of a head a second time, from the
+nearest cache. Keys may go straight to their pages, and values with them. Positions and slots are
+read early (`pdl`).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -20,7 +20,7 @@ from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.padding import dense, dense_heads
 from spmd_rl.kernels.runtime.pdl import let_next_begin, overlapping, wait
 
-MANY_TOKENS = 1024  # from here on tokens alone fill the processor
+MANY_TOKENS = 1024  # from here on one program for each token fills the processor
 MAX_BACKWARD_PROGRAMS = 2048
 
 
@@ -96,13 +96,11 @@ def _dense(weight: Tensor | None) -> Tensor | None:
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _forward(
-    q, k, v, q_weight, k_weight, positions, cos, sin, q_out, keys, values, slots, q_stride, k_stride, v_stride, eps,
-    num_slots, groups, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    q, k, v, q_weight, k_weight, positions, cos, sin, q_out, keys, values, slots,
+    q_stride, k_stride, v_stride, eps, num_slots, groups, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Programs share a token's groups of heads: first those of queries, then of keys, then of
-    values.
-    """
+    """Share a token's groups of heads among programs: those of queries, keys, then values."""
     token = tl.program_id(0).to(tl.int64)
     let_next_begin()
     slot = token
@@ -114,35 +112,15 @@ def _forward(
         key_group = group - tl.cdiv(Q_HEADS, HEADS)
         value_group = key_group - tl.cdiv(K_HEADS, HEADS)
         if key_group < 0:
-            _turn(
-                q + token * q_stride,
-                q_out,
-                q_weight,
-                token,
-                group,
-                c,
-                s,
-                eps,
-                Q_HEADS,
-                DIM,
-                HEADS,
-                BLOCK,
-            )
+            _rotate(
+                q + token * q_stride, q_out, q_weight, token, group, c, s, eps,
+                Q_HEADS, DIM, HEADS, BLOCK,
+            )  # fmt: skip
         elif value_group < 0:
-            _turn(
-                k + token * k_stride,
-                keys,
-                k_weight,
-                slot,
-                key_group,
-                c,
-                s,
-                eps,
-                K_HEADS,
-                DIM,
-                HEADS,
-                BLOCK,
-            )
+            _rotate(
+                k + token * k_stride, keys, k_weight, slot, key_group, c, s, eps,
+                K_HEADS, DIM, HEADS, BLOCK,
+            )  # fmt: skip
         elif values is not None:
             column = value_group * HEADS * DIM + tl.arange(0, HEADS * BLOCK)
             inside = (column < tl.minimum(value_group * HEADS + HEADS, K_HEADS) * DIM) & (slot >= 0)
@@ -151,11 +129,11 @@ def _forward(
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x, out, weight, row, group, c, s, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A group of a token's heads, to a row of `out`, or nowhere if that is negative."""
+    """Norm and rotate a group of a token's heads; store nothing if the row is negative."""
     column = tl.arange(0, BLOCK)
     partner = (column + DIM // 2) % DIM
     head = group * HEADS + tl.arange(0, HEADS)
@@ -186,7 +164,7 @@ def _rounded(value, like) -> tl.tensor:
 def _angles(
     positions, cos, sin, token, DIRECTION: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """cos [BLOCK], and sin with the sign that the other half is taken with."""
+    """Return cosines [BLOCK], and sines with the sign of the other half."""
     column = tl.arange(0, BLOCK)
     at = tl.load(positions + token).to(tl.int64) * (DIM // 2) + column % (DIM // 2)
     c = tl.load(cos + at, mask=column < DIM, other=0.0)
@@ -196,9 +174,9 @@ def _angles(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _backward(
-    grad_q, grad_k, q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial, q_stride, k_stride,
-    num_tokens, eps, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr,
+    grad_q, grad_k, q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial,
+    q_stride, k_stride, num_tokens, eps, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tl.arange(0, BLOCK)
     q_sum, k_sum = tl.zeros((Q_TILE, BLOCK), tl.float32), tl.zeros((K_TILE, BLOCK), tl.float32)
@@ -206,39 +184,15 @@ def _backward(
         token = tl.cast(one, tl.int64)
         c, s = _angles(positions, cos, sin, token, -1, DIM, BLOCK)
         for first in tl.static_range(0, Q_HEADS, Q_TILE):
-            q_sum += _turn_back(
-                grad_q,
-                q,
-                q_out,
-                q_weight,
-                token,
-                first,
-                q_stride,
-                c,
-                s,
-                eps,
-                Q_HEADS,
-                DIM,
-                Q_TILE,
-                BLOCK,
-            )
+            q_sum += _rotate_back(
+                grad_q, q, q_out, q_weight, token, first, q_stride, c, s, eps,
+                Q_HEADS, DIM, Q_TILE, BLOCK,
+            )  # fmt: skip
         for first in tl.static_range(0, K_HEADS, K_TILE):
-            k_sum += _turn_back(
-                grad_k,
-                k,
-                k_out,
-                k_weight,
-                token,
-                first,
-                k_stride,
-                c,
-                s,
-                eps,
-                K_HEADS,
-                DIM,
-                K_TILE,
-                BLOCK,
-            )
+            k_sum += _rotate_back(
+                grad_k, k, k_out, k_weight, token, first, k_stride, c, s, eps,
+                K_HEADS, DIM, K_TILE, BLOCK,
+            )  # fmt: skip
     if q_weight is not None:
         at = partial + tl.program_id(0) * DIM + column
         tl.store(at, tl.sum(q_sum, axis=0), mask=column < DIM)
@@ -246,11 +200,11 @@ def _backward(
 
 
 @triton.jit
-def _turn_back(
+def _rotate_back(
     grad, x, out, weight, token, first, stride, c, s, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Stores the gradient of x; returns that of the weight, head by head."""
+    """Store the gradient of x, and return that of the weight for each head."""
     head, column = first + tl.arange(0, HEADS), tl.arange(0, BLOCK)
     inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
     at = (token * NUM_HEADS + head)[:, None] * DIM

@@ -18,7 +18,7 @@ from torch import Tensor
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PagedAttention, TokenAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
-from spmd_rl.kernels.attention.flash_ranges import flash_ranges
+from spmd_rl.kernels.attention.flash_partial import flash_partial
 from spmd_rl.microscope.replay.engine_pass import EnginePass, Replaying
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
 from spmd_rl.model.fused_projections import FusedProjections
@@ -61,14 +61,14 @@ def split_k_gate_up(path: EnginePass) -> None:
 
 def _join(path: EnginePass, module: Any) -> None:
     """Also whenever the engine joins them again."""
-    model, join = path.model, path.model.join_projections
+    model, join = path.model, path.model.fuse_projections
 
     def joined() -> None:
         join()
         module.joined = InHalves(**vars(module.joined))
 
-    model.join_projections = joined  # type: ignore[method-assign]
-    model.lay_out_projections()
+    model.fuse_projections = joined  # type: ignore[method-assign]
+    model.pack_projections()
     joined()
 
 
@@ -198,7 +198,7 @@ class AutoSplits(TokenAttention):
             k, v = (
                 torch.take_along_dim(one, columns[..., None, None], 1) for one in (keys, values)
             )
-            mine, log_sum = flash_ranges(q[:batch], k, v, length)
+            mine, log_sum = flash_partial(q[:batch], k, v, length)
             parts.append(mine)
             log_sums.append(log_sum.masked_fill((part >= splits)[:, None], -torch.inf))
         merged = torch.where((splits > 1)[:, None, None], merge(parts, log_sums), out[:batch])

@@ -81,7 +81,7 @@ class NativeEngine:
             separate_prefill=self._async_scheduling,
         )
         if self._async_scheduling:
-            model.lay_out_projections()
+            model.pack_projections()
         self._sampler = sampler
         self._stop_checker = StopChecker(self.table, decode)
         self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_pages * sizes.page_size)
@@ -122,7 +122,7 @@ class NativeEngine:
     def new_version(self, version: int) -> None:
         self.version = version
         if self._async_scheduling:
-            self.model.join_projections()
+            self.model.fuse_projections()
         self.scheduler.discard_kv(version)
 
     def outdate(self) -> None:

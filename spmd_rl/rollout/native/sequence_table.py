@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.kernels import stream_bases
-from spmd_rl.kernels.attention.splits import ranges
+from spmd_rl.kernels.runtime.ragged import offsets_within
 from spmd_rl.rollout.engine import ALL_TOKENS, Request
 
 NO_STOP_ID = -1
@@ -218,7 +218,7 @@ class SequenceTable:
         index = np.array(rows, dtype=np.int64)
         first = self.prompt_length[index]
         sizes = self.host_length(index) - first
-        answers = np.repeat(index, sizes), np.repeat(first, sizes) + ranges(sizes)
+        answers = np.repeat(index, sizes), np.repeat(first, sizes) + offsets_within(sizes)
         tokens, logprobs = self.tokens[answers], self.logprobs[answers]
         versions = self.versions[answers]
         self.sequence_id[index] = NO_SEQUENCE

@@ -18,6 +18,7 @@ from spmd_rl.kernels import (
 )
 from spmd_rl.kernels.runtime.cuda_graph import record
 from spmd_rl.kernels.vocab import sampling
+from spmd_rl.kernels.vocab.filters import filter_scores_
 
 NUM_ROWS = 24
 VOCAB = 20011
@@ -118,8 +119,8 @@ def _rows(count: int, filters: dict[str, float]) -> dict[str, Tensor]:
 
 def _sorted(logits: Tensor, scale: Tensor, filters: dict[str, Tensor]) -> Tensor:
     """What a sort leaves."""
-    return sampling._filter(
-        logits * scale[:, None], tuple(filters.get(name) for name in ("top_k", "top_p", "min_p"))
+    return filter_scores_(
+        logits * scale[:, None], *(filters.get(name) for name in ("top_k", "top_p", "min_p"))
     )
 
 

@@ -24,7 +24,7 @@ from spmd_rl.kernels import (
     position_keys,
     qk_norm_rope,
     qk_norm_rope_into,
-    remaking,
+    recomputing,
     rms_norm,
     rope,
     rope_table,
@@ -444,7 +444,11 @@ def test_remaking_keeps_less_and_gives_the_same_gradients(rows, unequal) -> None
         return linear(silu_mul(linear(normed, weight), linear(summed, weight)), weight[:, :512])
 
     results, kept = [], []
-    for context in (nullcontext(), nullcontext(), remaking()):  # the first one warms up the library
+    for context in (
+        nullcontext(),
+        nullcontext(),
+        recomputing(),
+    ):  # the first one warms up the library
         mine = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         before = torch.cuda.memory_allocated()
         with context:

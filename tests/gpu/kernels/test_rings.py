@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import silu_mul
-from spmd_rl.kernels.linear.dispatch import ours_into
+from spmd_rl.kernels.linear.dispatch import own_matmul_into
 from spmd_rl.kernels.linear.tiles import (
     GATED_RINGS,
     REFERENCE,
@@ -178,7 +178,7 @@ def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(
 
     def chain() -> None:
         for before, out, weight in zip([x, *outs], outs, weights, strict=False):
-            ours_into(out, before, weight, None)
+            own_matmul_into(out, before, weight, None)
 
     chain()
     graph = torch.cuda.CUDAGraph()
@@ -200,10 +200,10 @@ def test_a_weight_that_is_copied_first_takes_a_tile(
     x, weight = rows("normal", 8, 4096), rows("normal", 4096, 1024).t()
     monkeypatch.delattr("spmd_rl.kernels.linear.gluon.ring_matmul_into")
     out = x.new_empty(8, 1024)
-    ours_into(out, x, weight, None)
+    own_matmul_into(out, x, weight, None)
     assert unequal(out, tiled(x, weight, dtype=torch.bfloat16)) == 0
     with pytest.raises(ImportError):
-        ours_into(out, x, weight.contiguous(), None)
+        own_matmul_into(out, x, weight.contiguous(), None)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -212,10 +212,10 @@ def test_without_its_package_a_share_has_a_substitute(
 ) -> None:
     x, weight = rows("normal", 64, 4096) * 0.1, rows("normal", 8192, 4096)
     outs = [x.new_empty(64, 4096 if gated else 8192) for _ in range(2)]
-    ours_into(outs[0], x, weight, None, gated)
+    own_matmul_into(outs[0], x, weight, None, gated)
     monkeypatch.setattr("spmd_rl.kernels.linear.dispatch.has_dsl", lambda: False)
     monkeypatch.delattr("spmd_rl.kernels.linear.cute.shared_matmul_into")
-    ours_into(outs[1], x, weight, None, gated)
+    own_matmul_into(outs[1], x, weight, None, gated)
     assert unequal(*outs) == 0
 
 

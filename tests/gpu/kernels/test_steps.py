@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.attention.merge_states import merge_ranges
+from spmd_rl.kernels.attention.merge_states import merge_states
 
 ABSENT = -1
 
@@ -33,7 +33,7 @@ def test_merged_ranges_against_float64(count: int, dim: int) -> None:
     values = torch.where(there.unsqueeze(-1), partial[rows.clamp(min=0)].double(), 0)
     expected = (values * sums.softmax(1).unsqueeze(-1)).sum(1)
     out, merged = torch.empty(33, 4, dim).bfloat16().cuda(), torch.empty(4, 33).cuda().t()
-    merge_ranges(partial.cuda(), log_sum.t().contiguous().cuda().t(), rows.cuda(), out, merged)
+    merge_states(partial.cuda(), log_sum.t().contiguous().cuda().t(), rows.cuda(), out, merged)
     torch.testing.assert_close(out.cpu().double(), expected, rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(merged.cpu().double(), sums.logsumexp(1), rtol=1e-6, atol=2e-6)
     alone = (rows >= 0).sum(1) == 1
@@ -48,7 +48,7 @@ def test_control_a_range_left_out_is_seen() -> None:
     first_only = rows.clone()
     first_only[:, 1] = ABSENT
     for out, of in zip(outs, (rows, first_only), strict=True):
-        merge_ranges(partial, log_sum, of, out)
+        merge_states(partial, log_sum, of, out)
     several = (rows >= 0).sum(1) == 2
     assert several.any()
     assert not torch.equal(outs[0][several], outs[1][several])

@@ -20,7 +20,7 @@ from spmd_rl.controller.contracts import CONTRACT_FILE, by_digest
 from spmd_rl.kernels import QkNorm, Rotary, token_logprobs, write_kv
 from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch, swiglu
-from spmd_rl.kernels.linear.cublaslt import Shape, Way
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape
 from spmd_rl.model import network
 from spmd_rl.rollout.native.counters import SchedulerCounters
 from spmd_rl.train import on_policy
@@ -103,7 +103,7 @@ def test_engines_free_of_the_contract_multiply_in_other_ways() -> None:
 def test_a_shape_is_raced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     raced = []
 
-    def first(ways: list[Way], shape: Shape) -> Way:
+    def first(ways: list[Gemm], shape: Shape) -> Gemm:
         raced.append(shape)
         return ways[0]
 

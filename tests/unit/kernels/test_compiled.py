@@ -260,7 +260,7 @@ def merge(num_rows: int) -> str:
     whole = out.view(num_rows, 16, 128)
     return ptx_of(
         merge_states_triton._merge,
-        lambda: merge_states_triton.merge_ranges_gpu(partial, sums, ranges, whole, None),
+        lambda: merge_states_triton.merge_states_gpu(partial, sums, ranges, whole, None),
     )
 
 
@@ -364,7 +364,7 @@ def test_what_frames_a_step_compiles() -> None:
     assert all("griddepcontrol.wait" in ptx for ptx in (inputs, outputs))
 
 
-@pytest.mark.parametrize("name", ["_maxima", "_shares", "_weigh", "_settle", "_keep"])
+@pytest.mark.parametrize("name", ["_maxima", "_shares", "weigh", "settle", "_keep"])
 def test_filters_order_the_same_scores(name: str) -> None:
     """A score is rounded as a product, in every kernel, before it is subtracted from or added to."""
     logits, ones = rows(17, 151936, torch.float32), torch.ones(17)

@@ -14,15 +14,15 @@ from spmd_rl.kernels.runtime import interleaved_timing
 
 @given(count=st.integers(1, 12), num_turns=st.integers(0, 20))
 def test_all_come_once_a_turn(count: int, num_turns: int) -> None:
-    found = list(interleaved_timing.in_new_orders(count, num_turns))
+    found = list(interleaved_timing.shuffled_turns(count, num_turns))
     assert [turn for turn, _ in found] == [turn for turn in range(num_turns) for _ in range(count)]
     for turn in range(num_turns):
         assert sorted(index for own, index in found if own == turn) == list(range(count))
-    assert found == list(interleaved_timing.in_new_orders(count, num_turns))
+    assert found == list(interleaved_timing.shuffled_turns(count, num_turns))
 
 
 def test_each_comes_after_each_other() -> None:
-    indices = [index for _, index in interleaved_timing.in_new_orders(4, 41)]
+    indices = [index for _, index in interleaved_timing.shuffled_turns(4, 41)]
     after = {(a, b) for a, b in pairwise(indices) if a != b}
     assert len(after) == 4 * 3
 

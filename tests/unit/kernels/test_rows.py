@@ -104,14 +104,14 @@ def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch
     x = data("normal", TOTAL, 97)
     monkeypatch.setattr(cpu.F, "linear", by_parts)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "rows_stand_alone", lambda *shape: True)
+        patch.setattr(cpu, "rows_are_independent", lambda *shape: True)
         assert unequal_rows(lambda part: linear(part, *given), x) > 0, "the control"
-    cpu.rows_stand_alone.cache_clear()
+    cpu.rows_are_independent.cache_clear()
     sizes.clear()
     assert unequal_rows(lambda part: linear(part, *given), x) == 0
     assert set(sizes) == {16, 32}, "all but the comparison's are tiles"
     torch.testing.assert_close(linear(x, *given), plain(x, *given), rtol=1e-4, atol=1e-4)
-    cpu.rows_stand_alone.cache_clear()
+    cpu.rows_are_independent.cache_clear()
 
 
 def test_control_a_library_of_other_sums_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +150,10 @@ def test_control_a_library_that_counts_places_where_k_is_no_multiple_of_four(
 def test_the_library_is_compared_once_a_shape(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu.rows_stand_alone.cache_clear()
+    cpu.rows_are_independent.cache_clear()
     for _ in range(3):
         linear(data("normal", 40, 64).to(dtype), weight(32, 64).to(dtype))
-    found = cpu.rows_stand_alone.cache_info()
+    found = cpu.rows_are_independent.cache_info()
     assert (found.misses, found.hits) == (1, 2)
     x = data("normal", 256, 64).to(dtype).requires_grad_()
     linear(x, weight(32, 64).to(dtype)).sum().backward()

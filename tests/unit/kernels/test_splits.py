@@ -13,8 +13,8 @@ from spmd_rl.controller.contracts import disagreement
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, contract
 from spmd_rl.kernels.attention.backend import attention_backend
-from spmd_rl.kernels.attention.merge_states import merge_ranges
-from spmd_rl.kernels.attention.splits import Splits
+from spmd_rl.kernels.attention.kv_splits import KvSplits
+from spmd_rl.kernels.attention.merge_states import merge_states
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 
@@ -32,7 +32,7 @@ def seen(q: Tensor, k: Tensor, v: Tensor) -> Seen:
 
 
 def merged(
-    splits: Splits, starts: np.ndarray, data: list[tuple[Tensor, Tensor, Tensor]], size: int
+    splits: KvSplits, starts: np.ndarray, data: list[tuple[Tensor, Tensor, Tensor]], size: int
 ) -> Tensor:
     """What the runs and pairs of `splits` compute, merged as `splits.rows` says; data [S, H, D] for
     each sequence.
@@ -57,7 +57,7 @@ def merged(
             row += 1
     partial, log_sum = (torch.stack(x) for x in zip(*parts, strict=True))
     out = torch.empty(len(tokens), HEADS, DIM)
-    merge_ranges(partial, log_sum.float(), torch.from_numpy(splits.rows), out)
+    merge_states(partial, log_sum.float(), torch.from_numpy(splits.rows), out)
     return out
 
 
@@ -79,7 +79,7 @@ def test_splits_merge_to_attention_over_all_keys(
         )
         for start, length in sequences
     ]
-    splits = Splits.of(starts, lengths, size)
+    splits = KvSplits.of(starts, lengths, size)
     whole = [
         seen(q[at], k[: at + 1], v[: at + 1])[0]
         for (q, k, v), (start, length) in zip(data, sequences, strict=True)
@@ -96,7 +96,7 @@ def test_splits_merge_to_attention_over_all_keys(
 
 
 def test_padding_sees_itself_alone() -> None:
-    splits = Splits.of(np.array([0]), np.array([5]), 4, padding=3)
+    splits = KvSplits.of(np.array([0]), np.array([5]), 4, padding=3)
     assert splits.rows.tolist() == [
         [0, -1],
         [1, -1],
@@ -113,7 +113,7 @@ def test_one_range_is_returned_as_it_is() -> None:
     partial = torch.tensor([[[-0.0, 0.1, -3.0e38, 1e-30]]]).bfloat16()
     out, log_sum = torch.empty_like(partial), torch.full((1, 1), 7.5)
     merged_log_sum = torch.empty(1, 1)
-    merge_ranges(partial, log_sum, torch.tensor([[0, -1, -1]]), out, merged_log_sum)
+    merge_states(partial, log_sum, torch.tensor([[0, -1, -1]]), out, merged_log_sum)
     assert out.view(torch.int16).equal(partial.view(torch.int16))
     assert merged_log_sum.equal(log_sum)
 
@@ -122,11 +122,11 @@ def test_results_past_the_last_range_do_not_matter() -> None:
     partial, log_sum = torch.randn(3, 1, 4), torch.randn(3, 1)
     out, other = torch.empty(1, 1, 4), torch.empty(1, 1, 4)
     rows = torch.tensor([[1, 2, -1]])
-    merge_ranges(partial, log_sum, rows, out)
+    merge_states(partial, log_sum, rows, out)
     partial[0], log_sum[0] = 1e30, 1e30
-    merge_ranges(partial, log_sum, rows, other)
+    merge_states(partial, log_sum, rows, other)
     assert out.equal(other)
-    merge_ranges(partial, log_sum, torch.tensor([[0, 1, 2]]), other)
+    merge_states(partial, log_sum, torch.tensor([[0, 1, 2]]), other)
     assert not out.equal(other)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.linear.cpu import rows_stand_alone
+from spmd_rl.kernels.linear.cpu import rows_are_independent
 from spmd_rl.microscope.diagnose.compare import Comparison, compare
 from spmd_rl.microscope.diagnose.explain import Trial
 from spmd_rl.microscope.diagnose.faults import plant
@@ -130,7 +130,7 @@ def test_a_harmless_change_is_not_called_a_fault(engine, trainer, case) -> None:
     """
     path = engine()
     width, depth = path.model.model.layers[MIDDLE].mlp.down_proj.weight.shape
-    if not rows_stand_alone(width, depth, False, torch.float32, torch.get_num_threads()):
+    if not rows_are_independent(width, depth, False, torch.float32, torch.get_num_threads()):
         pytest.skip("this CPU's library does not give each tile of rows its own bits")
     plant("library-linear", path)
     assert compare(path, trainer, case).findings == ()

@@ -1,10 +1,8 @@
-"""Attention in splits of a fixed size: which tokens meet which keys in one call, and where their
-results lie.
+"""Splits of keys of a fixed size: which tokens meet which keys, and where the results lie.
 
-A sequence's keys are cut every `size` tokens, from its start. A token attends to each split that it
-sees apart from the others; `merge_ranges` makes one result of them. So a few long sequences are
-work for a whole GPU when they are decoded, and the trainer, cutting at the same places, has the
-same bits.
+A sequence's keys are cut every `size` tokens, counted from its start. A token attends to each split
+that it sees on its own, and `merge_states` merges the results. So the decoding of a few long
+sequences keeps a whole GPU busy. The trainer cuts at the same places and has the same bits.
 """
 
 from __future__ import annotations
@@ -14,18 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from spmd_rl.kernels.runtime.ragged import offsets_within
+
 
 @dataclass(frozen=True)
-class Splits:
-    """New tokens in runs, each within one split of its sequence, and pairs of a run and a split
-    before its own.
+class KvSplits:
+    """Runs of new tokens, and pairs of a run with each earlier split of its sequence.
 
-    The results of all tokens over their own splits come first, then padding's, then the pairs', run
-    by run.
-    Shape: `sequence`, `split`, `lengths`, `num_keys` [R]: a run's sequence and split, its tokens,
-    and its split's keys up to its end; `pair_run`, `pair_split` [E]; `queries` [Q], the token of
-    each row of the pairs; `rows` [T', N] int32, where the results of each token lie by split, -1
-    for splits that it does not see.
+    A run lies within one split. Results come in this order: all tokens over their own splits, the
+    padding, the pairs run by run.
+    Shape: `sequence`, `split`, `lengths`, `num_keys` [R] hold each run's sequence and split, its
+    number of tokens, and its split's keys up to the run's end. `pair_run`, `pair_split` [E] hold
+    the pairs. `queries` [Q] holds the token of each row of the pairs. `rows` [T', N] int32 holds
+    where each token's results lie by split, and -1 for splits that it does not see.
     """
 
     sequence: NDArray[np.int64]
@@ -44,26 +43,27 @@ class Splits:
     @staticmethod
     def of(
         starts: NDArray[np.int64], lengths: NDArray[np.int64], size: int, padding: int = 0
-    ) -> Splits:
-        """`lengths` [B] new tokens after `starts` [B] old ones, then `padding` tokens that see only
-        themselves.
+    ) -> KvSplits:
+        """Cut `lengths` [B] new tokens after `starts` [B] old ones.
+
+        Behind them come `padding` tokens, which see only themselves.
         """
         ends = starts + lengths
         counts = (ends - 1) // size - starts // size + 1
         sequence = np.repeat(np.arange(len(starts)), counts)
-        split = np.repeat(starts // size, counts) + ranges(counts)
+        split = np.repeat(starts // size, counts) + offsets_within(counts)
         run_ends = np.minimum((split + 1) * size, ends[sequence])
         run_lengths = run_ends - np.maximum(split * size, starts[sequence])
-        pair_run, pair_split = np.repeat(np.arange(len(split)), split), ranges(split)
+        pair_run, pair_split = np.repeat(np.arange(len(split)), split), offsets_within(split)
         pair_lengths = run_lengths[pair_run]
         queries = np.repeat(
             (np.cumsum(run_lengths) - run_lengths)[pair_run], pair_lengths
-        ) + ranges(pair_lengths)
+        ) + offsets_within(pair_lengths)
         own = np.arange(lengths.sum() + padding)
         rows = np.full((len(own), split.max() + 1), -1, dtype=np.int32)
         rows[own, np.pad(np.repeat(split, run_lengths), (0, padding))] = own
         rows[queries, np.repeat(pair_split, pair_lengths)] = len(own) + np.arange(len(queries))
-        return Splits(
+        return KvSplits(
             sequence,
             split,
             run_lengths,
@@ -73,8 +73,3 @@ class Splits:
             queries,
             rows,
         )
-
-
-def ranges(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0 .. size - 1 of each size, end to end."""
-    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
