@@ -10,7 +10,8 @@ from functools import partial
 
 import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config, check
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 from spmd_rl.weights.digest import digest
 
 __all__ = ["Config", "check", "even", "main"]

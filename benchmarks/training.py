@@ -22,7 +22,8 @@ from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 896
 PACK_TOKENS = 16384

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.trainer import Trainer as Trainer
     from spmd_rl.types.batch import Batch as Batch
+    from spmd_rl.types.prompts import Prompt as Prompt
     from spmd_rl.types.samples import Group as Group
-    from spmd_rl.types.samples import Prompt as Prompt
     from spmd_rl.types.samples import Sample as Sample
 
 __version__ = "0.1.0"
@@ -81,7 +81,8 @@ _HOMES = {
     "rollout.rollout": ("Rollout",),
     "train.config": ("Fsdp2Config", "TrainerConfig"),
     "train.trainer": ("Trainer",),
-    "types.samples": ("Group", "Prompt", "Sample"),
+    "types.prompts": ("Prompt",),
+    "types.samples": ("Group", "Sample"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -22,7 +22,8 @@ from benchmarks.grpo_step.work import (
     num_digits,
 )
 from benchmarks.peer import Laps
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 STEPS = 1 << 20  # the driver ends the run
 

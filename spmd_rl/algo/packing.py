@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
 from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
-from spmd_rl.types.samples import Group
+from spmd_rl.types.samples import Group, GroupColumns
 
 Aggregation = Literal["token", "sample", "const"]
 
@@ -42,27 +42,39 @@ def pack(
     Raises: ContractError, DataError, ConfigError.
     """
     columns = Group.to_columns(groups)
-    prompts, samples = columns.prompts, columns.samples
+    _check(columns, advantages)
+    flat_advantages = concatenate(advantages, np.float64)
+    return _make_batch(_sequences(columns), flat_advantages, aggregation, max_response_tokens)
+
+
+def _check(columns: GroupColumns, advantages: Sequence[NDArray[np.floating]]) -> None:
     if columns.lengths.tolist() != [len(values) for values in advantages]:
         raise ContractError(
             "pack needs one advantage for each sample of each group, in the order of the groups"
         )
-    if not len(samples) and (reasons := [*chain(*columns.skipped)]):
+    if not len(columns.samples) and (reasons := [*chain(*columns.skipped)]):
         raise DataError("no sample of this step could be graded", reasons[0])
+    prompts = columns.prompts
     prompt_of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
     empty = prompts.uid[prompt_of_sample][prompts.lengths[prompt_of_sample] == 0]
     if empty.size:
         raise ConfigError(
             f"prompt {empty[0]} has no tokens, so its first response token cannot be predicted"
         )
+
+
+def _sequences(columns: GroupColumns) -> _Sequences:
+    """Return each sample as a sequence: its prompt's tokens, then its own."""
+    prompts, samples = columns.prompts, columns.samples
     # With all prompts and then all samples end to end, a sequence is one row of each.
+    prompt_of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
     lengths = np.concatenate([prompts.lengths, samples.lengths])
     row_pairs = np.stack([prompt_of_sample, len(prompts) + np.arange(len(samples))], axis=1)
     flat = entry_indices(lengths, row_pairs.reshape(-1))
     num_prompt_tokens = len(prompts.tokens)
     no_logprobs = np.zeros(num_prompt_tokens, np.float32)
     no_versions = np.full(num_prompt_tokens, NO_VERSION, np.int32)
-    sequences = _Sequences(
+    return _Sequences(
         tokens=np.concatenate([prompts.tokens, samples.tokens])[flat],
         lengths=lengths[row_pairs].sum(1, dtype=np.int32),
         mask=flat >= num_prompt_tokens,
@@ -70,8 +82,6 @@ def pack(
         versions=np.concatenate([no_versions, samples.versions])[flat],
         temperature=samples.temperature.astype(np.float32),
     )
-    flat_advantages = concatenate(advantages, np.float64)
-    return _make_batch(sequences, flat_advantages, aggregation, max_response_tokens)
 
 
 def pack_sft(
@@ -160,7 +170,10 @@ def _make_batch(
 
 
 def _per_token(values: NDArray[np.float64], sequences: _Sequences) -> NDArray[np.float32]:
-    """Give each token in the mask the value of its sequence, and 0 to all others. Shape: [N] to [T]."""
+    """Give each token in the mask the value of its sequence, and 0 to all others.
+
+    Shape: [N] to [T].
+    """
     repeated = np.repeat(values.astype(np.float32), sequences.lengths)
     return np.where(sequences.mask, repeated, np.float32(0))
 

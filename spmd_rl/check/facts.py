@@ -125,7 +125,7 @@ def network() -> Network:
 
 
 def runs_folder(path: Path) -> RunsFolder:
-    """Try what a run does in its folder, in the nearest existing parent, and leave no file there."""
+    """Try what a run does in its folder, in the nearest existing parent, and leave no file."""
     existing = _nearest_folder(path)
     try:
         with tempfile.TemporaryDirectory(prefix=".spmd_rl-check-", dir=existing) as scratch:

@@ -19,7 +19,7 @@ from spmd_rl.data.eos import EosIds, StopConditions, sampling_warnings
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.types.samples import Prompt
+from spmd_rl.types.prompts import Prompt
 
 DATA_CHANGED = (
     "not those of the checkpoint: restore the data file, or start a new run with --run.name"

@@ -159,27 +159,15 @@ def _events(
         if span is not None:
             lanes.setdefault(span.lane, []).append(span)
     title = process.name + (f" on {process.host}" if process.host else "")
-    yield {"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": title}}
-    yield {
-        "ph": "M",
-        "pid": number,
-        "tid": 0,
-        "name": "process_sort_index",
-        "args": {"sort_index": number},
-    }
+    yield _metadata(number, 0, "process_name", {"name": title})
+    yield _metadata(number, 0, "process_sort_index", {"sort_index": number})
     thread_of: dict[tuple[str, int], int] = {}
     for lane, spans in lanes.items():
         for track, _, span in tracks(spans):
             if (lane, track) not in thread_of:
                 thread = thread_of[lane, track] = len(thread_of) + 1
                 name = lane if track == 0 else f"{lane} ({track + 1})"
-                yield {
-                    "ph": "M",
-                    "pid": number,
-                    "tid": thread,
-                    "name": "thread_name",
-                    "args": {"name": name},
-                }
+                yield _metadata(number, thread, "thread_name", {"name": name})
             yield {
                 "ph": "X",
                 "pid": number,
@@ -190,3 +178,8 @@ def _events(
                 "dur": span.length_ns / 1e3,
                 "args": span.args,
             }
+
+
+def _metadata(process: int, thread: int, event: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Return a metadata event of Chrome's format."""
+    return {"ph": "M", "pid": process, "tid": thread, "name": event, "args": args}

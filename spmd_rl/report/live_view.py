@@ -86,9 +86,11 @@ def _progress_bar(progress: RunProgress) -> Table:
     row.add_column(no_wrap=True)
     what, done, total = progress.count
     text = Text.assemble(
-        f"{what} ", (f"{done}/{total}", "bold"),
-        f"  {duration(progress.elapsed_s)} elapsed  ", (f"{duration(progress.remaining_s)} left", "bold"),
-    )  # fmt: skip
+        f"{what} ",
+        (f"{done}/{total}", "bold"),
+        f"  {duration(progress.elapsed_s)} elapsed  ",
+        (f"{duration(progress.remaining_s)} left", "bold"),
+    )
     row.add_row(ProgressBar(total=max(1, total), completed=done), text)
     return row
 
@@ -136,8 +138,10 @@ def _reward(progress: RunProgress, width: int) -> Text | None:
     line = sparkline(progress.rewards, max(8, min(48, width - 24)))
     return Text.assemble(
         (number(last, ".3f"), "bold green" if last >= first else "bold red"),
-        "  ", (line, "green"), (f"  from {number(first, '.3f')}", "bright_black"),
-    )  # fmt: skip
+        "  ",
+        (line, "green"),
+        (f"  from {number(first, '.3f')}", "bright_black"),
+    )
 
 
 def _mismatch(progress: RunProgress) -> Text | None:
@@ -178,13 +182,13 @@ def _policy(metrics: Metrics) -> Text | None:
 def _sample(group: samples.Group, width: int) -> Text:
     sample = group.samples[0]
     reward = f"  reward {sample.reward:g}"
-    text_width = max(
-        20, width - len(reward) - 3
-    )  # two fifths for the prompt, the rest for the sample
+    text_width = max(20, width - len(reward) - 3)  # two fifths of it for the prompt
     return Text.assemble(
-        (_one_line(group.prompt.text, min(40, text_width * 2 // 5)), "bright_black"), " → ",
-        (_one_line(sample.text, min(60, text_width * 3 // 5)), "bold"), (reward, "green" if sample.reward > 0 else "red"),
-    )  # fmt: skip
+        (_one_line(group.prompt.text, min(40, text_width * 2 // 5)), "bright_black"),
+        " → ",
+        (_one_line(sample.text, min(60, text_width * 3 // 5)), "bold"),
+        (reward, "green" if sample.reward > 0 else "red"),
+    )
 
 
 def _one_line(text: str, width: int) -> str:

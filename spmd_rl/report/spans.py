@@ -27,14 +27,7 @@ def read_timeline(
     """
     windows = _windows(run)
     chosen = [windows[i] for i in evenly_spaced(list(range(len(windows))), max_steps)]
-    per_step: list[list[RecordedSpan]] = [[] for _ in chosen]
-    starts = [step.start_ns for step in chosen]
-    for process, span in _recorded(run):
-        for i in range(
-            max(0, bisect_right(starts, span.start_ns) - 1), bisect_right(starts, span.end_ns)
-        ):
-            if span.start_ns < chosen[i].end_ns and span.end_ns > chosen[i].start_ns:
-                per_step[i].append((process, span))
+    per_step = _spans_per_step(run, chosen)
     names: dict[str, int] = {}
     steps: list[dict[str, Any]] = []
     num_left = max_spans
@@ -42,15 +35,25 @@ def read_timeline(
         spans = sorted(per_step[i], key=lambda item: -item[1].length_ns)[:max_spans]
         if len(spans) <= num_left or not steps:
             num_left -= len(spans)
-            steps.append(
-                {"order": i, "num_left_out": len(per_step[i]) - len(spans)}
-                | _step(chosen[i], spans, names)
-            )
+            entry = {"order": i, "num_left_out": len(per_step[i]) - len(spans)}
+            steps.append(entry | _step(chosen[i], spans, names))
     return {
         "steps": sorted(steps, key=lambda step: step["order"]),
         "num_steps": len(windows),
         "names": list(names),
     }
+
+
+def _spans_per_step(run: Path, steps: list[Span]) -> list[list[RecordedSpan]]:
+    """Return for each step the spans that overlap it."""
+    per_step: list[list[RecordedSpan]] = [[] for _ in steps]
+    starts = [step.start_ns for step in steps]
+    for process, span in _recorded(run):
+        first = max(0, bisect_right(starts, span.start_ns) - 1)
+        for i in range(first, bisect_right(starts, span.end_ns)):
+            if span.start_ns < steps[i].end_ns and span.end_ns > steps[i].start_ns:
+                per_step[i].append((process, span))
+    return per_step
 
 
 def _recorded(run: Path) -> Iterator[RecordedSpan]:
@@ -81,16 +84,9 @@ def _from_chrome(trace: dict[str, Any]) -> Iterator[RecordedSpan]:
             start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
             name, _, host = titles[event["pid"], 0].partition(" on ")
             process = TracedProcess(name, event["pid"], host)
-            yield (
-                process,
-                Span(
-                    str(event["name"]),
-                    began_ns + start_ns,
-                    length_ns,
-                    titles[where],
-                    dict(event["args"]),
-                ),
-            )
+            args = dict(event["args"])
+            span = Span(str(event["name"]), began_ns + start_ns, length_ns, titles[where], args)
+            yield process, span
 
 
 def _windows(run: Path) -> list[Span]:

@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from spmd_rl.errors import ConfigError, source_line
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 Reward = Callable[[Prompt, Sample], float | Mapping[str, float]]
 

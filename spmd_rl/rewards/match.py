@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 _NUMBER = re.compile(
     r"(?:(?<!\w)[-\u2212])?"  # a hyphen or minus sign, unless it joins two words or numbers

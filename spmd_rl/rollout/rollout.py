@@ -23,7 +23,8 @@ from spmd_rl.observe.trace import now_ns
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig, Request, SamplingConfig
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 if TYPE_CHECKING:
     from spmd_rl.weights.local_tensors import LocalTensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 # A partial solution: its non-empty parts as (weight, items), heaviest first.
 Parts = list[tuple[int, list[int]]]
@@ -27,8 +27,22 @@ def balanced_partition(weights: Sequence[int], num_parts: int) -> list[list[int]
     items_of_weight: defaultdict[int, list[int]] = defaultdict(list)
     for item, weight in enumerate(weights):
         items_of_weight[weight].append(item)
-    # Differencing cancels equal weights against each other one by one, which is slow. So equal
-    # weights are dealt out in rounds, and only the remainders are differenced.
+    parts, remainders = _deal_equal_weights(items_of_weight, num_parts)
+    differenced = _difference(sorted(remainders), num_parts)
+    sums = [sum(weights[item] for item in part) for part in differenced]
+    # A dealt item lighter than the remaining difference could reduce it: difference all items.
+    if parts[0] and max(sums) - min(sums) > min(weights[item] for item in parts[0]):
+        return [sorted(part) for part in _difference(list(enumerate(weights)), num_parts)]
+    return [sorted(part + more) for part, more in zip(parts, differenced, strict=True)]
+
+
+def _deal_equal_weights(
+    items_of_weight: Mapping[int, list[int]], num_parts: int
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Deal out the items of each weight in full rounds. Return the parts, and the items left over.
+
+    Differencing would cancel equal weights against each other one by one, which is slow.
+    """
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     remainders: list[tuple[int, int]] = []
     for weight, items in items_of_weight.items():
@@ -36,12 +50,7 @@ def balanced_partition(weights: Sequence[int], num_parts: int) -> list[list[int]
         for first, part in enumerate(parts):
             part += items[first:num_dealt:num_parts]
         remainders += [(item, weight) for item in items[num_dealt:]]
-    differenced = _difference(sorted(remainders), num_parts)
-    sums = [sum(weights[item] for item in part) for part in differenced]
-    # A dealt item lighter than the remaining difference could reduce it: difference all items.
-    if parts[0] and max(sums) - min(sums) > min(weights[item] for item in parts[0]):
-        return [sorted(part) for part in _difference(list(enumerate(weights)), num_parts)]
-    return [sorted(part + more) for part, more in zip(parts, differenced, strict=True)]
+    return parts, remainders
 
 
 def _difference(items: list[tuple[int, int]], num_parts: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Prompts, samples and groups: what controller and engine exchange. numpy only.
+"""Samples, and groups of samples of one prompt. numpy only.
 
 Shape letters used here and in docstrings elsewhere: G samples of one prompt, R response tokens of
 one sample, V vocabulary.
@@ -10,51 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import ContractError
 from spmd_rl.types.columns import Columns, concatenate, split_at
+from spmd_rl.types.prompts import Prompt, PromptColumns, construct
 
-T = TypeVar("T")
 _Row = tuple["GroupColumns", int]  # columns and a row of them
 
 FinishReason = Literal["stop", "length", "abort"]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One tokenised prompt.
-
-    `uid` numbers the draw, not the record of the data file. A record drawn in two epochs has two
-    uids, so its samples use different random streams.
-    """
-
-    uid: int
-    tokens: NDArray[np.int32]
-    text: str = ""
-    answer: str = ""
-    source: str = ""
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    def replace(self, **values: Any) -> Prompt:
-        """Return a copy with these fields changed, five times as fast as `dataclasses.replace`."""
-        return _construct(Prompt, self.__dict__ | values)
-
-    @staticmethod
-    def to_columns(prompts: list[Prompt]) -> PromptColumns:
-        """Return the columns in which a list of prompts crosses between processes."""
-        return PromptColumns(
-            lengths=np.array([len(prompt.tokens) for prompt in prompts], np.int64),
-            uid=np.array([prompt.uid for prompt in prompts], np.int64),
-            tokens=concatenate([prompt.tokens for prompt in prompts], np.int32),
-            text=[prompt.text for prompt in prompts],
-            answer=[prompt.answer for prompt in prompts],
-            source=[prompt.source for prompt in prompts],
-            meta=[prompt.meta for prompt in prompts],
-        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +48,7 @@ class Sample:
 
     def replace(self, **values: Any) -> Sample:
         """Return a copy with these fields changed, like `Prompt.replace`."""
-        return _construct(Sample, self.__dict__ | values)
+        return construct(Sample, self.__dict__ | values)
 
     @staticmethod
     def to_columns(samples: list[Sample]) -> SampleColumns:
@@ -205,28 +172,6 @@ def _consecutive_rows(rows: list[_Row]) -> list[tuple[GroupColumns, int, int]]:
 
 
 @dataclass(frozen=True)
-class PromptColumns(Columns):
-    """Prompts in columns; `lengths` counts tokens."""
-
-    RAGGED = ("tokens",)
-
-    uid: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    text: list[str]
-    answer: list[str]
-    source: list[str]
-    meta: list[dict[str, Any]]
-
-    def rows(self) -> list[Prompt]:
-        """Return the prompts as objects. Raises: ValueError, as `check` does."""
-        self.check()
-        tokens = split_at(self.tokens, self.offsets)
-        return list(
-            map(Prompt, self.uid.tolist(), tokens, self.text, self.answer, self.source, self.meta)
-        )
-
-
-@dataclass(frozen=True)
 class SampleColumns(Columns):
     """Samples in columns; `lengths` counts tokens."""
 
@@ -260,7 +205,7 @@ class SampleColumns(Columns):
             strict=True,
         )
         return [
-            _construct(
+            construct(
                 Sample,
                 {
                     "prompt_uid": prompt_uid,
@@ -310,7 +255,7 @@ class GroupColumns(Columns):
                 columns.check()
         except ValueError as error:
             raise ContractError(f"the columns of groups do not fit each other: {error}") from error
-        return [_construct(Group, {"_row": (self, number)}) for number in range(len(self))]
+        return [construct(Group, {"_row": (self, number)}) for number in range(len(self))]
 
     @cached_property
     def groups(self) -> list[tuple[Prompt, list[Sample], list[str], float]]:
@@ -321,13 +266,3 @@ class GroupColumns(Columns):
                 self.prompts.rows(), samples, self.skipped, self.reward_time_s.tolist(), strict=True
             )
         )
-
-
-_new, _set = object.__new__, object.__setattr__
-
-
-def _construct(cls: type[T], values: dict[str, Any]) -> T:
-    """Return an instance with these fields, twice as fast as a frozen dataclass's `__init__`."""
-    instance = _new(cls)
-    _set(instance, "__dict__", values)
-    return instance

@@ -5,7 +5,8 @@ Without a gradient, every resume would be right.
 
 from __future__ import annotations
 
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 
 def even(prompt: Prompt, sample: Sample) -> float:

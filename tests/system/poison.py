@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 from tests.system.faults import struck_file
 
 POISONED = 5  # the prompt at which they fail

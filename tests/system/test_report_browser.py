@@ -130,11 +130,10 @@ def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_pa
     assert browser.each("select[aria-label='x axis'] option") == [
         "steps",
         "wall-clock minutes",
-        "tokens trained on",
+        "trained tokens",
     ]
     assert (
-        "20 steps · in 30 min 0 s "
-        "(10 min 0 s before step 1, 9 min 50 s of them in the phase warm-up)"
+        "20 steps · in 30 min 0 s (10 min 0 s of it before step 1, with 9 min 50 s of warm-up)"
         in (browser.each(".sub")[0])
     )
     assert (min(ticks(browser, "reward/mean")), max(ticks(browser, "reward/mean"))) == (5, 20)

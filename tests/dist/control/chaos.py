@@ -17,7 +17,7 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.split import RoleSplit
-from spmd_rl.types.samples import Prompt
+from spmd_rl.types.prompts import Prompt
 
 
 class Actor(Role):

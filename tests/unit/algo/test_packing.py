@@ -11,7 +11,8 @@ from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.packing import SequenceLogprobs, pack, pack_sft
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 
 def _groups(lengths: list[list[int]]) -> list[Group]:

@@ -26,7 +26,8 @@ from spmd_rl.observe.run_lock import (
     launcher_lock,
     refuse_running_run,
 )
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 CONFIG = "steps = 3\n[trainer]\nlr = 0.1\n"
 

@@ -18,7 +18,8 @@ from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.report.recorder import Recorder
 from spmd_rl.rollout.engine import SamplingConfig
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 SAME = "in 3 steps, all samples of every prompt had the same reward, so nothing was learned"

@@ -20,7 +20,8 @@ from spmd_rl.report.live_view import LiveView
 from spmd_rl.report.plain_view import step_line
 from spmd_rl.report.progress import RunProgress, duration, sparkline
 from spmd_rl.report.run_monitor import RunMonitor
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 from tests.terminal import screen
 
 METRICS = {

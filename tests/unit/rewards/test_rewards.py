@@ -24,7 +24,8 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rewards import grade, match
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 PROMPT = Prompt(7, np.array([1], np.int32), text="37+48=", answer="85")
 

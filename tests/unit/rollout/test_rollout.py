@@ -17,7 +17,7 @@ from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.observe.trace import Trace
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
-from spmd_rl.types.samples import Prompt
+from spmd_rl.types.prompts import Prompt
 
 transformers = pytest.importorskip("transformers")
 

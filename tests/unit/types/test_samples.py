@@ -16,7 +16,8 @@ from spmd_rl.algo.advantages import group_advantage, rloo_advantage
 from spmd_rl.algo.group_metrics import group_metrics
 from spmd_rl.algo.packing import pack
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group, GroupColumns, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, GroupColumns, Sample
 
 
 def made(uid: int, sizes: list[int]) -> Group:
