@@ -71,9 +71,9 @@ def _model(run: Path, given: str | None) -> Path:
     settings: dict[str, Any] = (
         read_toml(run / "config.toml") if (run / "config.toml").is_file() else {}
     )
-    model = given or settings.get("model") or settings.get("trainer", {}).get("model")
+    model = given or settings.get("model")
     if not model:
         raise ConfigError(
-            f"{run} does not say which model it trained: name its folder with --model"
+            f"{run}/config.toml does not name the model: name its folder with --model"
         )
     return Path(model)
