@@ -70,16 +70,18 @@ class StepLoop:
 
     def steps(self, num_steps: int, start: int) -> Iterator[LoopStep]:
         """Yield steps `start` to `num_steps - 1`, and save a checkpoint after each where due."""
-        notice, calls = self._dispatcher.termination, self._dispatcher.calls
+        termination, calls = self._dispatcher.termination, self._dispatcher.calls
         grace_s = self._run.grace_s
         if self._observer is not None:
             self._observer.on_steps(start, num_steps)
             calls.on_long_wait = self._observer.catch_up
-        notice.grace_s = grace_s if self._parts else 0.0
+        termination.grace_s = grace_s if self._parts else 0.0
         # a step begins where the one before it ended
         began, waited_s = time.monotonic(), calls.waited_s
         for index in range(start, num_steps):
-            notice.lost_work = f"; step {index + 1} did not end within {grace_s:g} s and is lost"
+            termination.lost_work = (
+                f"; step {index + 1} did not end within {grace_s:g} s and is lost"
+            )
             self._step = step = LoopStep(index, self._observer, began)
             try:
                 yield step
@@ -90,7 +92,7 @@ class StepLoop:
             self._end(step, last=index + 1 == num_steps)
         self._checkpoints.wait_until_complete()
         # a run that is ended from here on is complete: the same command does what is left
-        notice.grace_s = 0.0
+        termination.grace_s = 0.0
 
     def close(self) -> None:
         """End the step that the recipe left, and wait for the last checkpoint."""
@@ -116,7 +118,7 @@ class StepLoop:
 
     def _end(self, step: LoopStep, *, last: bool) -> None:
         """Record a step that has ended, and begin its checkpoint if one is due."""
-        notice, trace = self._dispatcher.termination, self._dispatcher.trace
+        termination, trace = self._dispatcher.termination, self._dispatcher.trace
         ended = step.began + step.elapsed_s
         trace.add("step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1)
         if self._observer is not None:
@@ -126,9 +128,9 @@ class StepLoop:
         state = CheckpointState(step.index + 1, self._run.seed, step.reward)
         save_every = self._run.save_every
         due = last or (save_every and state.next_step % save_every == 0)
-        if self._observer is not None and (due or notice.error is not None):
+        if self._observer is not None and (due or termination.error is not None):
             self._observer.catch_up()
-        if notice.error is not None:
+        if termination.error is not None:
             self._save_and_end(state)
         if self._parts and due:
             with self.timed("save"):
@@ -138,13 +140,17 @@ class StepLoop:
         """Save a last checkpoint in what remains of the grace period of a run that is ended from
         outside, and raise the error that ends it.
         """
-        notice = self._dispatcher.termination
+        termination = self._dispatcher.termination
         if not self._parts:
-            raise notice.error_with("")
-        notice.lost_work = f"; the checkpoint after step {state.next_step} was not whole in time"
+            raise termination.error_with("")
+        termination.lost_work = (
+            f"; the checkpoint after step {state.next_step} was not whole in time"
+        )
         self._checkpoints.save(state, self._parts)
         self._checkpoints.wait_until_complete()
-        error = notice.error_with(f"; saved after step {state.next_step}, the same command goes on")
+        error = termination.error_with(
+            f"; saved after step {state.next_step}, the same command goes on"
+        )
         # torchrun does not print a worker's error where torchrun itself got the signal
         print(error, flush=True)
         raise error
