@@ -97,7 +97,10 @@ def _options(words: list[str]) -> argparse.Namespace:
 
 
 def _checkpoint(run: Path, step: str | None, role: str | None) -> Path:
-    """Return a trainer's folder in a checkpoint. Raises: ConfigError unless there is exactly one."""
+    """Return a trainer's folder in a checkpoint.
+
+    Raises: ConfigError unless there is exactly one.
+    """
     saved = Checkpoints(run / "checkpoints", 1, 0).saved()
     named = {str(record.next_step): path for path, record in saved.items()}
     if best := best_first(saved):

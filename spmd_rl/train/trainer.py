@@ -104,7 +104,7 @@ class Trainer(Role):
         return self.backend.local_weights()
 
     def before_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` before each change of the weights, for a role that shares their memory."""
+        """Call `callback` before each change of the weights, for a role that shares them."""
         self._before_change.append(callback)
 
     def numeric_contract(self) -> dict[str, str | int]:
