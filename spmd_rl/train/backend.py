@@ -31,7 +31,7 @@ class Backend(Protocol):
     max_positions: int
 
     def contract(self) -> dict[str, str | int]:
-        """Return what the forward pass's bits depend on besides the weights (kernels/contract.py)."""
+        """Return what the forward's bits depend on besides the weights (kernels/contract.py)."""
         ...
 
     def flops(self, lengths: NDArray[np.int32], num_scored: int) -> float:

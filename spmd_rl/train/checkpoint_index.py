@@ -56,7 +56,7 @@ class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WrittenByRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The CRC-32 of each file that a rank wrote, and its shards by kind and tensor; or its error."""
+    """A rank's files with their CRC-32, and its shards by kind and tensor; or its error."""
 
     files: dict[FileName, Count] = {}
     shards: dict[str, dict[str, list[Shard]]] = {}

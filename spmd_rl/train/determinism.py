@@ -1,7 +1,7 @@
-"""Deterministic train steps (`trainer.deterministic`): their bits depend on weights and batch alone.
+"""Deterministic train steps (`trainer.deterministic`): the same weights and batch give equal bits.
 
-Our own kernels always sum in a fixed order. In the backward pass, four things do not: FlashAttention's
-order of key blocks, torch ops that add atomically, cuBLAS beside other streams, and NCCL's sums.
+Our own kernels always sum in a fixed order. Four things in the backward pass do not: the order of
+key blocks in FlashAttention, torch ops that add atomically, cuBLAS beside other streams, and NCCL.
 """
 
 from __future__ import annotations

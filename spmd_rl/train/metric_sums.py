@@ -1,4 +1,4 @@
-"""Sums of a train step's metrics: kept on the device in float64, and gathered once over the ranks."""
+"""Sums of a train step's metrics: kept on the device in float64, and gathered once a step."""
 
 from __future__ import annotations
 

@@ -134,5 +134,5 @@ def _empty(device: torch.device) -> MicroBatch:
 
 
 def inverse_temperature(temperature: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return 1 / T, rounded to fp32 on the host as the engine does; 1 for greedy samples (T = 0)."""
+    """Return 1 / T in fp32, rounded on the host as in the engine; 1 for greedy samples (T = 0)."""
     return np.float32(1) / np.where(temperature == 0, np.float32(1), temperature).astype(np.float32)

@@ -58,7 +58,7 @@ def _by_file(tensors: Sequence[tuple[str, LocalTensor]]) -> list[list[tuple[str,
 
 
 class ShardReader:
-    """Reads boxes of the tensors in a checkpoint's folder; as a context manager closes its files."""
+    """Reads boxes of tensors from the folder of a checkpoint; a context manager."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self._folder = folder

@@ -51,17 +51,13 @@ def pack_shared(batch: Batch) -> PackedLayout:
     prompts, needed = _prompt_and_needed_tokens(batch, starts)
     first, is_shared = _first_with_same_prompt(batch, starts, prompts)
     is_first = is_shared & (first == np.arange(len(first)))
-    # Each sequence is up to two segments, its prompt and the rest: [N, 2], of which those with
-    # tokens are kept.
     prompt_sizes = np.where(is_first, prompts, 0)
     rest_sizes = np.where(is_shared, needed - prompts, needed)
+    # Each sequence is up to two segments, its prompt and the rest: [N, 2], of which those with
+    # tokens are kept.
     sizes = np.stack([prompt_sizes, rest_sizes], axis=1)
     begins = np.stack([starts, np.where(is_shared, starts + prompts, starts)], axis=1)
     packed_begins = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(-1, 2)
-    kept = sizes > 0
-    number = (np.cumsum(kept) - 1).reshape(-1, 2)
-    rest_parents = np.where(is_shared, number[first, 0], -1)
-    parents = np.stack([np.full(len(first), -1), rest_parents], axis=1)
     shifts = np.repeat((begins - packed_begins).reshape(-1), sizes.reshape(-1))
     source = shifts + np.arange(sizes.sum())
     position = np.full(batch.num_tokens, -1)
@@ -71,9 +67,23 @@ def pack_shared(batch: Batch) -> PackedLayout:
     offset = offsets_within(prompts[later])
     own = np.repeat(starts[later], prompts[later]) + offset
     position[own] = np.repeat(packed_begins[first[later], 0], prompts[later]) + offset
+    kept = sizes > 0
+    parents = _parents(kept, first, is_shared)
     return PackedLayout(
         source, position, sizes[kept].astype(np.int32), parents[kept].astype(np.int32)
     )
+
+
+def _parents(
+    kept: NDArray[np.bool_], first: NDArray[np.int64], is_shared: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Return the number of the segment that each one continues, -1 for none.
+
+    Shape: `kept` and the result are [N, 2].
+    """
+    number = (np.cumsum(kept) - 1).reshape(-1, 2)
+    rest_parents = np.where(is_shared, number[first, 0], -1)
+    return np.stack([np.full(len(first), -1), rest_parents], axis=1)
 
 
 def _prompt_and_needed_tokens(

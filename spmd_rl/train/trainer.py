@@ -107,7 +107,7 @@ class Trainer(Role, WeightSource, Saver, Contracted):
         return self.backend.local_weights()
 
     def call_before_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` before each change of the weights, for a role that shares their memory."""
+        """Call `callback` before each change of the weights, for a role that shares them."""
         self._before_change.append(callback)
 
     def numeric_contract(self) -> dict[str, str | int]:

@@ -19,7 +19,9 @@ import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config
 
 class Told(rl.Role):
-    def __init__(self, cfg: rl.NativeEngineConfig, context: rl.RoleContext, reserved_bytes: int = 0) -> None:
+    def __init__(
+        self, cfg: rl.NativeEngineConfig, context: rl.RoleContext, reserved_bytes: int = 0
+    ) -> None:
         super().__init__(cfg, context)
         self.reserved_bytes = reserved_bytes
 

@@ -235,7 +235,8 @@ def test_ctrl_c_leaves_the_last_words_on_the_terminal(tmp_path: Path) -> None:
         lines[next(i for i, line in enumerate(lines) if line.startswith("the run was ended")) :]
     )
     assert re.fullmatch(
-        r"the run was ended from outside: every rank got SIGINT; the same command goes on after step \d+",
+        r"the run was ended from outside: every rank got SIGINT; "
+        r"the same command goes on after step \d+",
         last,
     )
     assert sum("runs/r" in line and "╭" in line for line in lines) == 1, (

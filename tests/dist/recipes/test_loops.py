@@ -162,7 +162,7 @@ def test_mixed_split(run: Any) -> None:
 
 
 def test_one_step_ahead(run: Any) -> None:
-    """Samples lag one version from the second step on; those of the first are compared bit for bit."""
+    """Samples lag one version from the second step on; the first step's are compared."""
     ended = run("grpo_async", "--steps=4", *DISJOINT, nproc=2)
     assert ended.code == 0, ended.sentence
     assert [row["version/lag_max"] for row in ended.metrics] == [0, 1, 1, 1]
@@ -183,14 +183,16 @@ class Config(grpo.Config):
 def main(ctl, cfg):
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, reward=cfg.reward)
+    settings = {"model": cfg.model, "reward": cfg.reward}
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **settings)
     weights = ctl.link(trainer, rollout, alias=cfg.alias)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     for step in ctl.steps(cfg.steps):
         if step.index % 2 == 0:
             weights.push(version=step.index)
         groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
-        step.log(groups, trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), rl.grpo_loss))
+        batch = rl.pack(groups, rl.group_advantage(groups))
+        step.log(groups, trainer.train_step.call(batch, rl.grpo_loss))
 """
 
 

@@ -29,7 +29,7 @@ def _needs_flash() -> None:
 
 @contextmanager
 def company() -> Iterator[None]:
-    """Another stream keeps part of the GPU busy, so that blocks are scheduled otherwise each time."""
+    """Another stream keeps part of the GPU busy, so that blocks are scheduled differently."""
     stream, one = torch.cuda.Stream(), torch.randn(1024, 1024, device=DEVICE)
     with torch.cuda.stream(stream):
         for _ in range(20):

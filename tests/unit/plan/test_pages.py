@@ -65,7 +65,7 @@ def reserved(cfg: Any, world_size: int) -> int:
 def taken(
     model: Path, cfg: NativeEngineConfig, free: int, capacity: int, reserved_bytes: int = 0
 ) -> int:
-    """Bytes of the pages that an engine makes on a GPU that has so much left; of no room it warns."""
+    """Bytes of the pages that an engine allocates on a GPU with so much memory left."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, capacity))
@@ -102,7 +102,7 @@ def test_all_that_is_counted_fits_and_the_engine_takes_what_is_planned(
 
 
 def test_pages_are_what_is_left(model: Path) -> None:
-    """Of 0.9 of the GPU, but for a part of a page; the worst phase that they are there in counts."""
+    """They fill 0.9 of the GPU, in the worst phase that they exist in, up to a part of a page."""
     ledger = resolve(configured(model), 1, 140 * GIB).ledgers[0]
     assert ledger.beside_bytes("kv") == max(
         ledger.resident_bytes(phase) for phase in ("sync", "rollout")

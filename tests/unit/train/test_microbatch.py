@@ -35,7 +35,7 @@ def test_few_micro_batches_are_made(lengths: list[int], budget: int) -> None:
 
 
 def test_few_partitions_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as would fit by weight do not, with sequences of half the budget and a little more."""
+    """Sequences of a little more than half the budget do not fit in pairs."""
     tried, whole = [], microbatch.balanced_partition
 
     def counted(lengths: list[int], count: int) -> list[list[int]]:

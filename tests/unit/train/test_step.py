@@ -319,7 +319,7 @@ def _entropy_bonus(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor
 def test_a_loss_that_depends_on_entropy_is_refused_before_the_weights_change(
     new_trainer, options: Any
 ) -> None:
-    """The entropy carries no gradient, so such a bonus would change nothing but the printed loss."""
+    """The entropy carries no gradient, so such a bonus would change the printed loss alone."""
     trainer, batch = new_trainer(**options), make_batch()
     before = _weights(trainer)
     with pytest.raises(
