@@ -1,11 +1,10 @@
-"""Attention decode over pages, one new token a sequence, as a share of the bandwidth of a plain
-copy.
+"""Decode attention over pages, one new token of each sequence, in shares of a copy's bandwidth.
 
-Keys and values of 8 heads of 128; 16 (Qwen3-0.6B) or 32 (4B and 8B) query heads; pages of 128
-tokens in random order. Each number is the median over replays of a graph that runs the kernel once
-for each of several caches, so that nothing is left in L2. Bytes are the keys and values read; the
-copy counts what it reads and what it writes. With splits, the time includes merging; a bar is set
-for the size that docs/numerics.md advises.
+Keys and values have 8 heads of 128, for 16 (Qwen3-0.6B) or 32 (4B and 8B) query heads. Pages have
+128 tokens and lie in random order. Each number is the median over replays of a graph that runs the
+kernel once for each of several caches, so that nothing is left in L2. Bytes are the keys and values
+read; the copy counts what it reads and writes. With splits, the time includes merging. A bar is set
+for the size of docs/numerics.md.
 
     python -m benchmarks.kernels.attention_decode [--save]
 """

@@ -1,4 +1,4 @@
-"""The ops of a layer between its products, and torch's spelling of each."""
+"""Cases of a layer's ops between its products, beside torch's version of each."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def some_slots(rows: int) -> Tensor:
 
 
 def some_pages(rows: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of as many tokens as `some_slots` chooses from."""
+    """Return keys and values of as many tokens as `some_slots` chooses from."""
     shape = (4 * rows // PAGE_SIZE, PAGE_SIZE, kv_heads, HEAD_DIM)
     return bf16(*shape), bf16(*shape)
 

@@ -1,7 +1,6 @@
-"""Packed training attention against paged decoding and chunked prefill on a GPU, bit for bit; both
-against float64.
+"""Packed training, paged decoding and chunked prefill have the same bits on a GPU.
 
-All keys at once, and in splits of a fixed size.
+All agree with float64. Keys are seen all at once, and in splits of a fixed size.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def test_chunks_equal_packed(heads: Heads, page_size: int, poison: bool, unequal
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("heads", HEADS)
 def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
-    """One token at a time from a prefix of any length, all sequences together."""
+    """Decode one token at a time after a prefix of any length, all sequences together."""
     lengths = [130, 3, 257, 128, 64, 40]
     data = qkv(sum(lengths), heads)
     decoded = Paged(lengths, heads, page_size).decoding(data, 20)
@@ -60,8 +59,10 @@ def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
 )
 @pytest.mark.parametrize("heads", HEADS)
 def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, unequal) -> None:
-    """Fewer tiles than SMs and many more, of few pages and many, from a graph, beside poison; one
-    changed key is seen, and no unused row read."""
+    """Replay a graph with fewer tiles than SMs and with many more, beside poison.
+
+    A changed key is seen, and no unused row is read.
+    """
     lengths = np.random.default_rng(2).integers(1, longest, batch).tolist()
     data, last = qkv(sum(lengths), heads), torch.from_numpy(np.cumsum(lengths) - 1).to(DEVICE)
     paged = Paged(lengths, heads, 128, poison=True)
@@ -103,9 +104,7 @@ def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, u
 @pytest.mark.parametrize(("times", "more"), [(1, 0), (1, 1), (2, 0), (2, 1), (5, 0)])
 @pytest.mark.parametrize("heads", [Heads(2, 1, 64), Heads(9, 1, 64), Heads(64, 1, 128)])
 def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) -> None:
-    """Calls in a row that share a counter, with nothing between them, time and again; the counter
-    wrong is seen.
-    """
+    """Calls in a row share a counter, with nothing between them. A wrong counter is seen."""
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     size = times * sms + more
     lengths = np.random.default_rng(3).integers(3, 700, size).tolist()
@@ -226,9 +225,7 @@ LONG = Heads(32, 8, 128)  # as benchmarks/kernels/attention_decode.py times them
     ],
 )
 def test_split_decode_equals_packed(heads: Heads, lengths: list[int], split: int, unequal) -> None:
-    """From one graph, before and after the borders of splits, beside poison and with more splits
-    than any needs.
-    """
+    """Replay one graph around the borders of splits, beside poison, with spare splits."""
     data = qkv(sum(lengths), heads)
     paged = Paged(lengths, heads, 128, poison=True, split=split)
     paged.step(dict(enumerate(lengths)), *data)
@@ -261,7 +258,7 @@ def test_split_decode_equals_packed(heads: Heads, lengths: list[int], split: int
 
 @pytest.mark.parametrize("heads", SPLIT_HEADS)
 def test_splits_leave_short_sequences_alone(heads: Heads, unequal) -> None:
-    """And change long ones, another size otherwise: the controls."""
+    """Splits change long sequences, and another size changes them otherwise: the controls."""
     data = qkv(sum(SPLIT_LENGTHS), heads)
     cut, whole, other = (
         packed(*data, SPLIT_LENGTHS, heads, split) for split in (SPLIT, 0, 2 * SPLIT)

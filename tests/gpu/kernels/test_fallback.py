@@ -1,6 +1,4 @@
-"""Attention without FlashAttention-4 on a GPU: right, and the same bits packed, in chunks and while
-decoding.
-"""
+"""Attention without FlashAttention-4 on a GPU: right, with the same bits packed and paged."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def test_pages_against_float64(heads: Heads, way: str, page_size: int, dtype: to
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_packed_and_its_gradients_against_float64(heads: Heads, dtype: torch.dtype) -> None:
-    """With rows of padding, which get no gradient."""
+    """Rows of padding get no gradient."""
     leaves = [x.requires_grad_() for x in qkv(padded_rows(NUM_TOKENS), heads, dtype=dtype)]
     exact = [x.requires_grad_() for x in wide(leaves)]
     out = packed(*leaves, LENGTHS, heads)[:NUM_TOKENS]
@@ -129,7 +127,7 @@ def test_alone_and_padded_equal_packed(heads: Heads, dtype: torch.dtype, unequal
 
 
 def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:
-    """A token alone is its own value, and a program for each key-value head."""
+    """A token alone attends to its own value, with a program for each key-value head."""
     heads, lengths = Heads(8, 8, 64), [1] * 9000
     q, k, v = qkv(len(lengths), heads)
     assert len(lengths) * heads.key > 65535
@@ -138,9 +136,7 @@ def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:
 
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_a_zero_has_the_sign_it_has_alone(dtype: torch.dtype, unequal: Unequal) -> None:
-    """Where the first keys' weights, of negative values, underflow, and all others' values are -0,
-    or not read.
-    """
+    """Weights of the first, negative values underflow; all other values are -0 or not read."""
     heads, seen = Heads(1, 1, 64), 100
     q, k, v = (torch.zeros(seen + 60, 1, heads.dim, dtype=dtype, device="cuda") for _ in range(3))
     q[:], k[:64], v[:64], v[64:] = 64.0, -64.0, -1.0, -0.0

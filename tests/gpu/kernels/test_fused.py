@@ -1,6 +1,4 @@
-"""Fused kernels on a GPU: the bits of the ops they are made of, whatever lies beside a row, and
-their gradients.
-"""
+"""Fused kernels on a GPU have the bits of the ops that they fuse, and their gradients."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ HEADS = [
 
 
 class Joint:
-    """Queries, keys and values as parts of one projection, with all that `qk_norm_rope` needs
-    beside them.
-    """
+    """Queries, keys and values as slices of one projection, with the inputs of `qk_norm_rope`."""
 
     def __init__(
         self,
@@ -232,7 +228,7 @@ def test_keys_and_values_go_to_their_slots(heads: tuple[int, int, int], rows, un
 def test_heads_go_to_their_pages(
     heads: tuple[int, int, int], num_tokens: int, normed: bool, rows, unequal
 ) -> None:
-    """The two ops in one, with tokens that have no slot and, at the end, tokens beyond all slots."""
+    """Some tokens have no slot, and the last tokens lie beyond all slots."""
     joint = Joint(rows, num_tokens, heads)
     q, k, v = joint.parts(joint.x)
     slots = torch.randperm(2000, device="cuda")[: num_tokens - 3]
@@ -264,9 +260,7 @@ def test_gated_product(half: int, k: int, num_rows: int, rows, unequal) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 256])
 def test_kernels_that_overlap_wait_for_each_other(num_rows: int, rows, unequal) -> None:
-    """A chain of products and small kernels, alone, and as a graph, against the same with a pause
-    after each.
-    """
+    """Compare a chain of products and small kernels, alone and in a graph, with paused runs."""
     weights = [rows("normal", 2 * 1024, 512) / 16, rows("normal", 512, 1024) / 8]
     scale, x = rows("normal", 1, 512)[0], rows("normal", num_rows, 512)
 
@@ -305,7 +299,7 @@ def test_keys_of_positions_are_those_of_the_host() -> None:
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 300])
 @pytest.mark.parametrize("vocab", [7, 5003, 151936])
 def test_draw_and_score_are_the_two_ops(vocab: int, num_rows: int, rows, unequal) -> None:
-    """Replayed from a graph whose positions move on, with rows of NaN at the end."""
+    """Replay a graph whose positions advance, with rows of NaN at the end."""
     logits, ids = rows("normal", num_rows + 3, vocab, torch.float32) * 3, np.arange(num_rows + 3)
     logits[num_rows:] = torch.nan
     scale, greedy = (

@@ -1,8 +1,7 @@
-"""cuBLAS multiplies a shape only in a way that was seen to give the reference kernel's bits, the
-fastest of them.
+"""cuBLAS runs only algorithms that have the reference kernel's bits, and the fastest of them.
 
-What the start-up check says of a way is held to another comparison, of other data; and where it
-refuses all or ours is faster, and while a graph is recorded, the product is ours.
+The start-up check is compared with another one, on other data. Our kernel runs where it refuses all
+algorithms, where ours is faster, and while a graph is recorded.
 """
 
 from __future__ import annotations
@@ -59,10 +58,10 @@ def mirrored(x: Tensor, sign: int) -> Tensor:
 
 
 def differing(way: Gemm, shape: Shape, rows: Rows, unequal: Unequal) -> int:
-    """Elements of `way`'s product that differ from the reference's, over data of several kinds.
+    """Count elements of `way`'s product that differ from the reference's, over several data.
 
-    Mirrored, the products of the second half take away what those of the first added up to, the
-    last first: what is left is the rounding, which even bf16 shows.
+    In mirrored data the second half's products cancel the first half's, the last first. Only the
+    rounding is left, which even bf16 shows.
     """
     n, k, m, has_bias, dtype, _ = shape
     count, out = 0, torch.empty(m, n, dtype=dtype, device=DEVICE)
@@ -119,8 +118,10 @@ def test_ways_that_are_refused_are_those_that_say_they_cut_k(dtype: torch.dtype)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of what the library was asked to multiply, in a process that has chosen nothing
-    yet and whose own product is slow."""
+    """Record the shapes that the library multiplies, in a process that has chosen nothing yet.
+
+    Our own product is made slow.
+    """
     seen: list[torch.Size] = []
 
     def watched(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
@@ -154,7 +155,7 @@ def test_large_products_go_to_the_library(
 def test_any_number_of_rows_goes_to_the_library_whole(
     n: int, k: int, dtype: torch.dtype, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
-    """A way chosen for the next power of two multiplies fewer rows by the same kernel."""
+    """An algorithm for the next power of two multiplies fewer rows by the same kernel."""
     weight = rows("normal", n, k)
     for m in (512, 515, 1025, 1663, 2049, 4001, 8193, 15903, 16384):
         x = rows("wide", m, k)
@@ -226,7 +227,7 @@ def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_chosen_while_a_graph_is_recorded(
     monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
-    """A graph recorded before has our product; the choice comes once, with the first call outside."""
+    """A graph recorded before has our product. The choice is made at the first call outside."""
     (n, k, m), asked = (1024, 2048, 512), []
     x, weight = rows("normal", m, k), rows("normal", n, k)
     expected = reference(x, weight, None, BF16)
@@ -312,7 +313,5 @@ def _rounded_before_the_bias(out: Tensor, x: Tensor, weight: Tensor, bias: Tenso
 def test_control_another_chain_is_refused(
     product: Gemm, has_bias: bool, dtype: torch.dtype, verdict: bool
 ) -> None:
-    """In the library's place, another tile of the same chain passes; two chains, or two roundings,
-    do not.
-    """
+    """Another tile of the same chain passes. Two chains, or two roundings, do not."""
     assert has_reference_bits(product, Shape(1024, 1024, 128, has_bias, dtype, DEVICE)) is verdict

@@ -1,6 +1,4 @@
-"""Whole models in bf16 on a GPU: what the engine records while it decodes is what the training
-forward computes.
-"""
+"""Whole models in bf16 on a GPU: decode-time log-probs equal the training forward's."""
 
 from __future__ import annotations
 
@@ -104,9 +102,7 @@ def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[Sam
 
 
 def score(model: CausalLM, wanted: list[Request], samples: Samples) -> tuple[Tensor, Tensor]:
-    """Log-probs of all response tokens, packed: as the trainer computes them, and as the engine
-    recorded them.
-    """
+    """Return the log-probs of all response tokens: packed as a trainer's, and as recorded."""
     pairs = [(request, samples[request.uid, request.index]) for request in wanted]
     tokens = [
         np.concatenate([request.prompt, sample.tokens]).astype(np.int64)
@@ -153,7 +149,7 @@ def test_recorded_logprobs_equal_the_training_forward(name: str, page_size: int,
 
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
-    """The sequences that engines have gone on with after a part of their answer."""
+    """Return the sequences that engines have resumed after a part of their answer."""
     names, put = set(), SequenceTable.add
 
     def puts(rows: SequenceTable, request: Request, *given: object, **named: object) -> int:
@@ -195,9 +191,7 @@ def test_any_batch_gives_the_same_samples() -> None:
 
 
 def test_graph_replay_equals_eager(unequal) -> None:
-    """One decode step of sequences of many lengths, captured and replayed twice over the cache it
-    writes to.
-    """
+    """Replay one decode step of many lengths twice, over the cache that it writes to."""
     model, lengths, page_size = build("qwen3"), np.array([1, 16, 127, 128, 300, 64, 33, 129]), 64
     cache = KvCache(
         num_layers=3, num_pages=64, page_size=page_size, num_kv_heads=4, head_dim=64,
@@ -263,8 +257,9 @@ def test_logits_are_close_to_transformers(tmp_path) -> None:
     from spmd_rl.model.hf import load_weights
 
     config = transformers.Qwen3Config(
-        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
+        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     reference = transformers.AutoModelForCausalLM.from_config(config).eval()
     reference.save_pretrained(tmp_path)

@@ -1,6 +1,4 @@
-"""Products out of a ring have the bits of products of a tile: every ring of the tables, at edges,
-and in graphs.
-"""
+"""Products from a ring have the bits of products of a tile, at edges and in graphs."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def found(table: dict[int, tuple[tuple[int, Ring], ...]]) -> list[Ring]:
 
 
 def shares(gated: bool = False) -> list[Share]:
-    """For few rows and many, for one block of all, two and four, and for few and many rows of the
-    weight.
-    """
+    """Return shares for few and many rows of x and of the weight, and one, two and four blocks."""
     high = 9728 if gated else 24576
     few = ((1, 2560), (1, high), (16, 4096), (32, 2560), (64, 2560), (64, 3072), (64, high))
     found = [choose_share(m, n, 16384, gated) for m, n in (*few, (128, 2560), (256, 2560))]
@@ -68,7 +64,7 @@ def ringed(
     dtype: torch.dtype = torch.float32,
     gated: bool = False,
 ) -> Tensor:
-    """Beyond its rows and columns the result lies in poisoned memory, which must stay poisoned."""
+    """Multiply into poisoned memory, which must stay poisoned beyond the result."""
     from spmd_rl.kernels.linear.gluon import ring_matmul_into
 
     m, n = len(x), len(weight) // (2 if gated else 1)
@@ -170,9 +166,7 @@ def test_gated_shares(share: Share, rows, unequal) -> None:
 def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(
     num_rows: int, width: int, rows, unequal
 ) -> None:
-    """Every product reads what the one before it wrote; weights change between replays, as when new
-    ones arrive.
-    """
+    """Every product reads what the one before wrote; weights change between replays."""
     weights = [rows("normal", width, width) / width**0.5 for _ in range(16)]
     x, outs = rows("normal", num_rows, width), [rows("normal", num_rows, width) for _ in range(16)]
 

@@ -1,4 +1,4 @@
-"""The kernels around a decoding step, and the merge of ranges of keys, against numpy and float64."""
+"""Kernels around a decoding step, and the merge of ranges of keys, against numpy and float64."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ ABSENT = -1
 
 
 def _ranges(num_tokens: int, count: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Results with their log-sums in any order, of each token one range to `count`; what nobody
-    asks for is NaN.
-    """
+    """Return results with their log-sums in any order; what no token asks for is NaN."""
     generator = torch.Generator().manual_seed(count * dim)
     partial = torch.randn(num_tokens * count, heads, dim, generator=generator).bfloat16()
     log_sum = 4 * torch.randn(num_tokens * count, heads, generator=generator)

@@ -1,4 +1,4 @@
-"""Packed training attention against paged decoding, bit for bit; and both against float64."""
+"""Packed training attention and paged decoding have the same bits; both agree with float64."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_paged_equals_packed(lengths: list[int], heads: Heads, page_size: int, s
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, heads: Heads) -> None:
-    """There sequences lie beside those of about their rows and keys: many parts in place of two."""
+    """Batches are chosen as on a GPU, by rows and keys: many of them instead of two."""
     number_on, numbers = blocked_batches.batch_numbers, set()
 
     def on_gpu(
@@ -99,9 +99,7 @@ def test_alone_equals_packed_in_any_order(heads: Heads) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_poisoned_pages_do_not_leak(heads: Heads) -> None:
-    """NaN in pages of nobody, the largest finite numbers (of keys: products) in unused slots of
-    pages in use.
-    """
+    """Free pages hold NaN, and unused slots the largest numbers whose products are finite."""
     lengths = [70, 3, 64]
     data = qkv(lengths, heads)
     expected = packed(*data, lengths, heads)
@@ -124,7 +122,7 @@ def test_against_float64(heads: Heads) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_a_prefix_laid_once_gives_the_bits_of_whole_sequences(heads: Heads) -> None:
-    """Three sequences go on from a prefix of 70 tokens, one from a prefix of 5, one stands alone."""
+    """Three sequences continue a prefix of 70 tokens, one a prefix of 5, and one stands alone."""
     prefixes, own = [70, 5], [3, 64, 1, 20, 33]
     parents = [-1, -1, 0, 0, 0, 1, -1]
     laid = [*prefixes, *own]
@@ -152,7 +150,7 @@ def test_a_prefix_laid_once_gives_the_bits_of_whole_sequences(heads: Heads) -> N
 @pytest.mark.parametrize("starts", [[0, 0, 0], [20, 0, 3]])
 @pytest.mark.parametrize("heads", HEADS)
 def test_gradients_of_the_library(heads: Heads, starts: list[int]) -> None:
-    """Those that a GPU takes, where only the forward pass is our own."""
+    """A GPU takes these gradients where only the forward pass is our own."""
     lengths, groups = np.array([5, 130, 1]), heads.query // heads.key
     first = np.cumsum(lengths) - lengths
     layout = RowLayout.build(first, np.array(starts), lengths, groups, CPU)
@@ -193,9 +191,7 @@ def test_row_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slices_end_where_rows_are_padding(
     monkeypatch: pytest.MonkeyPatch, heads: Heads, max_scores: int
 ) -> None:
-    """Rows of a sequence are padded to whole tiles of rows and heads, which can be more than one
-    slice of rows.
-    """
+    """A sequence's padding to whole tiles of rows and heads can be more than one slice of rows."""
     lengths = [9] * 5
     leaves = [x.requires_grad_() for x in qkv(lengths, heads)]
     out = packed(*leaves, lengths, heads)
@@ -212,7 +208,7 @@ def test_slices_end_where_rows_are_padding(
 
 
 def _mismatches(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> int:
-    """Unequal bits when the paged side runs with another rule than the packed side."""
+    """Count unequal bits when the paged side runs with another rule than the packed side."""
     heads, lengths = HEADS[0], [150, 33]
     data = qkv(lengths, heads)
     expected = packed(*data, lengths, heads)
@@ -241,9 +237,7 @@ def test_control_descending_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("width", [1, 7, 16, 33, 64, 100, 1000])
 def test_softmax_is_that_of_the_keys_seen(width: int) -> None:
-    """Its bits depend neither on how many unseen keys follow, in steps of the row tile, nor on the
-    row's place.
-    """
+    """Neither the number of unseen keys, in whole tiles, nor the row's position changes bits."""
     scores = torch.randn(37, width, generator=torch.Generator().manual_seed(width)) * 3
     least = padded_rows(width)
     expected = F.pad(scores, (0, least - width), value=-torch.inf).softmax(-1)[:, :width]

@@ -1,6 +1,4 @@
-"""The numeric contract lists what the kernels define: a change where it is defined is another
-contract.
-"""
+"""The numeric contract lists what the kernels define: a changed definition is another contract."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ VERSIONS = versions.FLASH | {"nvidia-cublas": "13.1.0"}
 
 
 def facts_of(device: str, dtype: torch.dtype) -> Facts:
-    """As a new process would list them: what the module imports, it imports again."""
+    """Return the facts as a new process would list them, with its imports repeated."""
     return runpy.run_path(str(CONTRACT.__file__))["contract"](torch.device(device), dtype, 128)
 
 
@@ -42,7 +40,7 @@ def gpu_facts() -> Facts:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a Hopper GPU and its packages say of themselves, here where there are none."""
+    """Make a Hopper GPU and its packages report themselves where there are none."""
     made = {
         "triton": SimpleNamespace(__version__="3.6.0"),
         "norm": SimpleNamespace(NUM_WARPS=4, TILE_ELEMENTS=1024),

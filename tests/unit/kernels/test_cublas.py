@@ -1,4 +1,4 @@
-"""Choosing among cuBLAS's ways, where there is no GPU to choose on."""
+"""Choice among cuBLAS's algorithms, without a GPU."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_a_gpu_without_memory_to_compare_is_said_to_be(monkeypatch: pytest.Monke
 def test_products_that_share_a_way(
     monkeypatch: pytest.MonkeyPatch, rows: int, n: int, shared: tuple[int, int] | None
 ) -> None:
-    """(the least and the most rows that it is compared for); None where no way of cuBLAS's is asked
-    for.
-    """
+    """(fewest, most) rows for which algorithms are compared, or None where cuBLAS is not asked."""
     asked, multiplied = watch(monkeypatch)
     x, weight = operands(rows, n)
     assert dispatch.matmul(x, weight, None, torch.float32).shape == (rows, n)
@@ -90,7 +88,7 @@ def operands(rows: int, n: int) -> tuple[Tensor, Tensor]:
 def watch(
     monkeypatch: pytest.MonkeyPatch, refused: int | None = None
 ) -> tuple[list[tuple[int, int]], list[tuple[str, int]]]:
-    """(the least and the most rows) of ways that are asked for, and who multiplied how many rows."""
+    """Record the (fewest, most) rows of requests, and what multiplied how many rows."""
     asked, multiplied = [], []
 
     def choose(shape: Shape, least_rows: int, ours: Gemm) -> Gemm:
@@ -113,9 +111,7 @@ def watch(
 
 
 def test_a_way_must_serve_the_least_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One way has the bits at both ends, one only for the most rows, one does not multiply fewer,
-    one has others.
-    """
+    """The four candidates: right at both ends, only for the most rows, refusing few rows, wrong."""
     good, most_only, refusing, other = ways = [
         CublasAlgorithm(lambda *given: None, 1) for _ in range(4)
     ]
@@ -145,7 +141,7 @@ def test_a_way_must_serve_the_least_rows_too(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_call_that_fails_is_no_refusal(
     monkeypatch: pytest.MonkeyPatch, status: int, refused: bool
 ) -> None:
-    """Nothing goes on after a failure of the device or the library."""
+    """A failure of the device or the library is not survived."""
     monkeypatch.setattr(
         cublaslt, "_library", lambda: SimpleNamespace(cublasLtMatmul=lambda: status)
     )

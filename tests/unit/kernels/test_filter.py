@@ -1,6 +1,4 @@
-"""The filters' kernels of GPUs, run by Triton's interpreter, beside the sort that defines what they
-leave.
-"""
+"""GPU kernels of the filters in Triton's interpreter, compared with the sort that defines them."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def logits(kind: str) -> Tensor:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What the kernels leave, with every other row greedy in the last case."""
+    """Return what the kernels leave, with every other row greedy in the last case."""
     arguments = [(logits(kind), SCALE, None, *filters) for kind, filters in CASES.values()]
     arguments.append((logits("normal"), SCALE, GREEDY, None, None, MIN_P))
     calls = Calls("spmd_rl.kernels.vocab.filter_triton", "filtered", CONSTANTS, arguments)

@@ -1,4 +1,4 @@
-"""Works that take turns: their order, and the times that count."""
+"""Interleaved timing: the order of turns, and the times that count."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def test_each_comes_after_each_other() -> None:
 
 
 def test_the_median_of_the_turns_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still but for the works: the first turn of each is slow, and one in
-    five later.
-    """
+    """A fake clock: the first turn of each is slow, and so is one in five later."""
     now = 0.0
 
     class Event:

@@ -1,6 +1,4 @@
-"""What is made again is what was dropped: the same gradients, from recipes that are followed once
-each.
-"""
+"""Recomputed outputs give the same gradients, and each recipe runs once."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ WIDTH, TOKENS = 64, 48
 
 
 def _layer(x: Tensor, residual: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
-    """Every recomputable op before one that keeps its output; three keep that of the norm."""
+    """Run every recomputable op before one that keeps its output; three keep the norm's output."""
     normed, residual = add_rms_norm(x, residual, norm, 1e-6)
     q, k, v = (linear(normed, one).unflatten(1, (2, WIDTH // 2)) for one in weight[:3])
     table = rope_table(torch.linspace(0.1, 1, WIDTH // 4), TOKENS)

@@ -1,7 +1,6 @@
-"""Row against batch: every op gives a row the same bits whatever rows lie beside it, and agrees
-with float64.
+"""Every op gives a row the same bits whatever rows lie beside it, and agrees with float64.
 
-The negative controls at the end are the same checks on ops that break the contract; they must fail
+The negative controls at the end are the same checks on ops that break the contract. They must fail
 them.
 """
 
@@ -51,7 +50,7 @@ def data(kind: str, rows: int, columns: int) -> Tensor:
 
 
 def unequal_rows(op: RowOp, x: Tensor) -> int:
-    """Rows whose bits change with the rows beside them, over many counts and offsets."""
+    """Count rows whose bits change with the rows beside them, over many counts and offsets."""
     whole, count = op(x), 0
     for rows in ROWS:
         for first in (0, 1, 5, TOTAL - rows):
@@ -89,9 +88,7 @@ def test_linear(k: int, n: int, kind: str) -> None:
 
 
 def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that sums K in as many parts as there are tiles: then each tile is multiplied by
-    itself.
-    """
+    """If a library splits K by the number of tiles, each tile is multiplied by itself."""
     sizes: list[int] = []
 
     def by_parts(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -307,7 +304,7 @@ def test_turned_keys_go_to_their_slots() -> None:
 
 
 def test_operands_of_other_numbers_of_rows_are_refused() -> None:
-    """A kernel would read beyond the shorter one."""
+    """Otherwise a kernel would read beyond the shorter operand."""
     x, weight = torch.ones(16, 8), torch.ones(8)
     with pytest.raises(ValueError, match=r"a sum of \[16, 8\] and \[1, 8\]"):
         add_rms_norm(x, x[:1], weight, 1e-6)
@@ -338,9 +335,7 @@ def test_negative_controls_fail(name: str, op: RowOp) -> None:
 
 
 def _exp_in_eights(x: Tensor) -> Tensor:
-    """As an instruction set of eight lanes gives it, with another function for what is left of
-    them.
-    """
+    """Take exp in eight lanes, with another function for the remainder, as CPUs may."""
     flat = x.reshape(-1)
     whole = len(flat) // 8 * 8
     return torch.cat([flat[:whole].exp(), 1 / (-flat[whole:]).exp()]).view_as(x)

@@ -1,6 +1,4 @@
-"""Keyed sampling: right distribution, right support, and a draw that nothing but its key can
-change.
-"""
+"""Keyed sampling: right distribution, right support, and draws that depend on their key alone."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ def test_filters_keep_the_right_support(filters: dict[str, float], kept: int) ->
 def test_a_nucleus_is_the_least_and_does_not_depend_on_company(
     top_p: float, seed: int, rows: list[int]
 ) -> None:
-    """Beside float64: the kept entries reach top_p, and without the last of them do not."""
+    """In float64 the kept entries reach top_p, and without the last one they do not."""
     logits = 3 * torch.randn(20, 301, generator=torch.Generator().manual_seed(seed))
     filters = None, torch.full((20,), top_p), None
     kept = filter_scores_(logits.clone(), *filters) > -torch.inf
@@ -192,7 +190,7 @@ def test_draw_and_score_are_the_two_ops(filters: dict[str, torch.Tensor]) -> Non
 
 
 def test_keys_are_frozen() -> None:
-    """Recorded runs replay only while these numbers stand."""
+    """Recorded runs can be replayed only while these numbers stay."""
     made = stream_keys(1, np.array([2, 3]), np.array([0, 1]), np.array([4, 5]))
     assert made.tolist() == FROZEN
 

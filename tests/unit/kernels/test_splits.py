@@ -1,4 +1,4 @@
-"""Attention in splits: cut and merged, it is attention over all keys; and where it is refused."""
+"""Attention in splits: cut and merged it is attention over all keys; elsewhere it is refused."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ Seen = tuple[Tensor, Tensor]
 
 
 def seen(q: Tensor, k: Tensor, v: Tensor) -> Seen:
-    """One token [H, D] over keys [S, H, D] in float64: its result [H, D] and the log of its sum
-    [H].
-    """
+    """Attend from a token [H, D] to keys [S, H, D] in float64, with the denominator's log [H]."""
     scores = torch.einsum("hd,shd->hs", q, k)
     return torch.einsum("hs,shd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
 
@@ -34,9 +32,7 @@ def seen(q: Tensor, k: Tensor, v: Tensor) -> Seen:
 def merged(
     splits: KvSplits, starts: np.ndarray, data: list[tuple[Tensor, Tensor, Tensor]], size: int
 ) -> Tensor:
-    """What the runs and pairs of `splits` compute, merged as `splits.rows` says; data [S, H, D] for
-    each sequence.
-    """
+    """Compute the runs and pairs of `splits`, merged as `splits.rows` says; data [S, H, D] each."""
     parts: list[Seen] = []
     done = starts.copy()
     tokens = []  # (sequence, position) of each new token
