@@ -1,16 +1,16 @@
-"""What it costs to call all workers and hear from all of them: our controller, Ray actors and plain
-ZeroMQ.
+"""Cost of calling all workers and collecting their answers: our controller, Ray and plain ZeroMQ.
 
-Each worker gets an array of its own and sends it back (control/echo.py). The contenders are
-processes that take turns; each number is the median over all turns. Every worker is a process. Past
-256 workers only plain ZeroMQ runs, eight workers' sockets in a process, to see what relays buy.
-Then the controller's share of the demo's step, from a short run of it: its metric
-perf/controller_share, the part of a step, from the end of the one before, in which the controller
-did not wait for workers.
+Each worker gets an array of its own and sends it back (control/echo.py). Every worker and every
+contender is a process. The contenders take turns, and each number is the median over all turns.
+Above 256 workers only plain ZeroMQ runs, with the sockets of eight workers in one process, to
+measure what relays gain.
+
+A short run of the demo then gives the controller's share of a step: the metric
+perf/controller_share. It is the part of a step in which the controller did not wait for workers.
 
     python -m benchmarks.control_plane [--quick] [--save] [--workers 8,64,256]
 
-Needs: pip install ray, beside this package. Ray is left out where memory does not hold its workers.
+Needs: pip install ray, beside this package. Ray is left out if its workers do not fit in memory.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _commands(num_workers: int) -> dict[str, list[str]]:
         commands["Ray"] = ["ray_actors", workers]
     else:
         print(
-            f"Ray is left out at {num_workers} workers: they need {num_workers * RAY_WORKER_BYTES >> 30} GiB"
+            f"Ray is left out at {num_workers} workers: "
+            f"they need {num_workers * RAY_WORKER_BYTES >> 30} GiB"
         )
     if num_workers > WORKERS_OF_A_RELAY:
         commands["ZeroMQ with relays"] = ["zeromq", workers, "--relays", relays]

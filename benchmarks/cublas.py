@@ -1,6 +1,4 @@
-"""Every way in which cuBLAS would multiply a shape: the one that torch takes, and what cublasLt
-proposes.
-"""
+"""cuBLAS's candidates for a matrix product: the one that torch takes, and those of cublasLt."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Two engines on one GPU, each in a process of its own and started once, that take turns: ours and
-SGLang.
+"""Our engine and SGLang on one GPU, each in a process that starts once; the two take turns.
 
-Both hold the same model folder in bf16 with room for the same number of KV tokens, both run up to
-512 sequences, and both draw at temperature 1 and ignore the end of sequence. SGLang runs in its
-fastest mode, which is not deterministic: FlashAttention 3, CUDA graphs for decoding at every batch
-size, graphs for prefill, its radix cache and overlapped schedule as by default, and no log-probs
-returned. Ours records every token's log-prob, always.
+Both hold the same model folder in bf16, with room for the same number of KV tokens. Both run up to
+512 sequences, draw at temperature 1 and ignore the end of sequence. SGLang runs in its fastest
+mode, which is not deterministic: FlashAttention 3, CUDA graphs for prefill and for decoding at
+every batch size, its default radix cache and overlapped schedule, and no log-probs. Ours always
+records the log-prob of every token.
 
-SGLang stands in a folder of its own (`pip install --target SITE sglang==0.5.16`, `--sglang SITE`),
-because it wants another transformers.
+SGLang is installed in a folder of its own, because it needs another version of transformers:
+`pip install --target SITE sglang==0.5.16`, then `--sglang SITE`.
 """
 
 from __future__ import annotations
@@ -61,7 +60,13 @@ def pair(name: str, sglang_site: str) -> Iterator[Pair]:
     with tempfile.TemporaryDirectory(prefix="shape-") as folder:
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", name, folder], check=True)
         env = {
-            "PYTHONPATH": f"{Path.cwd()}:{sglang_site}:{sglang_site}/nvidia_cutlass_dsl/dsl_packages"
+            "PYTHONPATH": ":".join(
+                [
+                    str(Path.cwd()),
+                    sglang_site,
+                    f"{sglang_site}/nvidia_cutlass_dsl/dsl_packages",
+                ]
+            )
         }
 
         def start(kind: str, env: dict[str, str]) -> Peer:

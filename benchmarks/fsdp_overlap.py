@@ -1,13 +1,12 @@
-"""What FSDP2's collectives cost a training step on several GPUs, and how much of them other kernels
-hide.
+"""Cost of FSDP2's collectives in a training step on several GPUs, and how much of it is hidden.
 
     torchrun --standalone --nproc-per-node=2 -m benchmarks.fsdp_overlap [4B] [--save]
 
-The step of train_step.py, its batch for each rank, weights and optimizer in shards over all ranks.
-`its own`: FSDP2's prefetch as the trainer has it; `a layer ahead`: each layer asks for the next
-one's weights before it runs. Times are medians over steps in turns, on rank 0. Hidden is the share
-of the time of NCCL's kernels in one step of rank 0, under a profiler, during which another kernel
-runs.
+The step is that of train_step.py, with its batch on each rank. Weights and optimizer are sharded
+over all ranks. `its own` is FSDP2's prefetch as the trainer uses it. With `a layer ahead`, each
+layer requests the weights of the next before it runs. Times are medians over steps in turns, on
+rank 0. The hidden share is the part of the time of NCCL's kernels during which another kernel runs,
+in one profiled step of rank 0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What the tests that need a GPU gave, file by file: passed, failed, skipped, and the seconds of
-all.
+"""Results of the GPU tests, file by file: passed, failed, skipped, and total seconds.
 
     python -m pytest tests/gpu --junitxml=runs/gpu.xml
     python -m benchmarks.gpu_tests runs/gpu.xml [more.xml ...] [--save]
 
-A test that stands in several reports counts once, as the worst that it gave.
+A test in several reports counts once, with its worst result.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""The proof end to end: GRPO with whole-size models on one GPU, and every token's log-prob compared
-bit for bit.
+"""End-to-end proof: GRPO on one GPU with every token's log-prob compared bit for bit.
 
-The recipe `grpo` (proof_recipe.py) through the command line, trainer and engine on the same GPU,
-random weights of Qwen3-0.6B and 4B that really move (answers of even token ids are rewarded): CUDA
-graphs, the prefix cache and continuous batching on. No type of numbers is asked for: the machine's
-must be bfloat16, and the contract must promise equal bits. Prompts have 8 to 400 tokens; an answer
-ends at 512 tokens or at one of 300 token ids, which happens after a few hundred, so sequences come
-and go all the time. Steps are short enough that prompts are cut, pages few enough that sequences
-are preempted and resumed. The bar is no unequal token, among two million of 0.6B alone.
+It runs the recipe `grpo` (proof_recipe.py) from the command line, with trainer and engine on the
+same GPU. The models have the shapes of Qwen3-0.6B and 4B and random weights, which really move:
+answers of even token ids are rewarded. CUDA graphs, prefix cache and continuous batching are on.
+No dtype is set: the default must be bfloat16, and the contract must promise equal bits.
 
-A chosen token's log-prob can hide what other logits differ by. So a sample of each prompt of the
-last step goes through engine and trainer once more, under the weights that the run began with, and
-hashes of every row after every op are compared, whole rows of logits among them.
+Prompts have 8 to 400 tokens. An answer ends at 512 tokens or at one of 300 token ids, which happens
+after a few hundred tokens, so sequences come and go all the time. The engine's steps are short
+enough that prompts are split, and pages are few enough that sequences are preempted and resumed.
+The bar is zero unequal tokens, among two million for 0.6B alone.
+
+The log-prob of a chosen token can hide differences in other logits. So a sample of each prompt of
+the last step goes through engine and trainer once more, with the initial weights. Hashes of every
+row after every op are compared, including whole rows of logits.
 
     python -m benchmarks.grpo_proof [--save] [0.6B 4B]
 """

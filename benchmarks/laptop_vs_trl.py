@@ -1,8 +1,8 @@
-"""One whole GRPO step on one CPU thread, ours and TRL's, doing equal work (grpo_step/work.py) at
-three sizes.
+"""One whole GRPO step on one CPU thread, ours and TRL's, with equal work at three sizes.
 
-Ours is push, rollout, reward, pack and train through the real controller, with the bitwise mismatch
-check on. Both sides stay alive and take turns; each number is the median step of all turns.
+The work is in grpo_step/work.py. Our step is push, rollout, reward, pack and train through the real
+controller, with the bitwise mismatch check on. Both sides stay alive and take turns. Each number is
+the median step over all turns.
 
     python -m benchmarks.laptop_vs_trl [--quick] [--save] [--sizes 0.14,1.0]
 

@@ -1,6 +1,4 @@
-"""Which code a benchmark runs: its commit, whether files differ from that, and the digest of its
-kernels.
-"""
+"""Identity of the code that a benchmark runs: commit, local changes, digest of the kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The shipped recipe `grpo` with a gauge of GPU memory after every phase; memory.py reads what it
-leaves.
+"""The recipe `grpo` with a reading of GPU memory after every phase, for memory.py.
 
-spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE --reward
-benchmarks.proof_recipe:even
+    spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE \\
+        --reward benchmarks.proof_recipe:even
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The microscope at work: known faults planted and found, and the difference from transformers
-taken apart.
+"""Test of the microscope: it must find planted faults, and explain the difference to transformers.
 
-On a GPU a model of Qwen3-0.6B's layer shapes in bfloat16, on a CPU a small one in float32; random
-weights. A row's value is the number of outputs that differ on the same input at the first op that
-introduces a difference. It holds if a fault was found where it was planted and no other kind of op
-introduces a difference, and if the named arithmetic accounts for every row of both sides.
+On a GPU it uses a model with the layer shapes of Qwen3-0.6B in bfloat16, on a CPU a small one in
+float32, both with random weights. The value of a row is the number of outputs that differ on the
+same input, at the first op that introduces a difference. A row holds if the fault was found where
+it was planted and no other kind of op introduces a difference. For transformers it holds if the
+named arithmetic accounts for every row of both sides.
 
     python -m benchmarks.mismatch [--save] [--pages DIR]
 """

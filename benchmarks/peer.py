@@ -1,8 +1,7 @@
-"""Measured processes, one a contender: they run laps when told to, so that a driver can take them
-in turn.
+"""Benchmark processes, one a contender, that run laps on request, so that they can take turns.
 
-The driver starts each contender with `Peer`; the contender calls `Laps.lap()` at the top of its
-loop. They speak JSON lines over a Unix socket that is named in the environment.
+The driver starts each contender with `Peer`. The contender calls `Laps.lap()` at the top of its
+loop. They exchange JSON lines over a Unix socket that is named in the environment.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Peer:
 
     def close(self) -> None:
         """End every process of the contender."""
-        members = [*family(self._process.pid), self._process.pid]
+        members = [*descendants(self._process.pid), self._process.pid]
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -137,8 +136,8 @@ class Laps:
         self._socket.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def family(pid: int) -> list[int]:
-    """The descendants of a process."""
+def descendants(pid: int) -> list[int]:
+    """Return the descendants of a process."""
     parents = {child: fields[1] for child, fields in _stats()}
     found: list[int] = []
     for child in parents:
@@ -151,18 +150,18 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process and its living descendants."""
-    members = {pid, *family(pid)}
+    """Return the processor time of a process and its living descendants."""
+    members = {pid, *descendants(pid)}
     return (
         sum(fields[11] + fields[12] for child, fields in _stats() if child in members) / TICKS_PER_S
     )
 
 
 def _stats() -> Iterator[tuple[int, list[int]]]:
-    """Of each process the fields of /proc/PID/stat behind the name, the state left at 0."""
+    """Yield each process with the fields of /proc/PID/stat after the name; the state is 0."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         yield int(path.parent.name), [0, *map(int, fields[1:13])]

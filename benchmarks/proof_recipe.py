@@ -1,7 +1,7 @@
-"""The shipped recipe `grpo` without its checkpoints and export, which at 4B would write 64 GB; and
-a reward for it.
+"""The recipe `grpo` without checkpoints and export, which at 4B would write 64 GB, and a reward.
 
-spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE --reward benchmarks.proof_recipe:even
+    spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE \\
+        --reward benchmarks.proof_recipe:even
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a benchmark script leaves: its rows on the screen and, if asked, its file under results/."""
+"""Output of a benchmark script: its rows on the terminal and, with --save, a file in results/."""
 
 from __future__ import annotations
 

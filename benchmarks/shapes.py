@@ -1,8 +1,8 @@
-"""The model shapes that the GPU benchmarks share: Qwen3's, with random weights written on the spot.
+"""Model shapes of the GPU benchmarks: those of Qwen3, with random weights.
 
     python -m benchmarks.shapes 0.6B FOLDER
 
-What a step costs depends on the shapes alone, so nothing has to be downloaded.
+The cost of a step depends on the shapes alone, so nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def config(name: str) -> dict[str, object]:
 
 
 def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:
-    """A model folder without weights; with the tokenizer of another one where the run needs text."""
+    """Write a model folder without weights, with another's tokenizer if the run needs text."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(name), indent=2) + "\n")
     for file in ("tokenizer.json", "tokenizer_config.json") if tokenizer_of else ():

@@ -1,10 +1,9 @@
-"""Prints every committed benchmark result as one markdown table.
+"""Printing of every committed benchmark result as one markdown table.
 
     python -m benchmarks.table
 
-A result is `benchmarks/results/<machine>/<script>.json`; `Result` below is its schema, read
-strictly. The column "kernels" says "older" where the files of spmd_rl/kernels have changed since
-the figure was measured.
+A result is `benchmarks/results/<machine>/<script>.json`, whose schema is `Result` below. The column
+"kernels" says "older" if the files of spmd_rl/kernels have changed since the figure was measured.
 """
 
 from __future__ import annotations
@@ -87,13 +86,13 @@ def table(results: Iterable[Result], kernels: str) -> str:
 
 
 def problems(path: Path, result: Result) -> Iterator[str]:
-    """What the types alone do not catch."""
+    """Yield the problems that the types alone do not catch."""
     if path.parent.name != result.machine:
         yield f"machine is {result.machine!r}, the folder is {path.parent.name!r}"
     if path.stem != Path(result.script).stem:
         yield f"script is {result.script!r}, the file is {path.name!r}"
     if not _COMMIT.fullmatch(result.code.commit):
-        yield f"code.commit is {result.code.commit!r}: write the whole name of the commit that was measured"
+        yield f"code.commit is {result.code.commit!r}: write the full hash of the measured commit"
     for row in result.rows:
         if (row.bar is None) != (row.holds is None):
             yield f"{row.what!r}: a bar and whether it holds belong together"

@@ -1,11 +1,10 @@
-"""What recording spans costs a run, as a share of the demo step's processor time over all its
-processes.
+"""Cost of recording spans, as a share of the processor time of the demo's step, all processes.
 
     python -m benchmarks.trace_overhead --save
 
-Runs of two lengths give the processor time and the spans of a step; recording and writing as many,
-as often, is timed by itself, since the difference between runs with and without is below their
-noise.
+Runs of two lengths give the processor time and the spans of a step. Recording and writing the same
+number of spans, equally often, is timed by itself, because the difference between runs with and
+without spans is below their noise.
 """
 
 from __future__ import annotations

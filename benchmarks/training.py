@@ -1,6 +1,4 @@
-"""A learner of a Qwen3 shape on one GPU, and a batch for it: what the training benchmarks have in
-common.
-"""
+"""Shared parts of the training benchmarks: a learner with a Qwen3 shape on one GPU, and a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="benchm
 
 
 def config(name: str) -> TrainerConfig:
-    """The trainer's, which keeps all activations where they fit: at 4B what is cheap is made again."""
+    """Return a config that keeps all activations if they fit; at 4B, it recomputes some."""
     return TrainerConfig(
         dtype="bfloat16",
         max_tokens=PACK_TOKENS,
@@ -40,9 +38,9 @@ def config(name: str) -> TrainerConfig:
 
 
 def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
-    """The trainer of a shape with random weights, over all ranks of a world, which it joins.
+    """Return a learner of this shape with random weights, over all ranks of the world.
 
-    Python's collector passes over it from then on, as a rank has it pass over its roles.
+    It is frozen for Python's garbage collector, as the roles of a rank are.
     """
     gc.unfreeze()
     gc.collect()

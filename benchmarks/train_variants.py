@@ -1,11 +1,10 @@
-"""Other ways of computing what the contract computes, as contexts that swap the trainer's
-operations.
+"""Variants of the trainer's arithmetic, as context managers that swap its operations.
 
-contract  as shipped free      matrix products by cuBLAS as it likes, split-K allowed; all else as
-shipped raced     the same, each by the fastest of all that cuBLAS has for its shape, whatever its
-bits torch     as free, and torch's own operations for norms, rotary positions and log-probs, none
-of them fused repeats   as shipped, and the backward pass too gives the same bits again
-(trainer.deterministic)
+contract   as shipped
+free       cuBLAS picks the matrix products, with split-K allowed; the rest as shipped
+raced      the same, with cuBLAS's fastest candidate for each shape, whatever its bits
+torch      as free, with torch's own norms, rotary positions and log-probs, none of them fused
+repeats    as shipped, with a backward pass that also repeats its bits (trainer.deterministic)
 """
 
 from __future__ import annotations
