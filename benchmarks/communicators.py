@@ -30,7 +30,7 @@ def used_mib() -> float:
 
 
 class Steps:
-    """What each step added, as rows."""
+    """Memory that each step added, as rows."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

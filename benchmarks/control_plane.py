@@ -38,13 +38,13 @@ MAX_SHARE = 0.05
 RAY_WORKER_BYTES = 90 << 20  # resident, of one idle actor
 WORKERS_OF_A_RELAY = 32
 MAX_PROCESSES = 256
-PER_PROCESS = 8  # beyond
-MAX_BYTES = 64 << 20  # of all parts of one call
-LAPS_BYTES = 256 << 20  # of all parts of one turn
+PER_PROCESS = 8  # workers, above MAX_PROCESSES
+MAX_BYTES = 64 << 20  # total of all parts of one call
+LAPS_BYTES = 256 << 20  # total of all parts of one turn
 
 
 class Times:
-    """What one contender took, in microseconds a call."""
+    """Times of one contender, in microseconds a call."""
 
     def __init__(self) -> None:
         self.wall_us: list[float] = []
@@ -57,7 +57,7 @@ class Times:
 
 
 def contest(num_workers: int, turns: int) -> Iterator[Row]:
-    """All contenders at one number of workers."""
+    """Measure all contenders with one number of workers."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         peers = {
@@ -141,7 +141,7 @@ def _rows(num_workers: int, size: int, times: dict[str, Times]) -> Iterator[Row]
 
 
 def controller_share(steps: int) -> Row:
-    """The median over a run of the demo of that many steps."""
+    """Return the median over a run of the demo with that many steps."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         command = [
             "-m",

@@ -35,7 +35,7 @@ KV_TOKENS = 300 * 1024
 MAX_BATCH = 512
 PAGE_SIZE = 128
 STEP_TOKENS = 8192  # SGLang's chunk of prefill on this GPU
-SGLANG_MEMORY = 0.9  # of the GPU, so that it is KV_TOKENS that counts
+SGLANG_MEMORY = 0.9  # of the GPU's memory, so that KV_TOKENS is the limit
 PACKAGES = ("torch", "triton", "flash-attn-4")
 SGLANG_SETTINGS = (
     "attention_backend",
@@ -56,7 +56,7 @@ class Pair:
 
 @contextmanager
 def pair(name: str, sglang_site: str) -> Iterator[Pair]:
-    """Both engines with random weights of a Qwen3 shape, ready."""
+    """Yield both engines, ready, with random weights of a Qwen3 shape."""
     with tempfile.TemporaryDirectory(prefix="shape-") as folder:
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", name, folder], check=True)
         env = {
@@ -85,7 +85,7 @@ def pair(name: str, sglang_site: str) -> Iterator[Pair]:
 
 
 def versions(pair: Pair) -> dict[str, str]:
-    """SGLang's, and the settings that it runs with."""
+    """Return SGLang's version, and the settings that it runs with."""
     facts = pair.sglang.ask(facts=True)
     return {"sglang": facts["version"]} | {
         f"sglang {name}": str(facts[name]) for name in SGLANG_SETTINGS
@@ -94,8 +94,10 @@ def versions(pair: Pair) -> dict[str, str]:
 
 class Contender(Protocol):
     def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
-        """All of it, `new_tokens[i]` after `prompts[i]`; equal prompts are one object. What it says
-        goes into the reply."""
+        """Generate `new_tokens[i]` tokens after each `prompts[i]`, and return facts for the reply.
+
+        Equal prompts are the same object.
+        """
         ...
 
     def facts(self) -> dict[str, Any]: ...

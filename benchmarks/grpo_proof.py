@@ -70,7 +70,7 @@ STEPS = {
 SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300
 SHORTEST, LONGEST = 8, 400
 PAGE_SIZE, MAX_BATCH, STEP_TOKENS = 128, 512, 2048
-USED = {  # what must have happened at least once
+USED = {  # events that must happen at least once
     "recorded graphs": "num_graphs",
     "prompts cut into chunks": "num_partial_chunks",
     "pages of a prompt's tail copied": "num_copied_tails",
@@ -113,7 +113,7 @@ def options_of(name: str, folder: Path) -> list[str]:
 
 
 def broken_promises(run: Path) -> list[str]:
-    """Where what a run's roles and its link kept promises no equal bits, or none in bfloat16."""
+    """Return the recorded contracts that promise no equal bits, or are not in bfloat16."""
     followed = json.loads((run / CONTRACT_FILE).read_text())
     broken = [] if any("->" in name for name in followed) else ["no link kept what its ends follow"]
     for name, kept in followed.items():
@@ -133,7 +133,7 @@ def broken_promises(run: Path) -> list[str]:
 
 
 def one_of_each_prompt(run: Path) -> list[str]:
-    """Names of samples of the last step."""
+    """Return the name of one sample a prompt of the last step."""
     last = max((run / "samples").glob("step_*.jsonl"))
     rows = map(json.loads, last.read_text().split("\n")[:-1])
     return list(

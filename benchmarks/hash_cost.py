@@ -32,7 +32,7 @@ from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 BATCHES, PROMPT, ANSWER, TURNS = (1, 64, 256), 128, 128, 3
-WARM = 24  # steps that record graphs, or follow on those that do
+WARM = 24  # steps that record graphs, or follow such a step
 DEVICE = torch.device("cuda")
 
 
@@ -45,7 +45,7 @@ def sequences(batch: int, vocab: int) -> Case:
 
 
 def step_s(engine: NativeEngine, case: Case) -> float:
-    """Seconds of a step that decodes all sequences."""
+    """Return the seconds of a step that decodes all sequences."""
     for request in requests(case):
         engine.submit(request)
     times, began = [], time.perf_counter()
@@ -65,7 +65,7 @@ def plain_s(path: EnginePass, case: Case) -> float:
 
 @torch.inference_mode()
 def hashed_s(path: EnginePass, case: Case) -> tuple[float, int]:
-    """And how many points a decoding step has."""
+    """Return the same for a replay with hashes, and the number of points of a decode step."""
     hashes = Hashes(case.num_rows)
     replaying = Replaying(path, case, hashes)
     with replaying.watched():

@@ -44,7 +44,7 @@ CONTEXT = (
     "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); "
     "print(total - free, total)"
 )
-ENOUGH = 0.95  # of what is measured, the least that the ledger must have told
+ENOUGH = 0.95  # the least share of the measured bytes that the ledger must predict
 
 
 def settings(folder: Path) -> list[str]:
@@ -68,7 +68,7 @@ def settings(folder: Path) -> list[str]:
 
 
 def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
-    """Readings and their moments, rank by rank."""
+    """Run a case, and return its moments, each with the readings of all ranks."""
     num_ranks, more = CASES[name]
     command = [
         sys.executable,

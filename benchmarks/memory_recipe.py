@@ -18,8 +18,10 @@ FILE = "memory.json"
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU's bytes: all in use, those that torch's allocator does not know of, and the most that
-    it had given out since the last reading."""
+    """One GPU's bytes: all in use, those outside torch's allocator, and the allocator's peak.
+
+    The peak is since the last reading.
+    """
 
     used_bytes: int
     outside_bytes: int

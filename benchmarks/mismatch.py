@@ -64,7 +64,7 @@ NUM_LAYERS = 6
 
 
 def write_model(folder: Path) -> Path:
-    """A Qwen3 with random weights, its norms' too, in a folder that both loaders read."""
+    """Write a Qwen3 model with random weights, also in its norms, that both loaders can read."""
     config = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
@@ -110,7 +110,7 @@ def engine(folder: Path) -> EnginePass:
 
 
 def comparisons(folder: Path, case: Case) -> Iterator[tuple[str, Examined]]:
-    """Each fault against the trainer, and both our paths against transformers."""
+    """Yield each fault against the trainer, and both our forward passes against transformers."""
     trainer, model = TrainerPass(load_model(folder, DTYPE, DEVICE)), str(folder)
     yield "engine, trainer", examine(Replay(case, engine(folder), trainer, model))
     for fault in EXPECTED:
@@ -124,9 +124,7 @@ def comparisons(folder: Path, case: Case) -> Iterator[tuple[str, Examined]]:
 
 
 def rows(name: str, found: Examined) -> Iterator[Row]:
-    """One for each kind of op that introduces a difference, or the one that says that there is
-    none.
-    """
+    """Yield a row for each kind of op that introduces a difference, or one row if none does."""
     if not found.comparison.findings and name in EXPECTED:
         yield Row(what=f"{name}: not found", value=0, unit="outputs", bar="explained", holds=False)
     elif not found.comparison.findings:

@@ -21,7 +21,7 @@ import torch
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, SPEED_BAR, STEP_TOKENS, WARMUPS, step_seconds
-from benchmarks.train_variants import PATHS
+from benchmarks.train_variants import VARIANTS
 from benchmarks.training import batch, config, learner, mixed_batch, scored
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.kernels.runtime.interleaved_timing import shuffled_turns
@@ -30,15 +30,15 @@ from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch
 
 REPEATS = 6
-OTHER_PACKS = 5000  # rows of the packs that log-probs to compare with are made in
+OTHER_PACKS = 5000  # rows of the packs for the log-probs to compare with
 
 
 def medians(one: Learner, works: dict[tuple[str, str], Batch]) -> dict[tuple[str, str], float]:
-    """Seconds of a step by (lengths, path)."""
+    """Return the seconds of a step by (lengths, variant)."""
     times: dict[tuple[str, str], list[float]] = {key: [] for key in works}
     for turn, index in shuffled_turns(len(works), WARMUPS + REPEATS):
         key = list(works)[index]
-        with PATHS[key[1]]():
+        with VARIANTS[key[1]]():
             seconds = step_seconds(one, works[key])
         print(*key, f"{seconds:.3f} s", flush=True)
         if turn >= WARMUPS:

@@ -25,11 +25,12 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Peer:
-    """The driver's end: one contender, its process and all that this starts."""
+    """The driver's side of one contender, with all processes that it starts."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
-        """Blocks: until the contender has connected. Raises: RuntimeError with its output if it
-        does not.
+        """Start the contender.
+
+        Blocks: until it has connected. Raises: RuntimeError with its output if it does not.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         path = str(Path(self._folder.name) / "s")
@@ -50,11 +51,9 @@ class Peer:
         self._lines = self._socket.makefile("r")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and return the reply, with `cpu_s` added: what all its processes used
-        meanwhile.
+        """Send a request, and return the reply with `cpu_s`, the processor time used meanwhile.
 
-        Blocks: until the contender replies. Raises: RuntimeError with its output if it ends
-        instead.
+        Blocks: until the contender replies. Raises: RuntimeError with its output if it ends first.
         """
         before = cpu_seconds(self._process.pid)
         self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -99,9 +98,7 @@ class Peer:
 
 
 class Laps:
-    """The contender's end. The driver asks for `laps`, a number; the reply has the `seconds` of
-    each.
-    """
+    """The contender's side. The driver requests `laps`, and the reply has their `seconds`."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -112,9 +109,9 @@ class Laps:
         self._began = 0.0
 
     def lap(self, **facts: Any) -> None:
-        """The last lap is over and the next begins; `facts` about the last one go into the reply.
+        """End the last lap and start the next. `facts` about the last one go into the reply.
 
-        Blocks: for the driver, between requests. Raises: SystemExit when it is gone.
+        Blocks: for the driver, between requests. Raises: SystemExit when the driver is gone.
         """
         if self._left:
             self._seconds.append(time.perf_counter() - self._began)
@@ -126,7 +123,7 @@ class Laps:
         self._began = time.perf_counter()
 
     def request(self) -> dict[str, Any]:
-        """The driver's next request. Raises: SystemExit when it is gone."""
+        """Return the driver's next request. Raises: SystemExit when the driver is gone."""
         line = self._lines.readline()
         if not line:
             raise SystemExit

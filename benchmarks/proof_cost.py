@@ -34,7 +34,7 @@ COUNTED = (COMPARED, MISMATCHED, "tokens", "made_tokens", MEAN_DLOGP, K1, K3, *R
 
 
 class Watched:
-    """The comparison, with the time that it takes on the GPU and on the host."""
+    """The comparison, with its time on the GPU and on the host."""
 
     def __init__(self) -> None:
         self.compare = learner_module.compare_with_rollout
@@ -55,7 +55,7 @@ class Watched:
 
 
 class LeftOut:
-    """In place of the comparison: zeros for what a step's metrics are made of."""
+    """A replacement of the comparison that returns zeros as its metrics."""
 
     def __init__(self) -> None:
         self.seen: MetricSums | None = None

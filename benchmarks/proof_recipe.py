@@ -18,7 +18,7 @@ __all__ = ["Config", "check", "even", "main"]
 
 
 class Rollout(rl.Rollout):
-    """The shipped role, which also tells one set of weights from another."""
+    """The shipped role, which can also return a digest of its weights."""
 
     @rl.collective
     def weights_digest(self) -> rl.Sharded[list[str]]:
@@ -26,7 +26,7 @@ class Rollout(rl.Rollout):
 
 
 def even(prompt: Prompt, sample: Sample) -> float:
-    """The share of even token ids: a reward that a few steps can raise."""
+    """Return the share of even token ids: a reward that a few steps can raise."""
     return float((sample.tokens % 2 == 0).mean())
 
 

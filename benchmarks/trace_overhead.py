@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def run(folder: Path, steps: int) -> tuple[float, int]:
-    """Processor seconds of a whole run, and how many spans it left."""
+    """Return the processor seconds of a whole run, and the number of its spans."""
     before = used_s()
     words = [
         f"--steps={steps}",
@@ -80,13 +80,13 @@ def run(folder: Path, steps: int) -> tuple[float, int]:
 
 
 def used_s() -> float:
-    """Processor seconds of all children that have ended, theirs included."""
+    """Return the processor seconds of all children that have ended, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def cost_of_a_span(folder: Path) -> float:
-    """Processor seconds, with a flush to the file after every few spans."""
+    """Return the processor seconds of a span, with a flush to the file after every few spans."""
     trace = Trace(folder / "cost", "rank 0", rank=0)
     began = time.process_time()
     for call in range(FLUSHES):

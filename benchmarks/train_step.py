@@ -33,7 +33,7 @@ import torch
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import MEASURED_FLOPS_PER_S
 from benchmarks.table import Row
-from benchmarks.train_variants import PATHS
+from benchmarks.train_variants import VARIANTS
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.train.flops import PEAK_FLOPS_PER_S, train_flops
@@ -49,7 +49,7 @@ PARTS = {"forward": "forward", "backward": "backward", "step": "optimizer"}
 
 
 class Timed:
-    """A backend whose forward, backward and optimizer step lie between CUDA events."""
+    """A backend that times forward, backward and optimizer step with CUDA events."""
 
     def __init__(self, inner: object) -> None:
         self.inner = inner
@@ -106,7 +106,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     for repeat in range(WARMUPS + options.repeats):
         first = repeat % len(options.paths)
         for path in options.paths[first:] + options.paths[:first]:
-            with PATHS[path]():
+            with VARIANTS[path]():
                 seconds = step_seconds(one, given)
             if repeat >= WARMUPS:
                 times[path].append(seconds)
@@ -131,7 +131,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def profile(one: Learner, given: Batch, path: str) -> None:
-    """The kernels of one step by their time."""
+    """Write the kernels of one step, by their time, to a file."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         step_seconds(one, given)
     with open(path, "w") as file:
@@ -152,7 +152,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--paths", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument(
         "--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE"

@@ -61,15 +61,14 @@ def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
 
 
 def batch(num_tokens: int, vocab: int) -> Batch:
-    """Sequences of 128 prompt and 896 response tokens, with random advantages, as one rollout would
-    give them.
-    """
+    """Return sequences of 128 prompt and 896 response tokens, with random advantages."""
     return _batch([NEW_TOKENS] * (num_tokens // (PROMPT_TOKENS + NEW_TOKENS)), vocab)
 
 
 def mixed_batch(num_tokens: int, vocab: int) -> Batch:
-    """About as many tokens in sequences of 128 prompt and 64 to 1,728 response tokens, any of them
-    as likely.
+    """Return about as many tokens in sequences of 128 prompt and 64 to 1,728 response tokens.
+
+    All lengths are equally likely.
     """
     rng = np.random.default_rng(1)
     count = num_tokens // (PROMPT_TOKENS + NEW_TOKENS)
@@ -92,5 +91,5 @@ def _group(uid: int, new_tokens: int, vocab: int, rng: np.random.Generator) -> G
 
 
 def scored(one: Learner, given: Batch) -> Batch:
-    """`given` with the log-probs of the learner's present weights as those of the engine."""
+    """Return `given` with the log-probs of the learner's current weights as those of the engine."""
     return replace(given, rollout_logprobs=one.score(given))

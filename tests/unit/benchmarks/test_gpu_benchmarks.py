@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import engine_cost, train_variants, proof_cost, record, rollout_vs_sglang
+from benchmarks import engine_cost, proof_cost, record, rollout_vs_sglang, train_variants
 from benchmarks.cublas import every_way
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
@@ -83,7 +83,7 @@ def test_a_proof_without_a_link_is_seen(tmp_path: Path) -> None:
 def test_paths_swap_operations_and_put_them_back() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)
     ours = network.rms_norm
-    with train_variants.PATHS["torch"]():
+    with train_variants.VARIANTS["torch"]():
         assert network.rms_norm is train_variants.torch_norm
         assert torch.allclose(network.rms_norm(x, weight, 1e-6), ours(x, weight, 1e-6), atol=1e-5)
     assert network.rms_norm is ours
@@ -205,7 +205,11 @@ def test_torch_operations_compute_what_ours_do() -> None:
         (token_attention.qk_norm_rope(q, k, norm, rotary), train_variants.torch_norm_rope),
         (network.add_rms_norm(q, q, weight, 1e-6), train_variants.torch_add_norm),
     ):
-        given = (q, k, norm, rotary) if theirs is train_variants.torch_norm_rope else (q, q, weight, 1e-6)
+        given = (
+            (q, k, norm, rotary)
+            if theirs is train_variants.torch_norm_rope
+            else (q, q, weight, 1e-6)
+        )
         for one, other in zip(ours, theirs(*given), strict=True):
             assert torch.allclose(one, other, atol=1e-5)
     logits, targets, scale = torch.randn(6, 50), torch.randint(50, (6,)), torch.rand(6) + 0.5
