@@ -1,6 +1,4 @@
-"""Every way in which cuBLAS would multiply a shape: the one that torch takes, and what cublasLt
-proposes.
-"""
+"""cuBLAS's candidates for a matrix product: the one that torch takes, and those of cublasLt."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from spmd_rl.kernels.linear.cublaslt import Gemm, Shape, propose_algorithms
 
-LENT_BYTES = 32 << 20  # by torch, to cuBLAS on Hopper
+LENT_BYTES = 32 << 20  # workspace that torch gives cuBLAS on Hopper
 
 
 def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -22,5 +20,5 @@ def by_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Non
 
 
 def every_way(shape: Shape) -> list[Gemm]:
-    """torch's first. With memory for partial sums cuBLAS may split K."""
+    """Return torch's candidate, then all others. With workspace, cuBLAS may split K."""
     return [by_torch, *propose_algorithms(shape, (0, LENT_BYTES))]

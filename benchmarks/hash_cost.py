@@ -1,11 +1,10 @@
-"""What it costs to look: the engine's decoding step with a hash of every row after every op,
-recorded in its graphs.
+"""Cost of the microscope: the engine's decode step with a hash of every row after every op.
 
-An engine of Qwen3-0.6B's shapes (random weights) generates, and the same engine replays under a
-tap, in turns. A step's time is the median of those that decode all sequences, clocked on the host
-from one to the next: steps are launched ahead of the GPU, so in steady decoding that is what a step
-takes. What a replay adds besides hashing, the scoring of the samples' tokens, is in it. An engine
-that nobody watches holds none of this.
+The hashes are recorded in the engine's graphs. An engine with the shapes of Qwen3-0.6B and random
+weights generates, and the same engine replays under a tap, in turns. The time of a step is the
+median over steps that decode all sequences, measured on the host from one step to the next. Steps
+are launched ahead of the GPU, so in steady decoding that is the time of a step. It includes the
+scoring of the samples' tokens, which a replay does too. An engine without a tap has none of this.
 
     python -m benchmarks.hash_cost [--save]
 """
@@ -33,7 +32,7 @@ from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 BATCHES, PROMPT, ANSWER, TURNS = (1, 64, 256), 128, 128, 3
-WARM = 24  # steps that record graphs, or follow on those that do
+WARM = 24  # steps that record graphs, or follow such a step
 DEVICE = torch.device("cuda")
 
 
@@ -46,7 +45,7 @@ def sequences(batch: int, vocab: int) -> Case:
 
 
 def step_s(engine: NativeEngine, case: Case) -> float:
-    """Seconds of a step that decodes all sequences."""
+    """Return the seconds of a step that decodes all sequences."""
     for request in requests(case):
         engine.submit(request)
     times, began = [], time.perf_counter()
@@ -66,7 +65,7 @@ def plain_s(path: EnginePass, case: Case) -> float:
 
 @torch.inference_mode()
 def hashed_s(path: EnginePass, case: Case) -> tuple[float, int]:
-    """And how many points a decoding step has."""
+    """Return the same for a replay with hashes, and the number of points of a decode step."""
     hashes = Hashes(case.num_rows)
     replaying = Replaying(path, case, hashes)
     with replaying.watched():

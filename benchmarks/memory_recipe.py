@@ -1,8 +1,7 @@
-"""The shipped recipe `grpo` with a gauge of GPU memory after every phase; memory.py reads what it
-leaves.
+"""The recipe `grpo` with a reading of GPU memory after every phase, for memory.py.
 
-spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE --reward
-benchmarks.proof_recipe:even
+    spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE \\
+        --reward benchmarks.proof_recipe:even
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ FILE = "memory.json"
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU's bytes: all in use, those that torch's allocator does not know of, and the most that
-    it had given out since the last reading."""
+    """One GPU's bytes: all in use, those outside torch's allocator, and the allocator's peak.
+
+    The peak is since the last reading.
+    """
 
     used_bytes: int
     outside_bytes: int

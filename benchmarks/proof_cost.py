@@ -1,10 +1,9 @@
-"""What the proof costs: the comparison of every token's log-prob with the engine's, as a share of
-the training step.
+"""Cost of the proof: the comparison of every token's log-prob, as a share of the training step.
 
-The comparison is timed between two CUDA events on the stream that it runs on, so that the kernels
-and the gaps between them count; the host's time for it is reported too, though it runs while the
-GPU works on the backward pass. Besides, whole steps with it and without take turns, with no bar:
-those of one kind differ by more. One step is that of train_step.py.
+The comparison is timed between two CUDA events on its stream, so kernels and gaps both count. The
+time on the host is reported too, although the host runs while the GPU does the backward pass. Whole
+steps with and without the comparison also take turns. They have no bar, because their noise is
+larger than the difference. The step is that of train_step.py.
 
     python -m benchmarks.proof_cost 0.6B 4B [--save]
 """
@@ -35,7 +34,7 @@ COUNTED = (COMPARED, MISMATCHED, "tokens", "made_tokens", MEAN_DLOGP, K1, K3, *R
 
 
 class Watched:
-    """The comparison, with the time that it takes on the GPU and on the host."""
+    """The comparison, with its time on the GPU and on the host."""
 
     def __init__(self) -> None:
         self.compare = learner_module.compare_with_rollout
@@ -56,7 +55,7 @@ class Watched:
 
 
 class LeftOut:
-    """In place of the comparison: zeros for what a step's metrics are made of."""
+    """A replacement of the comparison that returns zeros as its metrics."""
 
     def __init__(self) -> None:
         self.seen: MetricSums | None = None

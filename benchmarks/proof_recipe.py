@@ -1,7 +1,7 @@
-"""The shipped recipe `grpo` without its checkpoints and export, which at 4B would write 64 GB; and
-a reward for it.
+"""The recipe `grpo` without checkpoints and export, which at 4B would write 64 GB, and a reward.
 
-spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE --reward benchmarks.proof_recipe:even
+    spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE \\
+        --reward benchmarks.proof_recipe:even
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Config", "check", "even", "main"]
 
 
 class Rollout(rl.Rollout):
-    """The shipped role, which also tells one set of weights from another."""
+    """The shipped role, which can also return a digest of its weights."""
 
     @rl.collective
     def weights_digest(self) -> rl.Sharded[list[str]]:
@@ -26,7 +26,7 @@ class Rollout(rl.Rollout):
 
 
 def even(prompt: Prompt, sample: Sample) -> float:
-    """The share of even token ids: a reward that a few steps can raise."""
+    """Return the share of even token ids: a reward that a few steps can raise."""
     return float((sample.tokens % 2 == 0).mean())
 
 

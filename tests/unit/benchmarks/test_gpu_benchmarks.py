@@ -1,4 +1,4 @@
-"""What the GPU benchmarks compute on the host: shapes, the rollout's lengths, swapped operations."""
+"""Host side of the GPU benchmarks: shapes, the rollout's lengths, swapped operations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import engine_cost, paths, proof_cost, record, rollout_vs_sglang
+from benchmarks import engine_cost, proof_cost, record, rollout_vs_sglang, train_variants
 from benchmarks.cublas import every_way
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
@@ -83,8 +83,8 @@ def test_a_proof_without_a_link_is_seen(tmp_path: Path) -> None:
 def test_paths_swap_operations_and_put_them_back() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)
     ours = network.rms_norm
-    with paths.PATHS["torch"]():
-        assert network.rms_norm is paths.torch_norm
+    with train_variants.VARIANTS["torch"]():
+        assert network.rms_norm is train_variants.torch_norm
         assert torch.allclose(network.rms_norm(x, weight, 1e-6), ours(x, weight, 1e-6), atol=1e-5)
     assert network.rms_norm is ours
 
@@ -107,9 +107,9 @@ def test_a_shape_is_raced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         raced.append(shape)
         return ways[0]
 
-    monkeypatch.setattr(paths, "fastest", first)
+    monkeypatch.setattr(train_variants, "fastest", first)
     weight, bias = torch.randn(16, 8), torch.randn(16)
-    product = paths.Race(every_way)
+    product = train_variants.Race(every_way)
     for rows, added in (4, None), (4, None), (4, bias), (8, None):
         x = torch.randn(rows, 8)
         found = product(x, weight, added, torch.float32)
@@ -202,16 +202,20 @@ def test_torch_operations_compute_what_ours_do() -> None:
     rotary = Rotary(torch.tensor([3, 0, 7, 7, 15]), angles.cos(), angles.sin())
     norm = QkNorm(weight, weight, 1e-6)
     for ours, theirs in (
-        (token_attention.qk_norm_rope(q, k, norm, rotary), paths.torch_norm_rope),
-        (network.add_rms_norm(q, q, weight, 1e-6), paths.torch_add_norm),
+        (token_attention.qk_norm_rope(q, k, norm, rotary), train_variants.torch_norm_rope),
+        (network.add_rms_norm(q, q, weight, 1e-6), train_variants.torch_add_norm),
     ):
-        given = (q, k, norm, rotary) if theirs is paths.torch_norm_rope else (q, q, weight, 1e-6)
+        given = (
+            (q, k, norm, rotary)
+            if theirs is train_variants.torch_norm_rope
+            else (q, q, weight, 1e-6)
+        )
         for one, other in zip(ours, theirs(*given), strict=True):
             assert torch.allclose(one, other, atol=1e-5)
     logits, targets, scale = torch.randn(6, 50), torch.randint(50, (6,)), torch.rand(6) + 0.5
     for one, other in zip(
         token_logprobs(logits, targets, scale),
-        paths.torch_logprobs(logits, targets, scale),
+        train_variants.torch_logprobs(logits, targets, scale),
         strict=True,
     ):
         assert torch.allclose(one, other, atol=1e-5)

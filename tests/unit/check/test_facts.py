@@ -64,7 +64,8 @@ def test_the_drivers_version_is_the_number(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(facts, "DRIVER", version)
     assert facts.nvidia_driver() == ""
     version.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC 12.3.0\n"
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+        "GCC 12.3.0\n"
     )
     assert facts.nvidia_driver() == "580.159.04"
 

@@ -174,7 +174,10 @@ def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path,
 
 
 def test_how_a_run_is_kept_and_watched_is_no_configuration_of_it(tmp_path: Path) -> None:
-    given = 'steps = 2\n\n[run]\nseed = 1\nresume = true\nsave_every = 3\nsinks = ["wandb"]\ndeadline_s = 9.0\n'
+    given = (
+        "steps = 2\n\n[run]\nseed = 1\nresume = true\nsave_every = 3\n"
+        'sinks = ["wandb"]\ndeadline_s = 9.0\n'
+    )
     again = "steps = 2\n\n[run]\nseed = 1\nresume = false\nsave_every = 5\nsinks = []\n"
     RunFolder.open(tmp_path / "r", given, {}).metrics.write_text("kept\n")
     assert RunFolder.open(tmp_path / "r", again, {}).metrics.read_text() == "kept\n"

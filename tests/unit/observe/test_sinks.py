@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases beside the JSONL; neither is asked anything over a network here."""
+"""TensorBoard and Weights & Biases as sinks of metrics, without a network."""
 
 from __future__ import annotations
 
@@ -143,7 +143,10 @@ def test_an_unknown_sink_and_a_missing_package_are_said_before_anything_starts(
 
 
 def test_without_sinks_nothing_is_imported() -> None:
-    code = "import sys, spmd_rl.observe.sinks; sys.exit(bool({'wandb', 'tensorboard', 'torch'} & set(sys.modules)))"
+    code = (
+        "import sys, spmd_rl.observe.sinks; "
+        "sys.exit(bool({'wandb', 'tensorboard', 'torch'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

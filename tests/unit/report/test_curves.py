@@ -74,8 +74,11 @@ def test_a_run_has_six_panels_and_no_title_runs_out_of_its_own() -> None:
 def test_panels_without_data_are_left_out_and_the_rest_laid_out_anew() -> None:
     drawn = panels(supervised())
     assert list(drawn) == [
-        "mismatched tokens: no tokens compared", "loss and entropy", "seconds a step", "tokens per second"
-    ]  # fmt: skip
+        "mismatched tokens: no tokens compared",
+        "loss and entropy",
+        "seconds a step",
+        "tokens per second",
+    ]
     assert places(drawn) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert curves.picture([{"step": 1, "reward/mean": None}], "") is None
 

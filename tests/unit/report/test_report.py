@@ -111,7 +111,8 @@ def test_json_in_a_page_has_no_character_that_matters_to_html() -> None:
 
 def test_the_scripts_make_text_nodes_only() -> None:
     forbidden = re.compile(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|\bfetch\b|XMLHttp|import\(|https?://(?!www\.w3\.org/2000/svg)"
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function"
+        r"|\bfetch\b|XMLHttp|import\(|https?://(?!www\.w3\.org/2000/svg)"
     )
     for script in sorted(PAGE.glob("*.js")):
         assert not forbidden.findall(script.read_text(encoding="utf-8")), script.name
@@ -385,10 +386,19 @@ def test_the_head_says_what_a_run_was_made_of(tmp_path: Path) -> None:
     ]
     (run / "contract.json").write_text(json.dumps({"train": followed}))
     assert gather([run])["runs"][0]["about"] == {
-        "model": "models/tiny", "parameters": "154,656", "data": "train.jsonl", "reward": "r.py:f", "ranks": "4",
-        "device": "H200", "host": "node1", "machine": "AMD EPYC, 2 cores, 24 GiB", "torch": "2.13",
-        "spmd-rl": "0.1.0 (ba0987654321)", "commit": "1234567890ab-dirty", "command": "spmd-rl run grpo --model=m",
-    }  # fmt: skip
+        "model": "models/tiny",
+        "parameters": "154,656",
+        "data": "train.jsonl",
+        "reward": "r.py:f",
+        "ranks": "4",
+        "device": "H200",
+        "host": "node1",
+        "machine": "AMD EPYC, 2 cores, 24 GiB",
+        "torch": "2.13",
+        "spmd-rl": "0.1.0 (ba0987654321)",
+        "commit": "1234567890ab-dirty",
+        "command": "spmd-rl run grpo --model=m",
+    }
     for content in ("[]", '{"train": 1}', '{"train": [1]}', '{"train": [{"facts": 1}]}'):
         (run / "contract.json").write_text(content)
         assert gather([run])["runs"][0]["about"]["torch"] == "2.12"

@@ -1,4 +1,4 @@
-"""A run without a signal, or without a change of reward, is told which settings to look at, once."""
+"""A run without a signal, or without progress, gets one warning that names settings."""
 
 from __future__ import annotations
 

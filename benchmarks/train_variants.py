@@ -1,11 +1,10 @@
-"""Other ways of computing what the contract computes, as contexts that swap the trainer's
-operations.
+"""Variants of the trainer's arithmetic, as context managers that swap its operations.
 
-contract  as shipped free      matrix products by cuBLAS as it likes, split-K allowed; all else as
-shipped raced     the same, each by the fastest of all that cuBLAS has for its shape, whatever its
-bits torch     as free, and torch's own operations for norms, rotary positions and log-probs, none
-of them fused repeats   as shipped, and the backward pass too gives the same bits again
-(trainer.deterministic)
+contract   as shipped
+free       cuBLAS picks the matrix products, with split-K allowed; the rest as shipped
+raced      the same, with cuBLAS's fastest candidate for each shape, whatever its bits
+torch      as free, with torch's own norms, rotary positions and log-probs, none of them fused
+repeats    as shipped, with a backward pass that also repeats its bits (trainer.deterministic)
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from spmd_rl.kernels.vocab.lm_head import Logits
 from spmd_rl.model import network, scorer
 from spmd_rl.train.determinism import WORKSPACE, WORKSPACES, deterministic
 
-os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # the size that torch takes on Hopper anyhow
+os.environ.setdefault(WORKSPACE, WORKSPACES[0])  # torch's own default on Hopper
 
 
 @contextmanager
@@ -49,8 +48,11 @@ def free_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torc
 
 
 class Race:
-    """Products that each take the fastest of `ways_of` their shape. The first of a shape also takes
-    the time to find it, and must not come while a graph is recorded."""
+    """Matrix products that each use the fastest of `ways_of` their shape.
+
+    The first product of a shape also takes the time to find it. It must not run while a graph is
+    recorded.
+    """
 
     def __init__(self, ways_of: Callable[[Shape], list[Gemm]]) -> None:
         self._ways_of = ways_of
@@ -126,7 +128,7 @@ TORCH = (
     (token_attention, "qk_norm_rope", torch_norm_rope),
     (scorer, "head_logprobs", torch_head),
 )
-PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+VARIANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "contract": nullcontext,
     "free": lambda: swapped(*FREE),
     "raced": lambda: swapped(*RACED),

@@ -1,6 +1,4 @@
-"""The command line that comparisons with SGLang share: each model's rows come from one pair of
-engines.
-"""
+"""Command line of the comparisons with SGLang: one pair of engines measures each model's rows."""
 
 from __future__ import annotations
 
