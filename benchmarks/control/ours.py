@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from benchmarks.control.echo import serve
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
+from spmd_rl.controller.channel.messages import Hello
 from spmd_rl.controller.channel.secret import Keys
-from spmd_rl.controller.channel.wire import Hello
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher

@@ -13,7 +13,7 @@ from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.capabilities import Sleeper
 from spmd_rl.controller.channel.codec import Codec, pack
 from spmd_rl.controller.channel.import_names import name_of
-from spmd_rl.controller.channel.wire import Spawn, encode
+from spmd_rl.controller.channel.messages import Spawn, encode
 from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.contracts import Contract, record_contracts
 from spmd_rl.controller.endpoint import Role

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 
 from spmd_rl.controller.capabilities import capabilities
 from spmd_rl.controller.channel.codec import Packed, pack
+from spmd_rl.controller.channel.messages import Call, encode
 from spmd_rl.controller.channel.router import Values
-from spmd_rl.controller.channel.wire import Call, encode
 from spmd_rl.controller.endpoint import BoundEndpoint, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher

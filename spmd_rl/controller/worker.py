@@ -20,7 +20,7 @@ from spmd_rl.controller.channel.address import Address
 from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack
 from spmd_rl.controller.channel.dealer import Answer
 from spmd_rl.controller.channel.import_names import resolve
-from spmd_rl.controller.channel.wire import (
+from spmd_rl.controller.channel.messages import (
     BuildMeshes,
     Bye,
     Call,

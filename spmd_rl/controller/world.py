@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_rl.controller.channel.codec import NOTHING
-from spmd_rl.controller.channel.wire import BuildMeshes, encode
+from spmd_rl.controller.channel.messages import BuildMeshes, encode
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.mesh.split import Placement, Placements, plan_split
 

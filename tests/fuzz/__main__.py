@@ -25,8 +25,7 @@ from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import _client_socket
 from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
-from spmd_rl.controller.channel.router import _server_socket
-from spmd_rl.controller.channel.wire import (
+from spmd_rl.controller.channel.messages import (
     Bye,
     Call,
     Hello,
@@ -41,6 +40,7 @@ from spmd_rl.controller.channel.wire import (
     decode_at_worker,
     encode,
 )
+from spmd_rl.controller.channel.router import _server_socket
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER, Fuzzer
 from tests.fuzz.live import NAME
 

@@ -7,31 +7,31 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from spmd_rl.controller.channel import wire
+from spmd_rl.controller.channel import messages as wire_messages
 from spmd_rl.controller.channel.codec import pack
 from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES
-from spmd_rl.controller.channel.wire import MALFORMED, Message
+from spmd_rl.controller.channel.messages import MALFORMED, Message
 from spmd_rl.mesh.split import Placement
 
 VALUE = pack({"value": [1, 2.5, "x", None, True], "array": np.arange(3)})
 PLACEMENT = Placement("actor", (0, 1), {"dp": 1, "fsdp": 2, "tp": 1})
 TO_CONTROLLER: list[Message] = [
-    wire.Hello(1, "host", 77),
-    wire.Result(),
-    wire.Failure("KeyError", "'x'", "Traceback", 1),
-    wire.Pong(),
-    wire.Stacks("reward.py:1 in score", "thread", {"replayed": 2}),
-    wire.Signalled("SIGTERM"),
-    wire.Dying("lost its launcher"),
-    wire.Bye(),
+    wire_messages.Hello(1, "host", 77),
+    wire_messages.Result(),
+    wire_messages.Failure("KeyError", "'x'", "Traceback", 1),
+    wire_messages.Pong(),
+    wire_messages.Stacks("reward.py:1 in score", "thread", {"replayed": 2}),
+    wire_messages.Signalled("SIGTERM"),
+    wire_messages.Dying("lost its launcher"),
+    wire_messages.Bye(),
 ]
 TO_WORKER: list[Message] = [
-    wire.Ping(20.0, "runs/run/checkpoints"),
-    wire.StackRequest(),
-    wire.BuildMeshes([PLACEMENT]),
-    wire.Spawn("actor", "m:Actor", PLACEMENT, "m:Config"),
-    wire.Call("actor", "go"),
-    wire.Stop("why", 2, [wire.Hello(1, "host", 5)]),
+    wire_messages.Ping(20.0, "runs/run/checkpoints"),
+    wire_messages.StackRequest(),
+    wire_messages.BuildMeshes([PLACEMENT]),
+    wire_messages.Spawn("actor", "m:Actor", PLACEMENT, "m:Config"),
+    wire_messages.Call("actor", "go"),
+    wire_messages.Stop("why", 2, [wire_messages.Hello(1, "host", 5)]),
 ]
 NESTED = b"\x91" * 2000 + b"\xc0"
 HUGE_COUNTS = (
@@ -57,8 +57,8 @@ class Fuzzer:
     ):
         self._rng = random.Random(seed)
         self._generation = generation
-        self._headers = [wire.encode(message) for message in [*TO_CONTROLLER, *TO_WORKER]]
-        self._own = [wire.encode(message) for message in messages]
+        self._headers = [wire_messages.encode(message) for message in [*TO_CONTROLLER, *TO_WORKER]]
+        self._own = [wire_messages.encode(message) for message in messages]
         self._decode = decode
 
     def frames(self, expected: int) -> list[bytes]:

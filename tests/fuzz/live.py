@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
-from spmd_rl.controller.channel.wire import Bye, Hello
+from spmd_rl.controller.channel.messages import Bye, Hello
 from spmd_rl.controller.endpoint import Role, collective
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher

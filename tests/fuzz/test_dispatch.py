@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from spmd_rl.controller.channel.codec import Codec, Packed, pack
 from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.channel.envelope import FrameWriter
-from spmd_rl.controller.channel.router import Router
-from spmd_rl.controller.channel.secret import derive_keys
-from spmd_rl.controller.channel.wire import (
+from spmd_rl.controller.channel.messages import (
     Call,
     Hello,
     Refusal,
@@ -26,6 +24,8 @@ from spmd_rl.controller.channel.wire import (
     decode_at_worker,
     encode,
 )
+from spmd_rl.controller.channel.router import Router
+from spmd_rl.controller.channel.secret import derive_keys
 from spmd_rl.errors import ContractError
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER, VALUE, Fuzzer
 

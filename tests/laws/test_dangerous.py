@@ -95,7 +95,7 @@ def test_dangerous_things_stay_with_their_owner() -> None:
     ],
 )
 def test_a_forbidden_thing_is_seen(text: str) -> None:
-    assert forbidden([parse("spmd_rl.controller.channel.wire", text)])
+    assert forbidden([parse("spmd_rl.controller.channel.messages", text)])
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from spmd_rl.controller.channel import codec, wire
+from spmd_rl.controller.channel import codec, messages
 from spmd_rl.controller.channel.codec import NOTHING, Packed
 from spmd_rl.controller.channel.decode_cache import MAX_KEY_BYTES, store
-from spmd_rl.controller.channel.wire import MALFORMED, Refusal
+from spmd_rl.controller.channel.messages import MALFORMED, Refusal
 
 M = TypeVar("M")
 
@@ -117,7 +117,7 @@ class FrameReader(Generic[M]):
         if not PREAMBLE_BYTES <= body_at <= payload_at <= len(frame):
             return Refusal.PREAMBLE
         sizes = body_at - PREAMBLE_BYTES, payload_at - body_at, len(frame) - payload_at
-        limits = wire.MAX_HEADER_BYTES, codec.MAX_BODY_BYTES, codec.MAX_PAYLOAD_BYTES
+        limits = messages.MAX_HEADER_BYTES, codec.MAX_BODY_BYTES, codec.MAX_PAYLOAD_BYTES
         if any(size > limit for size, limit in zip(sizes, limits, strict=True)):
             return Refusal.OVERSIZE
         try:

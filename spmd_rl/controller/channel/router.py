@@ -18,9 +18,7 @@ from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
 from spmd_rl.controller.channel.frames import LAST, LATER, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
-from spmd_rl.controller.channel.secret import Keys
-from spmd_rl.controller.channel.wakeup_fd import WakeupFd
-from spmd_rl.controller.channel.wire import (
+from spmd_rl.controller.channel.messages import (
     Message,
     Refusal,
     Result,
@@ -28,6 +26,8 @@ from spmd_rl.controller.channel.wire import (
     decode_at_controller,
     encode,
 )
+from spmd_rl.controller.channel.secret import Keys
+from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 from spmd_rl.controller.channel.zap import Authenticator
 
 TICK_S = 0.25

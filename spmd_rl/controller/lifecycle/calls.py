@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from spmd_rl.controller.channel.codec import Packed
+from spmd_rl.controller.channel.messages import Failure
 from spmd_rl.controller.channel.router import SHORT_WAIT_S
-from spmd_rl.controller.channel.wire import Failure
 from spmd_rl.errors import SpmdError
 
 HandleUntil = Callable[[Callable[[], bool], float], bool]  # Router.handle_until

@@ -10,9 +10,7 @@ from signal import Signals
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.codec import Packed
-from spmd_rl.controller.channel.router import Router, Values
-from spmd_rl.controller.channel.secret import Keys
-from spmd_rl.controller.channel.wire import (
+from spmd_rl.controller.channel.messages import (
     Bye,
     Dying,
     Failure,
@@ -22,6 +20,8 @@ from spmd_rl.controller.channel.wire import (
     Stacks,
     ToController,
 )
+from spmd_rl.controller.channel.router import Router, Values
+from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.lifecycle.calls import CallRecord, OpenCalls
 from spmd_rl.controller.lifecycle.error_messages import in_call, remote_error
 from spmd_rl.controller.lifecycle.failure_detector import FailureDetector

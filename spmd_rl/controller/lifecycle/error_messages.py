@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spmd_rl import errors
-from spmd_rl.controller.channel.wire import Failure
+from spmd_rl.controller.channel.messages import Failure
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.roster import WorkerState
 from spmd_rl.errors import LostRankError, RemoteError, SpmdError

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from signal import Signals
 
 from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.channel.messages import Dying, Hello
 from spmd_rl.controller.channel.router import Router
-from spmd_rl.controller.channel.wire import Dying, Hello
 from spmd_rl.controller.lifecycle.calls import OpenCalls
 from spmd_rl.controller.lifecycle.deadlines import RecipeDeadline, TerminationNotice
 from spmd_rl.controller.lifecycle.error_messages import in_call, lost_error

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from spmd_rl.controller.channel.wire import Hello
+from spmd_rl.controller.channel.messages import Hello
 
 EXIT_S = 1.0  # for processes that sent their last message to end
 NOTICE_S = 0.5  # for a launcher to notice that they have: torchrun polls ten times a second

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from spmd_rl.controller.channel.wire import Hello
+from spmd_rl.controller.channel.messages import Hello
 
 # The longest that a launcher takes to signal all its ranks, once it has signalled one.
 SIGNAL_ALL_S = 2.0

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from spmd_rl.controller.channel.wire import StackRequest, Stacks
+from spmd_rl.controller.channel.messages import StackRequest, Stacks
 from spmd_rl.controller.lifecycle.calls import HandleUntil
 from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.stacks import all_stacks

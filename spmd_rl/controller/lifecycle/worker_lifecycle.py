@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 
 from spmd_rl.controller.channel.dealer import Dealer
-from spmd_rl.controller.channel.secret import FILE_ENV, SECRET_ENV, Keys
-from spmd_rl.controller.channel.wire import (
+from spmd_rl.controller.channel.messages import (
     Bye,
     Dying,
     Hello,
@@ -21,6 +20,7 @@ from spmd_rl.controller.channel.wire import (
     Stop,
     ToWorker,
 )
+from spmd_rl.controller.channel.secret import FILE_ENV, SECRET_ENV, Keys
 from spmd_rl.controller.lifecycle.process_tree import kill_children
 from spmd_rl.controller.lifecycle.shutdown import FinalMessage, end_process
 from spmd_rl.controller.lifecycle.stacks import all_stacks, flight_record, main_thread_location

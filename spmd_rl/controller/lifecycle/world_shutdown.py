@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+from spmd_rl.controller.channel.messages import Stop
 from spmd_rl.controller.channel.router import Router
-from spmd_rl.controller.channel.wire import Stop
 from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.calls import OpenCalls
 from spmd_rl.controller.lifecycle.process_tree import kill_children, wait_for_exits

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from spmd_rl.controller.channel import codec, wire
+from spmd_rl.controller.channel import codec, messages
 from spmd_rl.controller.channel.codec import NOTHING
 from spmd_rl.controller.channel.decode_cache import MAX_ENTRIES, MAX_KEY_BYTES
 from spmd_rl.controller.channel.envelope import (
@@ -119,12 +119,12 @@ def test_a_head_that_is_known_is_not_taken_from_a_frame_that_ends_early() -> Non
 
 
 def test_a_header_that_is_no_message_does_not_use_up_its_number() -> None:
-    reader = FrameReader(7, wire.decode_at_controller)
+    reader = FrameReader(7, messages.decode_at_controller)
     writer = FrameWriter(7)
-    frame = writer.frame(wire.encode(wire.Pong()))
+    frame = writer.frame(messages.encode(messages.Pong()))
     for _ in range(2):
         assert reader.read(preamble(1, 0) + b"\xc1") is None
-    assert reader.read(frame) == (wire.Pong(), NOTHING, 0)
+    assert reader.read(frame) == (messages.Pong(), NOTHING, 0)
     assert reader.refused == {"malformed header": 2}
 
 
@@ -151,7 +151,7 @@ def test_a_header_is_decoded_once_and_few_are_kept() -> None:
 
 @pytest.mark.parametrize(
     ("module", "limit"),
-    [(wire, "MAX_HEADER_BYTES"), (codec, "MAX_BODY_BYTES"), (codec, "MAX_PAYLOAD_BYTES")],
+    [(messages, "MAX_HEADER_BYTES"), (codec, "MAX_BODY_BYTES"), (codec, "MAX_PAYLOAD_BYTES")],
 )
 def test_oversize_is_refused(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType, limit: str

@@ -18,9 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from spmd_rl.controller.channel.codec import NOTHING, Packed
 from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES, FrameReader, FrameWriter
-from spmd_rl.controller.channel.router import SHORT_WAIT_S, Router
-from spmd_rl.controller.channel.secret import Keys, derive_keys
-from spmd_rl.controller.channel.wire import (
+from spmd_rl.controller.channel.messages import (
     Bye,
     Hello,
     Pong,
@@ -30,6 +28,8 @@ from spmd_rl.controller.channel.wire import (
     decode_at_worker,
     encode,
 )
+from spmd_rl.controller.channel.router import SHORT_WAIT_S, Router
+from spmd_rl.controller.channel.secret import Keys, derive_keys
 
 WAIT_S = 100.0
 GENERATION = 7

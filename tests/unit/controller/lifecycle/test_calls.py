@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spmd_rl.controller.channel.wire import Failure
+from spmd_rl.controller.channel.messages import Failure
 from spmd_rl.controller.lifecycle.calls import OpenCalls
 from spmd_rl.errors import LostRankError
 

@@ -15,9 +15,9 @@ import pytest
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.codec import NOTHING
+from spmd_rl.controller.channel.messages import Bye, Hello, Ping, StackRequest, Stacks, Stop
 from spmd_rl.controller.channel.router import Router
 from spmd_rl.controller.channel.secret import derive_keys
-from spmd_rl.controller.channel.wire import Bye, Hello, Ping, StackRequest, Stacks, Stop
 from spmd_rl.controller.lifecycle import dispatcher, exit_message, snapshots
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.lifecycle.shutdown import FinalMessage

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spmd_rl.controller.channel.wire import Hello
+from spmd_rl.controller.channel.messages import Hello
 from spmd_rl.controller.lifecycle.process_tree import (
     ChildWatcher,
     kill_children,

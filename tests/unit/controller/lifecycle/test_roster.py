@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmd_rl.controller.channel.wire import Hello
+from spmd_rl.controller.channel.messages import Hello
 from spmd_rl.controller.lifecycle.roster import ANSWER_PING_S, LATE_S, SIGNAL_ALL_S, Roster
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spmd_rl.controller.channel.wire import Stacks
+from spmd_rl.controller.channel.messages import Stacks
 from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.snapshots import Snapshots
 

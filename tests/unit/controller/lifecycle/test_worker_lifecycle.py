@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.controller.channel.codec import NOTHING
+from spmd_rl.controller.channel.messages import Bye, Dying, Hello, Message, Ping, Pong, Stacks, Stop
 from spmd_rl.controller.channel.secret import derive_keys
-from spmd_rl.controller.channel.wire import Bye, Dying, Hello, Message, Ping, Pong, Stacks, Stop
 from spmd_rl.controller.lifecycle import worker_lifecycle
 from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 

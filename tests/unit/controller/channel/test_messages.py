@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.controller.channel import wire
-from spmd_rl.controller.channel.wire import (
+from spmd_rl.controller.channel import messages
+from spmd_rl.controller.channel.messages import (
     MALFORMED,
     decode_at_controller,
     decode_at_worker,
@@ -21,22 +21,22 @@ from spmd_rl.errors import ContractError
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER
 
 
-def same(a: wire.Message, b: wire.Message) -> bool:
+def same(a: messages.Message, b: messages.Message) -> bool:
     return type(a) is type(b) and msgspec.msgpack.encode(a) == msgspec.msgpack.encode(b)
 
 
 @pytest.mark.parametrize("message", TO_CONTROLLER)
-def test_round_trip_to_the_controller(message: wire.Message) -> None:
+def test_round_trip_to_the_controller(message: messages.Message) -> None:
     assert same(decode_at_controller(encode(message)), message)
 
 
 @pytest.mark.parametrize("message", TO_WORKER)
-def test_round_trip_to_a_worker(message: wire.Message) -> None:
+def test_round_trip_to_a_worker(message: messages.Message) -> None:
     assert same(decode_at_worker(encode(message)), message)
 
 
 @pytest.mark.parametrize("message", TO_WORKER)
-def test_the_controller_takes_no_workers_orders(message: wire.Message) -> None:
+def test_the_controller_takes_no_workers_orders(message: messages.Message) -> None:
     with pytest.raises(msgspec.ValidationError):
         decode_at_controller(encode(message))
 
@@ -53,13 +53,13 @@ def test_unknown_fields_are_refused() -> None:
 
 
 def test_oversize_is_refused_where_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MAX_HEADER_BYTES", 64)
+    monkeypatch.setattr(messages, "MAX_HEADER_BYTES", 64)
     with pytest.raises(ContractError, match="exceeds the wire's limit"):
-        encode(wire.Dying("x" * 100))
+        encode(messages.Dying("x" * 100))
 
 
 @given(st.sampled_from(TO_CONTROLLER), st.data())
-def test_mutated_headers_never_crash(message: wire.Message, data: st.DataObject) -> None:
+def test_mutated_headers_never_crash(message: messages.Message, data: st.DataObject) -> None:
     header = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
@@ -67,7 +67,7 @@ def test_mutated_headers_never_crash(message: wire.Message, data: st.DataObject)
         decoded = decode_at_controller(bytes(header))
     except MALFORMED:
         return
-    assert isinstance(decoded, wire.Message)
+    assert isinstance(decoded, messages.Message)
 
 
 @given(st.binary(max_size=200))
