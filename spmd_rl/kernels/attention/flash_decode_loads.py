@@ -110,8 +110,10 @@ class DecodeLoads:
             early = newest // BOX_ROWS * BOX_ROWS
             for cache in (keys, values):
                 barrier = cache[-1].producer_get_barrier(state)
-                block = newest // self.tile_n
-                self.copy(cache, head, block, page, num_keys, barrier, state.index, early, True)
+                self.copy(
+                    cache, head, newest // self.tile_n, page, num_keys, barrier, state.index,
+                    early, True,
+                )  # fmt: skip
         cute.arch.griddepcontrol_wait()
         while sequence >= 0:
             mailbox.release()

@@ -86,8 +86,8 @@ class RowLayout:
 
     def rows(self, q: Tensor, num_kv_heads: int) -> Tensor:
         """Lay out q [T, H, D] as [K, B, L * G, D]."""
-        laid = lay_rows(q.reshape(len(q), num_kv_heads, -1), self.gather)
-        return laid.view(num_kv_heads, self.batch, -1, q.shape[-1])
+        rows = lay_rows(q.reshape(len(q), num_kv_heads, -1), self.gather)
+        return rows.view(num_kv_heads, self.batch, -1, q.shape[-1])
 
     def tokens(self, out: Tensor) -> Tensor:
         """Put rows [K, B, L * G, D] back into the order of tokens [T', H, D]."""
@@ -118,8 +118,8 @@ def lay_rows(x: Tensor, rows: Tensor) -> Tensor:
     """
     num_tokens, num_heads, dim = x.shape
     heads = x.transpose(0, 1).reshape(num_heads * num_tokens, dim)
-    laid = heads.index_select(0, _of_each_head(rows, num_heads, num_tokens).view(-1))
-    return laid.view(num_heads, len(rows), dim)
+    chosen = heads.index_select(0, _of_each_head(rows, num_heads, num_tokens).view(-1))
+    return chosen.view(num_heads, len(rows), dim)
 
 
 def _of_each_head(rows: Tensor, num_heads: int, num_rows: int) -> Tensor:
