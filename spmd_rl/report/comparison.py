@@ -21,7 +21,7 @@ def print_comparison(data: dict[str, Any]) -> None:
         if any(value is not None for value in values):
             label = f"{figure['label']} ({figure['how']})"
             unit = data["metrics"][figure["metric"]]["unit"]
-            if unit in figure["label"]:  # such as tokens
+            if unit in figure["label"].split():  # such as tokens
                 unit = ""
             results.add_row(label, *(_with_unit(value, unit) for value in values))
     console = Console()

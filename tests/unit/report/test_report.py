@@ -1,4 +1,4 @@
-"""The report as a file: whole, self-contained, bounded, and closed to what a model wrote."""
+"""The report page: complete, self-contained, bounded, and safe against hostile text."""
 
 from __future__ import annotations
 
