@@ -72,7 +72,7 @@ class PromptConfig:
 
 
 class Prompts:
-    """An endless stream of the prompts in a .jsonl or .parquet file, or a slice `path@[start:stop]`.
+    """An endless stream of prompts from a .jsonl or .parquet file, or a slice `path@[start:stop]`.
 
     `len()` is the number of prompts of an epoch; `num_dropped` counts those that were too long.
     With `sampling`, the constructor prints what would cut samples: no end-of-text token, or a

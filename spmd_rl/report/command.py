@@ -7,11 +7,17 @@ from pathlib import Path
 from spmd_rl.errors import ConfigError
 from spmd_rl.report.build import gather, write_report
 
-USAGE = "usage: spmd-rl report RUN [RUN ...] [--out FILE]"
+USAGE = """\
+usage: spmd-rl report RUN [RUN ...] [--out FILE]
+
+Write a page with the curves, samples and timeline of a run to RUN/report.html. With several runs,
+write compare.html beside the first one, and print where they differ and how they ended.
+
+  --out FILE    write the page to this file instead"""
 
 
 def main(words: list[str]) -> int:
-    """`spmd-rl report`: write the page and say where it is."""
+    """Write the page and print its path; with several runs, print their comparison too."""
     words, out = list(words), None
     if "--out" in words[:-1]:
         at = words.index("--out")
@@ -25,7 +31,7 @@ def main(words: list[str]) -> int:
         page = write_report(runs, out)
     except OSError as error:
         raise ConfigError(
-            f"the report cannot be written ({error}): name another place with --out"
+            f"the report cannot be written ({error}): name another file with --out"
         ) from None
     if len(runs) > 1:
         from spmd_rl.report.comparison import print_comparison

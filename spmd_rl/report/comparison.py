@@ -20,7 +20,10 @@ def print_comparison(data: dict[str, Any]) -> None:
         values = [run["figures"][i] for run in runs]
         if any(value is not None for value in values):
             label = f"{figure['label']} ({figure['how']})"
-            results.add_row(label, *map(as_number, values))
+            unit = data["metrics"][figure["metric"]]["unit"]
+            if unit in figure["label"].split():  # such as tokens
+                unit = ""
+            results.add_row(label, *(_with_unit(value, unit) for value in values))
     console = Console()
     console.print(settings if data["differences"] else "All runs have the same settings.")
     console.print(results)
@@ -33,6 +36,10 @@ def as_number(value: float | None) -> str:
     if value == int(value) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:,.4g}" if abs(value) >= 0.001 else f"{value:.2e}"
+
+
+def _with_unit(value: float | None, unit: str) -> str:
+    return as_number(value) if value is None or not unit else f"{as_number(value)} {unit}"
 
 
 def _table(what: str, runs: list[dict[str, Any]]) -> Table:

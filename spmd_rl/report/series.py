@@ -30,10 +30,10 @@ class KeyFigure:
 
 
 KEY_FIGURES = (
-    KeyFigure("reward", "reward/mean", "last twentieth", 1),
-    KeyFigure("prompts never solved", "reward/solve_none", "last twentieth"),
-    KeyFigure("response tokens", "rollout/response_tokens_mean", "last twentieth"),
-    KeyFigure("entropy", "train/entropy", "last twentieth"),
+    KeyFigure("reward", "reward/mean", "mean of last 5 %", 1),
+    KeyFigure("prompts never solved", "reward/solve_none", "mean of last 5 %"),
+    KeyFigure("response tokens", "rollout/response_tokens_mean", "mean of last 5 %"),
+    KeyFigure("entropy", "train/entropy", "mean of last 5 %"),
     KeyFigure("mismatched tokens", "onpolicy/mismatched_tokens", "total", -1),
     KeyFigure("compared tokens", "onpolicy/compared_tokens", "total"),
     KeyFigure("max |Δ log-prob|", "onpolicy/max_abs_dlogp", "largest", -1),
@@ -107,7 +107,7 @@ def _latest(values: list[float]) -> float:
 
 
 _AGGREGATES: dict[str, Callable[[list[float]], float]] = {
-    "last twentieth": _latest,
+    "mean of last 5 %": _latest,
     "total": sum,
     "largest": max,
     "median": statistics.median,

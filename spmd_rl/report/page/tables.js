@@ -20,7 +20,7 @@ function unitOf(data, figure) {
 }
 
 function howText(figure, run) {
-  if (figure.how === "last twentieth")
+  if (figure.how === "mean of last 5 %")
     return run.num_latest > 1 ? `mean of the last ${number(run.num_latest)} steps` : "last step";
   return { total: "over all steps", largest: "largest of all steps", median: "median step" }[figure.how];
 }

@@ -1,4 +1,4 @@
-"""The report that pytest writes becomes rows, file by file."""
+"""Rows of the GPU tests, made from the report that pytest writes."""
 
 from __future__ import annotations
 

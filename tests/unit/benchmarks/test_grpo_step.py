@@ -1,4 +1,4 @@
-"""Both sides of the comparison get the same work."""
+"""Equal work on both sides of the comparison with TRL."""
 
 from __future__ import annotations
 

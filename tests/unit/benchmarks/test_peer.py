@@ -1,4 +1,4 @@
-"""A driver tells its contenders when to run, and is told how long each lap took."""
+"""Contenders run laps when their driver requests them, and report the time of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row's `holds` is computed from its bar, and a script's exit code from its rows."""
+"""Bars: `holds` of a row, and a script's exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Committed results fit the schema, and what does not is refused by name."""
+"""Committed results fit the schema, and a bad file is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command, its children, and its exit code."""
+"""`spmd-rl check`: its output, its child processes, and its exit code."""
 
 from __future__ import annotations
 

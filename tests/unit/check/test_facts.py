@@ -1,4 +1,4 @@
-"""The facts of this very host, and those of hosts that misbehave."""
+"""Facts about this host, and about hosts that misbehave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way a host can be unfit, told from facts alone."""
+"""A finding for every way in which a host can be unfit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is refused in the launching process, and that looking for it loads neither torch nor
-transformers.
-"""
+"""Input that the launching process refuses, without loading torch or transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a sample and a supervised answer, and what is said of it at the start."""
+"""Tokens that end samples and supervised answers, and the warnings about them."""
 
 from __future__ import annotations
 

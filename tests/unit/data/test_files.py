@@ -1,4 +1,4 @@
-"""Files: slices as in Python, and every broken input named by file, line and field."""
+"""Data files: slices as in Python, and errors that name file, line and field."""
 
 from __future__ import annotations
 

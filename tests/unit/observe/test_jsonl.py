@@ -1,4 +1,4 @@
-"""JSON that is damaged is refused with one sentence, and only a newline ends a line."""
+"""JSON lines: damaged JSON is refused in one sentence, and only a newline ends a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of its start: command, commit, machine, and when it began."""
+"""Provenance of a run: command, commit, machine and start time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run folder: made once, never overwritten, every file whole."""
+"""The run folder: made once, never overwritten, every file written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading what processes recorded, and the trace.json made of it."""
+"""Reading of traces, and their export as trace.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder: what it writes, what it costs, and what it survives."""
+"""The trace recorder: its files, its cost, and the failures it survives."""
 
 from __future__ import annotations
 

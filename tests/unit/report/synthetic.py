@@ -1,5 +1,6 @@
-"""Run folders that no run made: as many steps, ranks and samples as a test wants, the same for the
-same seed.
+"""Synthetic run folders for tests, with any number of steps, ranks and samples.
+
+The same seed gives the same folder.
 """
 
 from __future__ import annotations

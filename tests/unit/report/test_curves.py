@@ -1,4 +1,4 @@
-"""What `curves.png` says: its panels, their titles, scales and legends."""
+"""`curves.png`: its panels, their titles, scales and legends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the controller's account of a run takes, and what it says by itself."""
+"""The recorder of a run: the logs it accepts, and its own messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report as a file: whole, self-contained, bounded, and closed to what a model wrote."""
+"""The report page: complete, self-contained, bounded, and safe against hostile text."""
 
 from __future__ import annotations
 
@@ -275,9 +275,10 @@ def test_a_comparison_has_the_figures_of_the_single_pages_in_one_format(
     assert main([*map(str, runs)]) == 0
     said = capsys.readouterr().out
     rewards = [f"{run['figures'][0]:.4g}" for run in alone]
-    assert re.search(rf"reward \(last twentieth\) +{rewards[0]} +{rewards[1]} *\n", said)
+    assert re.search(rf"reward \(mean of last 5 %\) +{rewards[0]} +{rewards[1]} *\n", said)
     assert [run["num_latest"] for run in alone] == [5, 5]
     assert re.search(r"compared tokens \(total\) +512,000 +512,000 *\n", said)
+    assert re.search(r"time per step \(median\) +[\d.]+ s +[\d.]+ s *\n", said)
 
 
 def test_numbers_in_the_terminal_have_four_digits_and_separators() -> None:
@@ -502,7 +503,7 @@ def test_out_and_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=1, num_ranks=1)
     with pytest.raises(
-        ConfigError, match="cannot be written .*nowhere.*name another place with --out"
+        ConfigError, match="cannot be written .*nowhere.*name another file with --out"
     ):
         main([str(run), "--out", str(tmp_path / "nowhere" / "page.html")])
 

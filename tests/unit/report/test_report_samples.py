@@ -1,4 +1,4 @@
-"""Which samples and spans a page shows, and what each token of a sample says."""
+"""Samples and spans on the report page, and the texts of single tokens."""
 
 from __future__ import annotations
 

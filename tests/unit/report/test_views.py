@@ -1,4 +1,4 @@
-"""What a person sees: plain lines, the live view, the curves; and the monitor that feeds them."""
+"""Views of a run: plain lines, the live view, the curves, and the monitor that feeds them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reward functions: found by name, checked before the start, and every failure told with its
-sample.
-"""
+"""Reward functions: loading by name, early checks, and errors that quote the sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch script itself, run by bash with stand-ins for Slurm's commands."""
+"""The batch script, run by bash with stand-ins for Slurm's commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was asked for is what bash and Slurm read back."""
+"""The batch script: bash and Slurm read back exactly what was given."""
 
 from __future__ import annotations
 

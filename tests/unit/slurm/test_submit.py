@@ -1,4 +1,4 @@
-"""From the words of `spmd-rl submit` to a job, or to one sentence why not."""
+"""`spmd-rl submit`: its arguments become a job, or one sentence that refuses them."""
 
 from __future__ import annotations
 

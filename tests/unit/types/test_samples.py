@@ -1,6 +1,4 @@
-"""Groups that came as columns are the groups that were sent, whoever looks, and whatever is done
-with them then.
-"""
+"""Groups that came as columns equal the groups that were sent, whatever is done with them."""
 
 from __future__ import annotations
 
