@@ -113,8 +113,8 @@ class _Loader:
             default = getattr(base, name) if isinstance(base, cls) else default_of(field)
             needs_table = default is MISSING and table_classes(hints[name])
             if name in table or needs_table:
-                given = table.get(name, {})
-                values[name] = self.convert(given, hints[name], prefix + name, default)
+                value = table.get(name, {})
+                values[name] = self.convert(value, hints[name], prefix + name, default)
             else:
                 values[name] = default
         _require_all(values, hints, prefix)

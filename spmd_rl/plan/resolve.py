@@ -124,9 +124,9 @@ def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:
     infer = plan.placements.get("infer")
     if infer is None or not plan.ledgers:
         return {}
-    unknown = [place for name, place in plan.placements.items() if name not in ROLE_CONFIGS]
-    if not all(disjoint(infer, placement) for placement in unknown):
-        return {}
+    for name, placement in plan.placements.items():
+        if name not in ROLE_CONFIGS and not disjoint(infer, placement):
+            return {}
     return {"infer": {"reserved_bytes": plan.reserved_bytes()}}
 
 

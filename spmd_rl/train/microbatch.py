@@ -116,10 +116,10 @@ def _empty(device: torch.device) -> MicroBatch:
     index, number = (
         torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int64, torch.float32)
     )
-    one = torch.zeros(1, dtype=torch.int64, device=device)
+    token = torch.zeros(1, dtype=torch.int64, device=device)
     return MicroBatch(
-        tokens=one,
-        positions=one,
+        tokens=token,
+        positions=token,
         lengths=np.ones(1, np.int32),
         prefixes=np.full(1, -1, np.int32),
         rows=index,
