@@ -38,9 +38,9 @@ from spmd_rl.controller.contracts import FILE, disagreement, not_promised
 from spmd_rl.microscope.diagnose.compare import unequal_rows
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
-from spmd_rl.microscope.replay.inputs import run_settings, samples_of_run
+from spmd_rl.microscope.replay.inputs import case_of_run, run_settings
 from spmd_rl.microscope.taps.points import Point
-from spmd_rl.microscope.taps.taps import Hashes
+from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.rollout.engine import EngineConfig
 
 PACKAGES = (
@@ -141,8 +141,8 @@ def one_of_each_prompt(run: Path) -> list[str]:
 
 
 def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
-    case = samples_of_run(run, model, run_settings(run), one_of_each_prompt(run))
-    tables = Hashes(case.num_rows), Hashes(case.num_rows)
+    case = case_of_run(run, model, run_settings(run), one_of_each_prompt(run))
+    tables = HashTap(case.num_rows), HashTap(case.num_rows)
     ours, trainers = (load_model(model, DTYPE, DEVICE) for _ in range(2))
     cfg = EngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
     for path, hashes in zip((EnginePass(ours, cfg), TrainerPass(trainers)), tables, strict=True):

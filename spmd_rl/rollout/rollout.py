@@ -1,6 +1,6 @@
 """The Rollout role: prompts in, graded groups of samples out.
 
-The controller imports this module too, for the endpoints: torch comes in with the instance, on
+The controller imports this module too, for the endpoints. So torch is imported by the instance, on
 workers only.
 """
 
@@ -26,7 +26,7 @@ from spmd_rl.types.samples import Group, Prompt, Sample
 if TYPE_CHECKING:
     from spmd_rl.weights.local_tensors import LocalTensors
 
-SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
+MIN_SPAN_NS = 1_000_000  # of grading; shorter spans are left out of the trace
 
 
 class Rollout(Role):
@@ -50,18 +50,20 @@ class Rollout(Role):
     def generate(
         self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig
     ) -> Sharded[list[Group]]:
-        """All samples of all prompts, graded where there is a reward function.
+        """Return all samples of all prompts, graded if there is a reward function.
 
-        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. A
-        group that this leaves with a single sample, which nothing compares with, is emptied.
-        Blocks: until the last sample of this rank's prompts is finished; nobody else is waited for.
+        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. If
+        skipping leaves a group with a single sample, the group is emptied: one sample has nothing
+        to be compared with.
+        Blocks: until the last sample of this rank's prompts is finished, and for no other rank.
         """
         if self._more_ends and not sampling.ignore_eos:
             sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
         groups = {prompt.uid: Group(prompt, []) for prompt in prompts}
         if len(groups) < len(prompts):
             raise SpmdError(
-                "two prompts of one call have the same uid, so their samples would be drawn alike"
+                "two prompts of one call have the same uid, so their samples would be the same: "
+                "give each prompt its own uid"
             )
         graded_before_s = self._graded_s()
         try:
@@ -71,20 +73,20 @@ class Rollout(Role):
             with self.grader or nullcontext():
                 while self.engine.has_work:
                     if finished := self.engine.step().finished:
-                        self._file_all(finished, groups)
+                        self._add_samples(finished, groups)
         finally:
             self.engine.abort()
         graded_s = self._graded_s() - graded_before_s
-        return [replace(_comparable(group), graded_s=graded_s) for group in groups.values()]
+        return [replace(_sorted_group(group), graded_s=graded_s) for group in groups.values()]
 
     @collective
     def stats(self) -> Sharded[list[dict[str, int]]]:
-        """The engine's counts, one entry a rank."""
+        """Return the engine's counts, one entry a rank."""
         return [self.engine.stats()]
 
     @collective
     def sleep(self) -> None:
-        """Give the KV memory back; weights stay."""
+        """Give the KV memory back. Weights stay."""
         self.engine.sleep()
 
     @collective
@@ -92,40 +94,41 @@ class Rollout(Role):
         self.engine.wake()
 
     def numeric_contract(self) -> dict[str, str | int]:
-        """What the engine's bits depend on, besides the weights."""
+        """Return the facts that the engine's bits depend on, besides the weights."""
         return self.engine.contract()
 
     def weight_sink(self) -> LocalTensors:
-        """Where pushed weights go: this engine's own parameters."""
+        """Return the target of a push: this engine's own parameters."""
         return self.engine.weights()
 
     def on_weights(self, version: int) -> None:
-        """The parameters now hold `version`, on every rank of the role."""
+        """Note that the parameters now hold `version`, on every rank of the role."""
         self.engine.new_version(version)
 
     def outdate(self) -> None:
-        """The parameters are being changed in place: they are of no version until the next push."""
+        """Note that the parameters are changed in place, so they have no version until the push."""
         self.engine.outdate()
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
 
     def _graded_s(self) -> float:
-        """What all samples so far have spent in the reward function."""
+        """Return the time that all samples so far have spent in the reward function."""
         return self.grader.spent_s if self.grader else 0.0
 
-    def _file_all(self, samples: Sequence[Sample], groups: dict[int, Group]) -> None:
-        """File what one step of the engine has finished, which waits meanwhile: what takes long is
-        in the trace.
+    def _add_samples(self, samples: Sequence[Sample], groups: dict[int, Group]) -> None:
+        """Grade the samples that one step has finished, and add them to their groups.
+
+        The engine waits meanwhile, so a long grading has a span in the trace.
         """
         began_ns = now_ns()
         for sample in samples:
-            self._file(sample, groups[sample.prompt_uid])
-        if self.grader and (ended_ns := now_ns()) - began_ns >= SHOWN_NS:
+            self._add_sample(sample, groups[sample.prompt_uid])
+        if self.grader and (ended_ns := now_ns()) - began_ns >= MIN_SPAN_NS:
             self.context.trace.add("reward", began_ns, ended_ns, samples=len(samples))
 
-    def _file(self, sample: Sample, group: Group) -> None:
-        """Complete a sample with its text and reward, and put it into its group."""
+    def _add_sample(self, sample: Sample, group: Group) -> None:
+        """Add text and reward to a sample, and add it to its group."""
         sample = sample.changed(
             text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
         )
@@ -140,7 +143,7 @@ class Rollout(Role):
             group.samples.append(sample)
 
 
-def _comparable(group: Group) -> Group:
-    """The group in the order of its samples; without them if skipping has left a single one."""
+def _sorted_group(group: Group) -> Group:
+    """Return the group with its samples sorted, or without them if skipping has left only one."""
     samples = sorted(group.samples, key=lambda sample: sample.index)
     return replace(group, samples=[] if group.skipped and len(samples) < 2 else samples)

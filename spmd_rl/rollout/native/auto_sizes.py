@@ -1,4 +1,4 @@
-"""What an engine's config leaves to the machine."""
+"""Automatic sizes: page size, step size and number of pages that the config leaves at 0."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spmd_rl.offload.ledger import as_size, kv_budget, kv_pages, kv_token_bytes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
 
 CPU_POOL_BYTES = 1 << 30
-# of a GPU's free memory: what pages take at most where nobody counted what will be beside them
+# Pages take at most this share of a GPU's free memory if the ledger did not count the rest.
 FREE_SHARE = 0.4
 PAGE_SIZE = 16
 CPU_STEP_TOKENS = 2048
 
 
 def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
-    """`cfg` with a number for every size that it leaves at 0, and a type of numbers."""
+    """Return `cfg` with a number for every size that it leaves at 0, and with a dtype."""
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, device))
     flash = flash_takes(spec.head_dim, getattr(torch, cfg.dtype), device)
     step_tokens = max(cfg.max_batch, GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
@@ -34,8 +34,9 @@ def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineCo
 
 
 def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
-    """As the ledger has it, within what there is for pages; `cfg` has its type of numbers and its
-    page size.
+    """Return the ledger's number of pages, within the memory that there is for them.
+
+    `cfg` has its dtype and its page size set.
     """
     item_bytes = getattr(torch, cfg.dtype).itemsize
     token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
@@ -57,10 +58,12 @@ def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
 
 
 def _gpu_budget(cfg: EngineConfig, device: torch.device) -> int:
-    """What is left beside all that the ledger counts, or beside what is in use now, should that be
-    more.
+    """Return the bytes left for pages.
+
+    They are what is left beside all that the ledger counts, or beside what is in use now, whichever
+    is less.
     """
-    torch.cuda.empty_cache()  # what torch keeps for later is free too
+    torch.cuda.empty_cache()  # memory that torch keeps for later is free too
     free_bytes, capacity_bytes = torch.cuda.mem_get_info(device)
     left = kv_budget(
         capacity_bytes, cfg.memory_fraction, max(cfg.beside_bytes, capacity_bytes - free_bytes)

@@ -1,4 +1,4 @@
-"""From an engine's config to a native engine with its model."""
+"""Builder of a native engine with its model, from the engine's config."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ FOLDER_VERSION = 0
 def build(
     cfg: EngineConfig, device: torch.device, decode: Callable[[tuple[int, ...]], str]
 ) -> NativeEngine:
-    """The engine of `cfg.model`, with the folder's weights where it has them and the config asks
-    for them.
+    """Return the engine of `cfg.model`, with the folder's weights if `load_weights` asks for them.
 
-    Raises: ConfigError if the model folder does not serve; ResidencyError where the host has too
+    Raises: ConfigError if the model folder does not serve; ResidencyError if the host has too
     little memory.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, device))
@@ -44,8 +43,9 @@ def build(
 
 
 def _model(cfg: EngineConfig, device: torch.device) -> CausalLM:
-    """The model of the folder's config with parameters in unset memory: weights come by
-    `load_weights` or a push.
+    """Return the model of the folder's config, its parameters in unset memory.
+
+    `load_weights` or a push sets them.
     """
     with torch.device("meta"):
         model = CausalLM(ModelSpec.from_folder(cfg.model))

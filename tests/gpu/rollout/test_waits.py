@@ -13,7 +13,7 @@ from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.decode_graphs import DecodeGraphs
 from spmd_rl.rollout.native.engine import NativeEngine
-from spmd_rl.rollout.native.model_runner import SampledTokens, ModelRunner
+from spmd_rl.rollout.native.model_runner import ModelRunner, SampledTokens
 from spmd_rl.rollout.native.prefill_graphs import PrefillGraphs
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, unequal, workload
 from tests.samples import Samples, finish
@@ -21,7 +21,7 @@ from tests.samples import Samples, finish
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """torch refuses to copy to the host, or to wait for a stream; waits for events it does not see."""
+    """Make torch raise at a copy to the host or a wait for a stream; it does not see events."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""The page of a replay: one file without scripts, in the look of a run's report."""
+"""Page of a report: one HTML file without scripts, in the style of a run's report."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from spmd_rl.microscope.diagnose.compare import the
-from spmd_rl.microscope.page import pictures
+from spmd_rl.microscope.diagnose.compare import name_in_sentence
+from spmd_rl.microscope.page import svg
 from spmd_rl.microscope.taps.points import OPS, Point
 
 MAX_TOKENS = 24  # in a table
@@ -18,7 +18,8 @@ _PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src '{hash}'; img-src data:">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src '{hash}'; img-src data:">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="spmd-rl mismatch">
 <link rel="icon" href="data:,">
@@ -33,12 +34,12 @@ _PAGE = """<!doctype html>
 
 
 def render(data: dict[str, Any]) -> str:
-    """The page of what `report.Examined.as_data` holds."""
+    """Return the page of `report_data.as_data`."""
     style = _style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     title = f"{data['left']} against {data['right']}"
     body = "\n".join(
-        [_head(data, title), *(_parts(data) if data["findings"] else ()), _facts(data)]
+        [_head(data, title), *(_sections(data) if data["findings"] else ()), _facts(data)]
     )
     return _PAGE.format(hash=f"sha256-{digest}", title=html.escape(title), style=style, body=body)
 
@@ -59,31 +60,30 @@ def _head(data: dict[str, Any], title: str) -> str:
     return f"<h1>{html.escape(title)}</h1>{planted}<div class='{kind}'>{sentences}</div>{notes}"
 
 
-def _parts(data: dict[str, Any]) -> list[str]:
-    legend = "".join(map(pictures.key, ("equal", "inherited", "introduced")))
-    note = f"{legend} introduced: an op of {html.escape(the(data['fed']))}, given the other side's input, still differs"
+def _sections(data: dict[str, Any]) -> list[str]:
+    legend = "".join(map(svg.key, ("equal", "inherited", "introduced")))
+    patched = html.escape(name_in_sentence(data["fed"]))
+    note = f"{legend} introduced: an op of {patched}, given the other side's input, still differs"
     parts = [
         _section(
             "The network",
             note,
-            _figure("every op of every layer", pictures.network_map(data["findings"])),
+            _figure("every op of every layer", svg.network_map(data["findings"])),
         )
     ]
     first = data["first"]
     if first is not None:
-        strips = pictures.strips(first["positions"], data["sequences"])
+        strips = svg.strips(first["positions"], data["sequences"])
         strips = _figure(
             "rows that differ (wide: prompt, narrow: response; grey: equal, or not computed)",
             strips,
         )
         apart = _figure(
-            f"{_name(first)} on the same input, by ULP", pictures.distances(first["on_same_input"])
+            f"{_name(first)} on the same input, by ULP", svg.distances(first["on_same_input"])
         )
         last = data["findings"][-1]
         if last["op"] == "logprob":
-            apart += _figure(
-                "log-probs as the paths ran, by ULP", pictures.distances(last["plain"])
-            )
+            apart += _figure("log-probs as the paths ran, by ULP", svg.distances(last["plain"]))
         parts.append(
             _section("Where they part", _name(first), strips + f'<div class="two">{apart}</div>')
         )
@@ -91,13 +91,15 @@ def _parts(data: dict[str, Any]) -> list[str]:
         parts.append(_logprobs(data))
     kinds = _first_of_kind(data["findings"])
     parts.append(
-        _section("What introduces a difference", "the first of each kind", _table(data, kinds))
+        _section(
+            "What introduces a difference", "the first of each kind", _causes_table(data, kinds)
+        )
     )
     parts.append(
         _section(
             "How it spreads",
             "share of elements that differ",
-            _figure("", pictures.growth(data["findings"])),
+            _figure("", svg.growth(data["findings"])),
         )
     )
     return parts
@@ -111,7 +113,7 @@ def _first_of_kind(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(kinds.values())
 
 
-def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
+def _causes_table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
     causes = {(one["layer"], one["op"]): one for one in data["causes"]}
     rows = []
     for one in kinds:
@@ -122,12 +124,14 @@ def _table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
         counts = one["on_same_input"]["counts"]
         cause = causes.get((one["layer"], one["op"]))
         cells = [
-            f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; in {places} place{'s' * (places > 1)}</small>",
-            f"{sum(counts[1:]):,} of {sum(counts):,}, at most {one['on_same_input']['largest_ulp']:,} ULP",
+            f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; "
+            f"in {places} place{'s' * (places > 1)}</small>",
+            f"{sum(counts[1:]):,} of {sum(counts):,}, "
+            f"at most {one['on_same_input']['largest_ulp']:,} ULP",
             *(_side(cause[side]) if cause else "" for side in ("left", "right")),
         ]
         rows.append(cells)
-    return _rows(
+    return _html_table(
         ("op", "elements that differ on the same input", data["left"], data["right"]), rows
     )
 
@@ -141,7 +145,8 @@ def _logprobs(data: dict[str, Any]) -> str:
         [
             html.escape(one["sequence"]),
             str(one["position"]),
-            f"{one['response_token']}: <span class='mono'>{html.escape(repr(one['text']))}</span> ({one['token']})",
+            f"{one['response_token']}: <span class='mono'>{html.escape(repr(one['text']))}</span> "
+            f"({one['token']})",
             *map(_logprob, (one["left"], one["right"], one["recorded"])),
         ]
         for one in tokens[:MAX_TOKENS]
@@ -154,20 +159,21 @@ def _logprobs(data: dict[str, Any]) -> str:
         data["right"],
         "recorded",
     )
-    return _section("Log-probs that differ", of, _rows(heads, rows))
+    return _section("Log-probs that differ", of, _html_table(heads, rows))
 
 
 def _logprob(value: float | None) -> str:
     return "" if value is None else f"<span class='mono'>{value:.9g}</span>"
 
 
-def _rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; its cells are HTML already."""
+def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table. Its cells are HTML already."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in heads)
     body = "".join(
         "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in rows
     )
-    return f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="card scroll"><table>{table}</table></div>'
 
 
 def _side(side: dict[str, list[str]]) -> str:
@@ -183,10 +189,11 @@ def _facts(data: dict[str, Any]) -> str:
         "run": data["run"],
         "command": data["command"],
         "weights": data["weights"],
-        "sequences": f"{len(data['sequences'])}, {data['compared_rows']:,} rows compared at {data['points']} points",
+        "sequences": f"{len(data['sequences'])}, "
+        f"{data['compared_rows']:,} rows compared at {data['points']} points",
         "recorded log-probs": data["recorded"]["says"] if data["recorded"] else "",
         **{
-            f"{the(name)} went through": _counts(facts)
+            f"{name_in_sentence(name)} went through": _counts(facts)
             for name, facts in data["facts"].items()
             if facts
         },
@@ -197,8 +204,8 @@ def _facts(data: dict[str, Any]) -> str:
         for k, v in facts.items()
         if v
     ]
-    told = _rows(("what", ""), rows)
-    return _section("What was replayed", "", _sequences(data["sequences"]) + told)
+    facts_table = _html_table(("what", ""), rows)
+    return _section("What was replayed", "", _sequences(data["sequences"]) + facts_table)
 
 
 def _sequences(sequences: Sequence[dict[str, Any]]) -> str:
@@ -206,11 +213,12 @@ def _sequences(sequences: Sequence[dict[str, Any]]) -> str:
         [
             html.escape(one["name"]),
             f"{one['prompt_tokens']:,} + {one['response_tokens']:,}",
-            f"<span class='mono'>{html.escape(one['prompt'])}<b>{html.escape(one['response'])}</b></span>",
+            f"<span class='mono'>{html.escape(one['prompt'])}"
+            f"<b>{html.escape(one['response'])}</b></span>",
         ]
         for one in sequences
     ]
-    return _rows(("sequence", "tokens", "prompt and response"), rows)
+    return _html_table(("sequence", "tokens", "prompt and response"), rows)
 
 
 def _counts(facts: dict[str, int]) -> str:

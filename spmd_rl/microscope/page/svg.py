@@ -1,6 +1,4 @@
-"""The report's pictures as SVG text: a map of the network, histograms of distances, where rows
-differ, growth.
-"""
+"""Pictures of a page, as SVG text."""
 
 from __future__ import annotations
 
@@ -23,8 +21,9 @@ def key(status: str) -> str:
 
 
 def network_map(findings: Sequence[dict[str, Any]]) -> str:
-    """Ops down, layers across, a cell's colour its status; the first that introduces a difference
-    is framed.
+    """Draw a cell for each op (down) and layer (across), coloured by its status.
+
+    The first cell that introduces a difference has a frame.
     """
     layers = sorted({one["layer"] for one in findings})
     ops = [op for op in OPS if any(one["op"] == op for one in findings)]
@@ -48,8 +47,9 @@ def network_map(findings: Sequence[dict[str, Any]]) -> str:
 
 
 def distances(one: dict[str, Any]) -> str:
-    """Counts of elements by distance, on a square-root scale; a bar is for its number of ULP and up
-    to the next's.
+    """Draw the counts of elements by distance in ULP, on a square-root scale.
+
+    A bar counts the distances from its own number up to that of the next bar.
     """
     counts = one["counts"][1:]
     if not any(counts):
@@ -62,20 +62,22 @@ def distances(one: dict[str, Any]) -> str:
         bars.append(_cell(x + 4, height + 18 - tall, BAR - 8, tall, "introduced", said))
         bars.append(_text(x + BAR / 2, height + 12 - tall, _brief(count), "middle"))
         bars.append(_text(x + BAR / 2, height + 34, _power(bucket - 1), "middle"))
-    equal = f"{one['counts'][0]:,} elements equal, {sum(counts):,} apart, at most {one['largest_ulp']:,} ULP"
+    equal = (
+        f"{one['counts'][0]:,} elements equal, {sum(counts):,} apart, "
+        f"at most {one['largest_ulp']:,} ULP"
+    )
     return _svg(max(260, BAR * len(counts)), height + 40, bars) + f"<p>{equal}</p>"
 
 
 def strips(positions: dict[str, list[int]], sequences: Sequence[dict[str, Any]]) -> str:
-    """One strip a sequence: its prompt, its response, and where rows differ. Those that differ come
-    first.
+    """Draw a strip for each sequence: its prompt, its response, and the rows that differ.
+
+    Sequences that differ come first.
     """
     ordered = sorted(sequences, key=lambda one: one["name"] not in positions)
     shown, hidden = ordered[:MAX_STRIPS], ordered[MAX_STRIPS:]
-    unit, parts = (
-        STRIP / max(one["prompt_tokens"] + one["response_tokens"] for one in sequences),
-        [],
-    )
+    longest = max(one["prompt_tokens"] + one["response_tokens"] for one in sequences)
+    unit, parts = STRIP / longest, []
     for y, one in enumerate(shown):
         parts += _strip(one, positions.get(one["name"], []), 18 * y, unit)
     if hidden:
@@ -108,7 +110,7 @@ def _strip(one: dict[str, Any], positions: Sequence[int], top: float, unit: floa
 
 
 def growth(findings: Sequence[dict[str, Any]]) -> str:
-    """The share of elements that differ at each point, in the order of the forward pass."""
+    """Draw the share of elements that differ at each point, in the order of the forward pass."""
     shares = [
         1 - one["plain"]["counts"][0] / max(sum(one["plain"]["counts"]), 1) for one in findings
     ]
@@ -134,17 +136,13 @@ def _layer_name(layer: int, layers: Sequence[int]) -> str:
 
 
 def _brief(count: int) -> str:
-    return (
-        f"{count:,}"
-        if count < 10_000
-        else f"{count / 1e3:.3g}k"
-        if count < 1_000_000
-        else f"{count / 1e6:.3g}M"
-    )
+    if count < 10_000:
+        return f"{count:,}"
+    return f"{count / 1e3:.3g}k" if count < 1_000_000 else f"{count / 1e6:.3g}M"
 
 
 def _power(exponent: int) -> str:
-    """2 ** exponent."""
+    """Return 2 ** exponent as text, like 4k for 4096."""
     size, unit = divmod(exponent, 10)
     return f"{1 << unit}{'kMG'[size - 1] if size else ''}"
 
