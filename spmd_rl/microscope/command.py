@@ -165,19 +165,15 @@ def _setup(options: argparse.Namespace, loaded: _RunInputs, command: str) -> Rep
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     settings, weights = loaded.settings, loaded.weights
     names = options.left, options.right
-    left_dtype = _dtype(*names, options.dtype, device, settings)
-    right_dtype = _dtype(*names[::-1], options.dtype, device, settings)
-    notes = inputs.tokenizer_notes(loaded.case)
-    if options.step is not None:
-        notes.append(f"Replayed under {weights.description}.")
-    head_dim = ModelSpec.from_folder(weights.folder).head_dim
-    if drop_splits(settings, head_dim, left_dtype, device):
-        notes.append(
-            "The run's attention_split needs FlashAttention-4: "
-            "both sides attend to all keys at once here."
-        )
-    left = _forward_pass(options.left, weights.folder, left_dtype, device, settings)
-    right = _forward_pass(options.right, weights.folder, right_dtype, device, settings)
+    dtypes = (
+        _dtype(*names, options.dtype, device, settings),
+        _dtype(*names[::-1], options.dtype, device, settings),
+    )
+    notes = _notes(options, loaded, dtypes[0], device)
+    left, right = (
+        _forward_pass(name, weights.folder, dtype, device, settings)
+        for name, dtype in zip(names, dtypes, strict=True)
+    )
     if options.plant:
         assert isinstance(left, EnginePass)
         plant(options.plant, left)
@@ -191,9 +187,25 @@ def _setup(options: argparse.Namespace, loaded: _RunInputs, command: str) -> Rep
         drew_samples=weights.drew_samples,
         command=command,
         run=loaded.run_name,
-        notes=tuple(notes),
-        doubt=_doubt(options, loaded, f"on {device.type} in {_list(left_dtype, right_dtype)}"),
+        notes=notes,
+        doubt=_doubt(options, loaded, f"on {device.type} in {_list(*dtypes)}"),
     )
+
+
+def _notes(
+    options: argparse.Namespace, loaded: _RunInputs, dtype: torch.dtype, device: torch.device
+) -> tuple[str, ...]:
+    """Return sentences on what is replayed; drop attention splits that cannot run here."""
+    notes = inputs.tokenizer_notes(loaded.case)
+    if options.step is not None:
+        notes.append(f"Replayed under {loaded.weights.description}.")
+    head_dim = ModelSpec.from_folder(loaded.weights.folder).head_dim
+    if drop_splits(loaded.settings, head_dim, dtype, device):
+        notes.append(
+            "The run's attention_split needs FlashAttention-4: "
+            "both sides attend to all keys at once here."
+        )
+    return tuple(notes)
 
 
 def _doubt(options: argparse.Namespace, loaded: _RunInputs, where: str) -> str:

@@ -45,7 +45,7 @@ class ReplaySetup:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        left, right = (next(one.model.parameters()).dtype for one in (self.left, self.right))
+        left, right = (next(side.model.parameters()).dtype for side in (self.left, self.right))
         return left, right
 
 
@@ -108,7 +108,7 @@ def recorded_logprobs(setup: ReplaySetup, comparison: Comparison) -> RecordedLog
 def versions(setup: ReplaySetup) -> dict[str, str]:
     """Return what the bits may depend on: the numeric contract, and versions of libraries."""
     passes = (setup.left, setup.right)
-    ours = next(one for one in passes if isinstance(one.model, CausalLM))
+    ours = next(side for side in passes if isinstance(side.model, CausalLM))
     parameter = next(ours.model.parameters())
     facts = ours.model.contract(parameter.device, parameter.dtype, ours.split)
     facts["dtype"] = ", ".join(dict.fromkeys(map(str, setup.dtypes)))

@@ -8,7 +8,7 @@ apart, one pass runs again with the other's outputs patched in (activation patch
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -109,7 +109,7 @@ class Comparison:
 
     @property
     def first_introduced(self) -> PointResult | None:
-        return next((one for one in self.results if one.status == "introduced"), None)
+        return next((result for result in self.results if result.status == "introduced"), None)
 
 
 def compare(left: ForwardPass, right: ForwardPass, case: ReplayCase) -> Comparison:
@@ -118,32 +118,38 @@ def compare(left: ForwardPass, right: ForwardPass, case: ReplayCase) -> Comparis
     If hashes differ, both passes run again with their values kept. Then one runs with the other's
     outputs patched in.
     """
-    left_hashes, right_hashes = HashTap(case.num_rows), HashTap(case.num_rows)
-    left.run(case, left_hashes)
-    right.run(case, right_hashes)
-    rows = unequal_rows(left_hashes, right_hashes)
-    points = tuple(sorted(rows, key=lambda point: point.order))
-    problems = (*left.problems, *right.problems)
-    num_compared = sum(
-        int(_both_observed(left_hashes, right_hashes, point).sum()) for point in points
-    )
+    hashes = HashTap(case.num_rows), HashTap(case.num_rows)
+    left.run(case, hashes[0])
+    right.run(case, hashes[1])
     patched = _choose_patched(left, right)
-    unequal_points = tuple((point, len(rows[point])) for point in points if len(rows[point]))
-    logprobs = _logprobs(left_hashes, right_hashes, points)
-    if not unequal_points and not (logprobs and logprobs.nan.any()):
-        return Comparison(
-            points, num_compared, (), patched.name, problems=problems, logprobs=logprobs
-        )
+    by_hashes = _compare_hashes(*hashes, patched.name, (*left.problems, *right.problems))
+    has_nan = by_hashes.logprobs is not None and bool(by_hashes.logprobs.nan.any())
+    if not by_hashes.unequal_points and not has_nan:
+        return by_hashes
     values = _run_for_values(left, case), _run_for_values(right, case)
-    problems = (*problems, *_nan_problems((left.name, right.name), values))
-    if not unequal_points:
-        return Comparison(
-            points, num_compared, (), patched.name, problems=problems, logprobs=logprobs
-        )
+    nan_problems = _nan_problems((left.name, right.name), values)
+    problems = (*by_hashes.problems, *nan_problems)
+    if not by_hashes.unequal_points:
+        return replace(by_hashes, problems=problems)
     evidence = _patch(patched, case, other=values[1] if patched is left else values[0])
-    results = tuple(_result(point, *values, evidence) for point in points)
+    results = tuple(_result(point, *values, evidence) for point in by_hashes.points)
+    return replace(by_hashes, results=results, evidence=evidence, problems=problems)
+
+
+def _compare_hashes(
+    left: HashTap, right: HashTap, patched: str, problems: tuple[str, ...]
+) -> Comparison:
+    """Return the comparison as far as hashes tell."""
+    rows = unequal_rows(left, right)
+    points = tuple(sorted(rows, key=lambda point: point.order))
     return Comparison(
-        points, num_compared, results, patched.name, evidence, problems, unequal_points, logprobs
+        points,
+        sum(int(_both_observed(left, right, point).sum()) for point in points),
+        (),
+        patched,
+        problems=problems,
+        unequal_points=tuple((point, len(rows[point])) for point in points if len(rows[point])),
+        logprobs=_logprobs(left, right, points),
     )
 
 
@@ -200,12 +206,12 @@ def _logprobs(left: HashTap, right: HashTap, points: Sequence[Point]) -> Logprob
 def _nan_problems(names: tuple[str, str], values: tuple[ValueTap, ValueTap]) -> Iterator[str]:
     """Yield a sentence for each side that computes NaN: at which point first, and how many."""
     for name, tap in zip(names, values, strict=True):
-        for point in sorted(tap.table, key=lambda one: one.order):
+        for point in sorted(tap.table, key=lambda point: point.order):
             outputs = tap.table[point][tap.observed(point)]
             if count := int(outputs.isnan().sum()):
-                of = f"{count:,} of {outputs.numel():,} outputs are NaN"
+                share = f"{count:,} of {outputs.numel():,} outputs are NaN"
                 side = name_in_sentence(name).capitalize()
-                yield f"{side}: {of} at {point}, the first place that has any."
+                yield f"{side}: {share} at {point}, the first place that has any."
                 break
 
 

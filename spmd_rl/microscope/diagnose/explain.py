@@ -157,8 +157,8 @@ class VariantSearch:
     def _inputs(self, point: Point) -> list[Tensor]:
         """Return the recorded inputs of an op, or nothing if one of them is not recorded."""
         inputs = [self._recorded_input(Point(point.layer, op)) for op in INPUTS.get(point.op, ())]
-        if all(one is not None for one in inputs):
-            return [one for one in inputs if one is not None]
+        if all(tensor is not None for tensor in inputs):
+            return [tensor for tensor in inputs if tensor is not None]
         hidden = self._recorded_input(Point(point.layer, "final_norm"))
         return [self._logits(hidden)] if point.op == "logprob" and hidden is not None else []
 
@@ -199,11 +199,13 @@ class VariantSearch:
             return []
         table = self.evidence.other.table
         added = [
-            one for one in table if one.op in ("o_proj", "down_proj") and one.order < point.order
+            term
+            for term in table
+            if term.op in ("o_proj", "down_proj") and term.order < point.order
         ]
         stream = table[Point(BEFORE, "embed")]
-        for one in sorted(added, key=lambda one: one.order):
-            stream = stream + table[one]
+        for term in sorted(added, key=lambda term: term.order):
+            stream = stream + table[term]
         return [stream]
 
     def _rows_given(
@@ -229,7 +231,7 @@ class VariantSearch:
     ) -> VariantInputs:
         case, device, index = self.case, next(self.model.parameters()).device, rows.numpy()
         return VariantInputs(
-            x=tuple(one[rows].to(device) for one in candidate.inputs),
+            x=tuple(tensor[rows].to(device) for tensor in candidate.inputs),
             module=_module(self.model, point),
             spec=self.spec,
             positions=torch.from_numpy(case.positions[index]).to(device),

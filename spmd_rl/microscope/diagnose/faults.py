@@ -172,24 +172,20 @@ class AutoSplits:
 
     def _merge_on_device(self, layer: int, q: Tensor, out: Tensor, kernel: DecodeFlash) -> Tensor:
         """Merge all rows on the device, so that it can be recorded."""
-        pages, num_keys = kernel.pages, kernel.num_keys.long()
+        num_keys = kernel.num_keys.long()
         batch = len(num_keys)
-        keys, values = (one[pages.long()].flatten(1, 2) for one in self.attend.cache.layers[layer])
-        splits = (num_keys // SPLIT_BLOCK).clamp(1, max(self._max_splits(batch), 1))
-        size, longer = num_keys // splits, num_keys % splits
-        parts, log_sums = [], []
-        for part in range(max(self._max_splits(batch), 1)):
-            start, length = part * size + longer.clamp(max=part), size + (part < longer)
-            columns = (start[:, None] + torch.arange(keys.shape[1], device=q.device)).clamp(
-                max=keys.shape[1] - 1
-            )
-            k, v = (
-                torch.take_along_dim(one, columns[..., None, None], 1) for one in (keys, values)
-            )
-            mine, log_sum = flash_ranges(q[:batch], k, v, length)
-            parts.append(mine)
+        pages = kernel.pages.long()
+        keys, values = (cached[pages].flatten(1, 2) for cached in self.attend.cache.layers[layer])
+        max_splits = max(self._max_splits(batch), 1)
+        splits = (num_keys // SPLIT_BLOCK).clamp(1, max_splits)
+        outs, log_sums = [], []
+        for part in range(max_splits):
+            start, length = _part_bounds(part, num_keys, splits)
+            k, v = _cut(keys, start), _cut(values, start)
+            part_out, log_sum = flash_ranges(q[:batch], k, v, length)
+            outs.append(part_out)
             log_sums.append(log_sum.masked_fill((part >= splits)[:, None], -torch.inf))
-        merged = torch.where((splits > 1)[:, None, None], merge(parts, log_sums), out[:batch])
+        merged = torch.where((splits > 1)[:, None, None], merge(outs, log_sums), out[:batch])
         return torch.cat([merged, out[batch:]])
 
     def _merge_rows(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
@@ -212,6 +208,19 @@ class AutoSplits:
         page, offset = np.divmod(np.arange(num_keys), self.attend.cache.page_size)
         slots = torch.from_numpy(pages[page] * self.attend.cache.page_size + offset)
         return cached.transpose(0, 1).index_select(0, slots.to(cached.device))
+
+
+def _part_bounds(part: int, num_keys: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return start and length of a part of each row's keys. Shape: all [B]."""
+    size, num_longer = num_keys // splits, num_keys % splits
+    return part * size + num_longer.clamp(max=part), size + (part < num_longer)
+
+
+def _cut(cached: Tensor, start: Tensor) -> Tensor:
+    """Return each row of `cached` from its `start` on. Shape: [B, S, K, D] and [B] -> cached's."""
+    columns = start[:, None] + torch.arange(cached.shape[1], device=cached.device)
+    columns = columns.clamp(max=cached.shape[1] - 1)
+    return torch.take_along_dim(cached, columns[..., None, None], 1)
 
 
 FAULTS: dict[str, Callable[[EnginePass], None]] = {

@@ -67,7 +67,7 @@ class KernelTrace:
         ]
         if not points:
             return ()
-        return self.kernels[forward, max(points, key=lambda one: one.order)]
+        return self.kernels[forward, max(points, key=lambda traced: traced.order)]
 
 
 def kernels_of(forward_pass: ForwardPass, case: ReplayCase) -> KernelTrace:
@@ -91,10 +91,12 @@ def kernels_of(forward_pass: ForwardPass, case: ReplayCase) -> KernelTrace:
 def kernels_between_marks(events: list[dict[str, Any]], hopper: bool = True) -> KernelsByPoint:
     """Return the kernels, or torch ops if there are none, that were started before each mark."""
     timed = sorted(
-        (one for one in events if "ts" in one and "cat" in one),
-        key=lambda one: (one["ts"], -one.get("dur", 0)),
+        (event for event in events if "ts" in event and "cat" in event),
+        key=lambda event: (event["ts"], -event.get("dur", 0)),
     )
-    on_gpu = {one["args"].get("correlation"): one for one in timed if one["cat"] == "kernel"}
+    on_gpu = {
+        event["args"].get("correlation"): event for event in timed if event["cat"] == "kernel"
+    }
     kernels: dict[tuple[int, Point], tuple[KernelInfo, ...]] = {}
     since_mark: list[str] = []
     for kind, name in _marks_and_work(timed, on_gpu):
@@ -103,7 +105,7 @@ def kernels_between_marks(events: list[dict[str, Any]], hopper: bool = True) -> 
             continue
         _, forward, layer, op = name.split("|")
         if op and since_mark:
-            names = [one for one in since_mark if not _COPIES.search(one)] or since_mark
+            names = [work for work in since_mark if not _COPIES.search(work)] or since_mark
             point = Point(int(layer), op)
             kernels.setdefault((int(forward), point), _kernels_of_op(names, hopper))
         since_mark = []
@@ -135,18 +137,18 @@ def _marks_and_work(
 ) -> Iterator[tuple[str, str]]:
     """Yield ("mark", its name) and ("work", the name of a kernel or op), in order of time."""
     end_of_op = float("-inf")
-    for one in timed:
-        if one["name"].startswith(f"{MARK}|"):
-            if one["cat"] == "user_annotation":
-                yield "mark", one["name"]
+    for event in timed:
+        if event["name"].startswith(f"{MARK}|"):
+            if event["cat"] == "user_annotation":
+                yield "mark", event["name"]
         elif on_gpu:
             # The kernels of a graph are those of its recording, which was marked.
-            is_launch = one["cat"] in _LAUNCHES and "GraphLaunch" not in one["name"]
-            if is_launch and one["args"].get("correlation") in on_gpu:
-                yield "work", on_gpu[one["args"]["correlation"]]["name"]
-        elif one["ts"] >= end_of_op and _is_computing_op(one):
-            end_of_op = one["ts"] + one.get("dur", 0)
-            yield "work", _describe_op(one)
+            is_launch = event["cat"] in _LAUNCHES and "GraphLaunch" not in event["name"]
+            if is_launch and event["args"].get("correlation") in on_gpu:
+                yield "work", on_gpu[event["args"]["correlation"]]["name"]
+        elif event["ts"] >= end_of_op and _is_computing_op(event):
+            end_of_op = event["ts"] + event.get("dur", 0)
+            yield "work", _describe_op(event)
 
 
 def _is_computing_op(event: dict[str, Any]) -> bool:

@@ -46,8 +46,8 @@ def render(data: dict[str, Any]) -> str:
 
 def _style() -> str:
     shared = resources.files("spmd_rl.report.page") / "style.css"
-    own = resources.files("spmd_rl.microscope.page") / "page.css"
-    return shared.read_text(encoding="utf-8") + own.read_text(encoding="utf-8")
+    page_style = resources.files("spmd_rl.microscope.page") / "page.css"
+    return shared.read_text(encoding="utf-8") + page_style.read_text(encoding="utf-8")
 
 
 def _head(data: dict[str, Any], title: str) -> str:
@@ -55,79 +55,70 @@ def _head(data: dict[str, Any], title: str) -> str:
         f"<p class='sub'>planted: {html.escape(data['planted'])}</p>" if data["planted"] else ""
     )
     kind = "card verdict" if data["agree"] else "card verdict parted"
-    sentences = "".join(f"<p>{html.escape(one)}</p>" for one in data["verdict"].splitlines())
-    notes = "".join(f"<p class='sub'>{html.escape(one)}</p>" for one in data["notes"])
+    sentences = "".join(f"<p>{html.escape(line)}</p>" for line in data["verdict"].splitlines())
+    notes = "".join(f"<p class='sub'>{html.escape(line)}</p>" for line in data["notes"])
     return f"<h1>{html.escape(title)}</h1>{planted}<div class='{kind}'>{sentences}</div>{notes}"
 
 
 def _sections(data: dict[str, Any]) -> list[str]:
+    sections = [_network(data)]
+    if data["first"] is not None:
+        sections.append(_first_difference(data))
+    if data["unequal_logprobs"]:
+        sections.append(_logprobs(data))
+    table = _causes_table(data, _first_of_kind(data["findings"]))
+    sections.append(_section("What introduces a difference", "the first of each kind", table))
+    growth = _figure("", svg.growth(data["findings"]))
+    sections.append(_section("How it spreads", "share of elements that differ", growth))
+    return sections
+
+
+def _network(data: dict[str, Any]) -> str:
     legend = "".join(map(svg.key, ("equal", "inherited", "introduced")))
     patched = html.escape(name_in_sentence(data["fed"]))
     note = f"{legend} introduced: an op of {patched}, given the other side's input, still differs"
-    parts = [
-        _section(
-            "The network",
-            note,
-            _figure("every op of every layer", svg.network_map(data["findings"])),
-        )
-    ]
-    first = data["first"]
-    if first is not None:
-        strips = svg.strips(first["positions"], data["sequences"])
-        strips = _figure(
-            "rows that differ (wide: prompt, narrow: response; grey: equal, or not computed)",
-            strips,
-        )
-        apart = _figure(
-            f"{_name(first)} on the same input, by ULP", svg.distances(first["on_same_input"])
-        )
-        last = data["findings"][-1]
-        if last["op"] == "logprob":
-            apart += _figure("log-probs as the paths ran, by ULP", svg.distances(last["plain"]))
-        parts.append(
-            _section("Where they part", _name(first), strips + f'<div class="two">{apart}</div>')
-        )
-    if data["unequal_logprobs"]:
-        parts.append(_logprobs(data))
-    kinds = _first_of_kind(data["findings"])
-    parts.append(
-        _section(
-            "What introduces a difference", "the first of each kind", _causes_table(data, kinds)
-        )
+    picture = _figure("every op of every layer", svg.network_map(data["findings"]))
+    return _section("The network", note, picture)
+
+
+def _first_difference(data: dict[str, Any]) -> str:
+    first, last = data["first"], data["findings"][-1]
+    strips = _figure(
+        "rows that differ (wide: prompt, narrow: response; grey: equal, or not computed)",
+        svg.strips(first["positions"], data["sequences"]),
     )
-    parts.append(
-        _section(
-            "How it spreads",
-            "share of elements that differ",
-            _figure("", svg.growth(data["findings"])),
-        )
+    histograms = _figure(
+        f"{_name(first)} on the same input, by ULP", svg.distances(first["on_same_input"])
     )
-    return parts
+    if last["op"] == "logprob":
+        histograms += _figure("log-probs as the sides ran, by ULP", svg.distances(last["plain"]))
+    content = strips + f'<div class="two">{histograms}</div>'
+    return _section("Where they part", _name(first), content)
 
 
 def _first_of_kind(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {}
-    for one in findings:
-        if one["status"] == "introduced":
-            kinds.setdefault(one["op"], one)
+    for finding in findings:
+        if finding["status"] == "introduced":
+            kinds.setdefault(finding["op"], finding)
     return list(kinds.values())
 
 
 def _causes_table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
-    causes = {(one["layer"], one["op"]): one for one in data["causes"]}
+    causes = {(finding["layer"], finding["op"]): finding for finding in data["causes"]}
     rows = []
-    for one in kinds:
-        places = sum(
-            other["op"] == one["op"] and other["status"] == "introduced"
+    for finding in kinds:
+        num_places = sum(
+            other["op"] == finding["op"] and other["status"] == "introduced"
             for other in data["findings"]
         )
-        counts = one["on_same_input"]["counts"]
-        cause = causes.get((one["layer"], one["op"]))
+        counts = finding["on_same_input"]["counts"]
+        cause = causes.get((finding["layer"], finding["op"]))
         cells = [
-            f"{_name(one)}<br><small>{html.escape(OPS[one['op']])}; "
-            f"in {places} place{'s' * (places > 1)}</small>",
+            f"{_name(finding)}<br><small>{html.escape(OPS[finding['op']])}; "
+            f"in {num_places} place{'s' * (num_places > 1)}</small>",
             f"{sum(counts[1:]):,} of {sum(counts):,}, "
-            f"at most {one['on_same_input']['largest_ulp']:,} ULP",
+            f"at most {finding['on_same_input']['largest_ulp']:,} ULP",
             *(_side(cause[side]) if cause else "" for side in ("left", "right")),
         ]
         rows.append(cells)
@@ -138,18 +129,18 @@ def _causes_table(data: dict[str, Any], kinds: list[dict[str, Any]]) -> str:
 
 def _logprobs(data: dict[str, Any]) -> str:
     tokens = data["unequal_logprobs"]
-    of = f"{len(tokens):,} tokens" + (
+    note = f"{len(tokens):,} tokens" + (
         f", the first {MAX_TOKENS}" if len(tokens) > MAX_TOKENS else ""
     )
     rows = [
         [
-            html.escape(one["sequence"]),
-            str(one["position"]),
-            f"{one['response_token']}: <span class='mono'>{html.escape(repr(one['text']))}</span> "
-            f"({one['token']})",
-            *map(_logprob, (one["left"], one["right"], one["recorded"])),
+            html.escape(token["sequence"]),
+            str(token["position"]),
+            f"{token['response_token']}: "
+            f"<span class='mono'>{html.escape(repr(token['text']))}</span> ({token['token']})",
+            *map(_logprob, (token["left"], token["right"], token["recorded"])),
         ]
-        for one in tokens[:MAX_TOKENS]
+        for token in tokens[:MAX_TOKENS]
     ]
     heads = (
         "sequence",
@@ -159,7 +150,7 @@ def _logprobs(data: dict[str, Any]) -> str:
         data["right"],
         "recorded",
     )
-    return _section("Log-probs that differ", of, _html_table(heads, rows))
+    return _section("Log-probs that differ", note, _html_table(heads, rows))
 
 
 def _logprob(value: float | None) -> str:
@@ -211,12 +202,12 @@ def _facts(data: dict[str, Any]) -> str:
 def _sequences(sequences: Sequence[dict[str, Any]]) -> str:
     rows = [
         [
-            html.escape(one["name"]),
-            f"{one['prompt_tokens']:,} + {one['response_tokens']:,}",
-            f"<span class='mono'>{html.escape(one['prompt'])}"
-            f"<b>{html.escape(one['response'])}</b></span>",
+            html.escape(sequence["name"]),
+            f"{sequence['prompt_tokens']:,} + {sequence['response_tokens']:,}",
+            f"<span class='mono'>{html.escape(sequence['prompt'])}"
+            f"<b>{html.escape(sequence['response'])}</b></span>",
         ]
-        for one in sequences
+        for sequence in sequences
     ]
     return _html_table(("sequence", "tokens", "prompt and response"), rows)
 
@@ -225,8 +216,8 @@ def _counts(facts: dict[str, int]) -> str:
     return ", ".join(f"{what}: {count:,}" for what, count in facts.items())
 
 
-def _name(one: dict[str, Any]) -> str:
-    return str(Point(one["layer"], one["op"]))
+def _name(finding: dict[str, Any]) -> str:
+    return str(Point(finding["layer"], finding["op"]))
 
 
 def _section(title: str, note: str, content: str) -> str:

@@ -12,7 +12,13 @@ from spmd_rl.microscope.diagnose.compare import Comparison, PointResult
 from spmd_rl.microscope.diagnose.explain import SideExplanation
 from spmd_rl.microscope.diagnose.faults import FAULTS
 from spmd_rl.microscope.diagnose.ulp import Histogram
-from spmd_rl.microscope.examine import Examination, recorded_logprobs, versions
+from spmd_rl.microscope.examine import (
+    Examination,
+    RecordedLogprobs,
+    ReplaySetup,
+    recorded_logprobs,
+    versions,
+)
 from spmd_rl.microscope.page.html_page import render
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.observe.files import write_whole
@@ -36,33 +42,19 @@ def write_report(examination: Examination, folder: Path) -> Path:
 def as_data(examination: Examination) -> dict[str, Any]:
     """Return the whole examination as plain data."""
     setup, comparison = examination.setup, examination.comparison
-    first, recorded = comparison.first_introduced, recorded_logprobs(setup, comparison)
+    first = comparison.first_introduced
     return {
         "verdict": examination.verdict,
         "agree": comparison.agree,
         "troubles": list(comparison.problems),
-        "notes": list(setup.notes),
-        "run": setup.run,
-        "command": setup.command,
-        "left": setup.left.name,
-        "right": setup.right.name,
+        **_setup_data(setup),
         "fed": comparison.patched,
-        "planted": setup.planted and f"{setup.planted}: {FAULTS[setup.planted].__doc__}",
-        "weights": setup.weights or setup.model,
-        "versions": versions(setup),
-        "sequences": [_sequence(one, setup.case) for one in setup.case.sequences],
-        "recorded": recorded
-        and {
-            "equal": recorded.num_equal,
-            "of": recorded.num_recorded,
-            "says": recorded.sentence,
-        },
-        "facts": {setup.left.name: setup.left.facts, setup.right.name: setup.right.facts},
+        "recorded": _recorded(recorded_logprobs(setup, comparison)),
         "points": len(comparison.points),
         "compared_rows": comparison.num_compared_rows,
         "first": None if first is None else _point_result(first, setup.case),
         "unequal_logprobs": _unequal_logprobs(comparison, setup.case),
-        "findings": [_point_result(one, setup.case) for one in comparison.results],
+        "findings": [_point_result(result, setup.case) for result in comparison.results],
         "causes": [
             {
                 "layer": point.layer,
@@ -72,6 +64,31 @@ def as_data(examination: Examination) -> dict[str, Any]:
             }
             for point, explanation in examination.explanations.items()
         ],
+    }
+
+
+def _setup_data(setup: ReplaySetup) -> dict[str, Any]:
+    return {
+        "notes": list(setup.notes),
+        "run": setup.run,
+        "command": setup.command,
+        "left": setup.left.name,
+        "right": setup.right.name,
+        "planted": setup.planted and f"{setup.planted}: {FAULTS[setup.planted].__doc__}",
+        "weights": setup.weights or setup.model,
+        "versions": versions(setup),
+        "sequences": [_sequence(sequence, setup.case) for sequence in setup.case.sequences],
+        "facts": {setup.left.name: setup.left.facts, setup.right.name: setup.right.facts},
+    }
+
+
+def _recorded(recorded: RecordedLogprobs | None) -> dict[str, Any] | None:
+    if recorded is None:
+        return None
+    return {
+        "equal": recorded.num_equal,
+        "of": recorded.num_recorded,
+        "says": recorded.sentence,
     }
 
 

@@ -62,7 +62,7 @@ def _difference(result: PointResult) -> str:
 
 def _agreement(comparison: Comparison, names: tuple[str, str]) -> str:
     left, right = names
-    if any(one.status == "inherited" for one in comparison.results):
+    if any(result.status == "inherited" for result in comparison.results):
         return (
             f"{left} and {right} differ, but no op does on the same input: what was replayed is "
             "not what ran (an op that is not a function of its recorded inputs)."
@@ -81,9 +81,9 @@ def _agreement(comparison: Comparison, names: tuple[str, str]) -> str:
 
 def _elsewhere(comparison: Comparison, first: PointResult) -> str:
     """Name the other ops that introduce differences, and count the points that inherit them."""
-    others = [one for one in comparison.results if one is not first]
-    introduced = [one.point.op for one in others if one.status == "introduced"]
-    num_inherited = sum(one.status == "inherited" for one in others)
+    others = [result for result in comparison.results if result is not first]
+    introduced = [result.point.op for result in others if result.status == "introduced"]
+    num_inherited = sum(result.status == "inherited" for result in others)
     sentences = []
     if introduced:
         counts = {op: introduced.count(op) for op in introduced}
@@ -99,7 +99,7 @@ def _elsewhere(comparison: Comparison, first: PointResult) -> str:
 
 def _outcome(comparison: Comparison) -> str:
     """Say what becomes of the difference in the log-probs."""
-    last = next((one for one in comparison.results if one.point.op == "logprob"), None)
+    last = next((result for result in comparison.results if result.point.op == "logprob"), None)
     if last is None:
         return ""
     num_nan = int(comparison.logprobs.nan.sum()) if comparison.logprobs else 0

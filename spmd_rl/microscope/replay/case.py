@@ -55,7 +55,9 @@ class ReplayCase:
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        return np.array([len(one.prompt) + len(one.response) for one in self.sequences])
+        return np.array(
+            [len(sequence.prompt) + len(sequence.response) for sequence in self.sequences]
+        )
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -69,7 +71,7 @@ class ReplayCase:
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """The token of every row. Shape: [N]."""
-        return np.concatenate([one.tokens for one in self.sequences])
+        return np.concatenate([sequence.tokens for sequence in self.sequences])
 
     @cached_property
     def targets(self) -> NDArray[np.int64]:
@@ -79,7 +81,7 @@ class ReplayCase:
     @cached_property
     def temperatures(self) -> NDArray[np.float32]:
         """The temperature of every row's log-prob. Shape: [N]."""
-        temperatures = np.array([one.temperature for one in self.sequences], np.float32)
+        temperatures = np.array([sequence.temperature for sequence in self.sequences], np.float32)
         return np.repeat(temperatures, self.lengths)
 
     @cached_property
@@ -103,9 +105,9 @@ class ReplayCase:
     def recorded(self) -> NDArray[np.float32]:
         """The log-prob recorded with each row's next token, NaN if there is none. Shape: [N]."""
         recorded = np.full(self.num_rows, np.nan, np.float32)
-        for number, one in enumerate(self.sequences):
-            if one.recorded is not None:
-                recorded[self.offsets[number] + self.scored_positions(number)] = one.recorded
+        for number, sequence in enumerate(self.sequences):
+            if sequence.recorded is not None:
+                recorded[self.offsets[number] + self.scored_positions(number)] = sequence.recorded
         return recorded
 
     @property

@@ -164,11 +164,15 @@ def request_name(case: ReplayCase, number: int) -> tuple[int, int]:
 
 def requests(case: ReplayCase) -> Iterator[Request]:
     """Yield requests as a rollout submits them; each ends with its sample's last token."""
-    for number, one in enumerate(case.sequences):
+    for number, sequence in enumerate(case.sequences):
         sampling = replace(
-            one.sampling, max_tokens=len(one.response), ignore_eos=True, stop=(), stop_ids=()
+            sequence.sampling,
+            max_tokens=len(sequence.response),
+            ignore_eos=True,
+            stop=(),
+            stop_ids=(),
         )
-        yield Request(*request_name(case, number), one.prompt.astype(np.int32), sampling)
+        yield Request(*request_name(case, number), sequence.prompt.astype(np.int32), sampling)
 
 
 def sized(path: EnginePass, case: ReplayCase) -> EngineConfig:

@@ -115,7 +115,9 @@ class TrainerPass:
 
 def _batch(case: ReplayCase) -> Batch:
     """Return the sequences as a batch to score; what only learning reads is zero."""
-    sizes = np.array([(len(one.prompt), len(one.response)) for one in case.sequences])
+    sizes = np.array(
+        [(len(sequence.prompt), len(sequence.response)) for sequence in case.sequences]
+    )
     zeros = np.zeros(case.num_rows, np.float32)
     return Batch(
         tokens=case.tokens.astype(np.int32),
@@ -125,7 +127,7 @@ def _batch(case: ReplayCase) -> Batch:
         advantages=zeros,
         roll_logprobs=zeros,
         versions=np.full(case.num_rows, -1, np.int32),
-        temperature=np.array([one.temperature for one in case.sequences], np.float32),
+        temperature=np.array([sequence.temperature for sequence in case.sequences], np.float32),
         index=np.arange(len(sizes), dtype=np.int32),
         denominator=1.0,
     )

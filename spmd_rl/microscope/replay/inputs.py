@@ -109,18 +109,18 @@ def case_of_samples(
     }
     drawn["seed"] = settings.get("run", {}).get("seed")
     sampling = SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
-    prompts = _encoded(tokenizer, [one.prompt for one in samples], model, special)
+    prompts = _encoded(tokenizer, [sample.prompt for sample in samples], model, special)
     sequences = [
         ReplaySequence(
-            one.name,
+            sample.name,
             prompt,
-            one.tokens,
+            sample.tokens,
             sampling,
-            (one.prompt_uid, one.index),
-            one.prompt,
-            one.logprobs,
+            (sample.prompt_uid, sample.index),
+            sample.prompt,
+            sample.logprobs,
         )
-        for one, prompt in zip(samples, prompts, strict=True)
+        for sample, prompt in zip(samples, prompts, strict=True)
     ]
     return checked_case(sequences, ModelSpec.from_folder(model), tokenizer)
 
@@ -140,24 +140,28 @@ def checked_case(
     sequences: Sequence[ReplaySequence], spec: ModelSpec, tokenizer: FolderTokenizer | None = None
 ) -> ReplayCase:
     """Return the case of `sequences`. Raises: DataError for one that the model cannot take."""
-    for one in sequences:
-        if not len(one.prompt) or not len(one.response):
-            raise DataError(one.name, "needs a token to start from and one to decode")
-        if len(one.tokens) > spec.max_positions:
+    for sequence in sequences:
+        if not len(sequence.prompt) or not len(sequence.response):
+            raise DataError(sequence.name, "needs a token to start from and one to decode")
+        if len(sequence.tokens) > spec.max_positions:
             raise DataError(
-                one.name,
-                f"has {len(one.tokens)} tokens, but the model's context is {spec.max_positions}",
+                sequence.name,
+                f"has {len(sequence.tokens)} tokens, "
+                f"but the model's context is {spec.max_positions}",
             )
-        if one.tokens.min() < 0 or one.tokens.max() >= spec.vocab_size:
+        if sequence.tokens.min() < 0 or sequence.tokens.max() >= spec.vocab_size:
             raise DataError(
-                one.name, f"has token ids outside the model's vocabulary of {spec.vocab_size}"
+                sequence.name, f"has token ids outside the model's vocabulary of {spec.vocab_size}"
             )
     return ReplayCase(tuple(sequences), tokenizer.decode if tokenizer else None)
 
 
 def tokenizer_notes(case: ReplayCase) -> list[str]:
     """Return a sentence if the tokenizer changes a text, so that another text is replayed."""
-    texts = {one.name: (one.text, case.text(one.tokens.tolist())) for one in case.sequences}
+    texts = {
+        sequence.name: (sequence.text, case.text(sequence.tokens.tolist()))
+        for sequence in case.sequences
+    }
     lost = {
         name: replayed for name, (text, replayed) in texts.items() if text.strip() not in replayed
     }
@@ -211,12 +215,12 @@ def _read_samples(file: Path) -> dict[str, RecordedSample]:
     for number, line in lines(file):
         row = parse(f"{file}:{number}", line)
         try:
-            one = _parse_sample(row)
+            sample = _parse_sample(row)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{file}:{number}", f"not the record of a sample: {problem}") from None
-        if len(one.tokens):
-            rows[one.name] = one
+        if len(sample.tokens):
+            rows[sample.name] = sample
     return rows
 
 

@@ -43,7 +43,9 @@ def sampling_weights(
     Those of a checkpoint are written as a model to `folder`.
     Raises: ConfigError if the run has neither.
     """
-    names = " and ".join(f"version {one}" for one in sorted(versions)) or "an unknown version"
+    names = (
+        " and ".join(f"version {version}" for version in sorted(versions)) or "an unknown version"
+    )
     saved = _find_checkpoint(run, *versions) if len(versions) == 1 else None
     if saved is None:
         last = final_weights(run)

@@ -149,7 +149,9 @@ class PatchTap(ValueTap):
         super().record(point, x, rows, locations)
         if point not in self.other.table:
             return x
-        values, available = (one.index_select(0, rows) for one in self._patch(point, x.device))
+        values, available = (
+            tensor.index_select(0, rows) for tensor in self._patch(point, x.device)
+        )
         if point.op == "logits":  # only the log-probs follow, which take any format
             x = x.to(torch.promote_types(x.dtype, values.dtype))
         own = x[: len(rows)] if locations is None else x.index_select(0, locations)
@@ -164,7 +166,7 @@ class PatchTap(ValueTap):
         if point not in self._on_device:
             tables = self.other.table[point], self.other.available[point]
             self._on_device[point] = tuple(
-                torch.cat([one, torch.zeros_like(one[:1])]).to(device) for one in tables
+                torch.cat([table, torch.zeros_like(table[:1])]).to(device) for table in tables
             )
         return self._on_device[point]
 

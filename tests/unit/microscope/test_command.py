@@ -206,7 +206,8 @@ BAD = {
     "a folder that is no run": (["{tmp}"], "is not the folder of a run"),
     "nothing to replay": ([], "name the folder of a run"),
     "a sample that is not there": (["{run}", "--samples", "7:99"], "has no sample 7:99"),
-    "the same path twice": (["{run}", "--left", "trainer"], "--left and --right are both 'trainer'"),
+    "the same path twice": (
+        ["{run}", "--left", "trainer"], "--left and --right are both 'trainer'"),
     "a fault on another side": (
         ["{run}", "--left", "transformers", "--plant", "split-k"], "--left engine"),
     "an unknown fault": (["{run}", "--plant", "x"], "invalid choice"),
