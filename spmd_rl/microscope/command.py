@@ -47,7 +47,7 @@ TRAINER_KEYS = ("max_tokens", "logit_rows", "recompute", SPLIT)
 EXIT_AGREE, EXIT_DIFFER = 0, 1
 
 
-class _Parser(argparse.ArgumentParser):
+class _MismatchParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"spmd-rl mismatch: {message}")
 
@@ -252,8 +252,8 @@ def _forward_pass(
     return TrainerPass(network, **{key: trainer[key] for key in TRAINER_KEYS if key in trainer})
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="spmd-rl mismatch", description=main.__doc__, allow_abbrev=False)
+def _parser() -> _MismatchParser:
+    parser = _MismatchParser(prog="spmd-rl mismatch", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("run", nargs="?", help="folder of a run, with samples/ and hf/")
     parser.add_argument(
         "--step",
