@@ -149,7 +149,8 @@ def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
         path.run(case, hashes)
     logits = Point(ours.spec.num_layers, "logits")
     unequal = unequal_rows(*tables)
-    num_logits = int((tables[0].observed(logits) & tables[1].observed(logits))[: case.num_rows].sum())
+    both = tables[0].observed(logits) & tables[1].observed(logits)
+    num_logits = int(both[: case.num_rows].sum())
     yield measured(
         f"{what}: whole rows of logits compared", num_logits, "rows", at_least=LEAST_LOGITS
     )
