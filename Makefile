@@ -1,7 +1,8 @@
 # make demo   a language model learns addition on this machine: its own .venv, install, run, into runs/demo
 # make test   lint, types, then every test that needs no GPU: about 10 to 20 minutes on two cores
 # make test-system   a real browser, a real Slurm, random faults with their seed: programs from tests/system/install.sh
-# Both install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
+# make api    the API reference as HTML, into build/api
+# All install what they need; PYTHON and TORCH can be overridden: make demo TORCH=torch==2.12.0
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
@@ -14,7 +15,7 @@ PIP    := $(BIN)/python -m pip $(QUIET) --disable-pip-version-check
 FAST   := OMP_NUM_THREADS=1
 TESTS  := $(FAST) $(BIN)/pytest -q --dist loadfile tests
 
-.PHONY: demo test lint unit dist test-system chaos fuzz clean
+.PHONY: demo test lint unit dist test-system chaos fuzz api clean
 
 demo: $(VENV)/.demo
 	@aside=runs/demo-$$(date +%Y%m%d-%H%M%S); \
@@ -44,6 +45,10 @@ chaos: $(VENV)/.dev
 fuzz: $(VENV)/.dev
 	$(FAST) $(BIN)/python -m tests.fuzz --frames 600000
 
+api: $(VENV)/.docs
+	$(BIN)/python -m docs.build_api build/api
+	@echo "open build/api/index.html"
+
 # A stamp is as old as the environment it speaks of: it is made anew when what it was built from changes.
 $(VENV)/.demo: setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "spmd-rl needs Python 3.11 or 3.12: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
@@ -55,6 +60,10 @@ $(VENV)/.demo: setup.py constraints.txt
 
 $(VENV)/.dev: $(VENV)/.demo pyproject.toml Makefile
 	@$(PIP) install --editable ".[dev]" "$(TORCH)" $(TRITON) --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo Makefile
+	@$(PIP) install --editable ".[docs]" "$(TORCH)" --constraint constraints.txt
 	@touch $@
 
 clean:

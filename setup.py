@@ -41,6 +41,7 @@ setup(
         ],
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "parquet": ["pyarrow>=18"],
+        "docs": ["pdoc==16.0.0"],  # `make api`
         "dev": [
             "hypothesis>=6.120",
             "mypy>=1.14",

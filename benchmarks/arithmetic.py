@@ -1,11 +1,12 @@
-"""The main job on this machine: does the example learn, on every split, with no mismatched token,
-and how fast.
+"""Training of the arithmetic example on this machine: does it learn, and how fast.
 
-    python -m benchmarks.arithmetic --machine h200 --config examples/arithmetic/gpu.toml one split
-colocated --save
+On every split the run must learn without any mismatched token.
 
-`one` is one rank; `split` one train and one engine rank; `colocated` two ranks that serve both
-roles.
+    python -m benchmarks.arithmetic --machine h200 --config examples/arithmetic/gpu.toml \\
+        one split colocated --save
+
+`one` is one rank. `split` is one train and one engine rank. `colocated` is two ranks that serve
+both roles.
 """
 
 from __future__ import annotations

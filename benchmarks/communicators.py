@@ -1,11 +1,9 @@
-"""What a process and its NCCL communicators take of a GPU's memory, one thing after the other, on
-two GPUs.
+"""GPU memory of a process and its NCCL communicators, measured step by step on two GPUs.
 
-    python -m torch.distributed.run --standalone --nproc-per-node=2 -m benchmarks.communicators
-[--save]
+    torchrun --standalone --nproc-per-node=2 -m benchmarks.communicators [--save]
 
-The constants of `spmd_rl/offload/ledger.py` are compared with what is read. Communicators are made
-as mesh/ makes them: eagerly, bound to the GPU; NCCL connects them at their first collective.
+The readings are compared with the constants of `spmd_rl/offload/ledger.py`. Communicators are made
+as `mesh/` makes them: eagerly, bound to the GPU. NCCL connects them at their first collective.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def used_mib() -> float:
 
 
 class Steps:
-    """What each step added, as rows."""
+    """Memory that each step added, as rows."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []

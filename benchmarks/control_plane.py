@@ -1,16 +1,16 @@
-"""What it costs to call all workers and hear from all of them: our controller, Ray actors and plain
-ZeroMQ.
+"""Cost of calling all workers and collecting their answers: our controller, Ray and plain ZeroMQ.
 
-Each worker gets an array of its own and sends it back (control/echo.py). The contenders are
-processes that take turns; each number is the median over all turns. Every worker is a process. Past
-256 workers only plain ZeroMQ runs, eight workers' sockets in a process, to see what relays buy.
-Then the controller's share of the demo's step, from a short run of it: its metric
-perf/controller_share, the part of a step, from the end of the one before, in which the controller
-did not wait for workers.
+Each worker gets an array of its own and sends it back (control/echo.py). Every worker and every
+contender is a process. The contenders take turns, and each number is the median over all turns.
+Above 256 workers only plain ZeroMQ runs, with the sockets of eight workers in one process, to
+measure what relays gain.
+
+A short run of the demo then gives the controller's share of a step: the metric
+perf/controller_share. It is the part of a step in which the controller did not wait for workers.
 
     python -m benchmarks.control_plane [--quick] [--save] [--workers 8,64,256]
 
-Needs: pip install ray, beside this package. Ray is left out where memory does not hold its workers.
+Needs: pip install ray, beside this package. Ray is left out if its workers do not fit in memory.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ MAX_SHARE = 0.05
 RAY_WORKER_BYTES = 90 << 20  # resident, of one idle actor
 WORKERS_OF_A_RELAY = 32
 MAX_PROCESSES = 256
-PER_PROCESS = 8  # beyond
-MAX_BYTES = 64 << 20  # of all parts of one call
-LAPS_BYTES = 256 << 20  # of all parts of one turn
+PER_PROCESS = 8  # workers, above MAX_PROCESSES
+MAX_BYTES = 64 << 20  # total of all parts of one call
+LAPS_BYTES = 256 << 20  # total of all parts of one turn
 
 
 class Times:
-    """What one contender took, in microseconds a call."""
+    """Times of one contender, in microseconds a call."""
 
     def __init__(self) -> None:
         self.wall_us: list[float] = []
@@ -57,7 +57,7 @@ class Times:
 
 
 def contest(num_workers: int, turns: int) -> Iterator[Row]:
-    """All contenders at one number of workers."""
+    """Measure all contenders with one number of workers."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         peers = {
@@ -91,7 +91,8 @@ def _commands(num_workers: int) -> dict[str, list[str]]:
         commands["Ray"] = ["ray_actors", workers]
     else:
         print(
-            f"Ray is left out at {num_workers} workers: they need {num_workers * RAY_WORKER_BYTES >> 30} GiB"
+            f"Ray is left out at {num_workers} workers: "
+            f"they need {num_workers * RAY_WORKER_BYTES >> 30} GiB"
         )
     if num_workers > WORKERS_OF_A_RELAY:
         commands["ZeroMQ with relays"] = ["zeromq", workers, "--relays", relays]
@@ -140,7 +141,7 @@ def _rows(num_workers: int, size: int, times: dict[str, Times]) -> Iterator[Row]
 
 
 def controller_share(steps: int) -> Row:
-    """The median over a run of the demo of that many steps."""
+    """Return the median over a run of the demo with that many steps."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         command = [
             "-m",

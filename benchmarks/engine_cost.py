@@ -1,14 +1,14 @@
-"""What bits that do not depend on the batch cost the engine: its decoding step beside engines that
-are free of them.
+"""Cost of batch-invariant bits in the engine: its decode step beside engines that are free of them.
 
-Three engines share scheduler, graphs and all kernels but those of products, and take turns. In the
-free ones a product of each shape is the fastest of all: cuBLAS's ways, K split or not, and ours.
-One of them has gate and up as shipped, in one kernel with what follows where rows are few, the
-other in a product of their own; the faster of the two is the peer. FlashAttention is the same in
-all: on Hopper it takes no more than one split (few long sequences: attention_decode.py).
+Three engines take turns. They share the scheduler, graphs and all kernels except matrix products.
+In the two free engines, each shape uses the fastest product of all: cuBLAS's candidates, with
+split-K or not, and ours. One free engine fuses gate and up as shipped, in one kernel with the
+activation if there are few rows. The other has separate products. The faster of the two is the
+peer. FlashAttention is the same in all; on Hopper it uses at most one split, for few long sequences
+(attention_decode.py).
 
-A step's time is the median of those that decode all sequences, clocked on the host from one to the
-next, as in hash_cost.py; of that, medians over turns.
+The time of a step is the median over steps that decode all sequences. It is measured on the host
+from one step to the next, as in hash_cost.py. Rows have medians over turns.
 
     python -m benchmarks.engine_cost [--save] [0.6B 8B]
 """
@@ -27,15 +27,15 @@ import torch
 
 from benchmarks.cublas import every_way
 from benchmarks.hash_cost import sequences, step_s
-from benchmarks.paths import Race, swapped
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
+from benchmarks.train_variants import Race, swapped
 from spmd_rl.kernels.linear import dispatch, swiglu
-from spmd_rl.kernels.linear.cublaslt import Shape, Way
-from spmd_rl.kernels.linear.dispatch import ours_into
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape
+from spmd_rl.kernels.linear.dispatch import own_matmul_into
 from spmd_rl.microscope.replay.forward_pass import load_model
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 BATCHES, TURNS = (1, 64, 256), 5
@@ -45,8 +45,8 @@ BAR = 1.03
 DEVICE = torch.device("cuda")
 
 
-def all_ways(shape: Shape) -> list[Way]:
-    return [ours_into, *every_way(shape)]
+def all_ways(shape: Shape) -> list[Gemm]:
+    return [own_matmul_into, *every_way(shape)]
 
 
 PRODUCTS = ((dispatch, "matmul", Race(all_ways)),)
@@ -59,7 +59,7 @@ PATHS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 def engine(folder: Path) -> NativeEngine:
-    cfg = EngineConfig(
+    cfg = NativeEngineConfig(
         model=str(folder),
         dtype="bfloat16",
         page_size=128,

@@ -1,11 +1,10 @@
-"""Our engine's decode step beside SGLang's fastest, not deterministic, mode on one GPU (engines.py
-says how both run).
+"""Decode step of our engine and of SGLang in its fastest mode, on one GPU.
 
-Time per step is (T(512) - T(256)) / 256, T(n) the time to make n tokens for each of the batch's
-prompts in one call, so that start, prefill and hand-over cancel: medians of T over repetitions in
-which the two engines take turns. Prompts are in both engines' prefix caches after the warm-up. Our
-own clock around `step`, the median over the steps in which the whole batch decodes, is given as a
-check.
+SGLang's mode is not deterministic; engines.py says how both run. The time per step is
+(T(512) - T(256)) / 256, where T(n) is the time to generate n tokens for each prompt of the batch
+in one call. So start-up, prefill and hand-over cancel. T is the median over repetitions in which
+the two engines take turns. After the warm-up, the prompts are in both prefix caches. As a check,
+our own time of `step` is given: the median over steps in which the whole batch decodes.
 
     python -m benchmarks.engine_vs_sglang --sglang SITE [--save] [0.6B 8B]
 """
@@ -16,10 +15,10 @@ import statistics
 import sys
 from collections.abc import Iterator
 
-from benchmarks.beside import beside_sglang
 from benchmarks.engines import Pair
 from benchmarks.peer import Peer
 from benchmarks.record import compared, measured
+from benchmarks.sglang_cli import beside_sglang
 from benchmarks.table import Row
 
 # batch, prompt

@@ -1,14 +1,13 @@
-"""Two engines on one GPU, each in a process of its own and started once, that take turns: ours and
-SGLang.
+"""Our engine and SGLang on one GPU, each in a process that starts once; the two take turns.
 
-Both hold the same model folder in bf16 with room for the same number of KV tokens, both run up to
-512 sequences, and both draw at temperature 1 and ignore the end of sequence. SGLang runs in its
-fastest mode, which is not deterministic: FlashAttention 3, CUDA graphs for decoding at every batch
-size, graphs for prefill, its radix cache and overlapped schedule as by default, and no log-probs
-returned. Ours records every token's log-prob, always.
+Both hold the same model folder in bf16, with room for the same number of KV tokens. Both run up to
+512 sequences, draw at temperature 1 and ignore the end of sequence. SGLang runs in its fastest
+mode, which is not deterministic: FlashAttention 3, CUDA graphs for prefill and for decoding at
+every batch size, its default radix cache and overlapped schedule, and no log-probs. Ours always
+records the log-prob of every token.
 
-SGLang stands in a folder of its own (`pip install --target SITE sglang==0.5.16`, `--sglang SITE`),
-because it wants another transformers.
+SGLang is installed in a folder of its own, because it needs another version of transformers:
+`pip install --target SITE sglang==0.5.16`, then `--sglang SITE`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ KV_TOKENS = 300 * 1024
 MAX_BATCH = 512
 PAGE_SIZE = 128
 STEP_TOKENS = 8192  # SGLang's chunk of prefill on this GPU
-SGLANG_MEMORY = 0.9  # of the GPU, so that it is KV_TOKENS that counts
+SGLANG_MEMORY = 0.9  # of the GPU's memory, so that KV_TOKENS is the limit
 PACKAGES = ("torch", "triton", "flash-attn-4")
 SGLANG_SETTINGS = (
     "attention_backend",
@@ -57,11 +56,17 @@ class Pair:
 
 @contextmanager
 def pair(name: str, sglang_site: str) -> Iterator[Pair]:
-    """Both engines with random weights of a Qwen3 shape, ready."""
+    """Yield both engines, ready, with random weights of a Qwen3 shape."""
     with tempfile.TemporaryDirectory(prefix="shape-") as folder:
         subprocess.run([sys.executable, "-m", "benchmarks.shapes", name, folder], check=True)
         env = {
-            "PYTHONPATH": f"{Path.cwd()}:{sglang_site}:{sglang_site}/nvidia_cutlass_dsl/dsl_packages"
+            "PYTHONPATH": ":".join(
+                [
+                    str(Path.cwd()),
+                    sglang_site,
+                    f"{sglang_site}/nvidia_cutlass_dsl/dsl_packages",
+                ]
+            )
         }
 
         def start(kind: str, env: dict[str, str]) -> Peer:
@@ -80,7 +85,7 @@ def pair(name: str, sglang_site: str) -> Iterator[Pair]:
 
 
 def versions(pair: Pair) -> dict[str, str]:
-    """SGLang's, and the settings that it runs with."""
+    """Return SGLang's version, and the settings that it runs with."""
     facts = pair.sglang.ask(facts=True)
     return {"sglang": facts["version"]} | {
         f"sglang {name}": str(facts[name]) for name in SGLANG_SETTINGS
@@ -89,8 +94,10 @@ def versions(pair: Pair) -> dict[str, str]:
 
 class Contender(Protocol):
     def generate(self, prompts: list[NDArray[np.int32]], new_tokens: list[int]) -> dict[str, Any]:
-        """All of it, `new_tokens[i]` after `prompts[i]`; equal prompts are one object. What it says
-        goes into the reply."""
+        """Generate `new_tokens[i]` tokens after each `prompts[i]`, and return facts for the reply.
+
+        Equal prompts are the same object.
+        """
         ...
 
     def facts(self) -> dict[str, Any]: ...
@@ -100,10 +107,10 @@ class Ours:
     def __init__(self, folder: str) -> None:
         import torch
 
-        from spmd_rl.rollout.engine import EngineConfig
+        from spmd_rl.rollout.engine import NativeEngineConfig
         from spmd_rl.rollout.native.build import build
 
-        cfg = EngineConfig(
+        cfg = NativeEngineConfig(
             model=folder,
             page_size=PAGE_SIZE,
             num_pages=KV_TOKENS // PAGE_SIZE,

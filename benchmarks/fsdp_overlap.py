@@ -1,13 +1,12 @@
-"""What FSDP2's collectives cost a training step on several GPUs, and how much of them other kernels
-hide.
+"""Cost of FSDP2's collectives in a training step on several GPUs, and how much of it is hidden.
 
     torchrun --standalone --nproc-per-node=2 -m benchmarks.fsdp_overlap [4B] [--save]
 
-The step of train_step.py, its batch for each rank, weights and optimizer in shards over all ranks.
-`its own`: FSDP2's prefetch as the trainer has it; `a layer ahead`: each layer asks for the next
-one's weights before it runs. Times are medians over steps in turns, on rank 0. Hidden is the share
-of the time of NCCL's kernels in one step of rank 0, under a profiler, during which another kernel
-runs.
+The step is that of train_step.py, with its batch on each rank. Weights and optimizer are sharded
+over all ranks. `its own` is FSDP2's prefetch as the trainer uses it. With `a layer ahead`, each
+layer requests the weights of the next before it runs. Times are medians over steps in turns, on
+rank 0. The hidden share is the part of the time of NCCL's kernels during which another kernel runs,
+in one profiled step of rank 0.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ Span = tuple[float, float]
 
 
 def ask_ahead(units: Sequence[FSDPModule], ahead: bool) -> None:
-    """`units` as `Fsdp2` has them, in the order of the forward pass, with the root last."""
+    """Make each layer prefetch the next. `units` are those of `Fsdp2` in order, root last."""
     for one, following in pairwise(units[:-1]):
         one.set_modules_to_forward_prefetch([following] if ahead else [])
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time in spans that do not touch, in order."""
+    """Return the same time as spans that do not touch, in order."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -52,7 +51,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(first: Iterable[Span], second: Iterable[Span]) -> float:
-    """The time that both cover."""
+    """Return the time that both sets of spans cover."""
     ours, theirs, shared = union(first), union(second), 0.0
     while ours and theirs:
         shared += max(0.0, min(ours[0][1], theirs[0][1]) - max(ours[0][0], theirs[0][0]))
@@ -61,7 +60,7 @@ def overlap(first: Iterable[Span], second: Iterable[Span]) -> float:
 
 
 def kernels(step: Callable[[], object]) -> tuple[list[Span], list[Span]]:
-    """Spans of NCCL's kernels and of the others while `step` is called, in microseconds."""
+    """Return the spans of NCCL's kernels and of all others during `step`, in microseconds."""
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
         step()
     spans: dict[bool, list[Span]] = {True: [], False: []}

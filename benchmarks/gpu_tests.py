@@ -1,10 +1,9 @@
-"""What the tests that need a GPU gave, file by file: passed, failed, skipped, and the seconds of
-all.
+"""Results of the GPU tests, file by file: passed, failed, skipped, and total seconds.
 
     python -m pytest tests/gpu --junitxml=runs/gpu.xml
     python -m benchmarks.gpu_tests runs/gpu.xml [more.xml ...] [--save]
 
-A test that stands in several reports counts once, as the worst that it gave.
+A test in several reports counts once, with its worst result.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from benchmarks.table import Row
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels")
 ENDS = {"failure": "failed", "error": "failed", "skipped": "skipped"}
-OUTCOMES = ("passed", "skipped", "failed")  # from good to bad
+OUTCOMES = ("passed", "skipped", "failed")  # from best to worst
 
 
 class Test(NamedTuple):
-    """One test, or a file that could not be imported, or was not."""
+    """One test, or a file that could not be imported or was skipped."""
 
     file: str
     outcome: str
@@ -34,7 +33,10 @@ class Test(NamedTuple):
 
 
 def read_tests(*reports: Path) -> list[Test]:
-    """A test that fails and cannot be cleaned up either stands in the report twice, and is one."""
+    """Return the tests of the reports, each once.
+
+    A test that fails, and whose teardown fails too, is in its report twice.
+    """
     found: dict[str, Test] = {}
     for case in (case for report in reports for case in ElementTree.parse(report).iter("testcase")):
         name = f"{case.get('classname')}.{case.get('name')}".lstrip(".")
@@ -46,7 +48,9 @@ def read_tests(*reports: Path) -> list[Test]:
 
 
 def file_of(name: str) -> str:
-    """`tests.gpu.kernels.test_rows.test_one[0.5]` lies in `tests/gpu/kernels/test_rows.py`."""
+    """Return the file of a test: `tests.gpu.kernels.test_rows.test_one[0.5]` is in
+    `tests/gpu/kernels/test_rows.py`.
+    """
     parts = name.split(".")
     folders = list(takewhile(lambda part: not part.startswith("test_"), parts))
     return "/".join([*folders, parts[len(folders)]]) + ".py"

@@ -1,17 +1,18 @@
-"""The proof end to end: GRPO with whole-size models on one GPU, and every token's log-prob compared
-bit for bit.
+"""End-to-end proof: GRPO on one GPU with every token's log-prob compared bit for bit.
 
-The recipe `grpo` (proof_recipe.py) through the command line, trainer and engine on the same GPU,
-random weights of Qwen3-0.6B and 4B that really move (answers of even token ids are rewarded): CUDA
-graphs, the prefix cache and continuous batching on. No type of numbers is asked for: the machine's
-must be bfloat16, and the contract must promise equal bits. Prompts have 8 to 400 tokens; an answer
-ends at 512 tokens or at one of 300 token ids, which happens after a few hundred, so sequences come
-and go all the time. Steps are short enough that prompts are cut, pages few enough that sequences
-are preempted and resumed. The bar is no unequal token, among two million of 0.6B alone.
+It runs the recipe `grpo` (proof_recipe.py) from the command line, with trainer and engine on the
+same GPU. The models have the shapes of Qwen3-0.6B and 4B and random weights, which really move:
+answers of even token ids are rewarded. CUDA graphs, prefix cache and continuous batching are on.
+No dtype is set: the default must be bfloat16, and the contract must promise equal bits.
 
-A chosen token's log-prob can hide what other logits differ by. So a sample of each prompt of the
-last step goes through engine and trainer once more, under the weights that the run began with, and
-hashes of every row after every op are compared, whole rows of logits among them.
+Prompts have 8 to 400 tokens. An answer ends at 512 tokens or at one of 300 token ids, which happens
+after a few hundred tokens, so sequences come and go all the time. The engine's steps are short
+enough that prompts are split, and pages are few enough that sequences are preempted and resumed.
+The bar is zero unequal tokens, among two million for 0.6B alone.
+
+The log-prob of a chosen token can hide differences in other logits. So a sample of each prompt of
+the last step goes through engine and trainer once more, with the initial weights. HashTap of every
+row after every op are compared, including whole rows of logits.
 
     python -m benchmarks.grpo_proof [--save] [0.6B 4B]
 """
@@ -34,14 +35,14 @@ import torch
 from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
-from spmd_rl.controller.contracts import FILE, disagreement, not_promised
+from spmd_rl.controller.contracts import CONTRACT_FILE, disagreement, not_promised
 from spmd_rl.microscope.diagnose.compare import unequal_rows
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.replay.inputs import case_of_run, run_settings
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import HashTap
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 PACKAGES = (
     "torch",
@@ -59,13 +60,17 @@ STEPS = {
     "4B": (
         4,
         33,
-        ["--engine.num_pages=450", "--trainer.recompute=cheap", "--trainer.max_tokens=8192"],
+        [
+            "--engine.num_pages=450",
+            "--trainer.backend.recompute=cheap",
+            "--trainer.max_tokens=8192",
+        ],
     ),
 }  # steps, prompts, more
 SAMPLES, NEW_TOKENS, STOP_IDS = 16, 512, 300
 SHORTEST, LONGEST = 8, 400
 PAGE_SIZE, MAX_BATCH, STEP_TOKENS = 128, 512, 2048
-USED = {  # what must have happened at least once
+USED = {  # events that must happen at least once
     "recorded graphs": "num_graphs",
     "prompts cut into chunks": "num_partial_chunks",
     "pages of a prompt's tail copied": "num_copied_tails",
@@ -108,8 +113,8 @@ def options_of(name: str, folder: Path) -> list[str]:
 
 
 def broken_promises(run: Path) -> list[str]:
-    """Where what a run's roles and its link kept promises no equal bits, or none in bfloat16."""
-    followed = json.loads((run / FILE).read_text())
+    """Return the recorded contracts that promise no equal bits, or are not in bfloat16."""
+    followed = json.loads((run / CONTRACT_FILE).read_text())
     broken = [] if any("->" in name for name in followed) else ["no link kept what its ends follow"]
     for name, kept in followed.items():
         contracts = {party: contract["facts"] for contract in kept for party in contract["by"]}
@@ -128,7 +133,7 @@ def broken_promises(run: Path) -> list[str]:
 
 
 def one_of_each_prompt(run: Path) -> list[str]:
-    """Names of samples of the last step."""
+    """Return the name of one sample a prompt of the last step."""
     last = max((run / "samples").glob("step_*.jsonl"))
     rows = map(json.loads, last.read_text().split("\n")[:-1])
     return list(
@@ -144,7 +149,7 @@ def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
     case = case_of_run(run, model, run_settings(run), one_of_each_prompt(run))
     tables = HashTap(case.num_rows), HashTap(case.num_rows)
     ours, trainers = (load_model(model, DTYPE, DEVICE) for _ in range(2))
-    cfg = EngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
+    cfg = NativeEngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
     for path, hashes in zip((EnginePass(ours, cfg), TrainerPass(trainers)), tables, strict=True):
         path.run(case, hashes)
     logits = Point(ours.spec.num_layers, "logits")

@@ -1,11 +1,10 @@
-"""What it costs to look: the engine's decoding step with a hash of every row after every op,
-recorded in its graphs.
+"""Cost of the microscope: the engine's decode step with a hash of every row after every op.
 
-An engine of Qwen3-0.6B's shapes (random weights) generates, and the same engine replays under a
-tap, in turns. A step's time is the median of those that decode all sequences, clocked on the host
-from one to the next: steps are launched ahead of the GPU, so in steady decoding that is what a step
-takes. What a replay adds besides hashing, the scoring of the samples' tokens, is in it. An engine
-that nobody watches holds none of this.
+The hashes are recorded in the engine's graphs. An engine with the shapes of Qwen3-0.6B and random
+weights generates, and the same engine replays under a tap, in turns. The time of a step is the
+median over steps that decode all sequences, measured on the host from one step to the next. Steps
+are launched ahead of the GPU, so in steady decoding that is the time of a step. It includes the
+scoring of the samples' tokens, which a replay does too. An engine without a tap has none of this.
 
     python -m benchmarks.hash_cost [--save]
 """
@@ -29,11 +28,11 @@ from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay, requests, sized
 from spmd_rl.microscope.replay.forward_pass import load_model
 from spmd_rl.microscope.taps.taps import HashTap
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 BATCHES, PROMPT, ANSWER, TURNS = (1, 64, 256), 128, 128, 3
-WARM = 24  # steps that record graphs, or follow on those that do
+WARM = 24  # steps that record graphs, or follow such a step
 DEVICE = torch.device("cuda")
 
 
@@ -46,7 +45,7 @@ def sequences(batch: int, vocab: int) -> ReplayCase:
 
 
 def step_s(engine: NativeEngine, case: ReplayCase) -> float:
-    """Seconds of a step that decodes all sequences."""
+    """Return the seconds of a step that decodes all sequences."""
     for request in requests(case):
         engine.submit(request)
     times, began = [], time.perf_counter()
@@ -66,7 +65,7 @@ def plain_s(path: EnginePass, case: ReplayCase) -> float:
 
 @torch.inference_mode()
 def hashed_s(path: EnginePass, case: ReplayCase) -> tuple[float, int]:
-    """And how many points a decoding step has."""
+    """Return the same for a replay with hashes, and the number of points of a decode step."""
     hashes = HashTap(case.num_rows)
     replay = EngineReplay(path, case, hashes)
     with replay.hooked():
@@ -100,7 +99,7 @@ def main() -> int:
         folder = Path(temporary)
         write_folder("0.6B", folder)
         model = load_model(folder, torch.bfloat16, DEVICE)
-    path = EnginePass(model, EngineConfig(max_batch=max(BATCHES), max_step_tokens=8192))
+    path = EnginePass(model, NativeEngineConfig(max_batch=max(BATCHES), max_step_tokens=8192))
     for batch in BATCHES:
         rows += measure(path, batch)
         print(*rows[-2:], sep="\n", flush=True)

@@ -1,8 +1,8 @@
-"""One whole GRPO step on one CPU thread, ours and TRL's, doing equal work (grpo_step/work.py) at
-three sizes.
+"""One whole GRPO step on one CPU thread, ours and TRL's, with equal work at three sizes.
 
-Ours is push, rollout, reward, pack and train through the real controller, with the bitwise mismatch
-check on. Both sides stay alive and take turns; each number is the median step of all turns.
+The work is in grpo_step/work.py. Our step is push, rollout, reward, pack and train through the real
+controller, with the bitwise mismatch check on. Both sides stay alive and take turns. Each number is
+the median step over all turns.
 
     python -m benchmarks.laptop_vs_trl [--quick] [--save] [--sizes 0.14,1.0]
 
@@ -35,7 +35,7 @@ WARM_LAPS = 2
 
 @dataclass
 class Side:
-    """One contender and what it has shown."""
+    """One contender and its measurements."""
 
     peer: Peer
     first: dict[str, Any]
@@ -50,7 +50,7 @@ class Side:
 
 
 def contest(size: Size, folder: Path, turns: int, laps: int) -> Iterator[Row]:
-    """Both sides at one size."""
+    """Measure both sides at one size."""
     write_model(size, folder)
     write_prompts(folder / "prompts.jsonl")
     with _start("ours", folder) as ours, _start("trl", folder) as trl:
@@ -81,8 +81,9 @@ def _start(name: str, folder: Path) -> Peer:
 
 
 def _check_equal(ours: dict[str, Any], trl: dict[str, Any]) -> None:
-    """Raises: SystemExit where the first step, on given completions, was not the same work with the
-    same gradient.
+    """Raises: SystemExit unless both sides did the same first step, on given completions.
+
+    They must do the same work and have the same gradient.
     """
     for count in ("generated_tokens", "gradient_tokens", "prompt_tokens"):
         if ours[count] != trl[count]:

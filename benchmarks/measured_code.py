@@ -1,6 +1,4 @@
-"""Which code a benchmark runs: its commit, whether files differ from that, and the digest of its
-kernels.
-"""
+"""Identity of the code that a benchmark runs: commit, local changes, digest of the kernels."""
 
 from __future__ import annotations
 
@@ -11,17 +9,15 @@ from pathlib import Path
 from benchmarks.table import Code
 
 ROOT = Path(__file__).parents[1]
-# the commit of a copy without .git, in the words of `git describe --always --dirty`
+# commit of a copy without .git, as `git describe --always --dirty` writes it
 COMMIT_ENV = "SPMD_RL_COMMIT"
 CHANGED = "-dirty"
-# what can change a figure
+# paths that can change a figure
 MEASURED = ("spmd_rl", "benchmarks", "examples", "tests", ":!benchmarks/results")
 
 
 def measured_code() -> Code:
-    """The code in this folder; its commit is an empty string where neither git nor `SPMD_RL_COMMIT`
-    knows it.
-    """
+    """Return the code in this folder, with commit "" if neither git nor the variable has it."""
     given = os.environ.get(COMMIT_ENV, "")
     if given:
         return Code(
@@ -36,7 +32,7 @@ def measured_code() -> Code:
 
 
 def kernels_digest() -> str:
-    """Of the files of spmd_rl/kernels, as it stands in the numeric contract of a run."""
+    """Return the digest of spmd_rl/kernels, as in a run's numeric contract."""
     from spmd_rl.kernels.contract import SOURCES, digest_of
 
     return digest_of(SOURCES)

@@ -1,12 +1,11 @@
-"""The ledger of `spmd-rl plan` beside what GPUs say, phase by phase.
+"""The ledger of `spmd-rl plan` compared with the memory that GPUs report, phase by phase.
 
-GRPO in the shape of Qwen3-0.6B with a gauge after every phase (memory_recipe.py). Measured is what
-torch's allocator does not know of (contexts, communicators, graphs, key-value pages) and the most
-that the allocator had given out within the phase; the ledger is that of the same command line, made
-without a GPU.
+It runs GRPO with the shape of Qwen3-0.6B and reads the memory after every phase (memory_recipe.py).
+It measures what torch's allocator does not know of (contexts, communicators, graphs, KV pages), and
+the peak of the allocator within the phase. The ledger is made from the same command line without a
+GPU.
 
-In `full` an engine takes as many pages as the ledger leaves it, so that the GPU is as full as a run
-makes it.
+In `full`, the engine takes as many pages as the ledger leaves it, so the GPU is as full as it gets.
 
     python -m benchmarks.memory one [colocated split full] [--save]
 """
@@ -40,8 +39,12 @@ CASES = {
     "split": (2, [PAGES, "split.train.ranks=1", "split.infer.ranks=1"]),
     "full": (1, []),
 }
-CONTEXT = "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); print(total - free, total)"
-ENOUGH = 0.95  # of what is measured, the least that the ledger must have told
+# a program that prints the memory of an empty CUDA context, and that of the GPU
+CONTEXT = (
+    "import torch; torch.ones(1, device='cuda'); free, total = torch.cuda.mem_get_info(); "
+    "print(total - free, total)"
+)
+ENOUGH = 0.95  # the least share of the measured bytes that the ledger must predict
 
 
 def settings(folder: Path) -> list[str]:
@@ -65,7 +68,7 @@ def settings(folder: Path) -> list[str]:
 
 
 def read(name: str, folder: Path) -> list[tuple[str, list[dict[str, int]]]]:
-    """Readings and their moments, rank by rank."""
+    """Run a case, and return its moments, each with the readings of all ranks."""
     num_ranks, more = CASES[name]
     command = [
         sys.executable,

@@ -1,14 +1,13 @@
-"""The shipped recipe `grpo` with a gauge of GPU memory after every phase; memory.py reads what it
-leaves.
+"""The recipe `grpo` with a reading of GPU memory after every phase, for memory.py.
 
-spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE --reward
-benchmarks.proof_recipe:even
+    spmd-rl run benchmarks.memory_recipe --model FOLDER --data FILE \\
+        --reward benchmarks.proof_recipe:even
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config, check
@@ -19,8 +18,10 @@ FILE = "memory.json"
 
 @dataclass(frozen=True)
 class Reading:
-    """One GPU's bytes: all in use, those that torch's allocator does not know of, and the most that
-    it had given out since the last reading."""
+    """One GPU's bytes: all in use, those outside torch's allocator, and the allocator's peak.
+
+    The peak is since the last reading.
+    """
 
     used_bytes: int
     outside_bytes: int
@@ -53,13 +54,11 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
 
     read("joined")
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
-    )
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, reward=cfg.reward)
     read("spawned")
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     for step in ctl.steps(cfg.steps):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)

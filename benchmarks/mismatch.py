@@ -1,10 +1,10 @@
-"""The microscope at work: known faults planted and found, and the difference from transformers
-taken apart.
+"""Test of the microscope: it must find planted faults, and explain the difference to transformers.
 
-On a GPU a model of Qwen3-0.6B's layer shapes in bfloat16, on a CPU a small one in float32; random
-weights. A row's value is the number of outputs that differ on the same input at the first op that
-introduces a difference. It holds if a fault was found where it was planted and no other kind of op
-introduces a difference, and if the named arithmetic accounts for every row of both sides.
+On a GPU it uses a model with the layer shapes of Qwen3-0.6B in bfloat16, on a CPU a small one in
+float32, both with random weights. The value of a row is the number of outputs that differ on the
+same input, at the first op that introduces a difference. A row holds if the fault was found where
+it was planted and no other kind of op introduces a difference. For transformers it holds if the
+named arithmetic accounts for every row of both sides.
 
     python -m benchmarks.mismatch [--save] [--pages DIR]
 """
@@ -31,7 +31,7 @@ from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, l
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -65,7 +65,7 @@ NUM_LAYERS = 6
 
 
 def write_model(folder: Path) -> Path:
-    """A Qwen3 with random weights, its norms' too, in a folder that both loaders read."""
+    """Write a Qwen3 model with random weights, also in its norms, that both loaders can read."""
     config = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
@@ -106,12 +106,12 @@ def sequences(vocab: int) -> ReplayCase:
 
 def engine(folder: Path) -> EnginePass:
     return EnginePass(
-        load_model(folder, DTYPE, DEVICE), EngineConfig(max_batch=64, max_step_tokens=512)
+        load_model(folder, DTYPE, DEVICE), NativeEngineConfig(max_batch=64, max_step_tokens=512)
     )
 
 
 def comparisons(folder: Path, case: ReplayCase) -> Iterator[tuple[str, Examination]]:
-    """Each fault against the trainer, and both our paths against transformers."""
+    """Yield each fault against the trainer, and both our forward passes against transformers."""
     trainer, model = TrainerPass(load_model(folder, DTYPE, DEVICE)), str(folder)
     yield "engine, trainer", examine(ReplaySetup(case, engine(folder), trainer, model))
     for fault in EXPECTED:
@@ -125,9 +125,7 @@ def comparisons(folder: Path, case: ReplayCase) -> Iterator[tuple[str, Examinati
 
 
 def rows(name: str, found: Examination) -> Iterator[Row]:
-    """One for each kind of op that introduces a difference, or the one that says that there is
-    none.
-    """
+    """Yield a row for each kind of op that introduces a difference, or one row if none does."""
     if not found.comparison.results and name in EXPECTED:
         yield Row(what=f"{name}: not found", value=0, unit="outputs", bar="explained", holds=False)
     elif not found.comparison.results:

@@ -1,10 +1,9 @@
-"""Training step of sequences of mixed lengths, whose packs fill up to 16,384 rows as far as they
-can, on one GPU.
+"""Training step on one GPU with sequences of mixed lengths, in packs of up to 16,384 rows.
 
-As train_step.py, whose packs are full to the row: our contract path beside the same trainer whose
-matrix products cuBLAS takes as it likes, in turns, medians of whole steps. The time for a token is
-that of the contract path's step over all tokens, beside what sequences of one length take. The
-log-probs that the step's are compared with come from other packs.
+It is like train_step.py, whose packs are full. Our contract path takes turns with the same trainer
+whose matrix products are left to cuBLAS; values are medians of whole steps. The time per token is
+the contract path's step over all tokens, beside that of sequences of one length. The log-probs that
+the step's are compared with come from other packs.
 
     python -m benchmarks.mixed_lengths 0.6B 4B [--save]
 """
@@ -19,26 +18,27 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.paths import PATHS
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, SPEED_BAR, STEP_TOKENS, WARMUPS, step_seconds
+from benchmarks.train_variants import VARIANTS
 from benchmarks.training import batch, config, learner, mixed_batch, scored
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.kernels.runtime.interleaved_timing import in_new_orders
-from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
+from spmd_rl.kernels.runtime.interleaved_timing import shuffled_turns
+from spmd_rl.train.learner import Learner
+from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch
 
 REPEATS = 6
-OTHER_PACKS = 5000  # rows of the packs that log-probs to compare with are made in
+OTHER_PACKS = 5000  # rows of the packs for the log-probs to compare with
 
 
 def medians(one: Learner, works: dict[tuple[str, str], Batch]) -> dict[tuple[str, str], float]:
-    """Seconds of a step by (lengths, path)."""
+    """Return the seconds of a step by (lengths, variant)."""
     times: dict[tuple[str, str], list[float]] = {key: [] for key in works}
-    for turn, index in in_new_orders(len(works), WARMUPS + REPEATS):
+    for turn, index in shuffled_turns(len(works), WARMUPS + REPEATS):
         key = list(works)[index]
-        with PATHS[key[1]]():
+        with VARIANTS[key[1]]():
             seconds = step_seconds(one, works[key])
         print(*key, f"{seconds:.3f} s", flush=True)
         if turn >= WARMUPS:
@@ -53,7 +53,10 @@ def measure(name: str) -> Iterator[Row]:
     apart = Learner(one.backend, one.context, replace(cfg, max_tokens=OTHER_PACKS))
     mixed, even = (scored(apart, made(STEP_TOKENS, vocab)) for made in (mixed_batch, batch))
     metrics = one.train_step(mixed, grpo_loss)
-    what = f"Qwen3-{name}, {len(mixed.lengths)} sequences of {min(mixed.lengths)} to {max(mixed.lengths)} tokens"
+    what = (
+        f"Qwen3-{name}, {len(mixed.lengths)} sequences of {min(mixed.lengths)} to "
+        f"{max(mixed.lengths)} tokens"
+    )
     yield measured(
         f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens",
         metrics[MISMATCHED],

@@ -1,8 +1,7 @@
-"""Measured processes, one a contender: they run laps when told to, so that a driver can take them
-in turn.
+"""Benchmark processes, one a contender, that run laps on request, so that they can take turns.
 
-The driver starts each contender with `Peer`; the contender calls `Laps.lap()` at the top of its
-loop. They speak JSON lines over a Unix socket that is named in the environment.
+The driver starts each contender with `Peer`. The contender calls `Laps.lap()` at the top of its
+loop. They exchange JSON lines over a Unix socket that is named in the environment.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Peer:
-    """The driver's end: one contender, its process and all that this starts."""
+    """The driver's side of one contender, with all processes that it starts."""
 
     def __init__(self, command: list[str], env: dict[str, str], log: Path) -> None:
-        """Blocks: until the contender has connected. Raises: RuntimeError with its output if it
-        does not.
+        """Start the contender.
+
+        Blocks: until it has connected. Raises: RuntimeError with its output if it does not.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         path = str(Path(self._folder.name) / "s")
@@ -51,11 +51,9 @@ class Peer:
         self._lines = self._socket.makefile("r")
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Send a request and return the reply, with `cpu_s` added: what all its processes used
-        meanwhile.
+        """Send a request, and return the reply with `cpu_s`, the processor time used meanwhile.
 
-        Blocks: until the contender replies. Raises: RuntimeError with its output if it ends
-        instead.
+        Blocks: until the contender replies. Raises: RuntimeError with its output if it ends first.
         """
         before = cpu_seconds(self._process.pid)
         self._socket.sendall(json.dumps(request).encode() + b"\n")
@@ -66,7 +64,7 @@ class Peer:
 
     def close(self) -> None:
         """End every process of the contender."""
-        members = [*family(self._process.pid), self._process.pid]
+        members = [*descendants(self._process.pid), self._process.pid]
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -100,9 +98,7 @@ class Peer:
 
 
 class Laps:
-    """The contender's end. The driver asks for `laps`, a number; the reply has the `seconds` of
-    each.
-    """
+    """The contender's side. The driver requests `laps`, and the reply has their `seconds`."""
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -113,9 +109,9 @@ class Laps:
         self._began = 0.0
 
     def lap(self, **facts: Any) -> None:
-        """The last lap is over and the next begins; `facts` about the last one go into the reply.
+        """End the last lap and start the next. `facts` about the last one go into the reply.
 
-        Blocks: for the driver, between requests. Raises: SystemExit when it is gone.
+        Blocks: for the driver, between requests. Raises: SystemExit when the driver is gone.
         """
         if self._left:
             self._seconds.append(time.perf_counter() - self._began)
@@ -127,7 +123,7 @@ class Laps:
         self._began = time.perf_counter()
 
     def request(self) -> dict[str, Any]:
-        """The driver's next request. Raises: SystemExit when it is gone."""
+        """Return the driver's next request. Raises: SystemExit when the driver is gone."""
         line = self._lines.readline()
         if not line:
             raise SystemExit
@@ -137,8 +133,8 @@ class Laps:
         self._socket.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def family(pid: int) -> list[int]:
-    """The descendants of a process."""
+def descendants(pid: int) -> list[int]:
+    """Return the descendants of a process."""
     parents = {child: fields[1] for child, fields in _stats()}
     found: list[int] = []
     for child in parents:
@@ -151,18 +147,18 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process and its living descendants."""
-    members = {pid, *family(pid)}
+    """Return the processor time of a process and its living descendants."""
+    members = {pid, *descendants(pid)}
     return (
         sum(fields[11] + fields[12] for child, fields in _stats() if child in members) / TICKS_PER_S
     )
 
 
 def _stats() -> Iterator[tuple[int, list[int]]]:
-    """Of each process the fields of /proc/PID/stat behind the name, the state left at 0."""
+    """Yield each process with the fields of /proc/PID/stat after the name; the state is 0."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         yield int(path.parent.name), [0, *map(int, fields[1:13])]

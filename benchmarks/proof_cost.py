@@ -1,10 +1,9 @@
-"""What the proof costs: the comparison of every token's log-prob with the engine's, as a share of
-the training step.
+"""Cost of the proof: the comparison of every token's log-prob, as a share of the training step.
 
-The comparison is timed between two CUDA events on the stream that it runs on, so that the kernels
-and the gaps between them count; the host's time for it is reported too, though it runs while the
-GPU works on the backward pass. Besides, whole steps with it and without take turns, with no bar:
-those of one kind differ by more. One step is that of train_step.py.
+The comparison is timed between two CUDA events on its stream, so kernels and gaps both count. The
+time on the host is reported too, although the host runs while the GPU does the backward pass. Whole
+steps with and without the comparison also take turns. They have no bar, because their noise is
+larger than the difference. The step is that of train_step.py.
 
     python -m benchmarks.proof_cost 0.6B 4B [--save]
 """
@@ -25,8 +24,8 @@ from benchmarks.table import Row
 from benchmarks.train_step import PACKAGES, STEP_TOKENS, step_seconds
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.train import learner as learner_module
-from spmd_rl.train.learner import COMPARED, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
 from spmd_rl.train.metric_sums import MetricSums
+from spmd_rl.train.on_policy import COMPARED, K1, K3, MAX_DLOGP, MEAN_DLOGP, MISMATCHED
 
 REPEATS, WARMUPS = 9, 2
 BAR = 0.01
@@ -35,10 +34,10 @@ COUNTED = (COMPARED, MISMATCHED, "tokens", "made_tokens", MEAN_DLOGP, K1, K3, *R
 
 
 class Watched:
-    """The comparison, with the time that it takes on the GPU and on the host."""
+    """The comparison, with its time on the GPU and on the host."""
 
     def __init__(self) -> None:
-        self.compare = learner_module._compare
+        self.compare = learner_module.compare_with_rollout
         self.host_s = 0.0
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -56,16 +55,16 @@ class Watched:
 
 
 class LeftOut:
-    """In place of the comparison: zeros for what a step's metrics are made of."""
+    """A replacement of the comparison that returns zeros as its metrics."""
 
     def __init__(self) -> None:
         self.seen: MetricSums | None = None
 
-    def __call__(self, lp: Tensor, micro: object, version: int, tally: MetricSums) -> None:
-        if tally is not self.seen:
-            self.seen, zero = tally, lp.new_zeros(1)
-            tally.add_each(dict.fromkeys(COUNTED, zero))
-            tally.raise_to(MAX_DLOGP, zero)
+    def __call__(self, logprobs: Tensor, micro: object, version: int, sums: MetricSums) -> None:
+        if sums is not self.seen:
+            self.seen, zero = sums, logprobs.new_zeros(1)
+            sums.add_each(dict.fromkeys(COUNTED, zero))
+            sums.add_maximum(MAX_DLOGP, zero)
 
 
 def measure(name: str) -> Iterator[Row]:
@@ -74,9 +73,9 @@ def measure(name: str) -> Iterator[Row]:
     shares, host, times, others = [], [], [], []
     for repeat in range(WARMUPS + REPEATS):
         watched = Watched()
-        with patch.object(learner_module, "_compare", watched):
+        with patch.object(learner_module, "compare_with_rollout", watched):
             seconds = step_seconds(one, given)
-        with patch.object(learner_module, "_compare", LeftOut()):
+        with patch.object(learner_module, "compare_with_rollout", LeftOut()):
             without = step_seconds(one, given)
         if repeat >= WARMUPS:
             shares.append(watched.gpu_s() / seconds)

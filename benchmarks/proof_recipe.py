@@ -1,24 +1,24 @@
-"""The shipped recipe `grpo` without its checkpoints and export, which at 4B would write 64 GB; and
-a reward for it.
+"""The recipe `grpo` without checkpoints and export, which at 4B would write 64 GB, and a reward.
 
-spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE --reward benchmarks.proof_recipe:even
+    spmd-rl run benchmarks.proof_recipe --model FOLDER --data FILE \\
+        --reward benchmarks.proof_recipe:even
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config, check
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 from spmd_rl.weights.digest import digest
 
 __all__ = ["Config", "check", "even", "main"]
 
 
 class Rollout(rl.Rollout):
-    """The shipped role, which also tells one set of weights from another."""
+    """The shipped role, which can also return a digest of its weights."""
 
     @rl.collective
     def weights_digest(self) -> rl.Sharded[list[str]]:
@@ -26,19 +26,23 @@ class Rollout(rl.Rollout):
 
 
 def even(prompt: Prompt, sample: Sample) -> float:
-    """The share of even token ids: a reward that a few steps can raise."""
+    """Return the share of even token ids: a reward that a few steps can raise."""
     return float((sample.tokens % 2 == 0).mean())
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     rollout = ctl.spawn(
-        Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
     held: set[str] = set()
     for step in ctl.steps(cfg.steps):
@@ -46,7 +50,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
             held |= set(rollout.weights_digest.call())
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
             (counts,) = rollout.stats.call()
         with ctl.phase("train", awake=[trainer]):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)

@@ -1,4 +1,4 @@
-"""What a benchmark script leaves: its rows on the screen and, if asked, its file under results/."""
+"""Output of a benchmark script: its rows on the terminal and, with --save, a file in results/."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compared(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Row:
-    """A row beside a peer; `at_most` or `at_least` is the bar on value over peer_value."""
+    """Return a row beside a peer. `at_most` or `at_least` is the bar on value over peer_value."""
     ratio = value / peer_value
     bar, holds = None, None
     if at_most is not None:
@@ -54,7 +54,7 @@ def measured(
     at_most: float | None = None,
     at_least: float | None = None,
 ) -> Row:
-    """A row of its own; `at_most` or `at_least` is the bar on the value."""
+    """Return a row without a peer. `at_most` or `at_least` is the bar on the value."""
     bar, holds = None, None
     if at_most is not None:
         bar, holds = f"<= {at_most:g} {unit}".strip(), value <= at_most
@@ -64,14 +64,14 @@ def measured(
 
 
 def counted(what: str, each: Sequence[bool], *, all_must: bool = True) -> Row:
-    """A row that says of how many things it is true; with `all_must` its bar is all of them."""
+    """Return a row that counts the true values. With `all_must`, its bar is all of them."""
     held = sum(each)
     bar, holds = ("all", held == len(each)) if all_must else (None, None)
     return Row(what=what, value=held, unit=f"of {len(each)}", bar=bar, holds=holds)
 
 
 def gpu() -> dict[str, str]:
-    """The first GPU, its driver and torch's cuBLAS, to stand among a result's versions."""
+    """Return the first GPU, its driver and torch's cuBLAS, for the versions of a result."""
     from spmd_rl.kernels.contract import cublas_version
 
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -88,9 +88,9 @@ def finish(
     machine: str = MACHINE,
     **versions: str,
 ) -> int:
-    """Print the rows and, with `save`, write them; returns the exit code, 1 where a bar is missed.
+    """Print the rows and, with `save`, write them. Returns 1 if a bar is missed, else 0.
 
-    `versions` are of what is not installed as a package here.
+    `versions` are those of software that is not installed as a package here.
     """
     result = Result(
         script=Path(script).name,
@@ -114,5 +114,5 @@ def finish(
 
 
 def _short(value: float) -> float:
-    """Four digits of a measurement, all of a count."""
+    """Round a measurement to four digits; a count is kept."""
     return value if float(value).is_integer() else float(f"{value:.4g}")

@@ -1,11 +1,11 @@
-"""A whole rollout beside SGLang's: 512 prompts of 128 tokens, 8 samples each, answers of very
-unequal length.
+"""Whole rollout of our engine and of SGLang: 512 prompts of 128 tokens with 8 samples each.
 
-The number of new tokens of each sample is drawn once from a log-normal distribution of median 192,
-cut to 64..2048, so that a few long samples outlive the rest; both engines get the same 4,096
-requests at once and no more than 512 run together. Tokens per second are new tokens over the time
-from handing over the first request to the last answer; the engines take turns (engines.py says how
-both run). While samples wait, ours is to keep its rows in use.
+The answers have very unequal lengths. The number of new tokens of each sample is drawn once from a
+log-normal distribution with median 192, clipped to 64..2048, so a few long samples outlive the
+rest. Both engines get the same 4,096 requests at once and run at most 512 together. Tokens per
+second are new tokens over the time from handing over the first request to the last answer. The
+engines take turns (engines.py says how both run). The benchmark also checks that our engine keeps
+its rows in use while samples wait.
 
     python -m benchmarks.rollout_vs_sglang --sglang SITE [--save] [0.6B 8B]
 """
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from benchmarks.beside import beside_sglang
 from benchmarks.engines import Pair
 from benchmarks.record import compared, measured
+from benchmarks.sglang_cli import beside_sglang
 from benchmarks.table import Row
 from spmd_rl.rollout.native.scheduler import REFILL_SHARE
 

@@ -1,8 +1,8 @@
-"""The model shapes that the GPU benchmarks share: Qwen3's, with random weights written on the spot.
+"""Model shapes of the GPU benchmarks: those of Qwen3, with random weights.
 
     python -m benchmarks.shapes 0.6B FOLDER
 
-What a step costs depends on the shapes alone, so nothing has to be downloaded.
+The cost of a step depends on the shapes alone, so nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEASURED_FLOPS_PER_S = 788e12  # an 8192^3 bf16 product of random data, measured
 
 
 def config(name: str) -> dict[str, object]:
-    """The config.json of a Qwen3 of this size."""
+    """Return the config.json of a Qwen3 of this size."""
     hidden, inner, layers, heads, kv_heads, tied = QWEN3[name]
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -61,7 +61,7 @@ def config(name: str) -> dict[str, object]:
 
 
 def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:
-    """A model folder without weights; with the tokenizer of another one where the run needs text."""
+    """Write a model folder without weights, with another's tokenizer if the run needs text."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(name), indent=2) + "\n")
     for file in ("tokenizer.json", "tokenizer_config.json") if tokenizer_of else ():
@@ -70,15 +70,16 @@ def write_config(name: str, folder: Path, tokenizer_of: Path | None = None) -> M
 
 
 def write_folder(name: str, folder: Path, tokenizer_of: Path | None = None) -> ModelSpec:
-    """A whole model folder with random bf16 weights."""
+    """Write a complete model folder with random bf16 weights."""
     spec = write_config(name, folder, tokenizer_of)
     save_folder(folder, folder, random_weights(spec), torch.bfloat16)
     return spec
 
 
 def random_weights(spec: ModelSpec, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, fp32: normal matrices, those that write to the residual stream
-    scaled by the depth.
+    """Yield every parameter by name, in fp32: normally distributed matrices.
+
+    Those that write to the residual stream are scaled by the depth.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,10 +1,9 @@
-"""Prints every committed benchmark result as one markdown table.
+"""Printing of every committed benchmark result as one markdown table.
 
     python -m benchmarks.table
 
-A result is `benchmarks/results/<machine>/<script>.json`; `Result` below is its schema, read
-strictly. The column "kernels" says "older" where the files of spmd_rl/kernels have changed since
-the figure was measured.
+A result is `benchmarks/results/<machine>/<script>.json`, whose schema is `Result` below. The column
+"kernels" says "older" if the files of spmd_rl/kernels have changed since the figure was measured.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """One claim: what was measured, beside a peer where there is one, and whether it meets its bar.
+    """One claim: a measurement, with its peer and its bar if it has them.
 
-    `ratio` is value over peer_value; `holds` is computed by the script, null where there is no bar.
+    `ratio` is value over peer_value. The script computes `holds`, which is null without a bar.
     """
 
     what: str
@@ -41,9 +40,8 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class Code(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The code that was measured.
 
-    `dirty` is whether files differed from the commit, null where that was not recorded. `filled_in`
-    stands in files that are older than this record: it says what was found in git's history
-    afterwards, and how.
+    `dirty` is whether files differed from the commit, null if that was not recorded. Files that are
+    older than this record have `filled_in`: what was found in git's history later, and how.
     """
 
     commit: str
@@ -53,7 +51,7 @@ class Code(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Result(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What one script found on one machine on one day, with the code and the versions it ran on."""
+    """Results of one script on one machine on one day, with the code and versions it ran on."""
 
     script: str
     date: str
@@ -64,19 +62,20 @@ class Result(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_results(folder: Path) -> list[Result]:
-    """All results below `folder`, by machine and script. Raises: ValueError naming the file that
-    does not fit.
+    """Return all results below `folder`, by machine and script.
+
+    Raises: ValueError naming the file that does not fit.
     """
     return [_read(path) for path in sorted(folder.glob("*/*.json"))]
 
 
 def age(code: Code, kernels: str) -> str:
-    """Whether figures are of the kernels whose digest is `kernels`."""
+    """Return whether figures are of the kernels with the digest `kernels`, or of older ones."""
     return AS_NOW if code.kernels == kernels else OLDER
 
 
 def table(results: Iterable[Result], kernels: str) -> str:
-    """The markdown table of all rows; `kernels` is the digest of today's."""
+    """Return the markdown table of all rows. `kernels` is the current digest."""
     body = [
         (*_cells(result, row), age(result.code, kernels))
         for result in results
@@ -87,13 +86,13 @@ def table(results: Iterable[Result], kernels: str) -> str:
 
 
 def problems(path: Path, result: Result) -> Iterator[str]:
-    """What the types alone do not catch."""
+    """Yield the problems that the types alone do not catch."""
     if path.parent.name != result.machine:
         yield f"machine is {result.machine!r}, the folder is {path.parent.name!r}"
     if path.stem != Path(result.script).stem:
         yield f"script is {result.script!r}, the file is {path.name!r}"
     if not _COMMIT.fullmatch(result.code.commit):
-        yield f"code.commit is {result.code.commit!r}: write the whole name of the commit that was measured"
+        yield f"code.commit is {result.code.commit!r}: write the full hash of the measured commit"
     for row in result.rows:
         if (row.bar is None) != (row.holds is None):
             yield f"{row.what!r}: a bar and whether it holds belong together"

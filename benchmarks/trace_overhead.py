@@ -1,11 +1,10 @@
-"""What recording spans costs a run, as a share of the demo step's processor time over all its
-processes.
+"""Cost of recording spans, as a share of the processor time of the demo's step, all processes.
 
     python -m benchmarks.trace_overhead --save
 
-Runs of two lengths give the processor time and the spans of a step; recording and writing as many,
-as often, is timed by itself, since the difference between runs with and without is below their
-noise.
+Runs of two lengths give the processor time and the spans of a step. Recording and writing the same
+number of spans, equally often, is timed by itself, because the difference between runs with and
+without spans is below their noise.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def main() -> int:
 
 
 def run(folder: Path, steps: int) -> tuple[float, int]:
-    """Processor seconds of a whole run, and how many spans it left."""
+    """Return the processor seconds of a whole run, and the number of its spans."""
     before = used_s()
     words = [
         f"--steps={steps}",
@@ -81,13 +80,13 @@ def run(folder: Path, steps: int) -> tuple[float, int]:
 
 
 def used_s() -> float:
-    """Processor seconds of all children that have ended, theirs included."""
+    """Return the processor seconds of all children that have ended, and of their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def cost_of_a_span(folder: Path) -> float:
-    """Processor seconds, with a flush to the file after every few spans."""
+    """Return the processor seconds of a span, with a flush to the file after every few spans."""
     trace = Trace(folder / "cost", "rank 0", rank=0)
     began = time.process_time()
     for call in range(FLUSHES):

@@ -1,22 +1,21 @@
-"""Training step of Qwen3's shapes on one GPU, 16k-token packs: our contract path beside the same
-trainer free of it.
+"""Training step with Qwen3's shapes on one GPU: our contract path and four free variants.
 
-Five ways of computing the same step take turns, repetition by repetition, each time another one
-first:
+Five variants of the same step take turns, and the first one changes with each repetition:
 
-    contract  as shipped: every row's bits are its own free      matrix products by cuBLAS as it
-    likes, split-K allowed; all else as shipped raced     the same, each by the fastest of all that
-    cuBLAS has for its shape, whatever its bits torch     as free, and torch's own operations for
-    norms, rotary positions and log-probs, none of them fused repeats   as shipped, and the backward
-    pass too gives the same bits again (trainer.deterministic)
+    contract   as shipped: the bits of a row do not depend on other rows
+    free       cuBLAS picks the matrix products, with split-K allowed; the rest as shipped
+    raced      the same, with cuBLAS's fastest candidate for each shape, whatever its bits
+    torch      as free, with torch's own norms, rotary positions and log-probs, none of them fused
+    repeats    as shipped, with a backward pass that also repeats its bits (trainer.deterministic)
 
-A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, optimizer
-included; medians of the host's clock around it, the GPU drained before and after. MFU counts 6
-operations for every weight and token that meet, the causal half of attention, and no recomputation
-(spmd_rl/train/flops.py), against 989 TFLOP/s and against the 788 that a large product reaches.
-Forward, backward and optimizer are times between CUDA events in the contract path, and peak memory
-is of that path. Products are swapped in the forward pass; the backward pass's are torch's in all
-paths.
+A step is learner.train_step on 64 sequences of 128 + 896 tokens in packs of 16,384, with the
+optimizer. Values are medians of the host's clock around it, with the GPU drained before and after.
+
+MFU counts 6 operations for every weight and token that meet, the causal half of attention, and no
+recomputation (spmd_rl/train/flops.py). It is given against 989 TFLOP/s, and against the 788 that a
+large product reaches. Forward, backward and optimizer are times between CUDA events in the contract
+path. Peak memory is of that path too. Products are swapped in the forward pass only; in the
+backward pass all variants use torch's.
 
     python -m benchmarks.train_step 0.6B 4B [--save] [--profile 0.6B=trace.txt]
 """
@@ -31,14 +30,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.paths import PATHS
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import MEASURED_FLOPS_PER_S
 from benchmarks.table import Row
+from benchmarks.train_variants import VARIANTS
 from benchmarks.training import batch, config, learner, scored
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.train.flops import PEAK_FLOPS_PER_S, train_flops
-from spmd_rl.train.learner import COMPARED, MISMATCHED, Learner
+from spmd_rl.train.learner import Learner
+from spmd_rl.train.on_policy import COMPARED, MISMATCHED
 from spmd_rl.types.batch import Batch
 
 PACKAGES = ("torch", "triton", "flash-attn-4")
@@ -49,7 +49,7 @@ PARTS = {"forward": "forward", "backward": "backward", "step": "optimizer"}
 
 
 class Timed:
-    """A backend whose forward, backward and optimizer step lie between CUDA events."""
+    """A backend that times forward, backward and optimizer step with CUDA events."""
 
     def __init__(self, inner: object) -> None:
         self.inner = inner
@@ -92,7 +92,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     spec = one.backend.scorer.model.spec
     given = scored(one, batch(STEP_TOKENS, spec.vocab_size))
     metrics = one.train_step(given, grpo_loss)
-    what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.recompute}"
+    what = f"Qwen3-{name}, packs of {cfg.max_tokens}, recompute {cfg.backend.recompute}"
     yield measured(
         f"{what}: mismatched of {metrics[COMPARED]:.0f} tokens",
         metrics[MISMATCHED],
@@ -106,7 +106,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
     for repeat in range(WARMUPS + options.repeats):
         first = repeat % len(options.paths)
         for path in options.paths[first:] + options.paths[:first]:
-            with PATHS[path]():
+            with VARIANTS[path]():
                 seconds = step_seconds(one, given)
             if repeat >= WARMUPS:
                 times[path].append(seconds)
@@ -131,7 +131,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[Row]:
 
 
 def profile(one: Learner, given: Batch, path: str) -> None:
-    """The kernels of one step by their time."""
+    """Write the kernels of one step, by their time, to a file."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
         step_seconds(one, given)
     with open(path, "w") as file:
@@ -152,7 +152,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--paths", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument(
         "--profile", type=pair_of, action="append", default=[], metavar="MODEL=FILE"

@@ -1,6 +1,4 @@
-"""A learner of a Qwen3 shape on one GPU, and a batch for it: what the training benchmarks have in
-common.
-"""
+"""Shared parts of the training benchmarks: a learner with a Qwen3 shape on one GPU, and a batch."""
 
 from __future__ import annotations
 
@@ -18,11 +16,12 @@ from spmd_rl.algo.packing import pack
 from spmd_rl.mesh.role_context import Meshes
 from spmd_rl.mesh.split import Split, plan_split
 from spmd_rl.mesh.world import World, join, open_store
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 896
 PACK_TOKENS = 16384
@@ -30,16 +29,18 @@ ALONE = World(rank=0, size=1, local_rank=0, local_size=1, node=0, run_id="benchm
 
 
 def config(name: str) -> TrainerConfig:
-    """The trainer's, which keeps all activations where they fit: at 4B what is cheap is made again."""
+    """Return a config that keeps all activations if they fit; at 4B, it recomputes some."""
     return TrainerConfig(
-        dtype="bfloat16", max_tokens=PACK_TOKENS, recompute="cheap" if name == "4B" else "none"
+        dtype="bfloat16",
+        max_tokens=PACK_TOKENS,
+        backend=Fsdp2Config(recompute="cheap" if name == "4B" else "none"),
     )
 
 
 def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
-    """The trainer of a shape with random weights, over all ranks of a world, which it joins.
+    """Return a learner of this shape with random weights, over all ranks of the world.
 
-    Python's collector passes over it from then on, as a rank has it pass over its roles.
+    It is frozen for Python's garbage collector, as the roles of a rank are.
     """
     gc.unfreeze()
     gc.collect()
@@ -60,15 +61,14 @@ def learner(name: str, cfg: TrainerConfig, world: World = ALONE) -> Learner:
 
 
 def batch(num_tokens: int, vocab: int) -> Batch:
-    """Sequences of 128 prompt and 896 response tokens, with random advantages, as one rollout would
-    give them.
-    """
+    """Return sequences of 128 prompt and 896 response tokens, with random advantages."""
     return _batch([NEW_TOKENS] * (num_tokens // (PROMPT_TOKENS + NEW_TOKENS)), vocab)
 
 
 def mixed_batch(num_tokens: int, vocab: int) -> Batch:
-    """About as many tokens in sequences of 128 prompt and 64 to 1,728 response tokens, any of them
-    as likely.
+    """Return about as many tokens in sequences of 128 prompt and 64 to 1,728 response tokens.
+
+    All lengths are equally likely.
     """
     rng = np.random.default_rng(1)
     count = num_tokens // (PROMPT_TOKENS + NEW_TOKENS)
@@ -91,5 +91,5 @@ def _group(uid: int, new_tokens: int, vocab: int, rng: np.random.Generator) -> G
 
 
 def scored(one: Learner, given: Batch) -> Batch:
-    """`given` with the log-probs of the learner's present weights as those of the engine."""
-    return replace(given, roll_logprobs=one.score(given))
+    """Return `given` with the log-probs of the learner's current weights as those of the engine."""
+    return replace(given, rollout_logprobs=one.score(given))

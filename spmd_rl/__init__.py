@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from spmd_rl.algo.packing import pack_sft as pack_sft
     from spmd_rl.check.inputs import check_inputs as check_inputs
     from spmd_rl.config.rules import at_least as at_least
-    from spmd_rl.config.rules import refuse_given as refuse_given
     from spmd_rl.config.run import RunConfig as RunConfig
+    from spmd_rl.controller.capabilities import Contracted as Contracted
+    from spmd_rl.controller.capabilities import Saver as Saver
+    from spmd_rl.controller.capabilities import Sleeper as Sleeper
+    from spmd_rl.controller.capabilities import WeightSink as WeightSink
+    from spmd_rl.controller.capabilities import WeightSource as WeightSource
     from spmd_rl.controller.controller import Controller as Controller
     from spmd_rl.controller.endpoint import Role as Role
     from spmd_rl.controller.endpoint import Sharded as Sharded
@@ -32,22 +36,23 @@ if TYPE_CHECKING:
     from spmd_rl.controller.prefetch import CallQueue as CallQueue
     from spmd_rl.data.prompts import PromptConfig as PromptConfig
     from spmd_rl.data.prompts import Prompts as Prompts
-    from spmd_rl.data.sft import Pairs as Pairs
+    from spmd_rl.data.sft import SftPairs as SftPairs
     from spmd_rl.errors import ConfigError as ConfigError
     from spmd_rl.errors import SpmdError as SpmdError
     from spmd_rl.mesh.role_context import RoleContext as RoleContext
     from spmd_rl.mesh.split import RoleSplit as RoleSplit
     from spmd_rl.mesh.split import Split as Split
     from spmd_rl.model.tokenizer import load_tokenizer as load_tokenizer
-    from spmd_rl.rollout.engine import EngineConfig as EngineConfig
+    from spmd_rl.rollout.engine import NativeEngineConfig as NativeEngineConfig
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.rollout import Rollout as Rollout
+    from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.trainer import Trainer as Trainer
     from spmd_rl.types.batch import Batch as Batch
+    from spmd_rl.types.prompts import Prompt as Prompt
     from spmd_rl.types.samples import Group as Group
-    from spmd_rl.types.samples import Prompt as Prompt
     from spmd_rl.types.samples import Sample as Sample
 
 __version__ = "0.1.0"
@@ -59,23 +64,25 @@ _HOMES = {
     "algo.packing": ("pack", "pack_sft"),
     "algo.losses": ("grpo_loss", "sft_loss"),
     "types.batch": ("Batch",),
-    "config.rules": ("at_least", "refuse_given"),
+    "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
     "config.run": ("RunConfig",),
+    "controller.capabilities": ("Contracted", "Saver", "Sleeper", "WeightSink", "WeightSource"),
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
-    "data.sft": ("Pairs",),
+    "data.sft": ("SftPairs",),
     "data.prompts": ("PromptConfig", "Prompts"),
     "errors": ("ConfigError", "SpmdError"),
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
     "check.inputs": ("check_inputs",),
-    "rollout.engine": ("EngineConfig", "SamplingConfig", "refuse_greedy"),
+    "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.rollout": ("Rollout",),
-    "train.config": ("TrainerConfig",),
+    "train.config": ("Fsdp2Config", "TrainerConfig"),
     "train.trainer": ("Trainer",),
-    "types.samples": ("Group", "Prompt", "Sample"),
+    "types.prompts": ("Prompt",),
+    "types.samples": ("Group", "Sample"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

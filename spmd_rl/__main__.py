@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from spmd_rl.cli.main import rank_main
+from spmd_rl.cli.rank import rank_main
 
 if __name__ == "__main__":
     sys.exit(rank_main())

@@ -1,17 +1,18 @@
-"""Every error a user can meet, as one tree.
+"""Errors that a user can meet, as one tree.
 
     SpmdError
-      ConfigError          a key, value or file of the configuration is wrong (before anything
-      starts) PlanError            the split, memory or weight plan cannot work       (before
-      anything starts) DataError            a record of a data file is wrong: file, line, field
-      ContractError        ranks that must agree did not RemoteError          code on a worker
-      raised: rank, role, call, its traceback DeadlineError        a wait outlasted its deadline:
-      who, what, how long LostRankError        a process of the world is gone DiskError            a
-      file could not be written: no room, or the system refuses WeightMismatchError  two ends of a
-      weight push hold different bytes ResidencyError       memory used, slept or woken in the wrong
-      state
+      ConfigError          before the start: a key, value or file of the configuration is wrong
+      PlanError            before the start: the split, memory or weight plan cannot work
+      DataError            a record of a data file is wrong: file, line, field
+      ContractError        ranks that must agree do not
+      RemoteError          code on a worker raised: rank, role, call, its traceback
+      DeadlineError        a wait exceeded its deadline: who, what, how long
+      LostRankError        a process of the world is gone
+      DiskError            a file could not be written: no room, or the system refuses
+      WeightMismatchError  two ends of a weight push hold different bytes
+      ResidencyError       memory was used, put to sleep or woken in the wrong state
 
-`exit_code` is what the process ends with, so that a launcher can tell bad input (2) from a failed
+`exit_code` is the exit code of the process. By it a launcher can tell bad input (2) from a failed
 run (1).
 """
 
@@ -19,12 +20,12 @@ from __future__ import annotations
 
 
 def source_line(error: BaseException) -> str:
-    """The line that a SyntaxError is about, as the end of a sentence; nothing for other errors."""
+    """Return the line of a SyntaxError, as the end of a sentence; "" for any other error."""
     return f": {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else ""
 
 
 class SpmdError(Exception):
-    """Root of the tree; `str(error)` is one sentence fit for a person."""
+    """Root of the tree; `str(error)` is one sentence for the user."""
 
     exit_code = 1
 
@@ -38,7 +39,7 @@ class PlanError(SpmdError):
 
 
 class DataError(SpmdError):
-    """A record that cannot be used. `where` reads `file:line` or `file:line: field`."""
+    """A record cannot be used. `where` is `file:line` or `file:line: field`."""
 
     exit_code = 2
 
@@ -54,8 +55,8 @@ class ContractError(SpmdError):
 class RemoteError(SpmdError):
     """Code on a worker raised.
 
-    `sentence` is the original error's own text, `remote_traceback` its whole traceback as the
-    worker printed it, `kind` the original class name.
+    `kind` is the class name of the original error, `sentence` its text, and `remote_traceback` its
+    whole traceback.
     """
 
     def __init__(

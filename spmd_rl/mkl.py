@@ -1,4 +1,4 @@
-"""What the processor asks for before torch is loaded."""
+"""MKL's order of summation, which has to be fixed before torch is loaded."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ MKL_ON_INTEL = "AVX2,STRICT"
 
 
 def pin_sums(environment: MutableMapping[str, str] = os.environ, cpuinfo: Path = CPUINFO) -> None:
-    """Has MKL sum alike for any number of rows on an Intel processor, where it would not by itself.
+    """Make MKL sum in the same order for any number of rows.
 
-    MKL reads the variable at its first product. What is set stays. On other processors MKL needs no
-    such word.
+    By default it does not on Intel processors; on others it does. MKL reads the variable at its
+    first product. A value that the user has set stays.
     """
     try:
         with cpuinfo.open(encoding="ascii", errors="replace") as file:
             is_intel = "GenuineIntel" in file.read(200)
-    except OSError:  # not Linux
+    except OSError:  # this is not Linux
         return
     if is_intel:
         environment.setdefault("MKL_CBWR", MKL_ON_INTEL)

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from benchmarks.control.echo import serve
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
-from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.channel.wire import Hello
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
+from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import Placement
@@ -47,7 +47,7 @@ class BareSeats(Meshes):
 def work(rank: int, num_workers: int, endpoint: str, keys: Keys, generation: int) -> None:
     world = World(rank, num_workers, rank, num_workers, 0, "benchmark", 0)
     hello = Hello(rank, socket.gethostname(), os.getpid())
-    Worker(BareSeats(world)).serve(Dealer(endpoint, keys, generation, hello))
+    Worker(BareSeats(world)).serve(WorkerLifecycle(endpoint, keys, generation, hello))
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
     num_workers = int(sys.argv[1])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         endpoint, generation = f"ipc://{folder}/s", secrets.randbits(63)
-        keys = secret.derive(secrets.token_bytes(secret.SECRET_BYTES))
+        keys = secret.derive_keys(secrets.token_bytes(secret.SECRET_BYTES))
         fork = multiprocessing.get_context("fork")
         for rank in range(num_workers):
             fork.Process(

@@ -22,7 +22,8 @@ from benchmarks.grpo_step.work import (
     num_digits,
 )
 from benchmarks.peer import Laps
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 STEPS = 1 << 20  # the driver ends the run
 
@@ -33,8 +34,8 @@ class Config:
     data: str
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
-    engine: rl.EngineConfig = field(
-        default_factory=lambda: rl.EngineConfig(max_batch=PROMPTS * GROUP)
+    engine: rl.NativeEngineConfig = field(
+        default_factory=lambda: rl.NativeEngineConfig(max_batch=PROMPTS * GROUP)
     )
     trainer: rl.TrainerConfig = field(
         default_factory=lambda: rl.TrainerConfig(
@@ -50,12 +51,13 @@ def reward(prompt: Prompt, sample: Sample) -> float:
 def main(ctl: rl.Controller, cfg: Config) -> None:
     laps = Laps()
     roles = ctl.world.split(cfg.split)
-    engine = replace(cfg.engine, model=cfg.model, reward=f"{__name__}:reward")
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(rl.Rollout, engine, on=roles.infer)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    rollout = ctl.spawn(
+        rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, reward=f"{__name__}:reward"
+    )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
-    prompts = rl.Prompts(rl.PromptConfig(path=cfg.data, shuffle=False), tokenizer)
+    prompts = rl.Prompts(cfg.data, rl.PromptConfig(shuffle=False), tokenizer)
     sampling = rl.SamplingConfig(num_samples=GROUP, max_tokens=NEW_TOKENS, ignore_eos=True)
     facts: dict[str, float] = {}
     for step in ctl.steps(STEPS):

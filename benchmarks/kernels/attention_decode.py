@@ -1,11 +1,10 @@
-"""Attention decode over pages, one new token a sequence, as a share of the bandwidth of a plain
-copy.
+"""Decode attention over pages, one new token of each sequence, in shares of a copy's bandwidth.
 
-Keys and values of 8 heads of 128; 16 (Qwen3-0.6B) or 32 (4B and 8B) query heads; pages of 128
-tokens in random order. Each number is the median over replays of a graph that runs the kernel once
-for each of several caches, so that nothing is left in L2. Bytes are the keys and values read; the
-copy counts what it reads and what it writes. With splits, the time includes merging; a bar is set
-for the size that docs/numerics.md advises.
+Keys and values have 8 heads of 128, for 16 (Qwen3-0.6B) or 32 (4B and 8B) query heads. Pages have
+128 tokens and lie in random order. Each number is the median over replays of a graph that runs the
+kernel once for each of several caches, so that nothing is left in L2. Bytes are the keys and values
+read; the copy counts what it reads and writes. With splits, the time includes merging. A bar is set
+for the size of docs/numerics.md.
 
     python -m benchmarks.kernels.attention_decode [--save]
 """
@@ -24,7 +23,7 @@ from benchmarks.record import finish, gpu, measured
 from benchmarks.shapes import HEAD_DIM
 from benchmarks.table import Row
 from spmd_rl.kernels.attention.flash import DecodeFlash
-from spmd_rl.kernels.attention.flash_splits import DecodeSplits
+from spmd_rl.kernels.attention.flash_split_kv import DecodeSplits
 
 NUM_KV_HEADS, PAGE_SIZE = 8, 128
 ADVISED_SPLIT = 4096  # docs/numerics.md
@@ -66,8 +65,8 @@ def measure(case: Case, copy: float) -> Iterator[Row]:
     ]
     table = torch.randperm(batch * pages, device="cuda", dtype=torch.int32).view(batch, pages)
     num_keys = torch.full((batch,), context, dtype=torch.int32, device="cuda")
-    handed_out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    given = table, num_keys, handed_out
+    tile_counter = torch.zeros(1, dtype=torch.int32, device="cuda")
+    given = table, num_keys, tile_counter
     attend = DecodeSplits(*given, PAGE_SIZE, split) if split else DecodeFlash(*given)
     q = torch.randn(batch, case.num_heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
 

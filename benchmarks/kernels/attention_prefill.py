@@ -1,14 +1,15 @@
-"""Attention of many new tokens: packs of training, forward and backward, and chunks of prompts over
-pages.
+"""Attention of many new tokens: training packs forward and backward, and chunks of prompts.
 
-32 query heads over 8 of 128, bf16; and 16 over 4 of 256, which our own kernel attends to
-(attention_triton.py). Packs of 16,384 tokens in sequences of one length, beside torch's
-scaled-dot-product attention for the same sequences as a batch, which promises a row no bits; chunks
-of 8,192 new tokens behind what their sequences have in the cache, with the writing of their keys
-and values. Each number is the median of 10 runs of 10 calls between two events: where the host
-launches more slowly than the GPU computes, it is the host's. Speeds count what a causal mask
-leaves: 4 floating-point operations a pair of query and key, head and dimension, and 2.5 times as
-many for the backward pass.
+There are 32 query heads over 8 of 128, in bf16, and 16 over 4 of 256, which our own kernel attends
+to (blocked_triton.py). Packs have 16,384 tokens in sequences of one length. Beside them stands
+torch's scaled-dot-product attention for the same sequences as a batch, which promises no bits.
+Chunks have 8,192 new tokens behind what their sequences have in the cache; their time includes the
+write of keys and values.
+
+Each number is the median of 10 runs of 10 calls between two events. Where the host launches more
+slowly than the GPU computes, it is the host's time. Speeds count what a causal mask leaves: 4
+floating-point operations for each pair of query and key, head and dimension, and 2.5 times as many
+for the backward pass.
 
     python -m benchmarks.kernels.attention_prefill [--save]
 """
@@ -56,7 +57,7 @@ def random(num_tokens: int, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def call_seconds(ops: list[Callable[[], object]]) -> list[float]:
-    """Median time of a call of each."""
+    """Return the median time of a call of each."""
 
     def often(op: Callable[[], object]) -> Callable[[], None]:
         def calls() -> None:

@@ -1,4 +1,4 @@
-"""What a small op is timed on."""
+"""A case of the benchmarks of small ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Op = Callable[..., object]
 
 
 class Case(NamedTuple):
-    """`ours` and `torch` take the tensors of `inputs()`; together they move `num_bytes` at least."""
+    """An op beside torch's: both take the tensors of `inputs()` and move `num_bytes` at least."""
 
     what: str
     ours: Op

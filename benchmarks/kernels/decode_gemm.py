@@ -1,23 +1,22 @@
-"""Matrix products of Qwen3, of decoding and of packs, against cuBLAS's best, split-K allowed:
-microseconds.
+"""GEMMs of Qwen3, for decoding and for packs, against cuBLAS's best with split-K: microseconds.
 
-Ours keeps one ascending chain over K (docs/numerics.md). Each number of a product of decoding is
-the median over replays of a graph that runs the product for many copies of the weight, so that they
-are cold in L2, for some 1 ms, ours and cuBLAS's in turns; ours overlap at their ends, as in the
-engine. cuBLAS's best is the fastest, in a shorter run before, of what torch.mm takes and all that
-cublasLt proposes, with memory for partial sums and without. It takes turns with itself too,
-recorded a second time; the farthest of these differs by what a number here may be off.
+Ours keeps one ascending chain over K (docs/numerics.md). Each number of a decode GEMM is the median
+over replays of a graph, which runs the product for many copies of the weight for about 1 ms, so
+that they are cold in L2. Ours and cuBLAS's take turns; ours overlap at their ends, as in the
+engine. cuBLAS's best is the fastest, in a shorter run before, of torch.mm and all that cublasLt
+proposes, with memory for partial sums and without. It also takes turns with itself, recorded a
+second time. The largest difference of these is the error of a number here.
 
-The floor is the time to move weight, x and result once, at the speed of a large copy just before,
-or to do the arithmetic at that of a large product, whichever is longer; beside it, without a bar,
-stands that of the weight alone.
+The floor is the longer of two times: to move weight, x and result once, at the speed of a large
+copy just before, and to do the arithmetic at the speed of a large product. The floor of the weight
+alone stands beside it, without a bar.
 
-Gate and up with SiLU and the product between them (`silu_mul_linear`) stand beside cuBLAS's joined
-product and torch's two kernels.
+Gate and up with SiLU and the product between them (`silu_mul_linear`) are compared with cuBLAS's
+fused product and torch's two kernels.
 
 Products of packs have 16,384 rows, those of the head the 2,048 of a chunk of the training loss.
-Training takes q, k, v, gate and up apart; the engine's prompts take them joined. There cuBLAS's
-best is the one of the same ways that `linear_library.fastest` finds.
+Training computes q, k, v, gate and up separately, and the engine's prompts fuse them. There
+cuBLAS's best is what `cublas.fastest` finds among the same algorithms.
 
     python -m benchmarks.kernels.decode_gemm [--save]
 """
@@ -59,7 +58,7 @@ LARGE_BYTES = 30e6
 
 
 def shapes() -> dict[str, tuple[int, int, torch.dtype]]:
-    """Name -> (N, K, type of the result); q, k, v and gate, up both joined and apart."""
+    """Return name -> (N, K, dtype of the result); q, k, v and gate, up both fused and separate."""
     found = {}
     for model, (hidden, inner, _, heads, kv_heads, _) in QWEN3.items():
         q, kv = heads * HEAD_DIM, kv_heads * HEAD_DIM
@@ -97,7 +96,7 @@ def cublas_best(
 
 
 def pack_rows(name: str) -> int:
-    """Rows that the product of this name has in training."""
+    """Return the rows that the product of this name has in training."""
     return LOGIT_ROWS if name.endswith("lm_head") else PACK_ROWS
 
 
@@ -157,7 +156,7 @@ def measure_gated(model: str) -> list[Row]:
 
 
 def summary(products: Sequence[Row]) -> list[Row]:
-    """Counts over what `measure` found of all products."""
+    """Return counts over all measured products."""
     shares, of_weight = (
         [row for row in products if row.what.endswith(end)] for end in (FLOOR, WEIGHT_FLOOR)
     )
@@ -196,9 +195,8 @@ def main() -> int:
     rows += decoding + summary(decoding)
     rows += [row for model in QWEN3 for row in measure_gated(model)]
     rows += [measure_pack(name, *shape) for name, shape in shapes().items()]
-    print(
-        f"{sum(row.holds is True for row in rows)} of {sum(row.holds is not None for row in rows)} bars hold"
-    )
+    bars = [row.holds for row in rows if row.holds is not None]
+    print(f"{sum(bars)} of {len(bars)} bars hold")
     packages = ("torch", "triton", "nvidia-cutlass-dsl")
     return finish(__file__, packages, rows, save="--save" in sys.argv, machine="h200", **gpu())
 

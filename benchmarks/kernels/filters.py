@@ -1,11 +1,11 @@
-"""Draws and their log-probs where rows ask for top-k, top-p or min-p, beside the same by a sort:
-microseconds.
+"""Draws and log-probs with top-k, top-p or min-p, compared with a sort: microseconds.
 
-Rows of a decoding step over Qwen3's vocabulary. Flat logits are normal: a nucleus of 0.95 is most
-of the vocabulary. Peaked ones are normal times eight, so that it is some entries, as a language
-model's mostly is. By a sort means torch's descending sort, a softmax and its running sum,
-exponential noise and argmax, then log_softmax. Each number is the median over replays of a graph
-that runs the op for eight inputs, larger than L2, ours and the sort's in turns.
+Rows are those of a decoding step over Qwen3's vocabulary. Flat logits are normal: a nucleus of 0.95
+is most of the vocabulary. Peaked logits are normal times eight, so that the nucleus is a few
+entries, as it mostly is in a language model. The sort's version is torch's descending sort, a
+softmax and its running sum, exponential noise and argmax, then log_softmax. Each number is the
+median over replays of a graph that runs the op for eight inputs, larger than L2. Ours and the
+sort's take turns.
 
     python -m benchmarks.kernels.filters [--save]
 """

@@ -1,4 +1,4 @@
-"""The ops of a layer between its products, and torch's spelling of each."""
+"""Cases of a layer's ops between its products, beside torch's version of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from benchmarks.kernels.cases import Case, bf16
 from benchmarks.shapes import HEAD_DIM, QWEN3
 from spmd_rl.kernels import (
-    KvPlace,
+    KvSlots,
+    QkNorm,
+    Rotary,
     add_rms_norm,
     embed,
     qk_norm_rope,
@@ -21,7 +23,7 @@ from spmd_rl.kernels import (
     silu_mul,
     write_kv,
 )
-from spmd_rl.kernels.attention.merge_states import merge_ranges
+from spmd_rl.kernels.attention.merge_states import merge_states
 
 EPS = 1e-6
 PAGE_SIZE = 128
@@ -77,6 +79,7 @@ def of_heads(name: str, rows: int) -> Iterator[Case]:
     weight = torch.ones(HEAD_DIM, device="cuda").bfloat16()
     table = [one.cuda() for one in rope_table(1e6 ** -torch.arange(0, 1, 2 / HEAD_DIM), 4096)]
     positions, slots = torch.randint(4096, (rows,), device="cuda"), some_slots(rows)
+    norm, rotary = QkNorm(weight, weight, EPS), Rotary(positions, *table)
     wide_table = [torch.cat([one, one], dim=1).bfloat16() for one in table]
 
     def torch_qk(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,9 +87,8 @@ def of_heads(name: str, rows: int) -> Iterator[Case]:
         q, k = (F.rms_norm(x, (HEAD_DIM,), weight, EPS) for x in (q, k))
         return rotated(q, cos, sin), rotated(k, cos, sin)
 
-    def ours_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        place = KvPlace(keys, values, slots)
-        return qk_norm_rope_into(q, k, v, weight, weight, EPS, positions, *table, place)
+    def own_matmul_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return qk_norm_rope_into(q, k, v, norm, rotary, KvSlots(keys, values, slots))
 
     def torch_into(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         q, k = torch_qk(q, k)
@@ -97,14 +99,14 @@ def of_heads(name: str, rows: int) -> Iterator[Case]:
     q_shape, k_shape = (rows, heads, HEAD_DIM), (rows, kv_heads, HEAD_DIM)
     yield Case(
         f"{where}: qk_norm_rope",
-        lambda q, k: qk_norm_rope(q, k, weight, weight, EPS, positions, *table),
+        lambda q, k: qk_norm_rope(q, k, norm, rotary),
         torch_qk,
         lambda: (bf16(*q_shape), bf16(*k_shape)),
         2 * 2 * rows * (heads + kv_heads) * HEAD_DIM,
     )
     yield Case(
         f"{where}: qk_norm_rope_into",
-        ours_into,
+        own_matmul_into,
         torch_into,
         lambda: (bf16(*q_shape), bf16(*k_shape), bf16(*k_shape), *some_pages(rows, kv_heads)),
         2 * 2 * rows * (heads + 2 * kv_heads) * HEAD_DIM,
@@ -116,7 +118,7 @@ def some_slots(rows: int) -> Tensor:
 
 
 def some_pages(rows: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of as many tokens as `some_slots` chooses from."""
+    """Return keys and values of as many tokens as `some_slots` chooses from."""
     shape = (4 * rows // PAGE_SIZE, PAGE_SIZE, kv_heads, HEAD_DIM)
     return bf16(*shape), bf16(*shape)
 
@@ -151,7 +153,7 @@ def of_splits(rows: int, count: int = 8, heads: int = 32) -> Iterator[Case]:
 
     yield Case(
         f"{rows} rows of {heads} heads in {count} splits: merge_ranges",
-        lambda partial, log_sum: merge_ranges(partial, log_sum, where, out),
+        lambda partial, log_sum: merge_states(partial, log_sum, where, out),
         torch_merge,
         lambda: (
             bf16(rows * count, heads, HEAD_DIM),

@@ -1,14 +1,15 @@
-"""The contract's ops between the products, beside the same op spelled in torch's own kernels, and
-the time of a copy.
+"""The contract's ops between the products, compared with torch's own kernels and with a copy.
 
-Rows of a decoding step (64, 256) and of a pack of training (16,384). Each number is the median over
-replays of a graph that runs the op once for each of several inputs, together larger than L2, or
-2,048 of them where they are tiny. The share of a copy is the time that what is read and written
-once would take at a copy's bandwidth. torch's spelling: indexing, F.rms_norm behind an addition,
-F.rms_norm and rotation head by head, then index_copy into the pages, F.silu times up, log_softmax
-and gather, Gumbel noise and argmax, results weighted by a softmax of their sums. The head's product
-with its log-probs is torch.mm and log_softmax. What a decoding step reads and leaves for the next
-is indexing and arithmetic, an op each, and copies to the host.
+Rows are those of a decoding step (64, 256) and of a training pack (16,384). Each number is the
+median over replays of a graph that runs the op once for each of several inputs: together they are
+larger than L2, or 2,048 of them where they are tiny. The share of a copy is the time that a copy
+would take for what is read and written once.
+
+torch's versions are: indexing; F.rms_norm behind an addition; F.rms_norm and rotation head by head,
+then index_copy into the pages; F.silu times up; log_softmax and gather; Gumbel noise and argmax;
+results weighted by a softmax of their sums. The head's product with its log-probs is torch.mm and
+log_softmax. The inputs and outputs of a decoding step are indexing and arithmetic, an op each, and
+copies to the host.
 
     python -m benchmarks.kernels.small_ops [--save]
 """

@@ -1,6 +1,4 @@
-"""The ops from hidden states to tokens and log-probs, and those around a recorded step; torch's
-spelling of each.
-"""
+"""Cases of ops from hidden states to log-probs, and around a recorded step, beside torch's."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ LOGIT_ROWS = 2048  # of a chunk of the training loss
 
 
 def of_step(rows: int, page_size: int = 128, pages: int = 16) -> Iterator[Case]:
-    """What a recorded decoding step reads of the step before, and what it leaves for the next and
-    for the host.
-    """
+    """Yield the kernels that read the inputs of a recorded decoding step and store its outputs."""
     from spmd_rl.kernels.attention.decode_inputs_triton import decode_inputs
     from spmd_rl.kernels.vocab.decode_outputs_triton import decode_outputs
 

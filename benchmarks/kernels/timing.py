@@ -1,5 +1,4 @@
-"""Times of kernels between CUDA events: of calls, and of ops that a graph runs for many inputs;
-several take turns (`kernels.turns`)."""
+"""Times of kernels between CUDA events, of calls and of recorded ops, which may take turns."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ Op = Callable[[Any], object]
 def in_turns(
     ops: Sequence[Op], inputs: list[Any], rounds: int = ROUNDS, turns: int = REPLAYS
 ) -> list[float]:
-    """Median microseconds of each for one input."""
+    """Return the median microseconds of each for one input."""
     replays = [_recorded(op, inputs, rounds).replay for op in ops]
     return [1e6 * one / (rounds * len(inputs)) for one in seconds(replays, turns, WARM_UP)]
 
 
 def microseconds(op: Op, inputs: list[Any], rounds: int = ROUNDS) -> float:
-    """Median time of `op` for one input, with no other in turn."""
+    """Return the median time of `op` for one input, measured without others in turn."""
     return in_turns([op], inputs, rounds)[0]
 
 
 def copy_bytes_per_s() -> float:
-    """What a copy of 4 GiB, timed by itself, reads and writes in a second: the median of twenty."""
+    """Return the bytes that a copy of 4 GiB reads and writes in a second: a median of twenty."""
     source = torch.randn(COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds([lambda: target.copy_(source)], turns=20, warm_up=2)[0]

@@ -1,5 +1,4 @@
-"""Time every candidate tile and ring on every decode shape, and say where one clearly beats
-linear_tiles.py's.
+"""Time every candidate tile and ring on every decode shape, to find faster ones than tiles.py's.
 
     python -m benchmarks.kernels.tune_gemm
 
@@ -155,9 +154,7 @@ RINGS = {
 
 
 def compile_all(dtype: torch.dtype) -> None:
-    """Compile every tile at once, on all cores; a table is only good if all its tiles give the same
-    bits.
-    """
+    """Compile all tiles on all cores, as a table is only good if its tiles give the same bits."""
     weight = torch.randn(4096, 4096, device="cuda").bfloat16()
     x = torch.randn(256, 4096, device="cuda").bfloat16()
 
@@ -219,7 +216,8 @@ def main() -> None:
                 f"; {best} takes {times[best]:.1f}" if times[ours] > CLEARLY * times[best] else ""
             )
             print(
-                f"{n}x{k} M={m}: {times[ours]:.1f} us, floor {floor_us(m, n, k, dtype):.1f}{better}",
+                f"{n}x{k} M={m}: {times[ours]:.1f} us, "
+                f"floor {floor_us(m, n, k, dtype):.1f}{better}",
                 flush=True,
             )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.metrics_log import read_metrics
 
 HERE = Path(__file__).parent
 LAST = 5  # steps that the final reward is the mean of
@@ -130,9 +130,8 @@ def main() -> int:
     if args.command:
         figures += times(rows, started, cpu_s)
     for figure in figures:
-        print(
-            f"{'ok  ' if figure.holds else 'FAIL'}  {figure.what}: {figure.value:,.3f} (bar {figure.bar})"
-        )
+        mark = "ok  " if figure.holds else "FAIL"
+        print(f"{mark}  {figure.what}: {figure.value:,.3f} (bar {figure.bar})")
     return 0 if all(figure.holds for figure in figures) else 1
 
 

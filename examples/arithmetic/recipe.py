@@ -1,11 +1,11 @@
-"""A language model learns to add: a short supervised warm-up from random weights, then GRPO.
+"""A language model learns to add: supervised warm-up from random weights, then GRPO.
 
 spmd-rl run examples/arithmetic/recipe.py --config examples/arithmetic/demo.toml --nproc 2
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import spmd_rl as rl
@@ -17,9 +17,9 @@ __all__ = ["Config", "check", "main"]
 
 @dataclass(frozen=True)
 class Config(grpo.Config):
-    warmup_data: str = ""  # what the supervised steps imitate; "" means data
+    warmup_data: str = ""  # pairs that the supervised steps learn from; "" means data
     warmup_steps: int = 100  # supervised steps before the first rollout
-    warmup_pairs: int = 256  # prompts and answers in each
+    warmup_pairs: int = 256  # prompts with their answers in each of them
     warmup_lr: float = 3e-3  # learning rate of the supervised steps
 
     def __post_init__(self) -> None:
@@ -29,15 +29,19 @@ class Config(grpo.Config):
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
-    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.warmup_data or cfg.data), tokenizer)
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), tokenizer, sampling)
+    pairs = rl.SftPairs(cfg.warmup_data or cfg.data, cfg.prompts, tokenizer)
+    prompts = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
 
     start = ctl.resume(trainer=trainer, prompts=prompts)
@@ -51,7 +55,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=[trainer]):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
         step.log(groups, stats)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 
 def correct(prompt: Prompt, sample: Sample) -> float:

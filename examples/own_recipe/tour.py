@@ -1,8 +1,7 @@
-"""A recipe of your own, with one of everything that docs/recipes.md shows.
+"""A recipe with every extension that docs/recipes.md shows.
 
-spmd-rl run examples/own_recipe/tour.py --model PATH --data easy.jsonl --hard hard.jsonl --held_out
-eval.jsonl \
-    --reward examples/own_recipe/tour.py:reward
+spmd-rl run examples/own_recipe/tour.py --model PATH --data easy.jsonl --hard hard.jsonl \
+    --held_out eval.jsonl --reward examples/own_recipe/tour.py:reward
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Config(grpo.Config):
-    hard: str = ""  # prompts that take over from those of data, step by step
-    held_out: str = ""  # prompts that are answered, and not learned from
-    eval_every: int = 10  # steps
-    cap: float = 5.0  # of a token's weight in the loss
-    kl: float = 0.01  # what a nat of distance from the first weights costs
+    hard: str = ""  # prompts that replace those of data, step by step
+    held_out: str = ""  # prompts of the evaluation
+    eval_every: int = 10  # steps between evaluations
+    cap: float = 5.0  # largest weight of a token in the loss
+    kl: float = 0.01  # penalty for each nat of distance from the first weights
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,7 +35,7 @@ class Config(grpo.Config):
 
 
 def check(cfg: Config) -> None:
-    """What can be refused before anything starts."""
+    """Refuse bad input before anything starts."""
     for data in (cfg.data, cfg.hard, cfg.held_out):
         rl.check_inputs(
             model=cfg.model,
@@ -54,29 +53,33 @@ def reward(prompt: rl.Prompt, sample: rl.Sample) -> dict[str, float]:
     return {"reward": right + 0.1 * ended, "right": right, "ended": ended}
 
 
-def signs(groups: list[rl.Group]) -> list[NDArray[np.float64]]:
+def sign_advantage(groups: list[rl.Group]) -> list[NDArray[np.float64]]:
     return [np.sign(group.rewards - np.median(group.rewards)) for group in groups]
 
 
 def cispo(out: LossInput, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    weight = (out.lp - out.old).exp().clamp(max=cap).detach()
-    return -weight * out.advantages * out.lp, {"train/weight": weight}
+    weight = (out.logprobs - out.old_logprobs).exp().clamp(max=cap).detach()
+    return -weight * out.advantages * out.logprobs, {"train/weight": weight}
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    ref = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train, name="ref")
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    ref = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model, name="ref")
     rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    easy = rl.Prompts(replace(cfg.prompts, path=cfg.data), tokenizer, sampling)
-    hard = rl.Prompts(replace(cfg.prompts, path=cfg.hard), tokenizer, sampling)
-    held_out = rl.Prompts(replace(cfg.prompts, path=cfg.held_out, shuffle=False), tokenizer)
-    greedy = replace(sampling, temperature=0.0, num_samples=1)
+    easy = rl.Prompts(cfg.data, cfg.prompts, tokenizer, cfg.sampling)
+    hard = rl.Prompts(cfg.hard, cfg.prompts, tokenizer, cfg.sampling)
+    held_out = rl.Prompts(cfg.held_out, replace(cfg.prompts, shuffle=False), tokenizer)
+    greedy = replace(cfg.sampling, temperature=0.0, num_samples=1)
     loss = partial(cispo, cap=cfg.cap)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, easy=easy, hard=hard)):
@@ -84,20 +87,19 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
             weights.push(version=step.index)
         if step.index % cfg.eval_every == 0:
             with ctl.phase("eval", awake=[rollout]):
-                answers = rollout.generate.call(held_out.next(len(held_out)), greedy)
-            step.log({"eval/reward": np.mean([group.rewards.mean() for group in answers])})
+                groups = rollout.generate.call(held_out.next(len(held_out)), greedy)
+            step.log({"eval/reward": np.mean([group.rewards.mean() for group in groups])})
         num_hard = cfg.prompts_per_step * step.index // cfg.steps
-        asked = easy.next(cfg.prompts_per_step - num_hard) + hard.next(num_hard)
-        asked = [
-            one.changed(uid=uid) for uid, one in enumerate(asked, step.index * cfg.prompts_per_step)
-        ]
+        prompts = easy.next(cfg.prompts_per_step - num_hard) + hard.next(num_hard)
+        first_uid = step.index * cfg.prompts_per_step
+        prompts = [prompt.replace(uid=first_uid + i) for i, prompt in enumerate(prompts)]
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(asked, sampling)
+            groups = rollout.generate.call(prompts, cfg.sampling)
         kept = [group for group in groups if np.ptp(group.rewards) > 0] or groups
         step.log(groups, {"rollout/kept": len(kept) / len(groups)})
         with ctl.phase("train", awake=[trainer, ref]):
-            batch = rl.pack(kept, signs(kept))
-            distance = batch.roll_logprobs - ref.score.call(batch).logprobs
+            batch = rl.pack(kept, sign_advantage(kept))
+            distance = batch.rollout_logprobs - ref.score.call(batch).logprobs
             batch = replace(batch, advantages=batch.advantages - cfg.kl * distance)
             stats = trainer.train_step.call(batch, loss)
         step.log(stats, {"ref/k1": distance.sum() / batch.mask.sum()})

@@ -6,21 +6,28 @@ spmd-rl run examples/own_role/word_count.py --nproc 2 --text "to be or not to be
 from dataclasses import dataclass, field
 
 from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.capabilities import Contracted
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.split import RoleSplit
 
 
-class WordCount(Role):
+class WordCount(Role, Contracted):
+    """Counts words. The base class `Contracted` says that it has a numeric contract."""
+
     @collective
     def count(self, lines: Sharded[list[str]]) -> Sharded[list[int]]:
-        """Words of each line."""
+        """Return the number of words of each line."""
         return [len(line.split()) for line in lines]
 
     @collective
     def share(self) -> str:
-        """The same on every rank, or the run ends."""
+        """Return the same value on every rank, as an endpoint must that is not Sharded."""
         return f"{self.context.size} ranks"
+
+    def numeric_contract(self) -> dict[str, str | int]:
+        """Return what the counts depend on, which must be the same on every rank."""
+        return {"words end at": "white space"}
 
 
 @dataclass(frozen=True)

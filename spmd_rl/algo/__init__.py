@@ -1,3 +1,4 @@
-"""Algorithms as pure functions: advantages, losses, packing. No process, no device, no file is
-touched here.
+"""Algorithms as pure functions: advantages, losses, packing.
+
+They touch no process, device or file.
 """

@@ -1,4 +1,4 @@
-"""What a step's groups say of the run: rewards, lengths, version lag. numpy only."""
+"""Metrics of a step's groups: rewards, lengths, version lag. numpy only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from spmd_rl.types.samples import Group
 
 
 def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Statistics over all samples; `version` is the trainer's, which token versions lag behind.
+    """Return the metrics of all samples. `version` is that of the trainer's weights.
 
-    `reward/solve_none` is the share of groups with no sample above 0, `reward/solve_all` with every
-    sample at 1 or above: both speak of rewards from 0 to 1. Groups that skipping has emptied are
-    counted, and in no share. `reward/NAME` is the mean of what reward functions returned as NAME
-    beside the reward.
+    `reward/solve_none` is the share of groups with no reward above 0, and `reward/solve_all` the
+    share with all rewards at 1 or above. Both presume rewards from 0 to 1. Groups without samples
+    are counted as skipped and are part of no share. `reward/NAME` is the mean of the values that
+    the reward function returned as NAME.
     """
     columns = Group.to_columns(groups)
     skipped = {
@@ -27,10 +27,10 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     if not len(samples):
         return skipped if skipped["reward/skipped_groups"] else {}
     rewards = samples.reward
-    firsts = columns.ends[:-1][columns.lengths > 0]  # of each group that has samples
+    firsts = columns.offsets[:-1][columns.lengths > 0]  # of each group that has samples
     lag = version - samples.versions.astype(np.int64)
-    found = skipped | _parts(samples.parts)
-    return found | {
+    metrics = skipped | _mean_parts(samples.parts)
+    return metrics | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/solve_none": float(np.logical_and.reduceat(rewards <= 0, firsts).mean()),
@@ -42,21 +42,21 @@ def group_metrics(groups: list[Group], version: int) -> dict[str, float]:
     }
 
 
-def is_flat(groups: list[Group]) -> bool:
-    """Whether no sample of any group has another reward than those beside it: nothing to compare."""
+def rewards_are_equal(groups: list[Group]) -> bool:
+    """Whether every group has one reward for all its samples. False if no group has two samples."""
     columns = Group.to_columns(groups)
+    if columns.lengths.max(initial=0) <= 1:
+        return False
     rewards = columns.samples.reward
-    compared = bool(columns.lengths.max(initial=0) > 1)
-    return compared and bool(
-        (rewards == rewards[np.repeat(columns.ends[:-1], columns.lengths)]).all()
-    )
+    first_of_group = np.repeat(columns.offsets[:-1], columns.lengths)
+    return bool((rewards == rewards[first_of_group]).all())
 
 
-def _parts(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Each mean is over the samples that have the part."""
-    found: dict[str, list[float]] = {}
-    for one in parts:
-        for name, value in one.items():
-            found.setdefault(f"reward/{name}", []).append(value)
-    found.pop("reward/reward", None)
-    return {name: fmean(values) for name, values in found.items()}
+def _mean_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each reward part over the samples that have it."""
+    values_of: dict[str, list[float]] = {}
+    for parts in samples:
+        for name, value in parts.items():
+            values_of.setdefault(f"reward/{name}", []).append(value)
+    values_of.pop("reward/reward", None)
+    return {name: fmean(values) for name, values in values_of.items()}

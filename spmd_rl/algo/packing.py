@@ -1,8 +1,8 @@
-"""From graded groups, or from prompt-answer pairs, to a `Batch`. numpy only.
+"""Packing: graded groups, or prompt-answer pairs, become a `Batch`. numpy only.
 
-How per-token losses become one number is decided here, before anything is split: each token gets a
-weight, the batch gets one denominator, and the loss is sum(weight * loss) / denominator over all
-ranks and micro-batches.
+Packing also decides how per-token losses become one number, before anything is split. Each token
+gets a weight and the batch gets one denominator. The loss is sum(weight * loss) / denominator over
+all ranks and micro-batches.
 
     token   sum over tokens / number of tokens
     sample  mean over sequences of the mean over a sequence's tokens
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.columns import end_to_end, ends, places
-from spmd_rl.types.samples import Group
+from spmd_rl.types.columns import concatenate, entry_indices, offsets_of
+from spmd_rl.types.samples import Group, GroupColumns
 
 Aggregation = Literal["token", "sample", "const"]
 
@@ -36,38 +36,52 @@ def pack(
     aggregation: Aggregation = "token",
     max_response_tokens: int | None = None,
 ) -> Batch:
-    """Lay every sample of `groups` end to end, its advantage spread over its response tokens.
+    """Return the samples of `groups` as a batch, with a sample's advantage on each response token.
 
     `max_response_tokens` is the fixed length that `aggregation="const"` divides by.
+    Raises: ContractError, DataError, ConfigError.
     """
     columns = Group.to_columns(groups)
-    prompts, samples = columns.prompts, columns.samples
+    _check(columns, advantages)
+    flat_advantages = concatenate(advantages, np.float64)
+    return _make_batch(_sequences(columns), flat_advantages, aggregation, max_response_tokens)
+
+
+def _check(columns: GroupColumns, advantages: Sequence[NDArray[np.floating]]) -> None:
     if columns.lengths.tolist() != [len(values) for values in advantages]:
         raise ContractError(
-            "pack needs one advantage for each sample of each group, in the same order"
+            "pack needs one advantage for each sample of each group, in the order of the groups"
         )
-    if not len(samples) and (reasons := [*chain(*columns.skipped)]):
+    if not len(columns.samples) and (reasons := [*chain(*columns.skipped)]):
         raise DataError("no sample of this step could be graded", reasons[0])
-    prompt = np.repeat(np.arange(len(prompts)), columns.lengths)  # of each sample
-    if (bare := prompts.uid[prompt][prompts.lengths[prompt] == 0]).size:
+    prompts = columns.prompts
+    prompt_of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
+    empty = prompts.uid[prompt_of_sample][prompts.lengths[prompt_of_sample] == 0]
+    if empty.size:
         raise ConfigError(
-            f"prompt {bare[0]} has no tokens: the first response token has nothing to be predicted from"
+            f"prompt {empty[0]} has no tokens, so its first response token cannot be predicted"
         )
-    # Where prompts and samples lie behind each other, a sequence is a row of these and a row of
-    # those.
+
+
+def _sequences(columns: GroupColumns) -> _Sequences:
+    """Return each sample as a sequence: its prompt's tokens, then its own."""
+    prompts, samples = columns.prompts, columns.samples
+    # With all prompts and then all samples end to end, a sequence is one row of each.
+    prompt_of_sample = np.repeat(np.arange(len(prompts)), columns.lengths)
     lengths = np.concatenate([prompts.lengths, samples.lengths])
-    pairs = np.stack([prompt, len(prompts) + np.arange(len(samples))], axis=1)
-    flat = places(lengths, pairs.reshape(-1))
-    asked = len(prompts.tokens)
-    rows = _Rows(
+    row_pairs = np.stack([prompt_of_sample, len(prompts) + np.arange(len(samples))], axis=1)
+    flat = entry_indices(lengths, row_pairs.reshape(-1))
+    num_prompt_tokens = len(prompts.tokens)
+    no_logprobs = np.zeros(num_prompt_tokens, np.float32)
+    no_versions = np.full(num_prompt_tokens, NO_VERSION, np.int32)
+    return _Sequences(
         tokens=np.concatenate([prompts.tokens, samples.tokens])[flat],
-        lengths=lengths[pairs].sum(1, dtype=np.int32),
-        mask=flat >= asked,
-        roll_logprobs=np.concatenate([np.zeros(asked, np.float32), samples.logprobs])[flat],
-        versions=np.concatenate([np.full(asked, NO_VERSION, np.int32), samples.versions])[flat],
+        lengths=lengths[row_pairs].sum(1, dtype=np.int32),
+        mask=flat >= num_prompt_tokens,
+        rollout_logprobs=np.concatenate([no_logprobs, samples.logprobs])[flat],
+        versions=np.concatenate([no_versions, samples.versions])[flat],
         temperature=samples.temperature.astype(np.float32),
     )
-    return _lay_out(rows, end_to_end(advantages, np.float64), aggregation, max_response_tokens)
 
 
 def pack_sft(
@@ -76,29 +90,30 @@ def pack_sft(
     aggregation: Aggregation = "token",
     max_response_tokens: int | None = None,
 ) -> Batch:
-    """Lay (tokens, mask) pairs end to end for supervised training; the mask marks the tokens to
-    learn.
+    """Return (tokens, mask) pairs as a batch for supervised training.
+
+    The mask marks the tokens to learn.
     """
     lengths = np.array([len(tokens) for tokens, _ in pairs], dtype=np.int32)
-    mask = end_to_end([mask for _, mask in pairs], np.bool_)
+    mask = concatenate([mask for _, mask in pairs], np.bool_)
     mask[np.cumsum(lengths) - lengths] = False
-    rows = _Rows(
-        tokens=end_to_end([tokens for tokens, _ in pairs], np.int32),
+    sequences = _Sequences(
+        tokens=concatenate([tokens for tokens, _ in pairs], np.int32),
         lengths=lengths,
         mask=mask,
-        roll_logprobs=np.zeros(len(mask), np.float32),
+        rollout_logprobs=np.zeros(len(mask), np.float32),
         versions=np.full(len(mask), NO_VERSION, np.int32),
         temperature=np.ones(len(pairs), np.float32),
     )
-    return _lay_out(rows, np.zeros(len(pairs)), aggregation, max_response_tokens)
+    return _make_batch(sequences, np.zeros(len(pairs)), aggregation, max_response_tokens)
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Log-probabilities of the sequences of a batch, as `Trainer.score` returns them.
+class SequenceLogprobs:
+    """Log-probs of the sequences of a batch, as `Trainer.score` returns them.
 
-    Shape: `logprobs` is [T] like the batch's tokens, zero outside its mask; `lengths`, `index` are
-    [N].
+    `logprobs` is zero outside the batch's mask.
+    Shape: `logprobs` is [T]; `lengths`, `index` are [N].
     """
 
     logprobs: NDArray[np.float32]
@@ -106,59 +121,61 @@ class Scores:
     index: NDArray[np.int32]
 
     @staticmethod
-    def join(parts: list[Scores]) -> Scores:
-        """All parts as one, in the order of the batch before it was split."""
+    def join(parts: list[SequenceLogprobs]) -> SequenceLogprobs:
+        """Join the parts in the order of the batch before it was split."""
         lengths = np.concatenate([part.lengths for part in parts])
         index = np.concatenate([part.index for part in parts])
-        pieces = np.split(
-            np.concatenate([part.logprobs for part in parts]), np.cumsum(lengths)[:-1]
-        )
         order = np.argsort(index, kind="stable")
-        logprobs = (
-            np.concatenate([pieces[i] for i in order]) if len(order) else np.zeros(0, np.float32)
+        logprobs = np.concatenate([part.logprobs for part in parts])
+        return SequenceLogprobs(
+            logprobs[entry_indices(lengths, order)], lengths[order], index[order]
         )
-        return Scores(logprobs, lengths[order], index[order])
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Sequences end to end. Shape: as in `Batch`."""
+class _Sequences:
+    """The part of a `Batch` that does not depend on the aggregation. Shape: as in `Batch`."""
 
     tokens: NDArray[np.int32]
     lengths: NDArray[np.int32]
     mask: NDArray[np.bool_]
-    roll_logprobs: NDArray[np.float32]
+    rollout_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     temperature: NDArray[np.float32]
 
 
-def _lay_out(
-    rows: _Rows,
+def _make_batch(
+    sequences: _Sequences,
     advantages: NDArray[np.float64],
     aggregation: Aggregation,
     max_response_tokens: int | None,
 ) -> Batch:
-    num_sequences = len(rows.lengths)
+    num_sequences = len(sequences.lengths)
     if num_sequences == 0:
-        raise ContractError("cannot pack a batch of no sequences")
-    num_learned = np.diff(ends(rows.mask)[ends(rows.lengths)])
+        raise ContractError("no sequences to pack: a batch needs at least one")
+    # the number of tokens in the mask, of each sequence
+    num_learned = np.diff(offsets_of(sequences.mask)[offsets_of(sequences.lengths)])
     return Batch(
-        tokens=rows.tokens,
-        lengths=rows.lengths,
-        mask=rows.mask,
-        weight=_spread(_sequence_weights(num_learned, aggregation), rows),
-        advantages=_spread(advantages, rows),
-        roll_logprobs=rows.roll_logprobs,
-        versions=rows.versions,
-        temperature=rows.temperature,
+        tokens=sequences.tokens,
+        lengths=sequences.lengths,
+        mask=sequences.mask,
+        weight=_per_token(_sequence_weights(num_learned, aggregation), sequences),
+        advantages=_per_token(advantages, sequences),
+        rollout_logprobs=sequences.rollout_logprobs,
+        versions=sequences.versions,
+        temperature=sequences.temperature,
         index=np.arange(num_sequences, dtype=np.int32),
         denominator=_denominator(num_learned, aggregation, max_response_tokens),
     )
 
 
-def _spread(values: NDArray[np.float64], rows: _Rows) -> NDArray[np.float32]:
-    """A value a sequence, spread over its tokens in the mask."""
-    return np.where(rows.mask, np.repeat(values.astype(np.float32), rows.lengths), np.float32(0))
+def _per_token(values: NDArray[np.float64], sequences: _Sequences) -> NDArray[np.float32]:
+    """Give each token in the mask the value of its sequence, and 0 to all others.
+
+    Shape: [N] to [T].
+    """
+    repeated = np.repeat(values.astype(np.float32), sequences.lengths)
+    return np.where(sequences.mask, repeated, np.float32(0))
 
 
 def _sequence_weights(
@@ -177,7 +194,7 @@ def _denominator(
     if aggregation == "sample":
         return float(len(num_learned))
     if aggregation != "const":
-        raise ConfigError(f"aggregation is one of token, sample, const; not {aggregation!r}")
+        raise ConfigError(f"aggregation must be token, sample or const, not {aggregation!r}")
     if not max_response_tokens:
-        raise ConfigError("aggregation 'const' divides by a fixed length: give max_response_tokens")
+        raise ConfigError("aggregation 'const' divides by a fixed length: pass max_response_tokens")
     return float(len(num_learned) * max_response_tokens)

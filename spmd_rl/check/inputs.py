@@ -1,4 +1,4 @@
-"""Input that can be refused in the launching process, before a worker starts or torch is imported."""
+"""Checks of a run's input in the launching process, before a worker starts or torch is imported."""
 
 from __future__ import annotations
 
@@ -24,20 +24,17 @@ def check_inputs(
     trainer: TrainerConfig | None = None,
     sampling: SamplingConfig | None = None,
 ) -> None:
-    """Read the model's config, its tokenizer, every record of the data, and the reward function's
-    signature.
+    """Check the model's config and tokenizer, every record of the data, and the reward function.
 
-    With `prompts`, each record must have the keys that they are made of, and prompts of the form
-    that they ask for; the first ones are tokenised. With `trainer`, the folder must have the
-    weights that it begins with, by their headers. With `sampling`, the model must have the ids that
-    end a sample.
-    Raises: ConfigError or DataError with the one thing to mend.
+    With `prompts`, each record must have their keys, and a prompt of the right form; the first ones
+    are tokenised. With `trainer`, the model folder must have the weights that it starts from, by
+    their headers. With `sampling`, the stop ids must be tokens of the model.
+    Raises: ConfigError or DataError, which names the first thing to correct.
     """
-    for flag, value in (("--model", model), ("--data", data)):
-        if not value:
-            raise ConfigError(
-                f"{flag} is missing: name a {'Hugging Face folder' if flag == '--model' else 'file'}"
-            )
+    if not model:
+        raise ConfigError("--model is missing: name a Hugging Face folder")
+    if not data:
+        raise ConfigError("--data is missing: name a file")
     spec = ModelSpec.from_folder(model)
     if sampling:
         check_stop_ids(sampling, spec.vocab_size)

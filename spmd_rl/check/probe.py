@@ -1,6 +1,4 @@
-"""Trials on the GPUs, each in a process of its own, so that one which hangs or crashes is a finding
-like others.
-"""
+"""Trials on the GPUs, each in a child process, so that a hang or a crash is a finding too."""
 
 from __future__ import annotations
 
@@ -11,44 +9,44 @@ import subprocess
 import sys
 from typing import Any
 
-from spmd_rl.check.facts import Gpus, Probe, nvidia_devices, nvidia_driver
+from spmd_rl.check.facts import Gpus, TrialResult, nvidia_devices, nvidia_driver
 
-PROBE_S = 90.0  # to import torch, create contexts, and try
+TRIAL_S = 90.0  # includes importing torch and creating CUDA contexts
 
 
-def run(what: str, *words: str, within_s: float = PROBE_S) -> Probe:
-    """The trial `what` in a child. Blocks: for `within_s` at most; then the child is killed, and
-    that is the result.
+def run_trial(name: str, *words: str, within_s: float = TRIAL_S) -> TrialResult:
+    """Run a trial of `trials.py` in a child process.
+
+    Blocks: for `within_s` at most; then the child is killed and the trial has failed.
     """
-    command = [sys.executable, "-m", "spmd_rl.check.trials", what, *words]
+    command = [sys.executable, "-m", "spmd_rl.check.trials", name, *words]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=within_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Probe(False, f"no result within {within_s:g} s")
+        return TrialResult(False, f"no result within {within_s:g} s")
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        complaint = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
-        return Probe(False, complaint[-1])
-    return Probe(True, lines[-1])
+        errors = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
+        return TrialResult(False, errors[-1])
+    return TrialResult(True, lines[-1])
 
 
 def gpus(torch_version: str | None) -> Gpus:
-    """The GPUs as torch sees them, asked in a child; a CPU build of torch is not asked."""
+    """Return the GPUs as torch sees them in a child process; a CPU build of torch sees none."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
     seen = Gpus(nvidia_devices(), nvidia_driver(), None, hidden=hidden)
     if torch_version is None or torch_version.endswith("+cpu"):
         return seen
-    probe = run("gpus")
-    if not probe.ok:
-        return dataclasses.replace(seen, cuda="unknown", error=probe.said)
-    told: dict[str, Any] = json.loads(probe.said)
-    strangers = tuple((a, b) for a, b in told["strangers"])
+    trial = run_trial("gpus")
+    if not trial.ok:
+        return dataclasses.replace(seen, cuda="unknown", error=trial.output)
+    facts: dict[str, Any] = json.loads(trial.output)
     return dataclasses.replace(
         seen,
-        cuda=told["cuda"],
-        names=tuple(told["names"]),
-        strangers=strangers,
-        error=told["error"],
+        cuda=facts["cuda"],
+        names=tuple(facts["names"]),
+        no_peer_access=tuple((a, b) for a, b in facts["no_peer_access"]),
+        error=facts["error"],
     )

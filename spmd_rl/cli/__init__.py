@@ -1,1 +1,1 @@
-"""The command line."""
+"""Command line of `spmd-rl`, and the launcher of ranks."""

@@ -1,4 +1,4 @@
-"""What `--help` says, and what is said where words name no command or no recipe."""
+"""The commands of `spmd-rl`, and the texts that `--help` prints."""
 
 from __future__ import annotations
 
@@ -6,41 +6,84 @@ import difflib
 import inspect
 import pkgutil
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from spmd_rl import recipes
-from spmd_rl.config.load import Key, describe
+from spmd_rl.config.describe import describe
 from spmd_rl.controller.run.recipe import load_recipe
 from spmd_rl.errors import ConfigError
 
+HELP_FLAGS = {"--help", "-h"}
+
+
+class CommandEntry(NamedTuple):
+    """One command: `module` has its `main(words)`, the other two are its line in the overview."""
+
+    module: str
+    arguments: str
+    summary: str
+
+
 COMMANDS = {
-    "run": ("RECIPE [--a.b=c ...]", "train on this machine"),
-    "plan": ("RECIPE --world N", "what a run would be: split, groups, weight routes, memory"),
-    "submit": ("RECIPE --nodes N ...", "the same run through Slurm"),
-    "check": ("", "is this host fit for it"),
-    "report": ("RUN [RUN ...]", "a page of curves and samples; several runs side by side"),
-    "trace": ("RUN [RUN ...]", "a Chrome / Perfetto trace"),
-    "rewind": ("RUN best|STEP", "let the run go on from an earlier checkpoint"),
-    "export": ("RUN TARGET", "a checkpoint's weights as a Hugging Face folder"),
-    "mismatch": ("RUN", "where engine and trainer part, down to layer and op"),
-    "stacks": ("RUN", "where every process of the live run is"),
+    "run": CommandEntry("spmd_rl.cli.command", "RECIPE [--a.b=c ...]", "train on this machine"),
+    "plan": CommandEntry(
+        "spmd_rl.plan.command",
+        "RECIPE --world N",
+        "what a run would be: split, groups, weight routes, memory",
+    ),
+    "submit": CommandEntry(
+        "spmd_rl.slurm.command", "RECIPE --nodes N ...", "the same run through Slurm"
+    ),
+    "check": CommandEntry("spmd_rl.check.command", "", "whether this host is fit for a run"),
+    "report": CommandEntry(
+        "spmd_rl.report.command",
+        "RUN [RUN ...]",
+        "a page of curves and samples; several runs side by side",
+    ),
+    "trace": CommandEntry(
+        "spmd_rl.observe.command", "RUN [RUN ...]", "a Chrome / Perfetto trace of a run"
+    ),
+    "rewind": CommandEntry(
+        "spmd_rl.controller.run.command",
+        "RUN best|STEP",
+        "let the run continue from an earlier checkpoint",
+    ),
+    "export": CommandEntry(
+        "spmd_rl.train.command",
+        "RUN TARGET",
+        "the weights of a checkpoint as a Hugging Face folder",
+    ),
+    "mismatch": CommandEntry(
+        "spmd_rl.microscope.command",
+        "RUN",
+        "where engine and trainer first differ, down to layer and op",
+    ),
+    "stacks": CommandEntry(
+        "spmd_rl.controller.lifecycle.command",
+        "RUN",
+        "the Python stacks of every process of a live run",
+    ),
 }
 OVERVIEW = """\
 usage: spmd-rl COMMAND ...
 
 {commands}
 
-RECIPE is a shipped name, a path to a .py file, or a module; RUN is the folder of a run. `spmd-rl COMMAND --help` says
-more. On several machines without Slurm, each starts its ranks by
+RECIPE is a shipped name, a path to a .py file, or a module; RUN is the folder of a run.
+`spmd-rl COMMAND --help` says more. On several machines without Slurm, each starts its ranks by
 
   torchrun --nproc-per-node N [--max-restarts N] -m spmd_rl run RECIPE ..."""
 
-USAGE = "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] [--a.b=c ...]"
+USAGE = (
+    "usage: spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose] "
+    "[--a.b=c ...]"
+)
 RUN = """\
 {usage}
 
-  --config F.toml     settings as a file; those of the command line come on top
-  --nproc N           ranks on this machine (default: one a GPU, else one)
-  --max-restarts N    how often all ranks are started again when one fails (default: 0)
+  --config F.toml     settings as a file; those of the command line override it
+  --nproc N           ranks on this machine (default: one for each GPU, else one)
+  --max-restarts N    how often all ranks are restarted after one fails (default: 0)
   --verbose           show the traceback of every error
   --a.b=c             a setting of the recipe, as `spmd-rl run RECIPE --help` lists them
 
@@ -49,55 +92,49 @@ RECIPE is a path to a .py file, a module, or one that is shipped:
 {recipes}"""
 
 
+def starts_ranks(words: list[str]) -> bool:
+    """Return whether these words of the command line launch a run."""
+    return words[:1] == ["run"] and len(words) > 1 and not HELP_FLAGS & set(words)
+
+
 def overview() -> str:
-    """Every command in a line."""
-    rows = ((f"{name} {words}", meaning) for name, (words, meaning) in COMMANDS.items())
+    """Return a line for every command."""
+    rows = ((f"{name} {entry.arguments}", entry.summary) for name, entry in COMMANDS.items())
     return OVERVIEW.format(commands=_table(rows))
 
 
 def of_run() -> str:
-    """The options of a run, and every shipped recipe in a line."""
+    """Return the options of `spmd-rl run`, and a line for every shipped recipe."""
     return RUN.format(usage=USAGE, recipes=_table(shipped().items()))
 
 
 def of_recipe(recipe: str) -> str:
-    """Every setting of a recipe. Raises: ConfigError when there is no such recipe."""
-    keys = settable(load_recipe(recipe).config)
-    return "\n".join(
-        [
-            USAGE,
-            *(f"  --{key.name}={key.default}  ({key.type})  {key.doc}".rstrip() for key in keys),
-        ]
-    )
+    """Return a line for every setting of a recipe.
+
+    Raises: ConfigError when there is no such recipe.
+    """
+    keys = describe(load_recipe(recipe).config)
+    lines = [f"  --{key.name}={key.default}  ({key.type})  {key.doc}".rstrip() for key in keys]
+    return "\n".join([USAGE, *lines])
 
 
 def shipped() -> dict[str, str]:
-    """The shipped recipes' names, each with the first line of what it says of itself."""
-    found = {}
-    for module in pkgutil.iter_modules(recipes.__path__):
-        try:
-            recipe = load_recipe(module.name)
-        except ConfigError:  # it is beside them, and none
-            continue
-        found[module.name] = (inspect.getdoc(inspect.getmodule(recipe.main)) or "").partition("\n")[
-            0
-        ]
-    return found
-
-
-def settable(config: type) -> list[Key]:
-    """The keys of a recipe's config, but for those that it fills in from others (`refuse_given`)."""
-    return [key for key in describe(config) if key.name not in getattr(config, "given", {})]
+    """Return the first line of every shipped recipe's docstring, by the recipe's name."""
+    names = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
+    modules = {name: inspect.getmodule(load_recipe(name).main) for name in names}
+    return {
+        name: (inspect.getdoc(module) or "").partition("\n")[0] for name, module in modules.items()
+    }
 
 
 def no_command(word: str) -> ConfigError:
-    """What is said of a first word that is no command."""
+    """Return the error for a first word that is no command."""
     near = difflib.get_close_matches(word, COMMANDS, 1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
     return ConfigError(f"spmd-rl has no command '{word}': {hint}")
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    found = list(rows)
-    width = max(len(name) for name, _ in found) + 4
-    return "\n".join(f"  {name:{width}}{meaning}" for name, meaning in found)
+    lines = list(rows)
+    width = max(len(left) for left, _ in lines) + 4
+    return "\n".join(f"  {left:{width}}{right}" for left, right in lines)

@@ -1,1 +1,1 @@
-"""Configs: frozen dataclasses from TOML files and dotted overrides."""
+"""Configs: frozen dataclasses from TOML files and dotted overrides, and back to TOML."""

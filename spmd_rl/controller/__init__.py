@@ -1,1 +1,1 @@
-"""Talk: the recipe's process, the workers that serve it, and everything that passes between them."""
+"""Controller: the process of the recipe, its workers, and the channel between them."""

@@ -1,9 +1,8 @@
-"""Numeric contracts: what ranks and roles must share to have the same bits, compared where they
-first meet.
+"""Numeric contracts: the facts that ranks and roles must share to compute the same bits.
 
-A role that has one (`numeric_contract`) says it when it is built, and its ranks are held to each
-other. Both ends of a link say theirs once more when it is made: what one role sets for its process
-may change what the other follows.
+The ranks of a role are compared when it is built, and both ends of a link when it is made. The link
+reads the contracts again, because one role may set something for its whole process that changes the
+contract of the other.
 """
 
 from __future__ import annotations
@@ -15,58 +14,62 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ContractError
-from spmd_rl.observe.files import write_whole
+from spmd_rl.observe.atomic_write import write_atomically
 
 Contract = dict[str, str | int]
 
-FILE = "contract.json"  # in the run's folder: what is followed, by role and by link
-WEAK = ("no promise", "not compared")  # in a fact of a contract
+CONTRACT_FILE = "contract.json"  # in the run's folder: the contracts of each role and link
+UNPROMISED = ("no promise", "not compared")  # words in a fact that promises no equal bits
 
 
-def agree(folder: Path, name: str, parties: Mapping[str, Contract], exact: bool) -> None:
-    """Keep what the parties of a role or a link follow.
+def record_contracts(
+    folder: Path, name: str, contracts: Mapping[str, Contract], exact: bool
+) -> None:
+    """Write the contracts of the role or link `name` to the run's folder.
 
-    Raises: ContractError if they must be `exact` and could not have the same bits.
+    Raises: ContractError if they must be `exact` and differ.
     """
-    if exact and (clause := disagreement(parties)):
+    if exact and (clause := disagreement(contracts)):
         raise ContractError(f"{clause} (run.exact = false lets them)")
-    path = folder / FILE
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    write_whole(path, json.dumps(kept | {name: followed(parties)}, indent=1) + "\n")
+    path = folder / CONTRACT_FILE
+    recorded = json.loads(path.read_text()) if path.exists() else {}
+    recorded[name] = by_digest(contracts)
+    write_atomically(path, json.dumps(recorded, indent=1) + "\n")
 
 
 def disagreement(contracts: Mapping[str, Contract]) -> str:
-    """How the numeric contracts of named parties differ, as a clause; empty when all are the same."""
-    parties = iter(contracts.items())
-    first, expected = next(parties, ("", {}))
-    for name, contract in parties:
+    """Return a clause that says how the first two different contracts differ; empty if none do."""
+    items = iter(contracts.items())
+    first, expected = next(items, ("", {}))
+    for name, contract in items:
         keys = [key for key in {**expected, **contract} if expected.get(key) != contract.get(key)]
         if keys:
-            values = [(key, expected.get(key), contract.get(key)) for key in keys]
             facts = "; ".join(
-                f"{key} is {one!r} in the first and {other!r} in the second"
-                for key, one, other in values
+                f"{key} is {expected.get(key)!r} in the first "
+                f"and {contract.get(key)!r} in the second"
+                for key in keys
             )
             return f"{first} and {name} follow different numeric contracts: {facts}"
     return ""
 
 
 def not_promised(contracts: Mapping[str, Contract]) -> str:
-    """Where a contract of equal bits promises none, or was not seen to keep it, as a clause; empty
-    where all holds.
-    """
+    """Return a clause of the facts that promise no equal bits, or whose promise was not tested."""
     facts = {
         (key, str(value)) for contract in contracts.values() for key, value in contract.items()
     }
     return "; ".join(
-        f"{key} is {value!r}" for key, value in sorted(facts) if any(weak in value for weak in WEAK)
+        f"{key} is {value!r}"
+        for key, value in sorted(facts)
+        if any(words in value for words in UNPROMISED)
     )
 
 
-def followed(contracts: Mapping[str, Contract]) -> list[dict[str, Any]]:
-    """Each contract that is followed: its digest, by whom, and its facts."""
-    found: dict[str, dict[str, Any]] = {}
+def by_digest(contracts: Mapping[str, Contract]) -> list[dict[str, Any]]:
+    """Return each different contract: its digest, the names of those who follow it, its facts."""
+    groups: dict[str, dict[str, Any]] = {}
     for name, facts in contracts.items():
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-        found.setdefault(digest, {"digest": digest, "by": [], "facts": facts})["by"].append(name)
-    return list(found.values())
+        group = groups.setdefault(digest, {"digest": digest, "by": [], "facts": facts})
+        group["by"].append(name)
+    return list(groups.values())

@@ -1,11 +1,11 @@
-"""How a role says what may be called, and how arguments and results meet its ranks.
+"""Endpoints: the methods of a role that the controller may call, and how their values travel.
 
     class Counter(Role):
         @collective
         def count(self, words: Sharded[list[str]]) -> Sharded[list[int]]: ...
 
-`Sharded` arguments are split over the role's data axis and `Sharded` results joined in its order;
-anything else goes to every rank, and must come back the same from every rank.
+A `Sharded` argument is split over the role's data axis, and a `Sharded` result is joined in its
+order. Any other argument goes to every rank, and any other result must be the same on every rank.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Sharded = Annotated[T, _SHARDED]
 
 
 class Role:
-    """Base of everything that lives on ranks. Subclasses take their config and their seat."""
+    """Base class of the objects that live on ranks; each gets its config and its context."""
 
     def __init__(self, cfg: Any, context: RoleContext) -> None:
         self.cfg = cfg
         self.context = context
 
 
-class Bound(Generic[P, R]):
-    """An endpoint of one role instance: on a worker a plain method; a handle's `.call` and `.start`
-    reach all ranks.
+class BoundEndpoint(Generic[P, R]):
+    """An endpoint of one role: a method on a worker; on a handle, `call` and `start` reach all
+    ranks.
     """
 
     def __init__(self, endpoint: Endpoint[P, R], role: Role) -> None:
@@ -60,14 +60,14 @@ class Bound(Generic[P, R]):
         return self.start(*args, **kwargs).wait()
 
     def start(self, *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Issue the endpoint and go on; calls on one role run in the order they were issued."""
+        """Issue the endpoint and return at once; the calls of a role run in order of issue."""
         raise ContractError(
             f"{self._endpoint.name} is called through its handle, by the controller only"
         )
 
 
 class Endpoint(Generic[P, R]):
-    """A method that the controller may call. `local`: any one rank serves it; else all ranks do,
+    """A method that the controller may call, on any one rank if it is `local`, else on all ranks
     together.
     """
 
@@ -80,14 +80,14 @@ class Endpoint(Generic[P, R]):
     @overload
     def __get__(self, instance: None, owner: type) -> Endpoint[P, R]: ...
     @overload
-    def __get__(self, instance: Role, owner: type) -> Bound[P, R]: ...
-    def __get__(self, instance: Role | None, owner: type) -> Endpoint[P, R] | Bound[P, R]:
-        return self if instance is None else Bound(self, instance)
+    def __get__(self, instance: Role, owner: type) -> BoundEndpoint[P, R]: ...
+    def __get__(self, instance: Role | None, owner: type) -> Endpoint[P, R] | BoundEndpoint[P, R]:
+        return self if instance is None else BoundEndpoint(self, instance)
 
 
 def collective(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]:
-    """Mark a method that every rank of the role enters together, in the order the controller
-    issued.
+    """Mark a method that all ranks of the role enter together, in the order of the controller's
+    calls.
     """
     return Endpoint(function, local=False)
 
@@ -98,13 +98,13 @@ def local(function: Callable[Concatenate[Any, P], R]) -> Endpoint[P, R]:
 
 
 def endpoints(role: type[Role]) -> dict[str, Endpoint[Any, Any]]:
-    """A role's endpoints by name, inherited ones included."""
+    """Return a role's endpoints by name, inherited ones included."""
     return {name: item for name, item in inspect.getmembers(role) if isinstance(item, Endpoint)}
 
 
 class Signature:
-    """An endpoint's parameters and result as the wire sees them: all arguments of a call are one
-    tuple, in order.
+    """An endpoint's parameters and result as the wire carries them: the arguments of a call are one
+    tuple, in the order of the parameters.
     """
 
     def __init__(self, endpoint: Endpoint[Any, Any]) -> None:
@@ -114,19 +114,20 @@ class Signature:
         hints = self._hints(endpoint)
         parameters = list(self._signature.parameters.values())[1:]
         for parameter in parameters:
-            if (
-                parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-                or parameter.name not in hints
-            ):
+            variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if variadic or parameter.name not in hints:
                 raise ConfigError(
-                    f"{self.where}: parameter '{parameter.name}' needs a name and a type to cross by"
+                    f"{self.where}: parameter '{parameter.name}' needs a name and a type, "
+                    "since it crosses to workers"
                 )
         self.names = tuple(parameter.name for parameter in parameters)
-        self._by_name = [
+        self._keyword_only = [
             parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
         ]
         if "return" not in hints:
-            raise ConfigError(f"{self.where} needs a return type to cross by")
+            raise ConfigError(
+                f"{self.where} needs a return type, since its result crosses the wire"
+            )
         self.sharded = {name: _element(hint) for name, hint in hints.items() if _is_sharded(hint)}
         self._is_sharded = [name in self.sharded for name in self.names]
         self.scatters = any(self._is_sharded)
@@ -139,33 +140,36 @@ class Signature:
         self.arguments = Codec(tuple[tuple(hints[name] for name in self.names)])  # type: ignore[misc]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments, defaults included. Raises: TypeError as the method itself would."""
-        if len(args) == len(self.names) and not kwargs and not self._by_name:
+        """Return all arguments, defaults included. Raises: TypeError as the method itself would."""
+        if len(args) == len(self.names) and not kwargs and not self._keyword_only:
             return args
         bound = self._signature.bind(None, *args, **kwargs)
         bound.apply_defaults()
         return tuple(bound.arguments.values())[1:]
 
     def method(self, role: Role) -> Callable[..., Any]:
-        """The endpoint of `role`, which takes all arguments by their places."""
-        method, by_name = MethodType(self._function, role), self._by_name
-        if not by_name:
+        """Return the endpoint of `role` as a function that takes all arguments by position."""
+        method, names = MethodType(self._function, role), self._keyword_only
+        if not names:
             return method
-        num_placed = len(self.names) - len(by_name)
-        return lambda *values: method(
-            *values[:num_placed], **dict(zip(by_name, values[num_placed:], strict=True))
-        )
+        num_positional = len(self.names) - len(names)
+
+        def by_position(*values: Any) -> Any:
+            keywords = dict(zip(names, values[num_positional:], strict=True))
+            return method(*values[:num_positional], **keywords)
+
+        return by_position
 
     def scatter(self, arguments: tuple[Any, ...], num_shards: int) -> list[tuple[Any, ...]]:
-        """Each shard's arguments."""
+        """Return the arguments of each shard."""
         columns = []
-        for context, is_sharded in enumerate(self._is_sharded):
-            value = arguments[context]
+        for index, is_sharded in enumerate(self._is_sharded):
+            value = arguments[index]
             columns.append(shard(value, num_shards) if is_sharded else [value] * num_shards)
-        return list(zip(*columns))  # noqa: B905  as long as each other, all of them
+        return list(zip(*columns))  # noqa: B905  all have `num_shards` items
 
     def gather(self, parts: list[Any]) -> Any:
-        """One result from the shards' results."""
+        """Return one result from the results of the shards."""
         return join(parts, self.sharded["return"])
 
     def _hints(self, endpoint: Endpoint[Any, Any]) -> dict[str, Any]:
@@ -173,16 +177,16 @@ class Signature:
             return typing.get_type_hints(endpoint.function, include_extras=True)
         except NameError as error:
             raise ConfigError(
-                f"{self.where}: {error}: import the types of an endpoint at run time too"
+                f"{self.where}: {error}: import the types of an endpoint outside of TYPE_CHECKING"
             ) from error
 
 
 def shard(value: Any, num_shards: int) -> list[Any]:
-    """Cut a list, tuple or array into contiguous, nearly equal parts; a class may bring its own
-    `.shard(n)`.
+    """Cut a list, tuple or array into contiguous, nearly equal parts; another class may define
+    `shard(n)`.
     """
     if isinstance(value, _SLICED):
-        return [value[cut] for cut in _cuts(len(value), num_shards)]
+        return [value[part] for part in _slices(len(value), num_shards)]
     if hasattr(value, "shard"):
         parts = list(value.shard(num_shards))
         if len(parts) != num_shards:
@@ -196,14 +200,14 @@ def shard(value: Any, num_shards: int) -> list[Any]:
 
 
 @functools.lru_cache(64)
-def _cuts(length: int, num_shards: int) -> list[slice]:
+def _slices(length: int, num_shards: int) -> list[slice]:
     size, larger = divmod(length, num_shards)
     ends = [i * size + min(i, larger) for i in range(num_shards + 1)]
     return [slice(start, end) for start, end in itertools.pairwise(ends)]
 
 
 def join(parts: list[Any], annotation: Any) -> Any:
-    """The inverse of `shard`; a class may bring its own static `join(parts)`."""
+    """Invert `shard`; another class may define a static method `join(parts)`."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     if isinstance(parts[0], list):

@@ -1,4 +1,4 @@
-"""The controller's stand-in for a role: its endpoints with `.call` and `.start`, and nothing else."""
+"""Handle of a role: its endpoints, which the controller calls with `.call` and `.start`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import difflib
 import functools
 from typing import Any, NoReturn
 
+from spmd_rl.controller.capabilities import capabilities
 from spmd_rl.controller.channel.codec import Packed, pack
 from spmd_rl.controller.channel.router import Values
 from spmd_rl.controller.channel.wire import Call, encode
-from spmd_rl.controller.endpoint import Bound, Endpoint, Role, Signature, endpoints
+from spmd_rl.controller.endpoint import BoundEndpoint, Endpoint, Role, Signature, endpoints
 from spmd_rl.controller.lifecycle.calls import CallRecord
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
 from spmd_rl.controller.pending import Pending
@@ -19,15 +20,18 @@ from spmd_rl.mesh.split import Placement
 
 class Handle:
     """One spawned role. To the type checker it is the role's class, whose endpoints have the same
-    faces.
+    methods.
+
+    Raises: ConfigError when the role has only part of a capability.
     """
 
     def __init__(
-        self, name: str, role: type[Role], placement: Placement, board: Dispatcher
+        self, name: str, role: type[Role], placement: Placement, dispatcher: Dispatcher
     ) -> None:
         self.name = name
         self.placement = placement
-        self.board = board
+        self.capabilities = capabilities(role)
+        self.dispatcher = dispatcher
         by_data_rank: list[list[int]] = [[] for _ in range(placement.data_size)]
         for rank in placement.ranks:
             by_data_rank[placement.data_rank(rank)].append(rank)
@@ -45,19 +49,19 @@ class Handle:
         return self.endpoints[name]
 
 
-class RemoteEndpoint(Bound[..., Any]):
+class RemoteEndpoint(BoundEndpoint[..., Any]):
     """An endpoint of a role that lives on workers."""
 
     def __init__(self, handle: Handle, endpoint: Endpoint[..., Any]) -> None:
         self._handle = handle
         self._endpoint = endpoint
         self._signature = Signature(endpoint)
-        self._what = f"{handle.name}.{endpoint.name}"
-        self._headers: dict[str, bytes] = {}  # by phase
+        self._call_name = f"{handle.name}.{endpoint.name}"
+        self._headers: dict[str, bytes] = {}  # of the call, by phase
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ContractError(
-            f"{self._what} lives on workers: use {self._what}.call(...) or .start(...)"
+            f"{self._call_name} lives on workers: use {self._call_name}.call(...) or .start(...)"
         )
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,46 +73,45 @@ class RemoteEndpoint(Bound[..., Any]):
         return Pending(functools.partial(self._finish, self._issue(args, kwargs)))
 
     def _issue(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallRecord:
-        board, ranks = self._handle.board, self._handle.placement.ranks
+        dispatcher, ranks = self._handle.dispatcher, self._handle.placement.ranks
         if self._endpoint.local:
-            ranks = (min(ranks, key=board.calls.num_owed),)
+            ranks = (min(ranks, key=dispatcher.calls.num_unanswered),)
         values = self._packed(self._signature.bind(args, kwargs), ranks)
-        record = board.calls.open(self._what, ranks)
+        record = dispatcher.calls.open(self._call_name, ranks)
         header = self._headers.get(record.phase)
         if header is None:
             header = self._headers[record.phase] = encode(
                 Call(self._handle.name, self._endpoint.name, record.phase)
             )
-        board.issue(record, header, values)
+        dispatcher.issue(record, header, values)
         return record
 
     def _packed(self, arguments: tuple[Any, ...], ranks: tuple[int, ...]) -> Values:
-        """The packed arguments by the ranks that receive them: each value is packed once."""
+        """Pack the arguments, each value once; return them with the ranks that receive them."""
         if not self._signature.scatters:
             return [(ranks, pack(arguments))]
         shards = self._handle.shards
         scattered = self._signature.scatter(arguments, len(shards))
-        return [(ranks, pack(own)) for ranks, own in zip(shards, scattered)]  # noqa: B905  a shard's arguments for each
+        return [(ranks, pack(part)) for ranks, part in zip(shards, scattered)]  # noqa: B905
 
     def _finish(self, record: CallRecord, deadline_s: float | None = None) -> Any:
-        by_rank, signature = self._handle.board.collect(record, deadline_s), self._signature
-        unpack, values = signature.result.unpack, []
+        by_rank = self._handle.dispatcher.collect(record, deadline_s)
+        signature, values = self._signature, []
+        unpack = signature.result.unpack
         for ranks in self._handle.shards if signature.gathers else (record.ranks,):
             if len(ranks) > 1:
-                self._agree(by_rank, ranks)
+                self._require_equal(by_rank, ranks)
             values.append(unpack(by_rank[ranks[0]]))
         return signature.gather(values) if signature.gathers else values[0]
 
-    def _agree(self, by_rank: dict[int, Packed], ranks: tuple[int, ...]) -> None:
-        """Raises: ContractError naming those of `ranks` whose answer is not that of the first."""
+    def _require_equal(self, by_rank: dict[int, Packed], ranks: tuple[int, ...]) -> None:
+        """Raises: ContractError naming the `ranks` whose answer differs from that of the first."""
         expected = by_rank[ranks[0]]
-        if odd := [rank for rank in ranks if not _same(by_rank[rank], expected)]:
-            differs = f"the result of ranks {odd} differs from rank {ranks[0]}'s"
-            raise ContractError(f"{self._what}: {differs}; mark it Sharded or agree")
+        if different := [rank for rank in ranks if not _same(by_rank[rank], expected)]:
+            differs = f"the result of ranks {different} differs from rank {ranks[0]}'s"
+            raise ContractError(f"{self._call_name}: {differs}; mark it Sharded or agree")
 
 
-def _same(one: Packed, other: Packed) -> bool:
-    """Whether two values have the same bytes; parts of large frames, which are no `bytes`, would
-    compare slowly.
-    """
-    return one[0] == other[0] and bytes(one[1]) == bytes(other[1])
+def _same(first: Packed, second: Packed) -> bool:
+    """Whether two values have the same bytes; `bytes` objects compare faster than memory views."""
+    return first[0] == second[0] and bytes(first[1]) == bytes(second[1])

@@ -1,25 +1,23 @@
-"""A link carries one role's weights to another: one plan, replayed at every push."""
+"""Link between two roles, which carries the weights of one to the other at every push."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from spmd_rl.controller.contracts import agree, not_promised
+from spmd_rl.controller.capabilities import WeightSink, WeightSource
+from spmd_rl.controller.contracts import not_promised, record_contracts
 from spmd_rl.controller.handle import Handle
-from spmd_rl.controller.weight_sync import Ends, PlanSummary, WeightSync
+from spmd_rl.controller.weight_sync import PlanSummary, RankLayouts, WeightSync
+from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import Placement
-
-if TYPE_CHECKING:
-    from spmd_rl.controller.controller import Controller
 
 
 @dataclass(frozen=True)
 class PushStats:
-    """What a push moved, in how long, and by which route: "alias", "copy", "buckets" or
-    "copy+buckets".
-    """
+    """Bytes, time and route of a push; a route is "alias", "copy", "buckets" or "copy+buckets"."""
 
     bytes_moved: int
     seconds: float
@@ -27,55 +25,71 @@ class PushStats:
 
 
 class Link:
-    """Two roles' weights, connected. `plan` says what a push moves."""
+    """Two roles' weights, connected by one plan that every push replays."""
 
-    def __init__(self, bridge: WeightSync, plan: PlanSummary) -> None:
-        self._bridge = bridge
+    def __init__(self, weight_sync: WeightSync, plan: PlanSummary) -> None:
+        self._weight_sync = weight_sync
         self.plan = plan
 
     def push(self, version: int) -> PushStats:
-        """Bring the destination the source's weights and commit them as `version`, on all ranks or
-        none.
+        """Copy the source's weights to the destination, and commit them as `version` on every rank
+        or on none.
 
         Blocks: until both ends are idle, then until every rank has committed; the run's deadline
         ends it.
         """
         began = time.monotonic()
-        self._bridge.ready.call()
-        moved = self._bridge.go.call()
-        self._bridge.commit.call(version)
-        copied = sum(rank.copied_bytes for rank in moved)
-        received = sum(rank.received_bytes for rank in moved)
-        route = (
-            "+".join(name for name, size in (("copy", copied), ("buckets", received)) if size)
-            or "alias"
-        )
-        return PushStats(copied + received, time.monotonic() - began, route)
+        self._weight_sync.barrier.call()
+        traffic = self._weight_sync.transfer.call()
+        self._weight_sync.commit.call(version)
+        copied = sum(rank.copied_bytes for rank in traffic)
+        received = sum(rank.received_bytes for rank in traffic)
+        routes = [name for name, size in (("copy", copied), ("buckets", received)) if size]
+        return PushStats(copied + received, time.monotonic() - began, "+".join(routes) or "alias")
 
 
-def connect(ctl: Controller, source: Handle, destination: Handle, exact: bool, alias: bool) -> Link:
-    """Spawn the bridge on the ranks of both roles and have it agree on the plan.
+def link_placement(source: Handle, destination: Handle) -> Placement:
+    """Return the placement of the link between two roles: the ranks of both.
+
+    Raises: ConfigError when one of the roles has no weights to give, or to receive.
+    """
+    for handle, capability in ((source, WeightSource), (destination, WeightSink)):
+        if capability not in handle.capabilities:
+            raise ConfigError(
+                f"{source.name} cannot be linked to {destination.name}: "
+                f"let the class of {handle.name} inherit from rl.{capability.__name__}"
+            )
+    ranks = tuple(sorted({*source.placement.ranks, *destination.placement.ranks}))
+    axes = {"dp": len(ranks), "fsdp": 1, "tp": 1}
+    return Placement(f"{source.name}->{destination.name}", ranks, axes)
+
+
+def connect(
+    weight_sync: WeightSync,
+    placement: Placement,
+    nodes: Mapping[int, int],
+    run_folder: Path,
+    exact: bool,
+) -> Link:
+    """Have the ranks of a link compare their numeric contracts and agree on the plan of its pushes.
 
     Raises: ContractError if they must be `exact` and could not have the same bits.
     """
-    ranks = tuple(sorted({*source.placement.ranks, *destination.placement.ranks}))
-    union = Placement(
-        f"{source.name}->{destination.name}", ranks, {"dp": len(ranks), "fsdp": 1, "tp": 1}
-    )
-    ctl.world.build([union])
-    bridge = ctl.spawn(WeightSync, Ends(source.name, destination.name, alias), on=union)
-    ends = bridge.layouts.call()
-    parties = {
+    layouts = weight_sync.layouts.call()
+    contracts = {
         f"{name} on rank {rank}": contract
-        for rank, end in zip(ranks, ends, strict=True)
-        for name, contract in end.contracts.items()
+        for rank, of_rank in zip(placement.ranks, layouts, strict=True)
+        for name, contract in of_rank.contracts.items()
     }
-    agree(ctl.run_folder, union.name, parties, exact)
-    if exact and (weak := not_promised(parties)):
-        print(f"{union.name}: equal bits are not promised here: {weak}", flush=True)
-    plan = bridge.prepare.call(
-        [end.source for end in ends if end.source is not None],
-        [end.destination for end in ends if end.destination is not None],
-        ctl.world.nodes(),
-    )
-    return Link(bridge, plan)
+    record_contracts(run_folder, placement.name, contracts, exact)
+    if exact and (facts := not_promised(contracts)):
+        print(f"{placement.name}: equal bits are not promised here: {facts}", flush=True)
+    return Link(weight_sync, _prepare(weight_sync, layouts, nodes))
+
+
+def _prepare(
+    weight_sync: WeightSync, layouts: list[RankLayouts], nodes: Mapping[int, int]
+) -> PlanSummary:
+    sources = [of_rank.source for of_rank in layouts if of_rank.source is not None]
+    destinations = [of_rank.destination for of_rank in layouts if of_rank.destination is not None]
+    return weight_sync.prepare.call(sources, destinations, dict(nodes))

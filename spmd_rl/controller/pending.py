@@ -1,4 +1,4 @@
-"""A call that was started: wait for it when its value is needed."""
+"""Pending: a call that was started, whose value can be waited for."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ R = TypeVar("R")
 
 
 class Pending(Generic[R]):
-    """The value of a call to come."""
+    """The value of a call that may not have finished yet."""
 
     def __init__(self, finish: Callable[[float | None], R]) -> None:
         self._finish = finish
         self._value: list[R] = []
 
     def wait(self, deadline_s: float | None = None) -> R:
-        """The call's value, the same one each time.
+        """Return the call's value, the same object each time.
 
-        Blocks: until every rank has answered; the run's `deadline_s` ends it, or this one.
+        Blocks: until every rank has answered; `deadline_s` ends it, or else the run's deadline.
         Raises: DeadlineError, LostRankError, ContractError, or what the endpoint raised.
         """
         if not self._value:

@@ -1,6 +1,4 @@
-"""Calls issued before their values are needed: what lets a loop run ahead of itself, and still
-resume where it was.
-"""
+"""Queue of calls that a loop issues before it needs their values, which a checkpoint can hold."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from typing import Generic, ParamSpec, TypeVar
 import msgspec
 
 from spmd_rl.controller.channel.codec import Packed
-from spmd_rl.controller.endpoint import Bound, Signature
+from spmd_rl.controller.endpoint import BoundEndpoint, Signature
 from spmd_rl.controller.pending import Pending
 from spmd_rl.errors import ConfigError, ContractError
 
@@ -22,14 +20,13 @@ VALUES_FILE = "values.msgpack"
 
 
 class CallQueue(Generic[P, R]):
-    """Calls of one endpoint, first in, first out; its length is how many are still to be waited
-    for.
+    """Calls of one endpoint, first in, first out; its length is the number of values not yet taken.
 
-    Named as a part in `Controller.resume`, it is in every checkpoint with the values of those
-    calls: what made them (the weights of that moment, say) may be gone by the time of a resume.
+    As a part in `Controller.resume`, it saves the values of its calls in every checkpoint. A
+    resumed run cannot compute them again, because the weights that they came from may be gone.
     """
 
-    def __init__(self, endpoint: Bound[P, R]) -> None:
+    def __init__(self, endpoint: BoundEndpoint[P, R]) -> None:
         self._endpoint = endpoint
         self._returns = Signature(endpoint._endpoint).result
         self._calls: deque[Pending[R]] = deque()
@@ -38,11 +35,11 @@ class CallQueue(Generic[P, R]):
         return len(self._calls)
 
     def start(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Issue one more call and go on."""
+        """Issue one more call, and return at once."""
         self._calls.append(self._endpoint.start(*args, **kwargs))
 
     def wait(self) -> R:
-        """The value of the oldest call, which leaves the queue.
+        """Remove the oldest call from the queue and return its value.
 
         Blocks and raises: as `Pending.wait`.
         """
@@ -55,9 +52,9 @@ class CallQueue(Generic[P, R]):
         (Path(folder) / VALUES_FILE).write_bytes(msgspec.msgpack.encode(values))
 
     def load(self, folder: str) -> None:
-        """Hold the saved values, as if their calls had just finished.
+        """Fill the queue with the saved values, as if their calls had just finished.
 
-        Raises: ConfigError when they are the values of other calls.
+        Raises: ConfigError when they are the values of another endpoint.
         """
         path = Path(folder) / VALUES_FILE
         try:

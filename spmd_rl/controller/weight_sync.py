@@ -1,24 +1,26 @@
-"""The role behind a link: on every rank of either end, it plans and carries out weight pushes."""
+"""WeightSync: the role behind a link, which plans and carries out weight pushes on every rank of
+both ends.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
+from spmd_rl.controller.capabilities import Contracted, WeightSink, WeightSource
 from spmd_rl.controller.contracts import Contract
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.weights.layout import Layout
-from spmd_rl.weights.plan import plan
+from spmd_rl.weights.plan import Traffic, plan_moves
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import LocalTensors
-    from spmd_rl.weights.plan import Plan
+    from spmd_rl.weights.plan import WeightPlan
 
 
 @dataclass(frozen=True)
-class Ends:
+class WeightSyncConfig:
     """The names of the two roles, and whether they may share memory."""
 
     source: str
@@ -27,9 +29,9 @@ class Ends:
 
 
 @dataclass(frozen=True)
-class EndLayouts:
-    """What one rank holds as source and as destination, where it is either, and the numeric
-    contracts it follows.
+class RankLayouts:
+    """One rank's layouts as source and as destination, where it is either, and the numeric
+    contracts of its roles by role name.
     """
 
     source: Layout | None
@@ -39,100 +41,97 @@ class EndLayouts:
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """What all ranks must agree on before the first byte moves."""
+    """The facts of a plan that all ranks must agree on before the first byte moves."""
 
     digest: str
     local_bytes: int
     wire_bytes: int
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Bytes of one push on one rank."""
-
-    aliased_bytes: int
-    copied_bytes: int
-    received_bytes: int
-
-
 class WeightSync(Role):
-    """One rank's part in a link. The destination's `on_weights` runs only after every rank has its
-    bytes.
-    """
+    """One rank's part in a link between two roles, of which it serves one or both."""
 
-    def __init__(self, cfg: Ends, context: RoleContext) -> None:
+    def __init__(self, cfg: WeightSyncConfig, context: RoleContext) -> None:
         super().__init__(cfg, context)
-        self._destination: Any = context.neighbour(cfg.destination)
-        self._source: Any = context.neighbour(cfg.source)
-        self._src = _held(self._source, "weight_source")
-        self._dst = _held(self._destination, "weight_sink")
-        self._plan: Plan | None = None
+        self._source = cast(WeightSource | None, context.neighbour(cfg.source))
+        self._destination = cast(WeightSink | None, context.neighbour(cfg.destination))
+        self._source_tensors = None if self._source is None else self._source.weight_source()
+        self._destination_tensors = (
+            None if self._destination is None else self._destination.weight_sink()
+        )
+        self._plan: WeightPlan | None = None
 
     @collective
-    def layouts(self) -> Sharded[list[EndLayouts]]:
-        """What this rank holds."""
+    def layouts(self) -> Sharded[list[RankLayouts]]:
+        """Return the layouts and numeric contracts of this rank."""
         rank = self.context.world.rank
         source, destination = (
-            None if held is None else held.layout(rank) for held in (self._src, self._dst)
+            None if tensors is None else tensors.layout(rank)
+            for tensors in (self._source_tensors, self._destination_tensors)
         )
-        ends = {self.cfg.source: self._source, self.cfg.destination: self._destination}
-        follow = {
-            name: role.numeric_contract()
-            for name, role in ends.items()
-            if hasattr(role, "numeric_contract")
+        roles: dict[str, object] = {
+            self.cfg.source: self._source,
+            self.cfg.destination: self._destination,
         }
-        return [EndLayouts(source, destination, follow)]
+        contracts = {
+            name: role.numeric_contract()
+            for name, role in roles.items()
+            if isinstance(role, Contracted)
+        }
+        return [RankLayouts(source, destination, contracts)]
 
     @collective
-    def prepare(self, src: list[Layout], dst: list[Layout], nodes: dict[int, int]) -> PlanSummary:
-        """Make the plan, and share storage where both ends of this process hold the same box.
+    def prepare(
+        self, sources: list[Layout], destinations: list[Layout], nodes: dict[int, int]
+    ) -> PlanSummary:
+        """Plan the pushes, and share memory where both ends of this process hold the same box.
 
-        That asks of the source that it says when it is about to change: until the next push the
-        destination is then outdated, as it would be with memory of its own.
+        A destination that shares memory is stale from each change of the source to the next push,
+        as it would be with memory of its own.
         """
         from spmd_rl.weights.executors import alias
 
-        self._plan = plan(src, dst, nodes, self.context.world.rank)
-        ours, theirs = self._dst, self._src
-        told = hasattr(self._source, "before_change") and hasattr(self._destination, "outdate")
+        self._plan = plan_moves(sources, destinations, nodes, self.context.world.rank)
+        source, destination = self._source_tensors, self._destination_tensors
         if (
             self.cfg.alias
-            and told
-            and ours is not None
-            and theirs is not None
-            and alias(ours, theirs)
+            and source is not None
+            and destination is not None
+            and alias(destination, source)
         ):
-            self._source.before_change(self._destination.outdate)
+            self._mark_stale_before_change()
         return PlanSummary(self._plan.digest, self._plan.local_bytes, self._plan.wire_bytes)
 
     @collective
-    def ready(self) -> None:
-        """Answered once this rank is done with all that was issued before, so that nobody waits
-        inside `go`.
+    def barrier(self) -> None:
+        """Answer once this rank has finished its earlier calls, so that nobody waits for it inside
+        `transfer`.
         """
 
     @collective
-    def go(self) -> Sharded[list[Moved]]:
+    def transfer(self) -> Sharded[list[Traffic]]:
         """Carry out the plan."""
         from spmd_rl.weights.executors import execute
 
         if self._plan is None:
-            raise ContractError("a push before its plan")
+            raise ContractError("weights cannot be transferred before `prepare` has planned it")
         traffic = execute(
-            self._plan, self.context.world.rank, self._src, self._dst, self.context.group
+            self._plan,
+            self.context.world.rank,
+            self._source_tensors,
+            self._destination_tensors,
+            self.context.group,
         )
-        return [Moved(traffic.aliased_bytes, traffic.copied_bytes, traffic.received_bytes)]
+        return [traffic]
 
     @collective
     def commit(self, version: int) -> None:
-        """Let the destination use what has arrived, as `version`, and let the source know the name
-        of what it gave.
-        """
-        if hasattr(self._source, "on_pushed"):
-            self._source.on_pushed(version)
+        """Let both ends call the pushed weights `version`, now that every rank has its bytes."""
+        if self._source is not None:
+            self._source.on_weights_pushed(version)
         if self._destination is not None:
-            self._destination.on_weights(version)
+            self._destination.on_weights_received(version)
 
-
-def _held(role: Any, method: str) -> LocalTensors | None:
-    return None if role is None else getattr(role, method)()
+    def _mark_stale_before_change(self) -> None:
+        if self._source is not None and self._destination is not None:
+            self._source.call_before_change(self._destination.on_weights_stale)

@@ -1,6 +1,4 @@
-"""A worker: one torchrun rank. Its main thread runs the controller's commands in order, one at a
-time.
-"""
+"""Worker: one torchrun rank, whose main thread runs the controller's commands in order."""
 
 from __future__ import annotations
 
@@ -16,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from spmd_rl.controller.capabilities import Contracted
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.address import Address
-from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack, resolve
-from spmd_rl.controller.channel.dealer import Dealer, Reply
+from spmd_rl.controller.channel.codec import NOTHING, Codec, Packed, pack
+from spmd_rl.controller.channel.dealer import Answer
+from spmd_rl.controller.channel.import_names import resolve
 from spmd_rl.controller.channel.wire import (
+    BuildMeshes,
     Bye,
     Call,
     Command,
@@ -28,12 +29,13 @@ from spmd_rl.controller.channel.wire import (
     Hello,
     Result,
     Spawn,
-    Split,
     Stop,
     encode,
 )
+from spmd_rl.controller.constructor import Constructor
 from spmd_rl.controller.endpoint import Signature, endpoints
 from spmd_rl.controller.lifecycle.controller_process import ControllerProcess
+from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.run.checkpoints import Checkpoints
 from spmd_rl.errors import ContractError, DeadlineError, SpmdError
 from spmd_rl.mesh.connection_proof import prove
@@ -49,12 +51,12 @@ _RESULT = encode(Result())
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """One endpoint of a role that lives here."""
+class _LocalEndpoint:
+    """One endpoint of a role of this rank: its method, and how its values cross the wire."""
 
-    what: str
-    names: tuple[str, ...]
-    run: Callable[..., Any]
+    name: str
+    parameters: tuple[str, ...]
+    method: Callable[..., Any]
     arguments: Codec
     result: Codec
 
@@ -67,18 +69,19 @@ class Worker:
         self._pid = os.getpid()
         self._trace = Trace()
         self._roles = meshes.neighbours
-        self._known: dict[tuple[str, str], _Served] = {}
+        self._endpoints: dict[tuple[str, str], _LocalEndpoint] = {}
 
-    def serve(self, dealer: Dealer) -> None:
-        """Run commands until told to stop.
+    def serve(self, lifecycle: WorkerLifecycle) -> None:
+        """Run commands until the controller says stop.
 
-        Blocks: between commands, on the controller; the process ends if it is lost.
+        Blocks: between commands, on the controller; the process ends if the controller is lost.
         """
-        dealer.on_tick = lambda: self._trace.flush()
-        reply: Reply | None = None
+        lifecycle.on_idle = lambda: self._trace.flush()
+        dealer = lifecycle.dealer
+        answer: Answer | None = None
         while True:
-            command, value, number = dealer.next(reply)
-            if type(command) is Stop:  # isinstance takes ten times as long to say no of a message
+            command, value, number = dealer.next(answer)
+            if type(command) is Stop:  # isinstance takes ten times as long on a msgspec type
                 self._trace.close()
                 return
             header, result = _RESULT, NOTHING
@@ -87,52 +90,60 @@ class Worker:
                     result = self._call(command, value, number)
                 else:
                     result = self._build(command, value)
-            # user code may raise anything: the controller decides what it ends
+            # User code may raise anything: the controller decides what that ends.
             except BaseException as error:
-                if os.getpid() != self._pid:  # in a process that it forked
+                if os.getpid() != self._pid:  # raised in a process that user code forked
                     raise
                 header = encode(failure_of(error))
-            if os.getpid() != self._pid:  # such a process came back: the commands are not for it
+            if os.getpid() != self._pid:  # a forked process returned from the user's function
                 os._exit(0)
-            reply = header, result, number
+            answer = header, result, number
 
     def _call(self, call: Call, value: Packed, number: int) -> Packed:
-        served = self._known.get((call.name, call.endpoint)) or self._learn(
+        endpoint = self._endpoints.get((call.name, call.endpoint)) or self._bind(
             call.name, call.endpoint
         )
         began_ns = now_ns() if self._trace.on else 0
         try:
             try:
-                arguments = served.arguments.unpack(value)
+                arguments = endpoint.arguments.unpack(value)
             except ContractError as error:
-                raise ContractError(f"{served.what}({', '.join(served.names)}): {error}") from error
-            return served.result.pack(served.run(*arguments))
+                call_text = f"{endpoint.name}({', '.join(endpoint.parameters)})"
+                raise ContractError(f"{call_text}: {error}") from error
+            return endpoint.result.pack(endpoint.method(*arguments))
         finally:
             if self._trace.on:
                 self._trace.add(
-                    served.what, began_ns, now_ns(), role=call.name, phase=call.phase, call=number
+                    endpoint.name, began_ns, now_ns(), role=call.name, phase=call.phase, call=number
                 )
 
-    def _learn(self, name: str, endpoint: str) -> _Served:
-        role = self._roles[name]
-        signature = Signature(endpoints(type(role))[endpoint])
-        method, arguments, result = signature.method(role), signature.arguments, signature.result
-        served = _Served(f"{name}.{endpoint}", signature.names, method, arguments, result)
-        self._known[name, endpoint] = served
-        return served
+    def _bind(self, role_name: str, endpoint_name: str) -> _LocalEndpoint:
+        role = self._roles[role_name]
+        signature = Signature(endpoints(type(role))[endpoint_name])
+        endpoint = _LocalEndpoint(
+            name=f"{role_name}.{endpoint_name}",
+            parameters=signature.names,
+            method=signature.method(role),
+            arguments=signature.arguments,
+            result=signature.result,
+        )
+        self._endpoints[role_name, endpoint_name] = endpoint
+        return endpoint
 
     def _build(self, command: Command, value: Packed) -> Packed:
-        """The numeric contract of the role that was built, or nothing."""
+        """Build a role, and return its numeric contract if it has one; or build meshes."""
         if isinstance(command, Spawn):
-            config = Codec(resolve(command.cfg_type)).unpack(value)
-            role = self._roles[command.name] = resolve(command.role)(
-                config, self._meshes.context(command.placement)
-            )
+            role_type = resolve(command.role)
+            constructor = Constructor(role_type)
+            config, *settings = constructor.codec(resolve(command.cfg_type)).unpack(value)
+            context = self._meshes.context(command.placement)
+            keywords = dict(zip(constructor.names, settings, strict=True))
+            role = self._roles[command.name] = role_type(config, context, **keywords)
             gc.collect()
-            # roles and what they imported stay: a full collection would look through all of it
+            # Roles and their modules stay, so that a full collection need not look through them.
             gc.freeze()
-            return pack(role.numeric_contract() if hasattr(role, "numeric_contract") else None)
-        if isinstance(command, Split):
+            return pack(role.numeric_contract() if isinstance(role, Contracted) else None)
+        if isinstance(command, BuildMeshes):
             if command.traces and not self._trace.on:
                 rank = self._meshes.world.rank
                 self._trace = self._meshes.trace = Trace(
@@ -143,7 +154,7 @@ class Worker:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An exception as the wire carries it."""
+    """Return the message that carries an exception to the controller."""
     return Failure(
         kind=type(error).__name__,
         sentence=_encodable(str(error)),
@@ -153,13 +164,13 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _encodable(text: str) -> str:
-    """`text` with what UTF-8 has no bytes for, halves of surrogate pairs, spelled out."""
+    """Return `text` with lone surrogates, which UTF-8 cannot encode, written as escapes."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def run_worker(world: World, controller: ControllerProcess | None) -> int:
-    """One rank's life, from torchrun's environment to its exit code. Rank 0 brings the controller
-    it started.
+    """Run one rank from joining the world to its exit code. On rank 0, `controller` is the process
+    that it started.
 
     Blocks: until the controller ends the run.
     """
@@ -168,51 +179,52 @@ def run_worker(world: World, controller: ControllerProcess | None) -> int:
     store = open_store(world)
     if controller is not None:
         store.set(ENDPOINT_KEY, msgspec.json.encode(controller.await_address()).decode())
-    dealer = _dial(world, store, controller)
-    dealer.farewell.newest = lambda: _newest(dealer.checkpoints)
+    lifecycle = _connect(world, store, controller)
+    lifecycle.final_message.newest_step = lambda: _newest(lifecycle.checkpoints)
     if controller is not None:
-        controller.farewell = dealer.farewell
+        controller.final_message = lifecycle.final_message
     join(world, store)
     prove(world)
-    Worker(Meshes(world)).serve(dealer)
+    Worker(Meshes(world)).serve(lifecycle)
     dist.destroy_process_group()
-    dealer.post(Bye())
-    late = dealer.close()
+    lifecycle.dealer.post(Bye())
+    late_signal = lifecycle.close()
     exit_code = controller.wait() if controller is not None else 0
-    if late is not None:
-        signal.raise_signal(late)  # a launcher that sent it waits for the end of this process
+    if late_signal is not None:
+        signal.raise_signal(late_signal)  # the launcher that sent it waits for this process to end
     return exit_code
 
 
 def _newest(checkpoints: str) -> int | None:
-    """The step that a run with this folder goes on after; it is "" until the controller has told
-    it.
+    """Return the step after which the newest checkpoint in this folder was saved, if there is one.
+
+    The folder is "" until the controller has sent it.
     """
     return Checkpoints(Path(checkpoints), 1, 0).newest() if checkpoints else None
 
 
-def _dial(world: World, store: Store, controller: ControllerProcess | None) -> Dealer:
-    """Dial where rank 0 says the controller is. Whoever else may write to the store, only the
-    secret opens the socket.
+def _connect(world: World, store: Store, controller: ControllerProcess | None) -> WorkerLifecycle:
+    """Connect to the controller at the address that rank 0 put into the store.
 
-    Raises: SpmdError when rank 0 does not say it, or the store holds no address.
+    Another process may write to the store, but only a holder of the secret can open the socket.
+    Raises: SpmdError when rank 0 gives no address, or the store holds something else.
     """
     from zmq import ZMQError
 
     try:
         text = store.get(ENDPOINT_KEY)
-    except RuntimeError as error:  # DistError is one
+    except RuntimeError as error:  # torch's DistError is one
         raise DeadlineError(
             f"rank {world.rank} did not hear from rank 0 where the controller is: {error}"
         ) from error
-    keys = secret.derive(secret.given() or secret.read(secret.made_file()))
+    keys = secret.derive_keys(secret.from_environment() or secret.read(secret.generated_file()))
     hello = Hello(world.rank, socket.gethostname(), os.getpid())
     abandon = controller.kill if controller is not None else lambda: None
     try:
         address = msgspec.json.decode(text, type=Address)
-        return Dealer(address.endpoint, keys, address.generation, hello, abandon)
+        return WorkerLifecycle(address.endpoint, keys, address.generation, hello, abandon)
     except (msgspec.MsgspecError, ZMQError) as error:
         raise SpmdError(
-            f"torchrun's store holds no address of the controller ({error}): another process writes to it, "
-            "so run torchrun on a network of its own"
+            f"torchrun's store holds no address of the controller ({error}): "
+            "another process writes to it, so run torchrun on a network of its own"
         ) from error

@@ -1,3 +1,1 @@
-"""Prompts and supervised pairs from files: read, checked, tokenised, drawn in an order that can be
-repeated.
-"""
+"""Prompts and supervised pairs: read from files, checked, tokenised, drawn in a fixed order."""

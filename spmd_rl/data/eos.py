@@ -1,7 +1,6 @@
-"""Where texts end: by the ids that a model's config and its tokenizer name, or by nothing but a
-limit.
+"""End-of-text tokens: the ids that a model's config and its tokenizer name.
 
-Engines end a sample at any of these ids, supervised answers are learned with one of them.
+Engines end a sample at any of these ids. Supervised answers are learned with the first of them.
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 
-class Names(Protocol):
-    """What a tokenizer and the config beside it say of the end."""
+class EosIds(Protocol):
+    """End-of-text ids of a tokenizer and of the model's config beside it."""
 
     @property
     def eos_token_id(self) -> int | None: ...
 
     @property
-    def model_ends(self) -> tuple[int, ...]: ...
+    def config_eos_ids(self) -> tuple[int, ...]: ...
 
 
-class Limits(Protocol):
-    """What a sampling config says of it."""
+class StopConditions(Protocol):
+    """The settings of a sampling config that end a sample."""
 
     @property
     def max_tokens(self) -> int: ...
@@ -36,37 +35,40 @@ class Limits(Protocol):
     def ignore_eos(self) -> bool: ...
 
 
-def end_ids(names: Names) -> tuple[int, ...]:
-    """All that end a sample. The first is what a supervised answer ends with: the tokenizer's, if
-    it has one.
-    """
-    own = () if names.eos_token_id is None else (names.eos_token_id,)
-    return tuple(dict.fromkeys((*own, *names.model_ends)))
+def eos_ids(tokenizer: EosIds) -> tuple[int, ...]:
+    """Return all ids that end a sample, the tokenizer's own first if it has one."""
+    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return tuple(dict.fromkeys((*own, *tokenizer.config_eos_ids)))
 
 
-def differ(names: Names) -> str:
-    """The beginning of a sentence if config and tokenizer name other ids, else nothing."""
-    own, ids = names.eos_token_id, names.model_ends
-    if own is None or not ids or own in ids:
+def eos_disagreement(tokenizer: EosIds) -> str:
+    """Return a clause that names both ids if config and tokenizer disagree, else ""."""
+    own, config_ids = tokenizer.eos_token_id, tokenizer.config_eos_ids
+    if own is None or not config_ids or own in config_ids:
         return ""
-    written = " or ".join(map(str, ids))
+    written = " or ".join(map(str, config_ids))
     return f"the model's config ends a text with token {written}, its tokenizer with {own}"
 
 
-def odd_samples(
-    names: Names, limits: Limits, context: int, lengths: Sequence[int], path: str
+def sampling_warnings(
+    tokenizer: EosIds,
+    stops: StopConditions,
+    context: int,
+    prompt_lengths: Sequence[int],
+    path: str,
 ) -> Iterator[str]:
-    """What is to be told of samples of prompts of these lengths: a line for each way in which they
-    may be cut.
-    """
-    if not limits.ignore_eos and (sentence := differ(names)):
+    """Yield a sentence for each way in which samples of these prompts may be cut."""
+    if not stops.ignore_eos and (sentence := eos_disagreement(tokenizer)):
         yield f"{sentence}: samples end with either"
-    stops = limits.ignore_eos or limits.stop or limits.stop_ids or end_ids(names)
-    if not stops:
-        advice = f"every sample goes on to sampling.max_tokens = {limits.max_tokens}"
-        yield f"this model has no end-of-text token, and there is no sampling.stop or sampling.stop_ids: {advice}"
-    if num_long := sum(length + limits.max_tokens > context for length in lengths):
-        of_all = (
-            f"{num_long} of {len(lengths)} prompts and sampling.max_tokens = {limits.max_tokens}"
+    if not (stops.ignore_eos or stops.stop or stops.stop_ids or eos_ids(tokenizer)):
+        yield (
+            "this model has no end-of-text token, and neither sampling.stop nor sampling.stop_ids "
+            f"is set: every sample goes on to sampling.max_tokens = {stops.max_tokens}"
         )
-        yield f"{path}: {of_all} are more than the model's context of {context}: their samples are cut there"
+    num_long = sum(length + stops.max_tokens > context for length in prompt_lengths)
+    if num_long:
+        yield (
+            f"{path}: {num_long} of {len(prompt_lengths)} prompts with sampling.max_tokens = "
+            f"{stops.max_tokens} exceed the model's context of {context}: their samples are cut "
+            "there"
+        )

@@ -1,6 +1,6 @@
-"""Records of a JSONL or parquet file, each with the place it came from, for error messages.
+"""Records of a JSONL or parquet file, each with its file and line for error messages.
 
-`train.jsonl@[100:200]` means records 100 to 199; negative ends count from the back, as in Python.
+`train.jsonl@[100:200]` means records 100 to 199. Negative numbers count from the end, as in Python.
 """
 
 from __future__ import annotations
@@ -12,35 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.jsonl import lines, parse
+from spmd_rl.observe.jsonl import numbered_lines, parse_json
 
 _SLICE = re.compile(r"(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]")
-_SURROGATE = re.compile("[\ud800-\udfff]")  # what JSON may spell, and UTF-8 cannot
+_SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can spell these, but UTF-8 cannot
 
 
 @dataclass(frozen=True)
-class Record:
-    """One row and `where` it stands (`file:line`)."""
+class DataRecord:
+    """One row of a data file, and `where` it stands (`file:line`)."""
 
     where: str
     row: dict[str, Any]
 
     def text(self, key: str, expected: str = "a string") -> str:
-        """The string under `key`. Raises: DataError when absent or of another type."""
+        """Return the string under `key`. Raises: DataError when absent or of another type."""
         value = self.value(key)
         if not isinstance(value, str):
             raise DataError(f"{self.where}: {key}", f"expected {expected}, got {_short(value)}")
         if not value.isascii() and _SURROGATE.search(value):
-            raise DataError(f"{self.where}: {key}", "half of a surrogate pair is no text")
+            raise DataError(f"{self.where}: {key}", "half of a surrogate pair is not text")
         return value
 
     def text_or_number(self, key: str) -> str:
-        """The string under `key`, or a finite number as its text. Raises: DataError, as `text`."""
-        return (
-            str(self.row[key])
-            if self.has_number(key)
-            else self.text(key, "a string or a finite number")
-        )
+        """Return the string or finite number under `key`, as text. Raises: DataError, as `text`."""
+        if self.has_number(key):
+            return str(self.row[key])
+        return self.text(key, "a string or a finite number")
 
     def has_number(self, key: str) -> bool:
         """Whether a finite number is under `key`."""
@@ -48,18 +46,17 @@ class Record:
         return math.isfinite(value) if isinstance(value, float) else type(value) is int
 
     def value(self, key: str) -> Any:
-        """Whatever stands under `key`. Raises: DataError that lists the keys there are."""
+        """Return the value under `key`. Raises: DataError that lists the keys there are."""
         if key not in self.row:
             have = ", ".join(repr(k) for k in self.row) or "none"
             raise DataError(f"{self.where}: {key}", f"no such key in this record (it has {have})")
         return self.row[key]
 
 
-def read_records(path: str) -> list[Record]:
-    """All records of the file or slice, in file order; never empty.
+def read_records(path: str) -> list[DataRecord]:
+    """Return all records of the file or slice, in file order; never empty.
 
-    Raises: DataError (missing file, malformed line, no record), ConfigError (kind of file not read
-    here).
+    Raises: DataError (missing file, malformed line, no record), ConfigError (unknown kind of file).
     """
     file, wanted = _split_slice(path)
     if not file.is_file():
@@ -82,25 +79,25 @@ def _split_slice(path: str) -> tuple[Path, slice]:
     if match is None:
         if path.endswith("]") and "@" in path:
             raise ConfigError(
-                f"{path}: a slice is written path@[start:stop], either end may be left out"
+                f"{path}: write a slice as path@[start:stop], where either number may be left out"
             )
         return Path(path), slice(None)
     start, stop = (int(text) if text else None for text in match.group("start", "stop"))
     return Path(match["path"]), slice(start, stop)
 
 
-def _read_jsonl(file: Path) -> list[Record]:
-    return [_record(f"{file}:{number}", line) for number, line in lines(file)]
+def _read_jsonl(file: Path) -> list[DataRecord]:
+    return [_record(f"{file}:{number}", line) for number, line in numbered_lines(file)]
 
 
-def _record(where: str, line: bytes) -> Record:
-    row = parse(where, line)
+def _record(where: str, line: bytes) -> DataRecord:
+    row = parse_json(where, line)
     if not isinstance(row, dict):
         raise DataError(where, f"expected a JSON object, got {_short(row)}")
-    return Record(where, row)
+    return DataRecord(where, row)
 
 
-def _read_parquet(file: Path) -> list[Record]:
+def _read_parquet(file: Path) -> list[DataRecord]:
     try:
         from pyarrow import lib, parquet
     except ImportError as error:
@@ -111,7 +108,7 @@ def _read_parquet(file: Path) -> list[Record]:
         rows = parquet.read_table(file).to_pylist()
     except (lib.ArrowInvalid, OSError) as error:
         raise DataError(str(file), f"not a parquet file: {error}") from error
-    return [Record(f"{file}:{number}", row) for number, row in enumerate(rows, start=1)]
+    return [DataRecord(f"{file}:{number}", row) for number, row in enumerate(rows, start=1)]
 
 
 def _short(value: Any) -> str:

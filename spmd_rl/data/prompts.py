@@ -15,34 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.config.rules import at_least
-from spmd_rl.data.eos import Limits, odd_samples
+from spmd_rl.data.eos import EosIds, StopConditions, sampling_warnings
 from spmd_rl.data.epoch_order import EpochOrder
-from spmd_rl.data.files import Record, read_records
+from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.types.samples import Prompt
+from spmd_rl.types.prompts import Prompt
 
-OTHERS = "not those the saved position was taken in: bring back the file as it was, or start another run with --run.name"
+DATA_CHANGED = (
+    "not those of the checkpoint: restore the data file, or start a new run with --run.name"
+)
 
-# whose tokens are counted before a run starts: some 0.1 s
+# limits of `check_prompts`, which then takes about 0.1 s
 CHECKED_PROMPTS, CHECKED_CHARACTERS = 1000, 1 << 18
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Tokenizer(Protocol):
-    """What this room needs of a transformers tokenizer."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def model_ends(self) -> tuple[int, ...]: ...  # the config's ids of the same
+class Tokenizer(EosIds, Protocol):
+    """Tokenizer of a model, with the interface of transformers."""
 
     @property
     def chat_template(self) -> str | None: ...
 
     @property
-    def context(self) -> int: ...  # the model's positions
+    def context(self) -> int: ...  # how many tokens the model can take
 
     def __call__(self, text: list[str], *, add_special_tokens: bool) -> Any: ...
 
@@ -50,136 +46,141 @@ class Tokenizer(Protocol):
 
 
 class LightTokenizer(Protocol):
-    """What a look at prompts before the run needs of a tokenizer."""
+    """Tokenizer for `check_prompts`, which must not import transformers."""
 
     @property
     def chat_template(self) -> str | None: ...
 
     @property
-    def context(self) -> int: ...  # the model's positions
+    def context(self) -> int: ...  # how many tokens the model can take
 
-    def num_tokens(self, text: str) -> int: ...  # special ones too
+    def num_tokens(self, text: str) -> int: ...  # including special tokens
 
 
 @dataclass(frozen=True)
 class PromptConfig:
-    path: str = ""  # .jsonl or .parquet, a slice as path@[start:stop]
     prompt_key: str = "prompt"  # text, or a list of chat messages
-    answer_key: str = "answer"  # what the reward function compares with; "" when there is none
-    chat_template: bool = False  # wrap in the tokenizer's template, with the generation prompt
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # passed to the template
-    max_prompt_tokens: int = 0  # longer prompts are dropped and counted; 0 keeps all
-    shuffle: bool = True  # a new order every epoch; false: that of the file
-    seed: int = 0  # of the orders
+    answer_key: str = "answer"  # the reference answer, for the reward function; "" if there is none
+    chat_template: bool = False  # apply the tokenizer's chat template, with the generation prompt
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # arguments for the chat template
+    max_prompt_tokens: int = 0  # longer prompts are dropped; 0 keeps all
+    shuffle: bool = True  # use a new order every epoch; false: the order of the file
+    seed: int = 0  # of the shuffling
 
     def __post_init__(self) -> None:
         at_least(self, {"max_prompt_tokens": 0})
 
 
 class Prompts:
-    """An endless stream of prompts; `len()` is one epoch, `num_dropped` how many were too long.
+    """An endless stream of the prompts in a .jsonl or .parquet file, or a slice `path@[start:stop]`.
 
-    Given how they are sampled, it prints what would cut the samples: no end-of-text token, or a
+    `len()` is the number of prompts of an epoch; `num_dropped` counts those that were too long.
+    With `sampling`, the constructor prints what would cut samples: no end-of-text token, or a
     short context.
-    Raises: DataError (file, line, field) or ConfigError while it is built, never later.
+    Raises: DataError (file, line, field) or ConfigError in the constructor, never later.
     """
 
     def __init__(
-        self, cfg: PromptConfig, tokenizer: Tokenizer, sampling: Limits | None = None
+        self,
+        path: str,
+        cfg: PromptConfig,
+        tokenizer: Tokenizer,
+        sampling: StopConditions | None = None,
     ) -> None:
-        records = read_records(cfg.path)
+        records = read_records(path)
         encoded = encode_prompts(records, cfg, tokenizer)
-        hidden, source = (
-            {cfg.prompt_key, cfg.answer_key},
-            Path(records[0].where.rpartition(":")[0]).stem,
-        )
+        source = Path(records[0].where.rpartition(":")[0]).stem
         kept = [
             Prompt(
-                uid=-1,  # of no draw yet
+                uid=-1,  # set by each draw
                 tokens=tokens,
                 text=text,
                 answer=record.text_or_number(cfg.answer_key) if cfg.answer_key else "",
                 source=source,
-                meta=_meta(record, hidden),
+                meta=_meta(record, cfg),
             )
             for record, (text, tokens) in zip(records, encoded, strict=True)
-            if not is_dropped(cfg, len(tokens))
+            if not is_too_long(cfg, len(tokens))
         ]
         if not kept:
             raise DataError(
-                cfg.path,
+                path,
                 f"all {len(records)} prompts are longer than {cfg.max_prompt_tokens} tokens",
             )
         self.num_dropped = len(records) - len(kept)
-        tell_dropped(cfg, self.num_dropped, len(records))
-        tell_numbers(cfg, records)
+        report_dropped(path, cfg, self.num_dropped, len(records))
+        report_numeric_answers(path, cfg, records)
         if sampling is not None:
             lengths = [len(prompt.tokens) for prompt in kept]
-            for line in odd_samples(tokenizer, sampling, tokenizer.context, lengths, cfg.path):
+            for line in sampling_warnings(tokenizer, sampling, tokenizer.context, lengths, path):
                 print(line, flush=True)
-        self._path = cfg.path
-        self._entries = kept
+        self._path = path
+        self._prompts = kept
         self._order = EpochOrder(len(kept), seed=cfg.seed, shuffle=cfg.shuffle)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._prompts)
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next draws; an epoch may end in the middle."""
+        """Return the next prompts, across the end of an epoch if need be."""
         return [self._draw() for _ in range(num_prompts)]
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs, as plain data: where the stream stands and which data it is
-        over.
-        """
-        return {"drawn": self._order.drawn, "digest": self._digest}
+        """Return what `restore` needs, as plain data: the draws so far and a digest of the data."""
+        return {"drawn": self._order.num_drawn, "digest": self._digest}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises: DataError when it was taken over other data."""
+        """Continue after the draw at which `state` was taken.
+
+        Raises: DataError when the data is not the same.
+        """
         if state["digest"] != self._digest:
-            raise DataError(self._path, f"the prompts are {OTHERS}")
-        self._order.drawn = state["drawn"]
+            raise DataError(self._path, f"the prompts are {DATA_CHANGED}")
+        self._order.num_drawn = state["drawn"]
 
     def _draw(self) -> Prompt:
-        uid = self._order.drawn
-        entry = self._entries[self._order.next()]
-        return entry.changed(uid=uid, meta=entry.meta.copy())
+        uid = self._order.num_drawn
+        prompt = self._prompts[self._order.next()]
+        return prompt.replace(uid=uid, meta=prompt.meta.copy())
 
     @cached_property
     def _digest(self) -> str:
-        """Of all that a draw gives: an answer that was mended is another reward."""
+        """Digest of all fields of the prompts: a corrected answer, for one, changes rewards."""
         digest = hashlib.sha256()
-        for entry in self._entries:
-            rest = json.dumps(
-                [entry.text, entry.answer, entry.meta], sort_keys=True, default=repr
+        for prompt in self._prompts:
+            texts = json.dumps(
+                [prompt.text, prompt.answer, prompt.meta], sort_keys=True, default=repr
             ).encode()
-            for part in (entry.tokens.tobytes(), rest):
+            for part in (prompt.tokens.tobytes(), texts):
                 digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
 
 
-def _meta(record: Record, hidden: set[str]) -> dict[str, Any]:
-    """What a record holds beside `hidden`. Raises: DataError for a value that could not go to
-    another process.
+def _meta(record: DataRecord, cfg: PromptConfig) -> dict[str, Any]:
+    """Return the fields of a record besides prompt and answer.
+
+    Raises: DataError for a value that cannot be sent to another process.
     """
-    meta = {key: value for key, value in record.row.items() if key not in hidden}
+    used = {cfg.prompt_key, cfg.answer_key}
+    meta = {key: value for key, value in record.row.items() if key not in used}
     for item in meta.items():
         try:
             _encode(item)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             where = f"{record.where}: {item[0]}"
-            raise DataError(where, f"this value cannot go to another process: {error}") from error
+            problem = f"this value cannot be sent to another process: {error}"
+            raise DataError(where, problem) from error
     return meta
 
 
 def encode_prompts(
-    records: Sequence[Record], cfg: PromptConfig, tokenizer: Tokenizer
+    records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: Tokenizer
 ) -> list[tuple[str, NDArray[np.int32]]]:
-    """Text and tokens of every record's prompt, as the model is to see it."""
+    """Return text and tokens of every record's prompt, as the model sees them."""
     if cfg.chat_template:
         _require_template(tokenizer)
     texts = [_render(prompt_of(record, cfg), cfg, tokenizer) for record in records]
-    # a template writes its own special tokens: the tokenizer must not add a second BOS
+    # a chat template writes its own special tokens: the tokenizer must not add a second BOS
     encoded = tokenizer(texts, add_special_tokens=not cfg.chat_template)["input_ids"]
     for record, tokens in zip(records, encoded, strict=True):
         _check_length(record, cfg, len(tokens), tokenizer.context)
@@ -190,13 +191,13 @@ def encode_prompts(
 
 
 def check_prompts(
-    records: Sequence[Record], cfg: PromptConfig, tokenizer: LightTokenizer | None
+    records: Sequence[DataRecord], cfg: PromptConfig, tokenizer: LightTokenizer | None
 ) -> None:
-    """Refuse prompts that `encode_prompts` would refuse, as far as a short look tells; needs no
-    transformers.
+    """Refuse prompts that `encode_prompts` would refuse, as far as a quick check can tell.
 
-    The form of every prompt is looked at. Tokens are counted of the first ones, where they need no
-    chat template and the tokenizer is at hand. Raises: DataError, ConfigError.
+    It checks the form of every prompt. It counts the tokens of the first prompts only, and of none
+    if they need a chat template or there is no tokenizer.
+    Raises: DataError, ConfigError.
     """
     if cfg.chat_template and tokenizer is not None:
         _require_template(tokenizer)
@@ -209,46 +210,53 @@ def check_prompts(
         _check_length(record, cfg, tokenizer.num_tokens(str(prompt)), tokenizer.context)
 
 
-def is_dropped(cfg: PromptConfig, num_tokens: int) -> bool:
+def is_too_long(cfg: PromptConfig, num_tokens: int) -> bool:
     return 0 < cfg.max_prompt_tokens < num_tokens
 
 
-def tell_dropped(cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
+def report_dropped(path: str, cfg: PromptConfig, num_dropped: int, num_records: int) -> None:
     if num_dropped:
         limit = cfg.max_prompt_tokens
         print(
-            f"{cfg.path}: {num_dropped} of {num_records} prompts have more than {limit} tokens: dropped",
+            f"{path}: dropped {num_dropped} of {num_records} prompts, "
+            f"which have more than {limit} tokens",
             flush=True,
         )
 
 
-def tell_numbers(cfg: PromptConfig, records: Sequence[Record]) -> None:
+def report_numeric_answers(path: str, cfg: PromptConfig, records: Sequence[DataRecord]) -> None:
     numbers = [record for record in records if record.has_number(cfg.answer_key)]
     if numbers:
-        shown = f"such as {numbers[0].text_or_number(cfg.answer_key)!r}"
-        of_all = f"{len(numbers)} of {len(records)} answers"
-        print(f"{cfg.path}: {of_all} are numbers, and their text is used, {shown}", flush=True)
+        example = numbers[0].text_or_number(cfg.answer_key)
+        print(
+            f"{path}: {len(numbers)} of {len(records)} answers are numbers: "
+            f"they are used as text, such as {example!r}",
+            flush=True,
+        )
 
 
 def _require_template(tokenizer: Tokenizer | LightTokenizer) -> None:
     if not tokenizer.chat_template:
-        raise ConfigError("chat_template is on, but this model's tokenizer has no chat template")
+        raise ConfigError("chat_template is true, but this model's tokenizer has no chat template")
 
 
-def _check_length(record: Record, cfg: PromptConfig, num_tokens: int, context: int) -> None:
+def _check_length(record: DataRecord, cfg: PromptConfig, num_tokens: int, context: int) -> None:
     where = f"{record.where}: {cfg.prompt_key}"
     if not num_tokens:
         raise DataError(where, "the prompt is empty")
-    if num_tokens >= context and not is_dropped(cfg, num_tokens):
-        room = f"the model's context of {context} tokens is for its answer too"
+    if num_tokens >= context and not is_too_long(cfg, num_tokens):
         raise DataError(
             where,
-            f"has {num_tokens} tokens, and {room}: prompts.max_prompt_tokens drops longer ones",
+            f"the prompt has {num_tokens} tokens, but the model's context of {context} must hold "
+            "the response too: set prompts.max_prompt_tokens to drop long prompts",
         )
 
 
-def prompt_of(record: Record, cfg: PromptConfig) -> str | list[dict[str, Any]]:
-    """The text or the chat messages of a record's prompt. Raises: DataError when it is neither."""
+def prompt_of(record: DataRecord, cfg: PromptConfig) -> str | list[dict[str, Any]]:
+    """Return the text or the chat messages of a record's prompt.
+
+    Raises: DataError when it is neither.
+    """
     messages = record.value(cfg.prompt_key)
     if not isinstance(messages, list):
         return record.text(cfg.prompt_key)

@@ -1,6 +1,4 @@
-"""The numeric contract as data: what must be the same on every rank and in both roles for bits to
-agree.
-"""
+"""Numeric contract as data: the facts that all ranks and both roles must share for equal bits."""
 
 from __future__ import annotations
 
@@ -11,18 +9,17 @@ from typing import Literal
 
 import torch
 
-from spmd_rl.kernels.attention.blocked import KV_BLOCK, QUERY_TILE
-from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_takes, flash_version
-from spmd_rl.kernels.attention.flash_decode import TILE
-from spmd_rl.kernels.linear.linear import HOPPER, keeps_chain
+from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
+from spmd_rl.kernels.linear.linear import keeps_chain
+from spmd_rl.kernels.runtime.capability import AMPERE, HOPPER
 from spmd_rl.kernels.runtime.padding import COLUMN_UNIT, ROW_TILE
-from spmd_rl.kernels.runtime.versions import DSL, FLASH, installed
+from spmd_rl.kernels.runtime.versions import DSL, installed
 from spmd_rl.kernels.vocab.logprob import NUM_VOCAB_SHARDS, TEMPERATURE_RULE, VOCAB_CHUNK
 from spmd_rl.kernels.vocab.sampling import RANDOM_SCHEME
 
 CONTRACT_VERSION = 2
-AMPERE = 8  # the first compute capability with bfloat16
-# what torch's wheels bring: for CUDA 13, and before
+# the packages of cuBLAS that torch's wheels bring: for CUDA 13, and before
 CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu12")
 SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
 
@@ -30,10 +27,10 @@ SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
 def contract(
     device: torch.device, dtype: torch.dtype, head_dim: int | None = None, attention_split: int = 0
 ) -> dict[str, str | int]:
-    """Every fact that can change a bit of a forward pass or a draw here; `head_dim` settles which
-    attention runs.
+    """Return every fact that can change a bit of a forward pass or of a draw here.
 
-    The version of a package that is not installed is an empty string.
+    `head_dim` settles which attention runs. The version of a package that is not installed is an
+    empty string.
     """
     facts: dict[str, str | int] = {
         "version": CONTRACT_VERSION,
@@ -48,12 +45,14 @@ def contract(
         "device": device.type,
         "attention_split": attention_split,
     }
-    return facts | (_cpu_facts() if device.type == "cpu" else _gpu_facts(device, dtype, head_dim))
+    attention = attention_backend(head_dim or FLASH_HEAD_DIMS[0], dtype, device)
+    rest = _cpu_facts() if device.type == "cpu" else _gpu_facts(device, dtype)
+    return facts | attention.facts() | rest
 
 
 @cache
 def digest_of(sources: tuple[Path, ...]) -> str:
-    """Of code on which bits depend: ranks that run different code do not follow one contract."""
+    """Return a digest of code on which bits depend: ranks must run the same code."""
     digest = hashlib.sha256()
     for path in sources:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -61,24 +60,19 @@ def digest_of(sources: tuple[Path, ...]) -> str:
 
 
 def dtype_of(asked: str, device: torch.device) -> Literal["float32", "bfloat16"]:
-    """The type of numbers that a config asks for; for "auto", that in which the contract is kept on
-    such a device.
-    """
+    """Return the dtype that a config asks for; for "auto", the one that keeps the contract."""
     if asked == "auto" and device.type == "cuda":
         return "bfloat16" if torch.cuda.get_device_capability(device)[0] >= AMPERE else "float32"
     return "bfloat16" if asked == "bfloat16" else "float32"
 
 
 def cublas_version() -> str:
-    """Of the package that torch's wheel brought; an empty string where there is none."""
+    """Return the version of the cuBLAS that torch's wheel brought, or an empty string."""
     return next(filter(None, map(installed, CUBLAS)), "")
 
 
 def _cpu_facts() -> dict[str, str | int]:
     return {
-        "attention": "blocked",
-        "kv_block": KV_BLOCK,
-        "query_tile": QUERY_TILE,
         "column_unit": COLUMN_UNIT,
         "linear": "library",
         "isa": torch.backends.cpu.get_cpu_capability(),
@@ -86,34 +80,16 @@ def _cpu_facts() -> dict[str, str | int]:
     }
 
 
-def _gpu_facts(
-    device: torch.device, dtype: torch.dtype, head_dim: int | None
-) -> dict[str, str | int]:
+def _gpu_facts(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
     from triton import __version__ as triton_version
 
-    from spmd_rl.kernels.attention.blocked_triton import block_tile
     from spmd_rl.kernels.rowwise.norm_triton import NUM_WARPS, TILE_ELEMENTS
     from spmd_rl.kernels.vocab.logprob_triton import SUM_WARPS
 
-    dim, capability = head_dim or FLASH_HEAD_DIMS[0], torch.cuda.get_device_capability(device)
+    capability = torch.cuda.get_device_capability(device)
     compared = capability[0] == HOPPER
-    attention: dict[str, str | int]
-    if flash_takes(dim, dtype, device):
-        known = "" if flash_version() == FLASH["flash-attn-4"] else ", version not compared"
-        attention = {
-            "attention": f"flash-attn-4 {flash_version()} causal, one split{known}",
-            "kv_block": TILE[1],
-        }
-    else:
-        blocks = (
-            "keys in ascending blocks" if compared else "keys in ascending blocks, not compared"
-        )
-        attention = {
-            "attention": blocks,
-            "attention_tile": ", ".join(map(str, block_tile(dtype, dim))),
-        }
     chain = "one ascending chain" if compared else "one ascending chain, tiles not compared"
-    return attention | {
+    return {
         "linear": chain if keeps_chain(dtype, device) else "library, no promise",
         "norm_elements": TILE_ELEMENTS,
         "norm_warps": NUM_WARPS,

@@ -1,3 +1,4 @@
-"""Who sits where: torchrun's environment, the split into roles, meshes and process groups. Nothing
-else makes them.
+"""Meshes: torchrun's environment, the split of its ranks into roles, and their process groups.
+
+No other part of the package makes a process group or a device mesh.
 """

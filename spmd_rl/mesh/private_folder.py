@@ -1,7 +1,7 @@
-"""Folders of a run, on its host, that no other user can enter.
+"""PrivateFolder: a folder of a run, on one host, that no other user can enter.
 
-Every process that enters one holds a lock on it until it ends. A folder without a lock is thus one
-that killed processes left.
+Every process that enters it holds a lock on it until the process ends. A folder without a lock was
+therefore left by killed processes, and may be removed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from spmd_rl.errors import ConfigError
 PREFIX = "spmd_rl-run-"
 ERROR_FILE_ENV = "TORCHELASTIC_ERROR_FILE"
 
-_leave: list[Callable[[], None]] = []  # what this process has to do before it ends
+_exit_callbacks: list[Callable[[], None]] = []  # to run before this process ends
 
 
 class PrivateFolder:
-    """A folder in the user's runtime folder if this host has one, else in the temporary directory.
+    """A folder in the user's runtime folder if this host has one, else in the temporary folder.
 
-    Processes that give the same `name` enter the same folder; without one, it is new.
-    Raises: ConfigError when another user has made it, or when the file system has no locks.
+    Processes that give the same `name` enter the same folder; without a name, it is a new one.
+    Raises: ConfigError when another user made the folder, or when the file system has no locks.
     """
 
     def __init__(self, name: str = "") -> None:
-        self.path = _where() / f"{PREFIX}{name or secrets.token_hex(4)}"
+        self.path = _parent_folder() / f"{PREFIX}{name or secrets.token_hex(4)}"
         try:
             while (descriptor := _enter(self.path)) is None:
                 pass
@@ -53,26 +53,25 @@ class PrivateFolder:
         self.leave()
 
     def leave(self) -> None:
-        """Remove the folder, unless a process that does not come from this one still uses it."""
+        """Leave the folder, and remove it unless another process still uses it."""
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._descriptor)
-        sweep()  # of several that leave at once, the last finds no lock
+        sweep()  # if several leave at once, none may get the lock above, but the last does here
 
 
 def meeting_folder() -> PrivateFolder:
-    """The folder in which the ranks of one host find each other: the same for all of them, and new
-    in every start.
+    """Return the folder in which the ranks of one host find each other, a new one for every start.
 
-    Its name follows from torchrun's log folder of this start. The last of the ranks to end removes
-    it.
-    Raises: ConfigError when torchrun has none.
+    Its name follows from torchrun's log folder of this start. The last rank to end removes it.
+    Raises: ConfigError when torchrun has no log folder.
     """
     start = Path(os.environ.get(ERROR_FILE_ENV, "")).parent.parent
     if not start.name.startswith("attempt_"):
         raise ConfigError(
-            f"{ERROR_FILE_ENV} names no log folder of torchrun: start torchrun with another --log-dir"
+            f"{ERROR_FILE_ENV} names no log folder of torchrun: "
+            "start torchrun with another --log-dir"
         )
     return _meeting_folder(str(start))
 
@@ -82,26 +81,27 @@ def _meeting_folder(start: str) -> PrivateFolder:
     folder, process = PrivateFolder(hashlib.sha256(start.encode()).hexdigest()[:16]), os.getpid()
 
     def leave() -> None:
-        if os.getpid() == process:  # and not one that it forked
+        if os.getpid() == process:  # not in a forked process
             folder.leave()
 
-    _leave.append(leave)
-    atexit.register(leave_meeting_folder)  # its store goes back to it until then
+    _exit_callbacks.append(leave)
+    atexit.register(leave_meeting_folder)  # the store in it is used until the end
     return folder
 
 
 def leave_meeting_folder() -> None:
-    """Leave the folder in which the ranks met, if this process has entered it; before an end
-    without exit handlers.
+    """Leave the folder in which the ranks met, if this process has entered it.
+
+    Call it before the process ends without running its exit handlers.
     """
-    while _leave:
-        _leave.pop()()
+    while _exit_callbacks:
+        _exit_callbacks.pop()()
 
 
 def sweep() -> None:
     """Remove the private folders of this user that no living process has entered."""
-    for path in _where().glob(f"{PREFIX}*"):
-        # another user's, or one that is in use, or has just been removed
+    for path in _parent_folder().glob(f"{PREFIX}*"):
+        # it is another user's, or in use, or has just been removed
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -112,14 +112,14 @@ def sweep() -> None:
                 os.close(descriptor)
 
 
-def _where() -> Path:
-    """A batch system's jobs may hold the name of the runtime folder of another host."""
+def _parent_folder() -> Path:
+    # In a batch job, XDG_RUNTIME_DIR may name a folder of another host, which is not writable here.
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return Path(runtime if os.access(runtime, os.W_OK | os.X_OK) else tempfile.gettempdir())
 
 
 def _enter(path: Path) -> int | None:
-    """The descriptor that holds the lock; None when the folder was swept before it was locked."""
+    """Return the descriptor that holds the lock; None if the folder was removed before that."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(0o700)
     try:
@@ -127,11 +127,11 @@ def _enter(path: Path) -> int | None:
     except FileNotFoundError:
         return None
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
             raise PermissionError(0, "it is not this user's alone")
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-        if path.exists() and os.path.samestat(found, path.lstat()):
+        if path.exists() and os.path.samestat(status, path.lstat()):
             return descriptor
     except OSError:
         os.close(descriptor)

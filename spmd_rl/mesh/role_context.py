@@ -1,4 +1,4 @@
-"""What a role instance is given: its seat in its role's mesh, its neighbours, and host collectives.
+"""RoleContext: a role's rank, mesh and host collectives; Meshes: all meshes of one process.
 
 Process groups are made in this module only, by every rank of the world in the same order.
 """
@@ -25,8 +25,9 @@ MESH_AXES = ("dp", "fsdp")
 
 
 class RoleContext:
-    """One role instance's seat. Roles of one process share `neighbours`, filled in as they are
-    built, and `trace`.
+    """The context that a role gets on one rank: its placement, mesh and process group.
+
+    Roles of one process share `neighbours`, which each role joins when it is built, and `trace`.
     """
 
     def __init__(
@@ -66,18 +67,16 @@ class RoleContext:
     def device(self) -> torch.device:
         import torch
 
-        return (
-            torch.device("cuda", self.world.local_rank)
-            if self.world.device == "cuda"
-            else torch.device("cpu")
-        )
+        if self.world.device == "cuda":
+            return torch.device("cuda", self.world.local_rank)
+        return torch.device("cpu")
 
     def neighbour(self, role_name: str) -> Any | None:
-        """The instance of another role in this process, if it has one here."""
+        """Return the instance of another role in this process, if there is one."""
         return self._neighbours.get(role_name)
 
     def all_reduce_sum(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The sum over the role's ranks, on the host.
+        """Return the sum over the role's ranks, on the host.
 
         Ranks: all of the role. Blocks: until each has called.
         """
@@ -89,7 +88,7 @@ class RoleContext:
         return summed.numpy()
 
     def all_reduce_max(self, value: int) -> int:
-        """The largest `value` of the role's ranks.
+        """Return the largest `value` of the role's ranks.
 
         Ranks: all of the role. Blocks: until each has called.
         """
@@ -101,8 +100,9 @@ class RoleContext:
         return int(largest.item())
 
     def all_gather_bytes(self, blob: bytes, group: ProcessGroup | None = None) -> list[bytes]:
-        """The `blob` of each of the role's ranks, in their order; over `group` where that is
-        another of these ranks.
+        """Return the `blob` of each of the role's ranks, in their order.
+
+        `group` is another process group of the same ranks, to be used instead of the role's own.
 
         Ranks: all of the role. Blocks: until each has called.
         """
@@ -114,13 +114,14 @@ class RoleContext:
         dist.all_gather(sizes, torch.tensor([len(blob)]), group=group)
         longest = int(max(sizes))
         padded = torch.from_numpy(np.frombuffer(blob.ljust(longest, b"\0"), np.uint8).copy())
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(found, padded, group=group)
-        return [one[: int(size)].numpy().tobytes() for one, size in zip(found, sizes, strict=True)]
+        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=group)
+        return [
+            blob[: int(size)].numpy().tobytes() for blob, size in zip(gathered, sizes, strict=True)
+        ]
 
     def side_group(self) -> ProcessGroup:
-        """A new group of the role's ranks on the host, for collectives of a thread beside the main
-        one.
+        """Make a new gloo group of the role's ranks, for collectives of a second thread.
 
         Ranks: all of the role. Blocks: until each has called.
         """
@@ -134,12 +135,15 @@ class RoleContext:
         return group
 
     def barrier(self) -> None:
-        """Ranks: all of the role. Blocks: until each has called."""
+        """Wait for all ranks of the role.
+
+        Ranks: all of the role. Blocks: until each has called.
+        """
         self.all_reduce_max(0)
 
 
 class Meshes:
-    """The meshes of one process, and the roles living in it."""
+    """The meshes of one process, and the roles that live in it by name."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -148,10 +152,10 @@ class Meshes:
         self._built: dict[tuple[Any, ...], tuple[DeviceMesh, ProcessGroup]] = {}
 
     def build(self, placements: list[Placement]) -> None:
-        """Build the mesh and group of each placement; equal ranks and axes share them.
+        """Build the mesh and the group of each placement; equal placements share them.
 
-        Ranks: all of the world, with the same list, whether placed or not.
-        Blocks: until every rank came.
+        Ranks: all of the world with the same list, also those that no placement contains.
+        Blocks: until each has called.
         """
         import torch
         import torch.distributed as dist
@@ -172,9 +176,9 @@ class Meshes:
                 self._built[_key(placement)] = (mesh, group)
 
     def context(self, placement: Placement) -> RoleContext:
-        """This process's seat in `placement`, whose mesh `build` has made.
+        """Return this process's context in `placement`, whose mesh `build` has made.
 
-        Raises: PlanError when it has not.
+        Raises: PlanError when `build` has not made it.
         """
         if _key(placement) not in self._built:
             raise PlanError(f"placement '{placement.name}' was not made by this world's split")

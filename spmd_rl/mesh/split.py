@@ -1,12 +1,13 @@
-"""Which ranks and axes each role gets, as a pure function of the split and the world size.
+"""Split of the world: the ranks and mesh axes of each role, from the config and the world size.
 
 A split is one `RoleSplit` per role. Its `ranks` read:
 
     "all"   every rank of the world: roles that overlap share processes (colocated)
-    "4"     the next four ranks that no counted role before it took
+    "4"     the next four ranks that no earlier role with a count took
     "2-5"   ranks two to five, both included
 
-Axes: `dp` replicates, `fsdp` shards, `tp` is named but not yet built. Data is split over dp x fsdp.
+The axis `dp` replicates the model, `fsdp` shards it, and `tp` is not built yet. Data is split over
+dp x fsdp.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class RoleSplit:
     # "all", a count such as "4" (the next that no count before took), or a range such as "2-5"
     ranks: str = "all"
     dp: int = 1  # copies of the model, among which data is split
-    # ranks that share data and, of a trainer, a copy (an engine's hold one each); 0: all that is
-    # left
+    # shards of a trainer's model (each rank of an engine has a copy); data is split among them too;
+    # 0: all ranks that dp leaves
     fsdp: int = 0
     tp: int = 1  # named, but not yet built: 1
 
@@ -58,16 +59,16 @@ class Placement:
 
     @property
     def data_size(self) -> int:
-        """Into how many shards data is split."""
+        """The number of shards that data is split into."""
         return self.axes["dp"] * self.axes["fsdp"]
 
     def data_rank(self, rank: int) -> int:
-        """The shard that global rank `rank` works on; ranks that differ only in tp share it."""
+        """Return the shard of global rank `rank`; ranks that differ only in tp share it."""
         return self.ranks.index(rank) // self.axes["tp"]
 
 
 class Placements(Mapping[str, Placement]):
-    """Placements by role name, in the split's order; also as attributes: `placements.train`."""
+    """Placements by role name, in the order of the split; `placements.train` works too."""
 
     def __init__(self, placements: list[Placement]) -> None:
         self._by_name = {placement.name: placement for placement in placements}
@@ -95,19 +96,19 @@ def plan_split(split: Any, world_size: int) -> Placements:
     Raises: PlanError with the arithmetic, when ranks or axes do not fit.
     """
     roles: dict[str, RoleSplit] = dict(split) if isinstance(split, Mapping) else _fields(split)
-    taken = 0
+    next_rank = 0  # the first rank that no role with a count has taken
     ranks_of: dict[str, range] = {}
     for name, role in roles.items():
-        ranks_of[name] = _ranks(name, role.ranks, taken, world_size)
+        ranks_of[name] = _ranks(name, role.ranks, next_rank, world_size)
         if role.ranks.isdigit():
-            taken = ranks_of[name].stop
-    _require_world(roles, max((ranks.stop for ranks in ranks_of.values()), default=0), world_size)
-    return Placements(
-        [
-            Placement(name, tuple(of), _axes(name, roles[name], len(of)))
-            for name, of in ranks_of.items()
-        ]
-    )
+            next_rank = ranks_of[name].stop
+    num_needed = max((ranks.stop for ranks in ranks_of.values()), default=0)
+    _require_world(roles, num_needed, world_size)
+    placements = [
+        Placement(name, tuple(ranks), _axes(name, roles[name], len(ranks)))
+        for name, ranks in ranks_of.items()
+    ]
+    return Placements(placements)
 
 
 def disjoint(a: Placement, b: Placement) -> bool:
@@ -124,30 +125,30 @@ def _fields(split: Any) -> dict[str, RoleSplit]:
     return {entry.name: getattr(split, entry.name) for entry in dataclasses.fields(split)}
 
 
-def _ranks(name: str, ranks: str, taken: int, world_size: int) -> range:
-    """Those that a role asks for, whether or not the world has them."""
+def _ranks(name: str, ranks: str, next_rank: int, world_size: int) -> range:
+    """Return the ranks that a role asks for, whether or not the world has them."""
     if ranks == "all":
         return range(world_size)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", ranks)
     if match is None:
         raise PlanError(
-            f"split.{name}.ranks = '{ranks}' is neither 'all', a count like '4' nor a range like '0-3'"
+            f"split.{name}.ranks = '{ranks}' "
+            "is neither 'all', a count like '4' nor a range like '0-3'"
         )
-    found = (
-        range(int(match[1]), int(match[2]) + 1) if match[2] else range(taken, taken + int(match[1]))
-    )
-    if not found:
+    first, last = match.groups()
+    asked = range(int(first), int(last) + 1) if last else range(next_rank, next_rank + int(first))
+    if not asked:
         raise PlanError(f"split.{name}.ranks = '{ranks}' is empty")
-    return found
+    return asked
 
 
-def _require_world(roles: Mapping[str, RoleSplit], needed: int, world_size: int) -> None:
-    if needed > world_size:
+def _require_world(roles: Mapping[str, RoleSplit], num_needed: int, world_size: int) -> None:
+    if num_needed > world_size:
         asked = ", ".join(
             f"{name} {role.ranks}" for name, role in roles.items() if role.ranks != "all"
         )
         raise PlanError(
-            f"the split asks for {needed} ranks ({asked}), and the world has {world_size} "
+            f"the split asks for {num_needed} ranks ({asked}), and the world has {world_size} "
             "(`run` starts as many as --nproc says)"
         )
 
@@ -155,7 +156,8 @@ def _require_world(roles: Mapping[str, RoleSplit], needed: int, world_size: int)
 def _axes(name: str, role: RoleSplit, size: int) -> dict[str, int]:
     if role.tp != 1:
         raise PlanError(
-            f"split.{name}.tp = {role.tp}: tensor parallelism is not built yet, use the axes dp and fsdp"
+            f"split.{name}.tp = {role.tp}: "
+            "tensor parallelism is not built yet, use the axes dp and fsdp"
         )
     if role.dp < 1 or role.fsdp < 0:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""torchrun's environment as a value, and the one way into torch.distributed."""
+"""World: the ranks that torchrun started, and how they join torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 JOIN_TIMEOUT = timedelta(minutes=5)
-# the call that a collective is part of ends it: torch would end whoever waits
+# The deadline of the controller's call comes first: torch would end the ranks that wait.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
-FLIGHT_ENTRIES = "TORCH_FR_BUFFER_SIZE"
+FLIGHT_RECORDER_ENV = "TORCH_FR_BUFFER_SIZE"  # how many collectives torch records
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's seat, as torchrun told it. `run_id` and `restart` together name one life of
-    the run.
+    """This process's rank in the world, from torchrun's variables. `run_id` and `restart` together
+    name one start of the ranks.
     """
 
     rank: int
@@ -66,15 +66,15 @@ class World:
 
 
 def open_store(world: World) -> Store:
-    """The key-value store in which the ranks of this start find each other.
+    """Open the key-value store in which the ranks of this start find each other.
 
-    On one node it is a file that only this user can reach. The store of several nodes is torchrun's
-    own: whoever reaches its port can read and write it, so that nothing in it is secret or to be
+    On one node it is a file that only this user can reach. On several nodes it is torchrun's own
+    store. Any process that reaches its port can read and write it, so nothing in it is secret or
     trusted.
 
-    torchrun may keep one store for all starts of the ranks, with what the dead left there. Its
-    count of starts tells them apart, but only on the node where a rank failed: the agents of other
-    nodes do not count that start.
+    torchrun may keep one store for all starts of the ranks, with the keys of earlier starts in it.
+    Its count of starts tells them apart, but only on the node where a rank failed: the agents of
+    other nodes do not count that start.
 
     Blocks: until the store answers; raises after `JOIN_TIMEOUT`.
     Raises: ConfigError when ranks of several nodes could meet in a store with old keys.
@@ -86,25 +86,26 @@ def open_store(world: World) -> Store:
         file = FileStore(str(meeting_folder().path / "store"))
         file.set_timeout(JOIN_TIMEOUT)
         return file
-    kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if kept and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         raise ConfigError(
-            f"torchrun --max-restarts on {world.num_nodes} nodes needs a fresh store for every start: "
-            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on each node before torchrun, as launch/slurm.sbatch does"
+            f"torchrun --max-restarts on {world.num_nodes} nodes "
+            "needs a fresh store for every start: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+            "on each node before torchrun, as launch/slurm.sbatch does"
         )
     store, _, _ = next(rendezvous("env://", timeout=JOIN_TIMEOUT))
-    return PrefixStore(f"spmd_rl/{world.restart}", store) if kept else store
+    return PrefixStore(f"spmd_rl/{world.restart}", store) if is_shared else store
 
 
 def join(world: World, store: Store) -> None:
-    """Initialise torch.distributed: gloo for host tensors, and NCCL beside it on GPUs.
+    """Initialise torch.distributed: gloo for host tensors, and NCCL too on GPUs.
 
-    torch records the last collectives of either, which controller/lifecycle/stacks.py saves when
-    one of them hangs.
+    torch records the last collectives of both; controller/lifecycle/stacks.py saves that record
+    when one of them hangs.
     Ranks: all.
-    Blocks: until every rank came; the deadline of the run's first call ends it.
+    Blocks: until every rank has joined; the deadline of the run's first call ends it.
     """
-    os.environ.setdefault(FLIGHT_ENTRIES, "2000")
+    os.environ.setdefault(FLIGHT_RECORDER_ENV, "2000")
     import torch
     import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.microscope.diagnose.faults import FAULTS, plant
 from spmd_rl.microscope.examine import ReplaySetup, examine
@@ -30,7 +30,7 @@ from spmd_rl.microscope.replay.forward_pass import (
 from spmd_rl.microscope.replay.weights import ReplayWeights, final_weights, sampling_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run_folder import refuse_links
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 PASSES = ("engine", "trainer", "transformers")
 SPLIT = "attention_split"
@@ -98,7 +98,7 @@ def drop_splits(
 
     Returns whether there were any.
     """
-    if flash_takes(head_dim, dtype, device):
+    if attention_backend(head_dim, dtype, device).has_splits:
         return False
     dropped = [
         role.pop(SPLIT, 0) for role in (settings.get("engine", {}), settings.get("trainer", {}))
@@ -244,10 +244,12 @@ def _forward_pass(
     if name == "transformers":
         return ReferencePass(model, dtype, device)
     engine, trainer = settings.get("engine", {}), settings.get("trainer", {})
+    trainer = trainer | trainer.get("backend", {})
     network = load_model(model, dtype, device)
     if name == "engine":
         return EnginePass(
-            network, EngineConfig(**{key: engine[key] for key in ENGINE_KEYS if key in engine})
+            network,
+            NativeEngineConfig(**{key: engine[key] for key in ENGINE_KEYS if key in engine}),
         )
     return TrainerPass(network, **{key: trainer[key] for key in TRAINER_KEYS if key in trainer})
 

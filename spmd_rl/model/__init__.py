@@ -1,1 +1,1 @@
-"""One network for trainer and engine, and the Hugging Face folders it comes from and goes to."""
+"""The network of trainer and engine, and its Hugging Face folders."""

@@ -1,9 +1,8 @@
-"""Projections of one input taken as one matrix product, where their weights lie one after the other
-in memory.
+"""Fused projections: several linear layers of one input as a single matrix product.
 
-The bits are those of separate products: every output element has its own chain over K. It is for
-engines on GPUs, where few rows make a launch dearer than its arithmetic; a trainer's weights are
-sharded one by one.
+Their weights must lie one after the other in memory. The bits are those of separate products, as
+every output element has its own chain over K. Fusing is for engines on GPUs, where with few rows a
+launch costs more than its arithmetic. A trainer shards weights one by one, so it does not fuse.
 """
 
 from __future__ import annotations
@@ -20,30 +19,31 @@ from spmd_rl.kernels.linear.swiglu import is_one_kernel
 
 @dataclass
 class FusedProjections:
-    """Shape: weight [N, K] and bias [N], of all projections together."""
+    """Projections as one product. Shape: weight [N, K] and bias [N] of all of them together."""
 
     weight: Tensor
     bias: Tensor | None
     widths: list[int]
 
     def product(self, x: Tensor) -> Sequence[Tensor]:
-        """Each projection of x [T, K], a view of the product's columns."""
+        """Return each projection of x [T, K], a view of the product's columns."""
         return linear(x, self.weight, self.bias).split(self.widths, dim=-1)
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether `gated` of x takes one kernel, so that no product is to be seen."""
+        """Return whether `gated` of x is a single kernel, whose product nobody can see."""
         return self.bias is None and is_one_kernel(x, self.weight)
 
     def gated(self, x: Tensor) -> Tensor:
-        """`silu_mul` of two projections without bias."""
+        """Return `silu_mul` of two projections without bias."""
         return silu_mul_linear(x, self.weight)
 
 
 def project(
     x: Tensor, joined: FusedProjections | None, *projections: nn.Linear
 ) -> Sequence[Tensor]:
-    """Each projection of x [T, K]: views of one product's columns, where they are joined and no
-    gradient is wanted.
+    """Return each projection of x [T, K].
+
+    Where they are fused and no gradient is wanted, these are views of one product's columns.
     """
     if joined is None or torch.is_grad_enabled():
         return [one(x) for one in projections]
@@ -53,16 +53,14 @@ def project(
 def project_gated(
     x: Tensor, joined: FusedProjections | None, gate: nn.Linear, up: nn.Linear
 ) -> Tensor:
-    """`silu_mul` of the two projections; one kernel where they are joined, fuse, and no gradient is
-    wanted.
-    """
+    """Return `silu_mul` of two projections, from a single kernel where that can be."""
     if joined is None or torch.is_grad_enabled() or not joined.fuses(x):
         return silu_mul(*project(x, joined, gate, up))
     return joined.gated(x)
 
 
 def lay_out(projections: Sequence[nn.Linear]) -> None:
-    """Move the parameters into one piece of memory, in order."""
+    """Move the projections' parameters next to each other in memory, in order."""
     for parameters in _columns(projections):
         whole = torch.cat([parameter.data for parameter in parameters])
         for parameter, part in zip(
@@ -72,9 +70,7 @@ def lay_out(projections: Sequence[nn.Linear]) -> None:
 
 
 def join(projections: Sequence[nn.Linear]) -> FusedProjections | None:
-    """The projections as one, or None where their memory has been pointed elsewhere since
-    `lay_out`.
-    """
+    """Return the projections as one, or None if their parameters are not next to each other."""
     wholes = []
     for parameters in _columns(projections):
         ends = [p.data_ptr() + p.nbytes for p in parameters]
@@ -92,7 +88,7 @@ def join(projections: Sequence[nn.Linear]) -> FusedProjections | None:
 
 
 def _columns(projections: Sequence[nn.Linear]) -> list[list[Tensor]]:
-    """All weights, then all biases if there are any."""
+    """Return all weights, then all biases if there are any."""
     columns: list[list[Tensor]] = [[one.weight for one in projections]]
     if projections[0].bias is not None:
         columns.append([one.bias for one in projections])

@@ -1,4 +1,4 @@
-"""Hugging Face folders: weights in and out, as safetensors, by their canonical names."""
+"""Weights of Hugging Face model folders: read and written as safetensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.spec import EMBEDDING, HEAD, ModelSpec
-from spmd_rl.model.weight_files import Stored, stored_tensors, stored_weights
-from spmd_rl.observe import folders
+from spmd_rl.model.weight_files import StoredTensor, stored_tensors, stored_weights
+from spmd_rl.observe import atomic_write
 
 SHARD_BYTES = 4 << 30
-_SIDE_FILES = (
+_COPIED_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -36,16 +36,14 @@ _SIDE_FILES = (
 
 
 def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the folder's weight files, one at a time, on the CPU. Raises: as
-    `stored_tensors`.
-    """
+    """Yield every tensor of the folder's weight files, on the CPU. Raises: as `stored_tensors`."""
     return _read(stored_tensors(folder))
 
 
 def model_weights(
     folder: str | Path, shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a model with these `shapes`, out of the folder, in its order and type.
+    """Yield every weight of a model with these `shapes`, in the folder's order and dtype.
 
     Raises: as `stored_weights`, before the first; ConfigError if a tied head differs from the
     embedding.
@@ -64,8 +62,8 @@ def model_weights(
     yield from _read(stored)
 
 
-def _read(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors themselves; a file is opened once for those that follow each other."""
+def _read(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the stored tensors; a file is opened once for those that follow each other."""
     for path, group in itertools.groupby(stored.items(), key=lambda item: item[1].path):
         with safe_open(path, framework="pt") as file:
             for name, one in group:
@@ -73,8 +71,9 @@ def _read(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill every parameter of `model` from the folder, cast to the parameter's dtype. Raises: as
-    `model_weights`.
+    """Fill the parameters of `model` from the folder, cast to their dtype.
+
+    Raises: as `model_weights`.
     """
     wanted = dict(model.named_parameters())
     with torch.no_grad():
@@ -85,10 +84,10 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 
 
 def random_weights(spec: ModelSpec, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """A model's first weights, fp32, a function of the seed and each name: normal matrices, zero
-    biases, unit norms.
+    """Yield a model's initial weights in fp32, each a function of the seed and its name.
 
-    The two projections that write to the residual stream are scaled down by the depth.
+    Matrices are normal, biases zero, norms one. The two projections that write to the residual
+    stream are scaled down by the depth.
     Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019), section 2.3.
     """
     depth = 1.0 / math.sqrt(2 * spec.num_layers)
@@ -108,21 +107,22 @@ def save_folder(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write a folder that `transformers` loads: weights from `tensors`, config and tokenizer files
-    copied from `like`.
+    """Write a folder that `transformers` loads.
 
-    It appears under its name only when whole: written beside, then renamed over an earlier one.
+    Weights come from `tensors`; config and tokenizer files are copied from the folder `like`. The
+    folder is written beside its final name, then renamed over an earlier one, so it is never seen
+    half written.
     """
     target = Path(folder)
-    part = folders.begin(target)
-    for name in _SIDE_FILES:
+    part = atomic_write.begin_folder(target)
+    for name in _COPIED_FILES:
         if (Path(like) / name).is_file():
             shutil.copyfile(Path(like) / name, part / name)
     config = json.loads((part / "config.json").read_text())
     config["torch_dtype"] = config["dtype"] = str(dtype).removeprefix("torch.")
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_shards(part, tensors, dtype)
-    folders.finish(target)
+    atomic_write.finish_folder(target)
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
@@ -149,9 +149,7 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: to
 
 
 def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Give the shards Hugging Face's names, which hold their number, and write the index if there
-    are several.
-    """
+    """Rename the shards as Hugging Face does, and write the index if there are several."""
     if len(shards) == 1:
         os.rename(folder / "shard-0.safetensors", folder / "model.safetensors")
         return

@@ -1,4 +1,4 @@
-"""The same model folder as `transformers` runs it: what our network is compared with."""
+"""Reference network of `transformers`, with which ours is compared."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ ATTENTION = "sdpa"
 
 
 def reference_model(folder: str | Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """`transformers`' own network with the folder's weights. Raises: ConfigError when it does not
-    load.
+    """Load `transformers`' own network and the folder's weights.
+
+    Raises: ConfigError when it does not load.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -37,7 +38,7 @@ def reference_model(folder: str | Path, dtype: torch.dtype, device: torch.device
 
 @contextmanager
 def attention_through(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While it is open, `transformers` calls `wrap(its attention function)`.
+    """While open, make `transformers` call `wrap(its attention function)`.
 
     The function is called with (module, query, key, value, mask, ...), heads before tokens, and
     returns (output, weights), tokens before heads.

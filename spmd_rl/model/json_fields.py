@@ -1,6 +1,4 @@
-"""The keys of a JSON file of a model folder, each read with the type and the range that it must
-have.
-"""
+"""Typed reads of a JSON object's keys, with errors that name the file and the key."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from spmd_rl.errors import ConfigError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises: ConfigError when it holds no such thing."""
+    """Read the JSON object in a file. Raises: ConfigError when it holds none."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -27,23 +25,23 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fields:
-    """A JSON object and `where` it stands. Without a default, a key must be there.
+    """A JSON object, and in `where` the file it is from, for error messages.
 
-    Raises: ConfigError naming the key, by each of its methods.
+    A key without a default must be there. Raises: ConfigError naming the key, in all methods.
     """
 
     where: str
     raw: Mapping[str, Any]
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number of 1 or more."""
+        """Return a whole number of 1 or more."""
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, "a whole number of 1 or more")
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-        """A finite number greater than `above`."""
+        """Return a finite number greater than `above`."""
         value = self.value(key, default)
         try:
             number = math.nan if isinstance(value, (bool, str)) else float(value)
@@ -54,11 +52,11 @@ class Fields:
         return number
 
     def optional(self, key: str) -> float | None:
-        """A number greater than 0, or nothing where the key is absent or null."""
+        """Return a number greater than 0, or None where the key is absent or null."""
         return None if self.raw.get(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false, and nothing that only looks like it."""
+        """Return a boolean; numbers and texts are refused."""
         value = self.value(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "true or false")

@@ -1,4 +1,4 @@
-"""The network that trainer and engine share: a dense decoder over a flat dimension of tokens.
+"""Dense decoder that trainer and engine share, over a flat dimension of tokens.
 
 There is no batch dimension. Sequences lie end to end, and the caller's `attend` object says which
 tokens see which: packed sequences for training, pages of a cache for generation. Everything else is
@@ -13,25 +13,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from spmd_rl.kernels import (
-    PagedAttention,
+    QkNorm,
+    Rotary,
+    TokenAttention,
     add_rms_norm,
     contract,
-    cut_rows,
     embed,
     is_exact,
     linear,
     linear_fp32,
     pad_rows,
-    qk_norm_rope,
-    qk_norm_rope_into,
     rms_norm,
     rope_table,
+    unpad_rows,
 )
 from spmd_rl.kernels.contract import digest_of
 from spmd_rl.model.fused_projections import FusedProjections, join, lay_out, project, project_gated
@@ -42,20 +41,6 @@ SOURCES = tuple(
     Path(__file__).with_name(f"{name}.py")
     for name in ("network", "fused_projections", "rope_frequencies")
 )
-
-
-class Attend(Protocol):
-    """Attention over q [T, H, D], k and v [T, K, D] after norm and rope; returns [T, H, D]."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-class Rotary(NamedTuple):
-    """Each token's position [T], and the table's cosines and sines [P, D/2]."""
-
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
 
 
 class Linear(nn.Linear):
@@ -70,7 +55,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns (normed, summed): the sum with the residual, where there is one, comes first."""
+        """Return (normed, summed), where x is first added to the residual, if there is one."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
@@ -91,21 +76,16 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(spec.head_dim, spec.rms_eps) if spec.qk_norm else None
         self.joined: FusedProjections | None = None
 
-    def forward(self, x: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
         projected = project(x, self.joined, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)
-        q_weight, k_weight = (
-            None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)
-        )
-        if (
-            isinstance(attend, PagedAttention)
-            and not torch.is_grad_enabled()
-            and (place := attend.place(self.layer))
-        ):
-            q = qk_norm_rope_into(q, k, v, q_weight, k_weight, self.eps, *rotary, place)
-            return self.o_proj(attend.read(self.layer, q).flatten(1))
-        q, k = qk_norm_rope(q, k, q_weight, k_weight, self.eps, *rotary)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+        norm = QkNorm(_weight(self.q_norm), _weight(self.k_norm), self.eps)
+        out = attend.rotate_and_attend(self.layer, q, k, v, norm, rotary)
+        return self.o_proj(out.flatten(1))
+
+
+def _weight(norm: RmsNorm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
 
 
 class Mlp(nn.Module):
@@ -129,9 +109,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attend: Attend
+        self, x: Tensor, residual: Tensor | None, rotary: Rotary, attend: TokenAttention
     ) -> tuple[Tensor, Tensor]:
-        """The layer's input is residual + x, and so is its output: the next norm takes the sum."""
+        """Map (x, residual) to the next pair; a layer's input and output are residual + x."""
         normed, residual = self.input_layernorm(x, residual)
         x = self.self_attn(normed, rotary, attend)
         normed, residual = self.post_attention_layernorm(x, residual)
@@ -145,7 +125,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(spec, layer) for layer in range(spec.num_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.rms_eps)
 
-    def forward(self, tokens: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, rotary: Rotary, attend: TokenAttention) -> Tensor:
         x, residual = embed(tokens, self.embed_tokens.weight), None
         for layer in self.layers:
             x, residual = layer(x, residual, rotary, attend)
@@ -153,11 +133,11 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Parameters carry their Hugging Face names; a tied head has no parameter of its own.
+    """Decoder with a language-model head; parameters have their Hugging Face names.
 
-    Build it under `torch.device("meta")` to allocate nothing, or plainly for random weights
-    (`random_weights`). The rotary table is made on the host in fp32 at first use on a device and
-    shared from then on.
+    A tied head has no parameter of its own. Build the model under `torch.device("meta")` to
+    allocate nothing. The host makes the rotary table in fp32 at its first use on a device, and all
+    later passes share it.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -172,38 +152,35 @@ class CausalLM(nn.Module):
     def contract(
         self, device: torch.device, dtype: torch.dtype, attention_split: int = 0
     ) -> dict[str, str | int]:
-        """The numeric contract of its forward pass there: that of the kernels, and of the model
-        that is made of them.
+        """Return the numeric contract of the forward pass on `device`: the kernels', and its own.
 
-        The rotary table is made by the host's own cosine, which has other bits on another kind of
-        processor.
+        The rotary table is made by the host's cosine, whose bits differ between kinds of processor.
         """
         table = hashlib.sha256(
             b"".join(half.cpu().numpy().tobytes() for half in self.rope_tables(device))
         )
         facts = contract(device, dtype, self.spec.head_dim, attention_split)
-        ours = {
+        own = {
             "network": digest_of(SOURCES),
             "model": self.spec.arithmetic,
             "rotary_table": table.hexdigest()[:16],
         }
-        return facts | ours
+        return facts | own
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, attend: TokenAttention, rows: Tensor | None = None
     ) -> Tensor:
-        """Hidden states after the last norm or, with `rows`, the logits of those tokens.
+        """Return hidden states after the last norm or, with `rows`, the logits of those tokens.
 
-        Logits are part of the forward so that a sharding wrapper around the module gathers the head
-        too.
+        Logits are part of the forward pass so that a sharding wrapper also gathers the head.
         Shape: tokens and positions [T] int64, rows [M] int64; returns [T, C], or [M, V] fp32.
         """
         num_tokens = tokens.shape[0]
-        # the contract's kernels take any number of rows
+        # Only the contract's kernels take any number of rows.
         if torch.is_grad_enabled() or not is_exact(self.head):
             tokens, positions = pad_rows(tokens), pad_rows(positions)
         rotary = Rotary(positions, *self.rope_tables(positions.device))
-        hidden = cut_rows(self.model(tokens, rotary, attend), num_tokens)
+        hidden = unpad_rows(self.model(tokens, rotary, attend), num_tokens)
         return hidden if rows is None else self.logits(hidden.index_select(0, rows))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -212,20 +189,16 @@ class CausalLM(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        """The weight [V, C] that makes logits of hidden states."""
+        """The weight [V, C] of the product that turns hidden states into logits."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def lay_out_projections(self) -> None:
-        """Move the weights that one product can serve next to each other; before anything else
-        refers to them.
-        """
+    def pack_projections(self) -> None:
+        """Move the weights that can be fused next to each other, before anything refers to them."""
         for _, projections in self._joinable():
             lay_out(projections)
 
-    def join_projections(self) -> None:
-        """Use one product for several projections wherever their weights are next to each other
-        now.
-        """
+    def fuse_projections(self) -> None:
+        """Use one product for several projections wherever their weights lie next to each other."""
         for module, projections in self._joinable():
             module.joined = join(projections)
 
@@ -237,9 +210,9 @@ class CausalLM(nn.Module):
                 yield module, [module.gate_proj, module.up_proj]
 
     def rope_tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of all positions, [P, D/2] fp32 each."""
+        """Return the cosines and sines of all positions, [P, D/2] fp32 each."""
         if device not in self._rope:
-            # whoever asks first, gradients may follow
+            # The table must allow gradients later, even if an engine asks first.
             with torch.device("cpu"), torch.inference_mode(False):
                 cos, sin = rope_table(
                     inverse_frequencies(self.spec),

@@ -1,4 +1,4 @@
-"""The frequencies of rotary positions for each way of stretching them.
+"""Frequencies of rotary positions, for each rope_type.
 
 Source: the definitions that Hugging Face configs refer to: Llama 3.1's model card (llama3) and Peng
 et al., YaRN (2023). Tested against transformers.
@@ -16,7 +16,7 @@ from spmd_rl.model.spec import ModelSpec
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
-    """Shape: returns [head_dim / 2] fp32."""
+    """Return the angle per position of each pair of dimensions. Shape: [head_dim / 2] fp32."""
     rope = spec.rope
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
     frequencies = 1.0 / (rope.theta**exponents)
@@ -30,7 +30,7 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    """Stretch long wavelengths by the factor, keep short ones, and interpolate between."""
     wavelengths = 2 * math.pi / frequencies
     longest = rope.original_positions / rope.low_freq_factor
     shortest = rope.original_positions / rope.high_freq_factor
@@ -43,8 +43,10 @@ def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeSpec, head_dim: int) -> Tensor:
-    """A ramp over the dimensions between those that turn `beta_fast` and `beta_slow` times in the
-    original context.
+    """Interpolate between stretched and plain frequencies, along a ramp over the dimensions.
+
+    The ramp lies between the dimensions that turn `beta_fast` and `beta_slow` times in the original
+    context.
     """
 
     def dimension(turns: float) -> float:

@@ -1,6 +1,6 @@
 """Rotary positions as a config.json describes them, read in transformers' order of precedence.
 
-A key that is not read here is refused by name: it could mean other frequencies.
+A key that is not read here is refused by name, because it could mean other frequencies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from spmd_rl.errors import ConfigError
 from spmd_rl.model.json_fields import Fields
 
-KEYS: dict[str, set[str]] = {
+KEYS_BY_TYPE: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
@@ -26,15 +26,13 @@ KEYS: dict[str, set[str]] = {
         "truncate",
     },
 }
-OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 SPELLINGS = ("rope_scaling", "rope_parameters")  # before transformers 5, and since
 
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions: base, and how the model stretches them (`kind` is Hugging Face's
-    rope_type).
-    """
+    """Base of the frequencies, and how the model stretches them; `kind` is the rope_type."""
 
     theta: float
     kind: str = "default"
@@ -49,7 +47,9 @@ class RopeSpec:
 
 
 def rope_spec(config: Fields) -> RopeSpec:
-    """Raises: ConfigError naming a key that is not read, is wrong, or is contradicted by the other
+    """Read the rotary positions of a config.
+
+    Raises: ConfigError naming a key that is not supported, wrong, or contradicted by the other
     spelling.
     """
     read = {key: _read(config, key) for key in SPELLINGS if config.raw.get(key)}
@@ -67,14 +67,16 @@ def _read(config: Fields, spelling: str) -> RopeSpec:
         raise config.wrong(spelling, "an object")
     rope = Fields(f"{config.where}: {spelling}", raw)
     kind = raw.get("rope_type", raw.get("type", "default"))
-    if not isinstance(kind, str) or kind not in KEYS:
-        raise ConfigError(f"{rope.where}: rope_type {kind!r} is not one of {', '.join(KEYS)}")
+    if not isinstance(kind, str) or kind not in KEYS_BY_TYPE:
+        raise ConfigError(
+            f"{rope.where}: rope_type {kind!r} is not one of {', '.join(KEYS_BY_TYPE)}"
+        )
     for key in raw:
-        if key not in KEYS[kind] | OF_ALL:
+        if key not in KEYS_BY_TYPE[kind] | COMMON_KEYS:
             raise ConfigError(f"{rope.where}: {key} is not supported with rope_type {kind!r}")
-    for place in (config, rope):
-        if place.raw.get("partial_rotary_factor", 1) != 1:
-            raise place.wrong(
+    for fields in (config, rope):
+        if fields.raw.get("partial_rotary_factor", 1) != 1:
+            raise fields.wrong(
                 "partial_rotary_factor", "1, as rotation of a part of each head is not supported"
             )
     theta = (rope if "rope_theta" in raw else config).number("rope_theta", 10000.0, above=1.0)
@@ -89,12 +91,16 @@ def _read(config: Fields, spelling: str) -> RopeSpec:
 
 
 def _original_positions(config: Fields, rope: Fields) -> int:
-    """transformers lets the key outside win over that inside; without either, the model was never
-    stretched.
+    """Return the model's context before it was stretched.
+
+    As in transformers, the key outside wins over the one inside. Without either, the model was
+    never stretched.
     """
     key = "original_max_position_embeddings"
-    place = next((place for place in (config, rope) if key in place.raw), None)
-    return place.count(key) if place else config.count("max_position_embeddings")
+    for fields in (config, rope):
+        if key in fields.raw:
+            return fields.count(key)
+    return config.count("max_position_embeddings")
 
 
 def _llama3(theta: float, rope: Fields, original_positions: int) -> RopeSpec:

@@ -1,4 +1,4 @@
-"""The shape of a model, read from the config.json of a Hugging Face folder."""
+"""Specification of a model, read from the config.json of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from spmd_rl.model.json_fields import Fields, read_object
 from spmd_rl.model.rope_spec import RopeSpec, rope_spec
 
 FAMILIES = {"llama": "Llama-3", "qwen2": "Qwen2.5", "qwen3": "Qwen3"}
-# no bit of a forward pass depends on these, given its table
-NO_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}
+# fields on which no bit of a forward pass depends, once the rotary table is given
+NOT_ARITHMETIC = {"family", "rope", "eos_ids", "init_std"}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FULL = "full_attention"
-CHANGES = {  # keys by which transformers would compute something else, or with other weights
+UNSUPPORTED_KEYS = {  # with these, transformers computes something else or with other weights
     "attention_chunk_size": "chunked attention is not supported",
     "num_kv_shared_layers": "layers that share their keys and values are not supported",
     "per_layer_config": "layers that differ from each other are not supported",
     "quantization_config": "quantized models are not supported",
-    "transformers_weights": "weights are read from model.safetensors, or as model.safetensors.index.json names them",
+    "transformers_weights": "weights are read from model.safetensors, "
+    "or as model.safetensors.index.json names them",
 }
 
 
@@ -49,7 +50,9 @@ class ModelSpec:
 
     @staticmethod
     def from_folder(folder: str | Path) -> ModelSpec:
-        """Raises: ConfigError if the folder, its config.json or a field is missing, broken or of
+        """Read the specification of a model folder.
+
+        Raises: ConfigError if the folder, its config.json or a field is missing, broken or of
         another family.
         """
         path = model_folder(folder) / "config.json"
@@ -64,22 +67,21 @@ class ModelSpec:
 
     @property
     def arithmetic(self) -> str:
-        """All that a forward pass depends on beside weights and rotary table: `vocab_size=104,
-        hidden_size=64, ...`.
+        """All that a forward pass depends on beside weights and rotary table, as text.
+
+        For example `vocab_size=104, hidden_size=64, ...`.
         """
         return ", ".join(
-            f"{name}={value}" for name, value in vars(self).items() if name not in NO_ARITHMETIC
+            f"{name}={value}" for name, value in vars(self).items() if name not in NOT_ARITHMETIC
         )
 
     @property
     def num_parameters(self) -> int:
-        """Parameters in all, a tied head counted once."""
+        """Number of parameters, with a tied head counted once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter of the network by its canonical name, in the network's order; needs no
-        torch.
-        """
+        """Return the shape of every parameter by name, in the network's order; needs no torch."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             shapes |= {
@@ -118,17 +120,18 @@ class ModelSpec:
 
 
 def model_folder(folder: str | Path) -> Path:
-    """Raises: ConfigError if there is no such folder."""
+    """Return the folder as a path. Raises: ConfigError if there is no such folder."""
     if not Path(folder).is_dir():
         raise ConfigError(
-            f"no model folder at {folder}: models are read from disk (`hf download` brings one there)"
+            f"no model folder at {folder}: "
+            "models are read from disk (`hf download` brings one there)"
         )
     return Path(folder)
 
 
 def _refuse_unread(config: Fields, family: str) -> None:
-    """Raises: ConfigError naming a key whose value means another network than the one there is."""
-    for key, why in CHANGES.items():
+    """Raise ConfigError naming a key whose value means another network than ours."""
+    for key, why in UNSUPPORTED_KEYS.items():
         if config.raw.get(key):
             raise ConfigError(f"{config.where}: {key} is set, and {why}")
     if config.raw.get("use_sliding_window") or (
@@ -150,8 +153,9 @@ def _refuse_unread(config: Fields, family: str) -> None:
 
 
 def _from_config(config: Fields, family: str, eos_ids: tuple[int, ...]) -> ModelSpec:
-    """Keys that transformers ignores in a family are ignored here too, and absent ones have its
-    defaults.
+    """Read the specification; as in transformers, absent keys have defaults by family.
+
+    Keys that transformers ignores in a family are ignored here too.
     """
     hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
     if family == "llama" and hidden % heads:
@@ -167,8 +171,10 @@ def _from_config(config: Fields, family: str, eos_ids: tuple[int, ...]) -> Model
     if config.raw.get("num_key_value_heads", 0) is not None:
         kv_heads = config.count("num_key_value_heads", heads if family == "llama" else 32)
     if heads % kv_heads:
-        of = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        raise ConfigError(f"{config.where}: {of}")
+        raise ConfigError(
+            f"{config.where}: num_attention_heads {heads} is not a multiple of "
+            f"num_key_value_heads {kv_heads}"
+        )
     attention_bias = family != "qwen2" and config.flag("attention_bias", False)
     return ModelSpec(
         family=family,
@@ -199,12 +205,12 @@ def _head_dim(config: Fields, family: str, of_hidden: int) -> int:
 
 
 def _eos_ids(folder: Path, config: Fields) -> tuple[int, ...]:
-    """generation_config.json wins over config.json, as in Hugging Face's generate."""
+    """Return the ids that end a text. As in transformers, generation_config.json wins."""
     generation = folder / "generation_config.json"
-    place = Fields(str(generation), read_object(generation)) if generation.is_file() else config
-    place = place if "eos_token_id" in place.raw else config
-    value = place.raw.get("eos_token_id")
+    fields = Fields(str(generation), read_object(generation)) if generation.is_file() else config
+    fields = fields if "eos_token_id" in fields.raw else config
+    value = fields.raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in ids):
-        raise place.wrong("eos_token_id", "a token's id, or a list of them")
+        raise fields.wrong("eos_token_id", "a token's id, or a list of them")
     return tuple(ids)

@@ -1,8 +1,8 @@
 """Tokenizers of model folders.
 
-A folder with a tokenizer.json is read by the `tokenizers` library alone, in milliseconds;
-transformers, which takes seconds to import, is asked only for what it alone can do: other tokenizer
-files, those of which it makes another tokenizer than is written there, and chat templates.
+A folder with a tokenizer.json is read by the `tokenizers` library alone, in milliseconds.
+transformers takes seconds to import. It is asked only for what it alone can do: other tokenizer
+files, files of which it makes another tokenizer than is written there, and chat templates.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
 
 
 class FolderTokenizer:
-    """The part of transformers' tokenizer interface that this package uses, with the same results."""
+    """The part of transformers' tokenizer interface that this package uses, with equal results."""
 
     def __init__(self, folder: Path, rust: Any, config: dict[str, Any]) -> None:
         self.folder = folder
         self._rust = rust
         self._config = config
-        rust.no_truncation()  # the file keeps what was set for the last call before it was saved
+        rust.no_truncation()  # a file stores the settings of the last call before it was saved
         rust.no_padding()
 
     @cached_property
@@ -36,7 +36,7 @@ class FolderTokenizer:
         return ModelSpec.from_folder(self.folder).max_positions
 
     @cached_property
-    def model_ends(self) -> tuple[int, ...]:
+    def config_eos_ids(self) -> tuple[int, ...]:
         """The ids that end a text by the model's config, whatever the tokenizer says."""
         return ModelSpec.from_folder(self.folder).eos_ids
 
@@ -62,8 +62,9 @@ class FolderTokenizer:
         return {"input_ids": [encoding.ids for encoding in encodings]}
 
     def num_tokens(self, text: str) -> int:
-        """Tokens of a text with its special ones, counted in this thread alone: a process that
-        forks may ask.
+        """Count the tokens of a text with its special ones, in this thread alone.
+
+        So a process that forks may call it.
         """
         return len(self._rust.encode(text).ids)
 
@@ -79,7 +80,7 @@ class FolderTokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> FolderTokenizer:
-    """The tokenizer of a model folder; no code from the folder is run and nothing is downloaded.
+    """Load the tokenizer of a model folder, without running its code or downloading anything.
 
     Raises: ConfigError if the folder holds none that loads.
     """
@@ -89,14 +90,14 @@ def load_tokenizer(folder: str | Path) -> FolderTokenizer:
         return light
     spec = ModelSpec.from_folder(path)
     tokenizer: FolderTokenizer = _auto_tokenizer(path)
-    tokenizer.context, tokenizer.model_ends = spec.max_positions, spec.eos_ids
+    tokenizer.context, tokenizer.config_eos_ids = spec.max_positions, spec.eos_ids
     return tokenizer
 
 
 def light_tokenizer(folder: Path) -> FolderTokenizer | None:
-    """The folder's tokenizer.json; nothing where there is none, or transformers makes another
-    tokenizer of it.
+    """Load the folder's tokenizer.json.
 
+    Returns None where there is none, or where transformers makes another tokenizer of it.
     Raises: ConfigError if the file does not load.
     """
     from tokenizers import Tokenizer
@@ -115,12 +116,11 @@ def light_tokenizer(folder: Path) -> FolderTokenizer | None:
 
 
 def check_has_tokenizer(folder: str | Path) -> None:
-    """Raises: ConfigError when the folder has no file with a vocabulary: transformers would make
-    one of nothing.
-    """
+    """Raise ConfigError when the folder has no vocabulary: transformers would invent one."""
     if not any(found for pattern in VOCABULARIES for found in Path(folder).glob(pattern)):
         raise ConfigError(
-            f"{folder} holds no tokenizer: there is no tokenizer.json, nor any other file with a vocabulary"
+            f"{folder} holds no tokenizer: "
+            "there is no tokenizer.json, nor any other file with a vocabulary"
         )
 
 
@@ -133,9 +133,9 @@ def _auto_tokenizer(folder: Path) -> Any:
         )
     # transformers raises many kinds for a missing or broken file; all mean the same here
     except Exception as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise ConfigError(
-            f"{folder} holds no tokenizer that loads: {type(error).__name__}: {said}"
+            f"{folder} holds no tokenizer that loads: {type(error).__name__}: {message}"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Whether transformers' tokenizer of a folder is its tokenizer.json as it is written.
+"""Rules by which transformers' tokenizer of a folder is its tokenizer.json as written.
 
-transformers may build another one of its vocabulary, as the tokenizer's class says, and add tokens
-that other files name. It is asked itself where one of these rules is not met.
+transformers may build another tokenizer from the vocabulary, as the tokenizer's class says, and add
+tokens that other files name. Where a rule here is not met, transformers itself is asked.
 Source: transformers 5.17, AutoTokenizer, TokenizersBackend and Qwen2Tokenizer.
 """
 
@@ -26,7 +26,10 @@ QWEN2_MODEL = {
     "ignore_merges": False,
 }
 QWEN2_AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
-QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2_PARTS: dict[str, Any] = {
     "normalizer": {"type": "NFC"},
     "pre_tokenizer": {
@@ -48,7 +51,7 @@ TOKEN_LISTS = ("extra_special_tokens", "additional_special_tokens")
 # read where the config lists no added tokens
 LEGACY_FILES = ("special_tokens_map.json", "added_tokens.json")
 FORCED_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-SET_ASIDE = (
+UNSUPPORTED_SETTINGS = (
     "auto_map",
     "split_special_tokens",
     "fix_mistral_regex",
@@ -60,7 +63,9 @@ SET_ASIDE = (
 def is_as_written(
     rust: Any, model: Mapping[str, Any], config: Mapping[str, Any], files: set[str]
 ) -> bool:
-    """`rust` is the tokenizer.json as `tokenizers` reads it, beside config.json and
+    """Return whether transformers would make the tokenizer that `tokenizers` reads.
+
+    `rust` is the tokenizer.json as `tokenizers` reads it; `model` and `config` are config.json and
     tokenizer_config.json.
     """
     name = _class(model, config)
@@ -69,7 +74,7 @@ def is_as_written(
     special = {facts["content"] for facts in added.values() if facts["special"]}
     return (
         (name in PLAIN or (name == QWEN2 and _is_qwen2(rust, config)))
-        and not any(config.get(key) for key in SET_ASIDE)
+        and not any(config.get(key) for key in UNSUPPORTED_SETTINGS)
         and not (config.get("clean_up_tokenization_spaces") and type(rust.model).__name__ != "BPE")
         and (not files & set(LEGACY_FILES) if listed is None else _same_tokens(listed, added))
         and all(
@@ -80,7 +85,7 @@ def is_as_written(
 
 
 def _class(model: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The class that AutoTokenizer takes, by the family and the class that a config names."""
+    """Return the class that AutoTokenizer takes, by the family and the class in the configs."""
     family, named = (
         model.get("model_type"),
         config.get("tokenizer_class") or model.get("tokenizer_class"),
@@ -91,7 +96,7 @@ def _class(model: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def _is_qwen2(rust: Any, config: Mapping[str, Any]) -> bool:
-    """Whether the class would build this very tokenizer of the vocabulary."""
+    """Return whether Qwen2Tokenizer would build this very tokenizer from the vocabulary."""
     return (
         type(rust.model).__name__ == "BPE"
         and all(getattr(rust.model, key) == value for key, value in QWEN2_MODEL.items())
@@ -103,7 +108,7 @@ def _is_qwen2(rust: Any, config: Mapping[str, Any]) -> bool:
 
 
 def _part(part: Any, name: str) -> Any:
-    """What a part of the tokenizer does, as JSON, without what cannot change ids or text."""
+    """Return a part of the tokenizer as JSON, without keys that cannot change ids or text."""
     ignored = {"trim_offsets"} | (DECODER_IGNORES if name == "decoder" else set())
 
     def useful(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def _part(part: Any, name: str) -> Any:
 
 
 def _facts(token: Any) -> dict[str, Any]:
-    """An added token, as a config lists it."""
+    """Return an added token as a config lists it."""
     return {
         key: getattr(token, key)
         for key in ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
@@ -127,7 +132,7 @@ def _same_tokens(listed: Any, added: Mapping[int, dict[str, Any]]) -> bool:
 
 
 def _special_tokens(rust: Any, name: str, config: Mapping[str, Any]) -> Iterator[Any]:
-    """Every token that transformers would add to the vocabulary if it were not there."""
+    """Yield every token that transformers would add to the vocabulary if it were missing."""
     named = {
         key: value
         for key, value in config.items()

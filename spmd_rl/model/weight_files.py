@@ -1,6 +1,4 @@
-"""Which safetensors files of a model folder hold its weights, and what their headers say; needs no
-torch.
-"""
+"""Safetensors files of a model folder and what their headers say; needs no torch."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 UNUSED = "rotary_emb.inv_freq"  # old folders hold the frequencies, which the config gives
 
 
-class Stored(NamedTuple):
-    """A tensor as it lies in a file: under which name, with which shape."""
+class StoredTensor(NamedTuple):
+    """A tensor in a file, with its name there and its shape."""
 
     path: Path
     key: str
@@ -32,22 +30,23 @@ def has_weights(folder: str | Path) -> bool:
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """The files that transformers reads: model.safetensors or, without it, those that the index
-    names.
+    """Return the files that transformers reads: model.safetensors, else those of the index.
 
-    Raises: ConfigError if there are neither, a file of the index is missing or outside the folder,
-    or an adapter waits to be applied.
+    Raises: ConfigError if there are neither, if a file of the index is missing or outside the
+    folder, or if there is an adapter.
     """
     single, index = Path(folder) / SINGLE, Path(folder) / INDEX
     if (Path(folder) / ADAPTER).is_file():
         raise ConfigError(
-            f"{folder} holds {ADAPTER}, and adapters are not applied: merge it into the weights first"
+            f"{folder} holds {ADAPTER}, and adapters are not applied: "
+            "merge it into the weights first"
         )
     if single.is_file():
         return [single]
     if not index.is_file():
         raise ConfigError(
-            f"{folder} holds no weights (neither {SINGLE} nor {INDEX}; a run with --trainer.init=random needs none)"
+            f"{folder} holds no weights (neither {SINGLE} nor {INDEX}; "
+            "a run with --trainer.init=random needs none)"
         )
     names = read_object(index).get("weight_map")
     if (
@@ -60,7 +59,7 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def _inside(index: Path, name: str) -> Path:
-    """A file that the index names, which may lie in a folder beside it."""
+    """Return the path of a file that the index names, which may lie in a folder beside it."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise ConfigError(f"{index} names {name}, which is outside the model folder")
     if not (index.parent / name).is_file():
@@ -68,15 +67,15 @@ def _inside(index: Path, name: str) -> Path:
     return index.parent / name
 
 
-def stored_tensors(folder: str | Path) -> dict[str, Stored]:
-    """Every tensor of the folder's weight files, by its name in them; only headers are read.
+def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
+    """Return every tensor of the folder's weight files by its name; only headers are read.
 
-    Raises: ConfigError if a file is broken, two hold the same tensor, or one is no plain
-    floating-point number.
+    Raises: ConfigError if a file is broken, if two hold the same tensor, or if a tensor is not of
+    plain floating-point numbers.
     """
     from safetensors import SafetensorError, safe_open
 
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="numpy") as file:
@@ -88,20 +87,22 @@ def stored_tensors(folder: str | Path) -> dict[str, Stored]:
                         )
                     if part.get_dtype() not in DTYPES:
                         raise ConfigError(
-                            f"{path} holds {key} as {part.get_dtype()}: quantized weights are not read"
+                            f"{path} holds {key} as {part.get_dtype()}: "
+                            "quantized weights are not read"
                         )
-                    found[key] = Stored(path, key, tuple(part.get_shape()))
+                    found[key] = StoredTensor(path, key, tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
     return found
 
 
-def stored_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, Stored]:
-    """Where every weight of a model with these `shapes` lies, in the order of the files; only
-    headers are read.
+def stored_weights(
+    folder: str | Path, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, StoredTensor]:
+    """Return where every weight of a model lies, in the order of the files; reads headers only.
 
-    A model with a tied head may be stored with the head alone. If both are there, the head is given
-    too, as a weight beside `shapes`: its values must be compared.
+    A model with a tied head may be stored with the head alone. If the embedding is there too, the
+    head is returned beside `shapes`, because the values must be compared.
     Raises: ConfigError naming the first weight that is unknown, of another shape, or missing.
     """
     found = {key: one for key, one in stored_tensors(folder).items() if not key.endswith(UNUSED)}
@@ -118,7 +119,8 @@ def stored_weights(folder: str | Path, shapes: Mapping[str, Sequence[int]]) -> d
             )
         if tuple(wanted[key]) != one.shape:
             raise ConfigError(
-                f"{folder}: {one.key} is {list(one.shape)}, and the config asks for {list(wanted[key])}"
+                f"{folder}: {one.key} is {list(one.shape)}, "
+                f"and the config asks for {list(wanted[key])}"
             )
     if missing := set(wanted) - set(found):
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind: its folder, metrics, samples, curves and the live view."""
+"""Files of a run: its folder and lock, metrics, samples, traces and provenance."""

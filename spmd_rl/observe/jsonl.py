@@ -1,6 +1,4 @@
-"""JSON that others may have written or damaged: each value is parsed, or refused with one sentence
-that names it.
-"""
+"""JSON files that users may write or damage: errors name the file, the line and the problem."""
 
 from __future__ import annotations
 
@@ -12,23 +10,23 @@ from typing import Any
 
 from spmd_rl.errors import DataError
 
-_MOST_DIGITS = 308  # of a whole number that a float can hold
+_MAX_DIGITS = 308  # of an integer that a float can hold
 
 
-def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1.
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank, with their numbers from 1.
 
-    Only a newline ends a line: a JSON string may hold U+2028 and the other separators at which
-    `str.splitlines` cuts.
+    Only a newline ends a line. `str.splitlines` would also split at U+2028 and others, which a JSON
+    string may hold.
     """
     with path.open("rb") as file:
         yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
 
 
-def parse(where: str, content: bytes, **hooks: Any) -> Any:
-    """The value of a line or a file; `hooks` are those of `json.loads`. Raises: DataError."""
+def parse_json(where: str, content: bytes, **hooks: Any) -> Any:
+    """Return the value of a line or file; `hooks` are those of `json.loads`. Raises: DataError."""
     try:
-        # from bytes it would guess at UTF-16
+        # given bytes, json.loads would also accept UTF-16
         return json.loads(content.decode("utf-8-sig"), **hooks)
     except UnicodeDecodeError as error:
         raise DataError(where, f"not UTF-8 at byte {error.start + 1}") from error
@@ -36,26 +34,35 @@ def parse(where: str, content: bytes, **hooks: Any) -> Any:
         raise DataError(where, f"not valid JSON: {_problem(error)}") from error
     except RecursionError as error:
         raise DataError(where, "not valid JSON: it is nested too deeply") from error
-    except ValueError as error:  # Python reads no number of thousands of digits
+    except ValueError as error:  # Python refuses integers of thousands of digits
         raise DataError(where, f"not valid JSON: {str(error).partition(';')[0]}") from error
 
 
-def parse_finite(where: str, content: bytes, beyond: Callable[[str], Any] = lambda _: None) -> Any:
-    """As `parse`; NaN, infinities and numbers that no float can hold become what `beyond` makes of
-    their text.
+def parse_finite_json(
+    where: str, content: bytes, replace_non_finite: Callable[[str], Any] = lambda _: None
+) -> Any:
+    """Parse JSON like `parse_json`, but without NaN, infinities and numbers too large for a float.
+
+    Each of them becomes `replace_non_finite(its text)`, None by default.
     """
 
-    def real(text: str) -> Any:
-        return value if math.isfinite(value := float(text)) else beyond(text)
+    def parse_float(text: str) -> Any:
+        return value if math.isfinite(value := float(text)) else replace_non_finite(text)
 
-    def whole(text: str) -> Any:
-        return int(text) if len(text) <= _MOST_DIGITS else beyond(text)
+    def parse_int(text: str) -> Any:
+        return int(text) if len(text) <= _MAX_DIGITS else replace_non_finite(text)
 
-    return parse(where, content, parse_float=real, parse_int=whole, parse_constant=beyond)
+    return parse_json(
+        where,
+        content,
+        parse_float=parse_float,
+        parse_int=parse_int,
+        parse_constant=replace_non_finite,
+    )
 
 
 def _problem(error: json.JSONDecodeError) -> str:
-    """What is wrong and in which column; the line too where there are several."""
+    """Return the problem with its column, and its line if the text has several."""
     text = error.doc.rstrip()
     is_cut = error.pos >= len(text) or error.msg.startswith("Unterminated string")
     end = len(text) if is_cut else error.pos + 1

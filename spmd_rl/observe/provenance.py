@@ -1,6 +1,4 @@
-"""What a run was made of, as far as its config does not say: command, commit, host, machine and
-versions.
-"""
+"""Provenance of a run, beside its config: command, commit, host, machine and versions."""
 
 from __future__ import annotations
 
@@ -16,30 +14,31 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-FILE = "run.json"  # in the run's folder, of its newest start
-BEGAN_ENV = "SPMD_RL_BEGAN"  # unix time at which the launcher began
+PROVENANCE_FILE = "run.json"  # in the run's folder; each start replaces it
+START_TIME_ENV = "SPMD_RL_BEGAN"  # unix time at which the launcher started
 GIT_S = 5.0
 
 _CPUS, _MEMORY = Path("/proc/cpuinfo"), Path("/proc/meminfo")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
-def note_beginning() -> None:
-    """Tell the processes that this one starts when the run began."""
-    os.environ[BEGAN_ENV] = str(time.time())
+def record_start_time() -> None:
+    """Tell all child processes that the run starts now."""
+    os.environ[START_TIME_ENV] = str(time.time())
 
 
-def began_unix_s() -> float:
-    """When the launcher of this process began; now, where it did not say."""
-    return float(os.environ.get(BEGAN_ENV) or time.time())
+def start_unix_s() -> float:
+    """Return when the launcher of this process started; now, if it did not say."""
+    return float(os.environ.get(START_TIME_ENV) or time.time())
 
 
 def provenance(words: Sequence[str], began_s: float) -> dict[str, Any]:
-    """The facts of this start as plain data; `words` are those after `spmd-rl run`. What is not
-    known is left out.
+    """Return the facts of this start as plain data, without those that are unknown.
+
+    `words` are the arguments after `spmd-rl run`; `began_s` is the unix time of the start.
     """
     source = Path(__file__).parents[2]
-    known = {
+    facts = {
         "command": shlex.join(["spmd-rl", "run", *words]) if words else "",
         "folder": os.getcwd(),
         "commit": commit_of(Path.cwd()),
@@ -51,12 +50,13 @@ def provenance(words: Sequence[str], began_s: float) -> dict[str, Any]:
         "machine": machine(),
         "began_unix_s": round(began_s, 3),
     }
-    return {name: value for name, value in known.items() if value}
+    return {name: value for name, value in facts.items() if value}
 
 
 def commit_of(folder: Path) -> str:
-    """The commit of the git repository around `folder`, with `-dirty` where a tracked file was
-    changed; "" if none.
+    """Return the commit of the git repository around `folder`, or "" without one.
+
+    It ends in `-dirty` if a tracked file was changed.
 
     Blocks: until git answers, at most `GIT_S`.
     """
@@ -70,7 +70,7 @@ def commit_of(folder: Path) -> str:
         "--abbrev=12",
         "--exclude=*",
     ]
-    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # what is only read is not locked
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # reading needs no lock
     try:
         done = subprocess.run(
             command,
@@ -87,7 +87,7 @@ def commit_of(folder: Path) -> str:
 
 
 def machine() -> str:
-    """`AMD EPYC 9R14, 16 cores, 124 GiB, 2 x NVIDIA H200`."""
+    """Return this host's hardware, as in `AMD EPYC 9R14, 16 cores, 124 GiB, 2 x NVIDIA H200`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu = _field(_CPUS, "model name") or platform.processor() or platform.machine()
     memory = _field(_MEMORY, "MemTotal").partition(" ")[0]
@@ -98,7 +98,7 @@ def machine() -> str:
 
 
 def _field(path: Path, name: str) -> str:
-    """The first value called `name` in one of the kernel's files; "" where there is none."""
+    """Return the first value called `name` in a file of /proc, or ""."""
     try:
         found = re.search(
             rf"^{name}\s*:\s*(.*?)\s*$", path.read_text(errors="replace"), re.MULTILINE

@@ -1,8 +1,7 @@
-"""One run at a time in a folder: the controller holds a lock there, which the system takes back
-when it ends.
+"""Locks that keep two runs from writing into one folder.
 
-Before that, and as long as it lives, `spmd-rl run` holds another: a second start need not wait for
-the controller.
+The controller holds one lock; the system releases it when the process ends. `spmd-rl run` holds
+another from its start to its end, so that a second start is refused before it has a controller.
 """
 
 from __future__ import annotations
@@ -20,84 +19,87 @@ from pathlib import Path
 
 from spmd_rl.errors import ConfigError
 
-CLAIM_FILE = "controller.lock"
-LAUNCH_FILE = "launcher.lock"
-WAIT_S = 15.0  # for a controller that is ending, before a restart of its ranks
-LOOK_S = 0.1
-# a file system without locks cannot tell
+CONTROLLER_LOCK = "controller.lock"
+LAUNCHER_LOCK = "launcher.lock"
+ACQUIRE_S = 15.0  # to wait for the controller of the same run, before its ranks restart
+POLL_S = 0.1
+# file systems without locks: the run goes on unlocked
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _HOLDER = re.compile(r"host (?P<host>.*), pid (?P<pid>\d+)\nstarted by pid (?P<parent>\d+)\n")
 
 
-def claim(folder: Path, wait_s: float = WAIT_S, name: str = CLAIM_FILE) -> int:
-    """Lock the file `name` of `folder` until the descriptor that comes back is closed, or the
-    process ends.
+def acquire_run_lock(folder: Path, wait_s: float = ACQUIRE_S, name: str = CONTROLLER_LOCK) -> int:
+    """Lock the file `name` of `folder`, and return its descriptor.
 
-    Blocks: for `wait_s` at most, and not for a run of this host that nobody has ended.
-    Raises: ConfigError naming who holds it.
+    The lock lasts until the descriptor is closed or the process ends.
+
+    Blocks: for `wait_s` at most, and not at all if a run of this host holds it that nobody has
+    ended. Raises: ConfigError naming the process that holds it.
     """
     file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    until = time.monotonic() + wait_s
-    while not _locked(file):
+    deadline = time.monotonic() + wait_s
+    while not _try_lock(file):
         holder = os.pread(file, 1000, 0).decode(errors="replace")
-        if _goes_on(holder) or time.monotonic() > until:
+        if _is_running(holder) or time.monotonic() > deadline:
             os.close(file)
             raise _refusal(folder, holder)
-        threading.Event().wait(LOOK_S)
+        threading.Event().wait(POLL_S)
     os.ftruncate(file, 0)
-    with contextlib.suppress(OSError):  # a full disk is the run's affair
-        me = f"host {socket.gethostname()}, pid {os.getpid()}\nstarted by pid {os.getppid()}\n"
-        os.pwrite(file, me.encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk: the run itself reports it
+        own = f"host {socket.gethostname()}, pid {os.getpid()}\nstarted by pid {os.getppid()}\n"
+        os.pwrite(file, own.encode(), 0)
     return file
 
 
 @contextlib.contextmanager
-def launching(folder: Path) -> Iterator[None]:
-    """Hold a launcher's lock of `folder`; what is forked meanwhile lets go of it, and may outlive
-    the launcher.
+def launcher_lock(folder: Path) -> Iterator[None]:
+    """Hold the launcher's lock of `folder`.
 
+    Forked children release their copy of it, because they may outlive the launcher.
     Raises: ConfigError naming the launcher that holds it.
     """
-    held = [claim(folder, 0.0, LAUNCH_FILE)]
+    descriptors = [acquire_run_lock(folder, 0.0, LAUNCHER_LOCK)]
 
-    def let_go() -> None:
-        while held:
-            os.close(held.pop())
+    def release() -> None:
+        while descriptors:
+            os.close(descriptors.pop())
 
-    os.register_at_fork(after_in_child=let_go)
+    os.register_at_fork(after_in_child=release)
     try:
         yield
     finally:
-        let_go()
+        release()
 
 
-def refuse_live(folder: Path) -> None:
-    """Raises: ConfigError when a run of this host is going on in `folder`; of others the controller
-    will know.
+def refuse_running_run(folder: Path) -> None:
+    """Raises: ConfigError when a run of this host is going on in `folder`.
+
+    Runs of other hosts are found later, by the controller.
     """
     try:
-        file = os.open(folder / CLAIM_FILE, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:  # there is none, or the folder is not ours: the controller says so
+        file = os.open(folder / CONTROLLER_LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # no lock file, or not ours: the controller checks again
         return
     try:
         holder = os.pread(file, 1000, 0).decode(errors="replace")
-        if _goes_on(holder) and not _locked(file):
+        if _is_running(holder) and not _try_lock(file):
             raise _refusal(folder, holder)
     finally:
         os.close(file)
 
 
 def _refusal(folder: Path, holder: str) -> ConfigError:
-    who = holder.partition("\n")[0] or "which has just begun"
+    who = holder.partition("\n")[0] or "which has just started"
     return ConfigError(
-        f"another run is going on in {folder} ({who}): end it, or choose another name"
+        f"another run is going on in {folder} ({who}): end it, or choose another --run.name"
     )
 
 
-def _goes_on(holder: str) -> bool:
-    """Whether the holder is seen to be no controller that is ending: the rank 0 that started it is
-    there still.
+def _is_running(holder: str) -> bool:
+    """Whether the holder is a controller of this host whose rank 0 still lives.
+
+    A controller whose rank 0 is gone is about to end.
     """
     found = _HOLDER.fullmatch(holder)
     if found is None or found["host"] != socket.gethostname():
@@ -109,7 +111,7 @@ def _goes_on(holder: str) -> bool:
     return stat.rpartition(")")[2].split()[1] == found["parent"]
 
 
-def _locked(file: int) -> bool:
+def _try_lock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,7 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard and Weights & Biases, each only if a run
-asks for it.
+"""Sinks of metrics beside `metrics.jsonl`: TensorBoard and Weights & Biases, on request.
 
-Both come with `pip install -e '.[log]'` and are imported when opened. W&B is set up by its own
-variables: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline and the rest.
+Both come with `pip install -e '.[log]'` and are imported when opened. W&B reads its own environment
+variables, such as WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE=offline.
 """
 
 from __future__ import annotations
@@ -17,23 +16,25 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.files import write_whole
+from spmd_rl.observe.atomic_write import write_atomically
 
 
 class Sink(Protocol):
-    """Somewhere that a step's metrics are sent to."""
+    """A receiver of each step's metrics."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take a row as `MetricsLog.write` returns it: `step`, `unix_s` and the metrics, None where
-        not finite.
+        """Send a row of `MetricsLog.write`: `step`, `unix_s` and the metrics.
+
+        A metric that is not finite is None.
         """
 
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """An event file in `tensorboard/` of the run folder, in TensorBoard's own writer: no torch, no
-    TensorFlow.
+    """An event file in `tensorboard/` of the run folder.
+
+    TensorBoard's own writer needs neither torch nor TensorFlow.
     """
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
@@ -59,20 +60,20 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One W&B run for one run folder, restarts included: the folder's `wandb/run_id` says which.
+    """One W&B run a run folder, also across restarts: `wandb/run_id` keeps its id.
 
-    Steps are a metric of their own there, because W&B's own counter does not go back to where a
-    restart resumes.
+    The step is logged as a metric, because W&B's own counter cannot go back when a restart resumes
+    from an earlier step.
     """
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
         (run / "wandb").mkdir(parents=True, exist_ok=True)
-        name = run / "wandb" / "run_id"
-        if not name.exists():
-            write_whole(name, uuid.uuid4().hex)
-        run_id = name.read_text(encoding="utf-8").strip()
-        # the terminal, and the last line there, are the run's
+        id_file = run / "wandb" / "run_id"
+        if not id_file.exists():
+            write_atomically(id_file, uuid.uuid4().hex)
+        run_id = id_file.read_text(encoding="utf-8").strip()
+        # W&B must not write to the terminal, where the run shows its own progress
         settings = wandb.Settings(console="off", silent=True)
         self._run = wandb.init(
             id=run_id,
@@ -103,42 +104,44 @@ def check_sinks(kinds: Sequence[str]) -> None:
     """Raises: ConfigError for an unknown kind or a missing package."""
     for kind in kinds:
         if kind not in KINDS:
-            raise ConfigError(f"no sink called '{kind}': there are {' and '.join(KINDS)}")
+            raise ConfigError(f"run.sinks: there is no sink '{kind}', only {' and '.join(KINDS)}")
         found = importlib.util.find_spec(kind)
-        # a folder of that name, as W&B leaves one, has no origin
+        # a mere folder of that name, such as W&B's output, has no origin
         if found is None or found.origin is None:
             raise ConfigError(
-                f"{kind} is not installed: pip install -e '.[log]' in spmd-rl's repository"
+                f"run.sinks: {kind} is not installed: run pip install -e '.[log]' in spmd-rl's "
+                "repository"
             )
 
 
 class Sinks:
-    """All sinks of a run as one. A sink that fails is dropped with a warning, and the run goes on."""
+    """All sinks of a run. A sink that fails is dropped with a warning, and the run goes on."""
 
     def __init__(self, kinds: Sequence[str], run: Path, config: Mapping[str, Any]) -> None:
-        """`kinds` are checked ones; `config` is shown where a sink can. Raises: ConfigError when
-        one does not open.
+        """Open the sinks of these kinds, which `check_sinks` has accepted.
+
+        `config` is shown by sinks that can. Raises: ConfigError when a sink does not open.
         """
         self._open: dict[str, Sink] = {}
         for kind in kinds:
             try:
                 self._open[kind] = KINDS[kind](run, config)
-            # whatever a package of others raises, such as for a missing login
+            # other packages may raise anything, such as for a missing login
             except Exception as error:
-                raise ConfigError(f"run.sinks: {kind} does not open: {error}") from error
+                raise ConfigError(f"run.sinks: {kind} cannot be opened: {error}") from error
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._each(lambda sink: sink.write(row))
+        self._for_each(lambda sink: sink.write(row))
 
     def close(self) -> None:
-        self._each(lambda sink: sink.close())
+        self._for_each(lambda sink: sink.close())
         self._open = {}
 
-    def _each(self, act: Callable[[Sink], None]) -> None:
+    def _for_each(self, action: Callable[[Sink], None]) -> None:
         for kind, sink in list(self._open.items()):
             try:
-                act(sink)
-            except Exception as error:  # noqa: BLE001  a server, disk or package of others must not end a training run
+                action(sink)
+            except Exception as error:  # noqa: BLE001  a failing sink must not end the run
                 del self._open[kind]
                 warnings.warn(f"{kind} gets no more metrics: {error}", stacklevel=3)
 

@@ -1,6 +1,4 @@
-"""stdout and stderr of a run, which lasts longer than who reads them may: a pager, `tee`, a
-terminal, a full disk.
-"""
+"""stdout and stderr that never fail, so that a run outlives its pager, `tee`, terminal or disk."""
 
 from __future__ import annotations
 
@@ -11,10 +9,8 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 
-class Lasting:
-    """A standard stream: once the system takes no more of it, what is written goes nowhere, and who
-    writes goes on.
-    """
+class FailsafeStream:
+    """A standard stream whose writes never raise: after an error, all output is discarded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -23,32 +19,31 @@ class Lasting:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with self._lasting():
+        with self._discarding_on_error():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._lasting():
+        with self._discarding_on_error():
             self._stream.flush()
 
     @contextmanager
-    def _lasting(self) -> Iterator[None]:
+    def _discarding_on_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())  # what is buffered goes there too
+                os.dup2(nowhere.fileno(), self._stream.fileno())  # so is what was buffered
             print(
-                f"{self._stream.name} takes no more ({error.strerror}): this goes on without",
+                f"cannot write to {self._stream.name} any more ({error.strerror}): "
+                "its further output is discarded",
                 file=sys.stderr,
             )
 
 
-def let_streams_last() -> None:
-    """Have stdout and stderr of this process be `Lasting`; those that were closed before it began
-    go nowhere.
-    """
+def make_stdio_failsafe() -> None:
+    """Make stdout and stderr of this process failsafe. One that was closed is discarded."""
     sys.stdout, sys.stderr = (
-        cast(TextIO, Lasting(stream or open(os.devnull, "w")))  # noqa: SIM115  for as long as the process lives
+        cast(TextIO, FailsafeStream(stream or open(os.devnull, "w")))  # noqa: SIM115  open until the process ends
         for stream in (sys.stdout, sys.stderr)
     )

@@ -1,5 +1,6 @@
-"""The spans of all processes of a run on one time axis, and `trace.json`, which Perfetto and
-chrome://tracing open.
+"""Traces of a run: the spans of all its processes on one time axis, and their export.
+
+`trace.json` is in Chrome's trace format, which Perfetto and chrome://tracing open.
 
 spmd-rl trace RUN [RUN ...]
 """
@@ -14,10 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.files import whole_file
+from spmd_rl.observe.atomic_write import atomic_file
 
 FOLDER = "traces"
-USAGE = "usage: spmd-rl trace RUN [RUN ...]"
 
 _SPAN = tuple[str, int, int, str, dict[str, Any]]
 
@@ -31,8 +31,8 @@ class _Header(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Process:
-    """Who recorded, since when in unix time. `rank` is None for the controller."""
+class TracedProcess:
+    """A process that recorded a trace, from unix time `began_ns` on. A controller has no rank."""
 
     name: str
     rank: int | None = None
@@ -42,12 +42,12 @@ class Process:
 
     @property
     def order(self) -> tuple[int, str]:
-        """The controller comes first, then the ranks."""
+        """Sort key: the controller comes first, then the ranks."""
         return (-1 if self.rank is None else self.rank, self.name)
 
 
 class Span(NamedTuple):
-    """What a process did. Units: `start_ns` is unix time."""
+    """A named interval of a process. Units: `start_ns` is unix time."""
 
     name: str
     start_ns: int
@@ -60,24 +60,23 @@ class Span(NamedTuple):
         return self.start_ns + self.length_ns
 
 
-def trace_files(run: Path) -> dict[Path, Process]:
-    """The files of a run's processes with who wrote them, in their order."""
-    files = {path: _first(path) for path in (run / FOLDER).glob("*.jsonl")}
+def trace_files(run: Path) -> dict[Path, TracedProcess]:
+    """Return the trace files of a run with the process that wrote each, in their order."""
+    files = {path: _first_process(path) for path in (run / FOLDER).glob("*.jsonl")}
     return dict(sorted(files.items(), key=lambda item: item[1].order))
 
 
-def _first(path: Path) -> Process:
-    return next((process for process, _ in read_spans(path)), Process(path.stem))
+def _first_process(path: Path) -> TracedProcess:
+    return next((process for process, _ in read_spans(path)), TracedProcess(path.stem))
 
 
-def read_spans(path: Path) -> Iterator[tuple[Process, Span | None]]:
-    """A file's spans in the order they ended, each with the process that recorded it; None where a
-    process begins.
+def read_spans(path: Path) -> Iterator[tuple[TracedProcess, Span | None]]:
+    """Yield a file's spans in the order they ended, each with the process that recorded it.
 
-    A line that the death of its process cut short is left out. Raises: DataError for one that says
-    something else.
+    The span is None at the header of a process. A line that a dying process cut short is left out.
+    Raises: DataError for a line that is neither a header nor a span.
     """
-    process = Process(path.stem)
+    process = TracedProcess(path.stem)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -86,7 +85,9 @@ def read_spans(path: Path) -> Iterator[tuple[Process, Span | None]]:
                 continue
             try:
                 if isinstance(record, dict):
-                    process = Process(*msgspec.structs.astuple(msgspec.convert(record, _Header)))
+                    process = TracedProcess(
+                        *msgspec.structs.astuple(msgspec.convert(record, _Header))
+                    )
                     yield process, None
                 else:
                     name, start_ns, length_ns, lane, args = msgspec.convert(record, _SPAN)
@@ -98,43 +99,43 @@ def read_spans(path: Path) -> Iterator[tuple[Process, Span | None]]:
 
 
 def tracks(spans: Iterable[Span]) -> Iterator[tuple[int, int, Span]]:
-    """Spans of one lane by start, each with its track and its depth there.
+    """Yield the spans of one lane by start, each with its track and its depth on that track.
 
-    On a track every span lies within or beside every other, as viewers demand of a thread; spans
-    that merely overlap, as calls in flight do, go on different tracks.
+    Viewers demand that the spans of a track nest. Spans that only overlap, such as concurrent
+    calls, go on different tracks.
     """
-    ends_of_track: list[list[int]] = []
+    open_ends: list[list[int]] = []  # of each track, when its open spans end, outermost first
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.length_ns)):
         track = next(
-            (i for i, ends in enumerate(ends_of_track) if _has_room(ends, span)), len(ends_of_track)
+            (number for number, ends in enumerate(open_ends) if _fits(span, ends)), len(open_ends)
         )
-        if track == len(ends_of_track):
-            ends_of_track.append([])
-        ends_of_track[track].append(span.end_ns)
-        yield track, len(ends_of_track[track]) - 1, span
+        if track == len(open_ends):
+            open_ends.append([])
+        open_ends[track].append(span.end_ns)
+        yield track, len(open_ends[track]) - 1, span
 
 
-def _has_room(ends: list[int], span: Span) -> bool:
-    """Whether `span`, no earlier than those before it, fits a track whose spans end at `ends`, the
-    outermost first.
+def _fits(span: Span, open_ends: list[int]) -> bool:
+    """Whether a track takes `span`, which starts no earlier than the track's last span.
+
+    Spans that have ended by then are removed from `open_ends`.
     """
-    while ends and ends[-1] <= span.start_ns:
-        ends.pop()
-    return not ends or span.end_ns <= ends[-1]
+    while open_ends and open_ends[-1] <= span.start_ns:
+        open_ends.pop()
+    return not open_ends or span.end_ns <= open_ends[-1]
 
 
 def write_chrome(run: Path) -> int:
-    """Write `trace.json` from what the processes recorded, one process at a time; the number of
-    spans.
+    """Write `trace.json`, and return its number of spans.
 
-    Raises: ConfigError when they recorded nothing.
+    Raises: ConfigError when the run has no trace.
     """
     files = trace_files(run)
     if not files:
-        raise ConfigError(f"{run / FOLDER} holds no trace: was the run traced?")
+        raise ConfigError(f"{run / FOLDER} holds no trace: the run must have run.trace = true")
     num_spans = 0
     began_ns = min(process.began_ns for process in files.values())
-    with whole_file(run / "trace.json") as out:
+    with atomic_file(run / "trace.json") as out:
         out.write(
             b'{"displayTimeUnit": "ms", "otherData": {"began_unix_s": %.6f}, "traceEvents": [\n'
             % (began_ns / 1e9)
@@ -149,34 +150,24 @@ def write_chrome(run: Path) -> int:
     return num_spans
 
 
-def _events(path: Path, process: Process, number: int, began_ns: int) -> Iterator[dict[str, Any]]:
-    """One process as Chrome's events: its names, then its spans, lane by lane."""
+def _events(
+    path: Path, process: TracedProcess, number: int, began_ns: int
+) -> Iterator[dict[str, Any]]:
+    """Yield one process as Chrome's events: its name, then its spans, lane by lane."""
     lanes: dict[str, list[Span]] = {}
     for _, span in read_spans(path):
         if span is not None:
             lanes.setdefault(span.lane, []).append(span)
     title = process.name + (f" on {process.host}" if process.host else "")
-    yield {"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": title}}
-    yield {
-        "ph": "M",
-        "pid": number,
-        "tid": 0,
-        "name": "process_sort_index",
-        "args": {"sort_index": number},
-    }
+    yield _metadata(number, 0, "process_name", {"name": title})
+    yield _metadata(number, 0, "process_sort_index", {"sort_index": number})
     thread_of: dict[tuple[str, int], int] = {}
     for lane, spans in lanes.items():
         for track, _, span in tracks(spans):
             if (lane, track) not in thread_of:
                 thread = thread_of[lane, track] = len(thread_of) + 1
                 name = lane if track == 0 else f"{lane} ({track + 1})"
-                yield {
-                    "ph": "M",
-                    "pid": number,
-                    "tid": thread,
-                    "name": "thread_name",
-                    "args": {"name": name},
-                }
+                yield _metadata(number, thread, "thread_name", {"name": name})
             yield {
                 "ph": "X",
                 "pid": number,
@@ -189,19 +180,6 @@ def _events(path: Path, process: Process, number: int, began_ns: int) -> Iterato
             }
 
 
-def main(argv: list[str]) -> int:
-    """`spmd-rl trace`: write each run's trace.json."""
-    if not argv or argv[0].startswith("-"):
-        print(USAGE)
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
-    for run in map(Path, argv):
-        if not run.is_dir():
-            raise ConfigError(f"no run folder at {run}")
-        try:
-            num_spans = write_chrome(run)
-        except OSError as error:
-            raise ConfigError(f"trace.json cannot be written: {error}") from None
-        print(
-            f"{run / 'trace.json'}: {num_spans:,} spans; open it at ui.perfetto.dev or in chrome://tracing"
-        )
-    return 0
+def _metadata(process: int, thread: int, event: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Return a metadata event of Chrome's format."""
+    return {"ph": "M", "pid": process, "tid": thread, "name": event, "args": args}

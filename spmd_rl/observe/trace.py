@@ -1,22 +1,23 @@
-"""What a process did and when: named spans, kept in memory and appended to a file of the process's
-own.
+"""Trace of one process: named spans, kept in memory and appended to a file of the process.
 
     trace = Trace(run_folder / "traces", "rank 3", rank=3)
     with trace.span("trainer.train_step", role="trainer", phase="train", step=7):
         ...
-    trace.flush()                                             # where nobody waits for this process
+    trace.flush()  # at a time when no other process waits for this one
 
-The file is `traces/<process>.jsonl`. Every start of the process appends a header, an object, then
-its spans, arrays:
+The file is `traces/<process>.jsonl`. Every start of the process appends one object, its header:
 
-    {"process": "rank 3", "rank": 3, "host": "node1", "pid": 4711, "began_unix_ns":
-    1700000000000000000} ["trainer.train_step", 1200300, 95000000, "MainThread", {"role": "trainer",
-    "phase": "train", "step": 7}]
+    {"process": "rank 3", "rank": 3, "host": "node1", "pid": 4711,
+     "began_unix_ns": 1700000000000000000}
 
-that is name, start in ns since `began_unix_ns`, length in ns, lane (a thread, or whatever does one
-thing at a time) and arguments. A span is timed on the monotonic clock, and the header says when in
-unix time the recording began, so that the files of all processes share one time axis, as far as
-their hosts' clocks agree. `timeline.py` reads them.
+Then it appends one array a span:
+
+    ["trainer.train_step", 1200300, 95000000, "MainThread", {"role": "trainer", "step": 7}]
+
+of name, start in ns since `began_unix_ns`, length in ns, lane and arguments. A lane is a thread, or
+anything else that does one thing at a time. Spans are timed on the monotonic clock. The header ties
+that clock to unix time, so all processes share one time axis, as far as their hosts' clocks agree.
+`timeline.py` reads these files.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from spmd_rl.observe.files import open_to_append
+from spmd_rl.observe.atomic_write import open_append
 
-CAPACITY = 4096  # spans held in memory; writing so many takes a few milliseconds
+CAPACITY = 4096  # spans in memory; writing that many takes a few milliseconds
 
 now_ns = time.monotonic_ns
 
-_OFF: AbstractContextManager[None] = nullcontext()
+_NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
-class _Thread(threading.local):
-    """The name of the thread that asks, looked up once in each."""
+class _ThreadName(threading.local):
+    """The name of the current thread, looked up once a thread."""
 
     def __init__(self) -> None:
         self.lane = threading.current_thread().name
 
 
-_THREAD = _Thread()
+_THREAD_NAME = _ThreadName()
 
 
 class Trace:
-    """Records spans of one process, from any of its threads. Without a folder it is off.
+    """Recorder of one process's spans, from any of its threads. Without a folder it is off.
 
-    At most `capacity` spans wait in memory: the span that fills it writes them all. A full disk
-    ends the recording with a warning, and never the run.
+    At most `capacity` spans wait in memory; the span that reaches it writes them all. If the disk
+    is full, recording ends with a warning and the run goes on.
     """
 
     def __init__(
@@ -85,20 +86,19 @@ class Trace:
         }
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Time what runs inside, on the lane of the thread that runs it."""
-        return _OFF if self._path is None else _Span(self, name, args)
+        """Record the body of a `with` as a span, on the lane of its thread."""
+        return _NO_SPAN if self._path is None else _OpenSpan(self, name, args)
 
     def add(self, name: str, start_ns: int, end_ns: int, lane: str = "", **args: Any) -> None:
-        """Record what began and ended at two readings of `now_ns`, for what no `with` can hold:
-        calls in flight.
+        """Record a span between two readings of `now_ns`.
+
+        This is for spans that no `with` can hold, such as calls in flight.
         """
         if self._path is not None:
-            self._take(name, start_ns, end_ns, lane or _THREAD.lane, args)
+            self._append(name, start_ns, end_ns, lane or _THREAD_NAME.lane, args)
 
     def flush(self, every_s: float = 0.0) -> None:
-        """Append the spans recorded so far to the file, unless that was done less than `every_s`
-        ago.
-        """
+        """Append the recorded spans to the file, unless that was done less than `every_s` ago."""
         if now_ns() - self._flushed_ns < every_s * 1e9:
             return
         with self._flushing:
@@ -107,37 +107,39 @@ class Trace:
             if self._path is None or not spans:
                 return
             try:
-                file = self._file or self._begin(self._path)
+                file = self._file or self._open_file(self._path)
                 file.write(self._encoder.encode_lines(spans))
             except OSError as error:
-                self._end()
-                warnings.warn(f"tracing ends here: {error}", stacklevel=2)
+                self._stop()
+                warnings.warn(f"tracing stops here: {error}", stacklevel=2)
 
     def close(self) -> None:
-        """Write what is left; nothing is recorded afterwards."""
+        """Write the remaining spans, and record no more."""
         self.flush()
-        self._end()
+        self._stop()
 
-    def _take(self, name: str, start_ns: int, end_ns: int, lane: str, args: dict[str, Any]) -> None:
+    def _append(
+        self, name: str, start_ns: int, end_ns: int, lane: str, args: dict[str, Any]
+    ) -> None:
         self._spans.append((name, start_ns - self._began_ns, end_ns - start_ns, lane, args))
         if len(self._spans) >= self._capacity:
             self.flush()
 
-    def _begin(self, path: Path) -> BinaryIO:
+    def _open_file(self, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = self._file = open_to_append(path, buffering=0)
-        # the newline before the header closes a line that an earlier process died in
+        file = self._file = open_append(path, buffering=0)
+        # the newline ends a line that an earlier process died in
         file.write((b"\n" if file.tell() else b"") + self._encoder.encode(self._header) + b"\n")
         return file
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         self._path, self.on = None, False
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
-class _Span(AbstractContextManager[None]):
+class _OpenSpan(AbstractContextManager[None]):
     __slots__ = ("_args", "_name", "_start_ns", "_trace")
 
     def __init__(self, trace: Trace, name: str, args: dict[str, Any]) -> None:
@@ -149,12 +151,13 @@ class _Span(AbstractContextManager[None]):
         self._start_ns = now_ns()
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        self._trace._take(self._name, self._start_ns, now_ns(), _THREAD.lane, self._args)
+        self._trace._append(self._name, self._start_ns, now_ns(), _THREAD_NAME.lane, self._args)
 
 
 def unix_offset_ns(num_readings: int = 5) -> int:
-    """What to add to `now_ns` for unix time, from the reading that the fewest nanoseconds passed
-    around.
+    """Return what to add to `now_ns` to get unix time.
+
+    It is taken from the reading of both clocks that took the least time.
     """
     readings = []
     for _ in range(num_readings):

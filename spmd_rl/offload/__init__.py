@@ -1,1 +1,1 @@
-"""Who owns which bytes, and when."""
+"""Memory of each role in each phase: how much it is, and how an engine gives it back."""

@@ -1,12 +1,11 @@
-"""GPU memory that can be given back while its address stays, through CUDA's virtual memory
-management.
+"""ElasticMemory: GPU memory that can be given back while its address stays the same.
 
-A range of addresses is reserved once; physical memory is mapped into it and taken out again. So
-tensors over it, and CUDA graphs that were recorded over those, stay valid from one mapping to the
-next. Contents do not survive.
+A range of addresses is reserved once. Physical memory is mapped into it, and taken out again. So
+tensors in it, and CUDA graphs recorded over them, are valid again after the next mapping. Contents
+are lost.
 
-Source: CUDA driver API, Virtual Memory Management; the idea of keeping addresses for recorded
-graphs is torch_memory_saver's.
+Source: CUDA driver API, Virtual Memory Management; torch_memory_saver keeps addresses for graphs
+in the same way.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ class _AccessDesc(ctypes.Structure):
 
 
 class ElasticMemory:
-    """`num_bytes` of one GPU's memory, mapped when made.
+    """`num_bytes` of one GPU's memory, which is mapped at first.
 
-    Tensors over `bytes` may be used only while it is mapped. The addresses are freed with the
-    object.
+    Views of `bytes` may be used only while it is mapped. The addresses are freed with the object.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -80,13 +78,13 @@ class ElasticMemory:
         return bool(self._handles)
 
     def map(self) -> None:
-        """Put memory of unset content behind the addresses.
+        """Map physical memory with undefined content to the addresses.
 
         Raises: ResidencyError when the GPU has too little left.
         """
         if self._handles:
             return
-        torch.cuda.empty_cache()  # what torch keeps for later is ours now
+        torch.cuda.empty_cache()  # so that torch gives back the memory that it only caches
         if (free_bytes := torch.cuda.mem_get_info(self._location.id)[0]) < self._size:
             raise ResidencyError(
                 f"{as_size(self._size)} are asked for, and the GPU has {as_size(free_bytes)} left"
@@ -109,13 +107,13 @@ class ElasticMemory:
             raise
 
     def unmap(self) -> None:
-        """Give the memory back. Blocks: until the GPU has finished what it was given."""
+        """Give the memory back. Blocks: until the GPU has finished its queued work."""
         torch.cuda.synchronize(self._location.id)
         _unmap(self._address, self._size, self._handles)
 
 
 class _Array:
-    """Bytes at an address, as torch takes them over."""
+    """Bytes at a GPU address, in the interface that torch wraps without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

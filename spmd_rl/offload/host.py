@@ -1,4 +1,4 @@
-"""Host memory that stays where it is while nobody needs it, unless the system does."""
+"""HostMemory: host memory that the system may take while it is unmapped."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class HostMemory:
-    """`num_bytes` of this process's memory, zero at first; what is never touched takes no room.
+    """`num_bytes` of this process's memory, zero at first; untouched pages take no memory.
 
-    `unmap` leaves it to the system, which takes pages of it only when it runs short (MADV_FREE):
-    after `map` each page is as it was, or zero. So a short sleep costs nothing, where clearing
-    pages anew costs 0.1 ms a MiB.
+    After `unmap` the system takes pages only when it runs short of memory (MADV_FREE). After `map`
+    each page is therefore as it was, or zero. A short sleep costs nothing, whereas fresh pages cost
+    0.1 ms a MiB to clear.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -1,7 +1,7 @@
-"""The ledger: bytes of every tag on one rank, and the phases in which they must be there.
+"""Ledger of memory: the bytes of every tag on one rank, and the phases in which they are resident.
 
-Pure arithmetic over a model's size and a placement; it needs no GPU. A plan that cannot fit is
-refused before anything starts, with the sum that shows why.
+It is computed from a model's size and a placement, without a GPU. A plan that cannot fit is refused
+before anything starts, with the sum that shows why.
 
 Units: bytes everywhere.
 """
@@ -16,22 +16,21 @@ from spmd_rl.errors import PlanError
 
 Phase = Literal["sync", "rollout", "train"]
 UNITS = ("KiB", "MiB", "GiB")
-THREE_DIGITS = 999.5  # what is less has no more of them before the point, also when it is rounded
+THREE_DIGITS = 999.5  # below it, a number rounds to at most three digits before the point
 PHASES: tuple[Phase, ...] = ("sync", "rollout", "train")
 
 FP32_BYTES = 4
 MIB = 1 << 20
 
-# What a GPU holds besides tensors, on an H200 with CUDA 13.0 and NCCL 2.28.9
-# (benchmarks/communicators.py).
-CONTEXT_BYTES = 720 * MIB  # a context, the kernels that a run loads, and recorded decoding steps
+# Memory of a GPU besides tensors, on an H200 with CUDA 13.0 and NCCL 2.28.9, measured by
+# benchmarks/communicators.py.
+CONTEXT_BYTES = 720 * MIB  # the CUDA context, the kernels of a run, and CUDA graphs of decoding
 NCCL_BYTES = 170 * MIB
 NCCL_KERNEL_BYTES = 250 * MIB  # loaded when the first communicator connects
-COMMUNICATOR_BYTES = 196 * MIB  # each, used or not, on every rank of the world
-# A channel of a connection between GPUs of a host, in pages of 2 MiB: to receive 4 MiB (protocol
-# Simple), 0.5 (LL) and
-# 4.7 (LL128) of buffers, and a page to send. A ring receives from one rank; sends and receives
-# connect to each peer.
+COMMUNICATOR_BYTES = 196 * MIB  # for each communicator, used or not, on every rank of the world
+# One channel of a connection between GPUs of a host, in pages of 2 MiB. It has receive buffers of 4
+# MiB (protocol Simple), 0.5 (LL) and 4.7 (LL128), and one page to send. A ring receives from one
+# rank; point-to-point operations connect to each peer.
 CHANNEL_BYTES = (10 + 2) * MIB
 RING_CHANNELS, PEER_CHANNELS = 24, 32
 
@@ -58,16 +57,18 @@ class Ledger:
         return max((self.resident_bytes(phase) for phase in PHASES), default=0)
 
     def beside_bytes(self, tag: str) -> int:
-        """The most that all else takes in a phase in which `tag` is there; 0 where it never is."""
-        there = {phase for entry in self.entries if entry.tag == tag for phase in entry.phases}
-        others = Ledger(tuple(entry for entry in self.entries if entry.tag != tag))
-        return max(map(others.resident_bytes, there), default=0)
+        """Return the most that other tags take in a phase where `tag` is resident, or 0."""
+        phases = {phase for entry in self.entries if entry.tag == tag for phase in entry.phases}
+        rest = Ledger(tuple(entry for entry in self.entries if entry.tag != tag))
+        return max(map(rest.resident_bytes, phases), default=0)
 
     def sized(self, tag: str, num_bytes: int) -> Ledger:
-        """The same with so many bytes under `tag`, where it has that."""
-        return Ledger(
-            tuple(replace(e, num_bytes=num_bytes) if e.tag == tag else e for e in self.entries)
-        )
+        """Return a copy with `num_bytes` in each entry under `tag`."""
+        entries = [
+            replace(entry, num_bytes=num_bytes) if entry.tag == tag else entry
+            for entry in self.entries
+        ]
+        return Ledger(tuple(entries))
 
     def require(self, capacity_bytes: int) -> None:
         """Raises: PlanError with the arithmetic, if any phase needs more than `capacity_bytes`."""
@@ -79,7 +80,8 @@ class Ledger:
                 ]
                 terms = " + ".join(f"{entry.tag} {as_size(entry.num_bytes)}" for entry in counted)
                 raise PlanError(
-                    f"phase {phase} needs {terms} = {as_size(needed)}, and there are {as_size(capacity_bytes)}"
+                    f"phase {phase} needs {terms} = {as_size(needed)}, "
+                    f"and there are {as_size(capacity_bytes)}"
                 )
 
     def __add__(self, other: Ledger) -> Ledger:
@@ -87,7 +89,7 @@ class Ledger:
 
 
 def as_size(num_bytes: int) -> str:
-    """Four digits, in the unit that leaves no more than three before the point; more of GiB alone."""
+    """Format bytes with four digits, at most three of them before the point unless in GiB."""
     number, unit = float(num_bytes), "B"
     for larger in UNITS:
         if number < THREE_DIGITS:
@@ -106,9 +108,12 @@ def trainer_ledger(
     num_gathered: int = 0,
     activations: int = 0,
 ) -> Ledger:
-    """fp32 master weights, gradients and two Adam moments, each cut into `num_shards`; the
-    `num_gathered` parameters that are whole at once, where that is not the master itself; and what
-    the backward pass keeps."""
+    """Return the ledger of a trainer: fp32 master weights, gradients and two Adam moments, in
+    `num_shards` shards each; gathered parameters; and what the backward pass keeps.
+
+    `num_gathered` is the number of parameters that are gathered at once. They take no memory where
+    the gathered tensor is the master itself.
+    """
     shard = -(-num_parameters // num_shards) * FP32_BYTES
     gathered = num_gathered * compute_bytes if num_shards > 1 or compute_bytes != FP32_BYTES else 0
     return Ledger(
@@ -125,9 +130,12 @@ def trainer_ledger(
 def engine_ledger(
     num_parameters: int, weight_bytes: int, kv_bytes: int, *, sleeps: bool = True, step: int = 0
 ) -> Ledger:
-    """One whole replica of the weights, its pages of keys and values, and what a `step` computes.
-    One that `sleeps` gives its pages back while the trainer beside it trains; one that never does
-    may be at a step in every phase."""
+    """Return the ledger of an engine: one replica of the weights, the pages of keys and values, and
+    `step`, the temporary memory of one step.
+
+    An engine that `sleeps` gives its pages back in the train phase. An engine that does not may run
+    a step in every phase.
+    """
     awake: tuple[Phase, ...] = ("sync", "rollout") if sleeps else PHASES
     computing: tuple[Phase, ...] = ("rollout",) if sleeps else PHASES
     return Ledger(
@@ -140,8 +148,11 @@ def engine_ledger(
 
 
 def device_ledger(num_communicators: int, num_rings: int, num_peers: int) -> Ledger:
-    """What CUDA and NCCL take of one GPU: all communicators, those that connect a ring, and how
-    many peers there are to send to or receive from, over all of them."""
+    """Return what CUDA and NCCL take of one GPU.
+
+    `num_communicators` counts all of them, `num_rings` those that connect a ring, and `num_peers`
+    the peers of point-to-point operations over all communicators.
+    """
     kernels = NCCL_KERNEL_BYTES if num_rings or num_peers else 0
     channels = num_rings * RING_CHANNELS + num_peers * PEER_CHANNELS
     nccl = NCCL_BYTES + kernels + num_communicators * COMMUNICATOR_BYTES + channels * CHANNEL_BYTES
@@ -149,7 +160,7 @@ def device_ledger(num_communicators: int, num_rings: int, num_peers: int) -> Led
 
 
 def buckets_ledger(bucket_bytes: int) -> Ledger:
-    """What a push packs at once, to send and as received."""
+    """Return the ledger of the buckets that a push packs at once, to send and to receive."""
     return Ledger((Entry("buckets", bucket_bytes, ("sync",)),))
 
 
@@ -165,35 +176,36 @@ def activation_bytes(
     element_bytes: int,
     recompute: Literal["none", "cheap", "all"],
 ) -> int:
-    """An estimate of what one micro-batch keeps for its backward pass, and its logits.
+    """Estimate the bytes that one micro-batch keeps for its backward pass, with its logits.
 
-    A layer keeps its input and the sum within it, their two normed copies, q, k, v and the
-    attention's output (`attention_width` elements, twice), gate, up and their product; with cheap
-    recomputation what products made; with all of it the input alone. What is recomputed exists in
-    full for one layer at a time.
+    Without recomputation, a layer keeps its input and the sum within it, their two normed copies,
+    q, k, v and the attention's output (`attention_width` elements, twice), gate, up and their
+    product. With "cheap" recomputation it keeps the results of matrix products; with "all" its
+    input alone. What is recomputed exists in full for one layer at a time.
     """
     layer = (
         num_tokens * element_bytes * (4 * hidden_size + 2 * attention_width + 3 * intermediate_size)
     )
-    kept = {
+    kept_bytes = {
         "none": layer,
         "cheap": num_tokens
         * element_bytes
         * (2 * hidden_size + 2 * attention_width + 2 * intermediate_size),
         "all": num_tokens * element_bytes * hidden_size,
     }[recompute]
-    again = 0 if recompute == "none" else layer
-    return num_layers * kept + again + 2 * logit_bytes + slope_bytes
+    recomputed_bytes = 0 if recompute == "none" else layer
+    return num_layers * kept_bytes + recomputed_bytes + 2 * logit_bytes + slope_bytes
 
 
 def kv_token_bytes(num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
-    """Bytes that one token's keys and values take in the whole model."""
+    """Return the bytes of one token's keys and values in the whole model."""
     return 2 * num_layers * num_kv_heads * head_dim * element_bytes
 
 
 def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:
-    """What is left for pages of the `fraction` of a GPU that they may take with all beside them;
-    below 0 if none is.
+    """Return the bytes left for pages, of the `fraction` of a GPU that a run may use.
+
+    The result is below 0 where other memory (`beside_bytes`) takes more than that.
     """
     return int(capacity_bytes * fraction) - beside_bytes
 
@@ -201,14 +213,17 @@ def kv_budget(capacity_bytes: int, fraction: float, beside_bytes: int) -> int:
 def kv_pages(
     token_bytes: int, page_size: int, *, context: int, batch: int, budget_bytes: int | None
 ) -> int:
-    """Pages of an engine that leaves their number open: whole contexts of so many tokens for a full
-    batch, as far as its budget goes, but at least one."""
-    pages = -(-context // page_size)
-    wanted = batch * pages
-    affordable = wanted if budget_bytes is None else budget_bytes // (token_bytes * page_size)
-    return max(pages, min(wanted, affordable))
+    """Return the number of pages for an engine whose config does not set it.
+
+    It suffices for a full batch of whole contexts of `context` tokens if the budget allows that,
+    and for one whole context in any case.
+    """
+    context_pages = -(-context // page_size)
+    num_wanted = batch * context_pages
+    affordable = num_wanted if budget_bytes is None else budget_bytes // (token_bytes * page_size)
+    return max(context_pages, min(num_wanted, affordable))
 
 
 def total(ledgers: Iterable[Ledger]) -> Ledger:
-    """The ledger of a rank that serves several roles."""
+    """Return the ledger of a rank that serves several roles."""
     return sum(ledgers, start=Ledger(()))

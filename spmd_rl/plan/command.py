@@ -1,4 +1,4 @@
-"""Prints a plan, and refuses one that cannot fit."""
+"""`spmd-rl plan`: print the plan of a run, and refuse one that does not fit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from spmd_rl.controller.run.recipe import Invocation, load_recipe
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.split import Placement
 from spmd_rl.offload.ledger import PHASES, Ledger, as_size
-from spmd_rl.plan.resolve import Resolved, resolve
+from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.plan.routes import Routes
 
-MANY = 8
-MOST_RANKS = 8192  # what a push moves is counted for every pair of them
+MAX_ROWS = 8  # of a list; the rest is counted
+MAX_RANKS = 8192  # what a push moves is computed for every pair of ranks
 
 
 def main(words: list[str]) -> int:
-    """`spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...]`.
+    """Run `spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...]`.
 
-    The words of `spmd-rl run` do too: where no world is given, it is the ranks of this machine.
-
+    It takes the flags of `spmd-rl run` too: `--world` defaults to the ranks of this machine.
     Raises: PlanError when the split does not fit the world, or the memory the GPU.
     """
     options, rest = _parser().parse_known_args(words)
@@ -32,15 +31,17 @@ def main(words: list[str]) -> int:
     config = [f"--config={options.config}"] if options.config else []
     invocation = Invocation.parse([options.recipe, *config, *rest])
     cfg = load_recipe(options.recipe).configure(invocation)
-    here: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
-    world = here if options.world is None else options.world
-    if not 1 <= world <= MOST_RANKS:
-        raise ConfigError(f"a world of {world} ranks: say --world N, of 1 to {MOST_RANKS}")
+    ranks_here: int = invocation.nproc or getattr(cfg, "nproc", 0) or 0
+    world = ranks_here if options.world is None else options.world
+    if not 1 <= world <= MAX_RANKS:
+        raise ConfigError(
+            f"a world of {world} ranks: set --world to a number from 1 to {MAX_RANKS}"
+        )
     capacity_bytes = None if options.gpu_gib is None else int(options.gpu_gib * 2**30)
-    resolved = resolve(cfg, world, capacity_bytes)
-    print("\n".join(lines(resolved)))
+    plan = resolve(cfg, world, capacity_bytes)
+    print("\n".join(lines(plan)))
     if capacity_bytes is not None:
-        resolved.require(capacity_bytes)
+        plan.require(capacity_bytes)
         print(f"fits in {options.gpu_gib:g} GiB")
     return 0
 
@@ -49,8 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="spmd-rl plan",
         usage="spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...]",
-        description="Print what a run would be, without a GPU or a rank: which ranks serve which role, the process "
-        "groups, what a push of weights moves, and the memory of each role, phase by phase.",
+        description="Print what a run would be, without a GPU or a rank: which ranks serve which "
+        "role, the process groups, what a push of weights moves, and the memory of each role in "
+        "each phase.",
         epilog="--a.b=c is any setting of the run: `spmd-rl run RECIPE --help` lists them.",
         allow_abbrev=False,
     )
@@ -59,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world",
         type=int,
         metavar="N",
-        help=f"number of ranks, up to {MOST_RANKS}; default: as --nproc N says",
+        help=f"number of ranks, up to {MAX_RANKS}; default: as --nproc N says",
     )
     parser.add_argument(
         "--gpu-gib",
@@ -73,40 +75,45 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def lines(resolved: Resolved) -> Iterator[str]:
-    """The plan as text: split, groups, routes, memory."""
-    yield f"world of {resolved.world_size}"
-    for placement in resolved.placements.values():
-        yield f"  {placement.name:8} {_held(placement):28} ranks {_ranks(placement.ranks)}"
-    if idle := resolved.idle:
-        yield f"  {'idle':8} {'no role':28} ranks {_ranks(idle)}"
+def lines(plan: RunPlan) -> Iterator[str]:
+    """Yield the plan as text: split, groups, routes, memory."""
+    yield f"world of {plan.world_size}"
+    for placement in plan.placements.values():
+        axes, ranks = _axes_text(placement), _ranks_text(placement.ranks)
+        yield f"  {placement.name:8} {axes:28} ranks {ranks}"
+    if idle := plan.idle:
+        yield f"  {'idle':8} {'no role':28} ranks {_ranks_text(idle)}"
     yield "process groups"
-    groups = resolved.groups
-    yield from _first((f"  {name:12} ranks {_ranks(ranks)}" for name, ranks in groups), len(groups))
-    if resolved.spec is None:
+    groups = plan.groups
+    yield from _first_rows(
+        (f"  {name:12} ranks {_ranks_text(ranks)}" for name, ranks in groups), len(groups)
+    )
+    if plan.spec is None:
         return
-    yield f"model        {resolved.spec.family}, {resolved.spec.num_parameters:,} parameters"
-    yield from _routes(resolved.routes)
-    if resolved.on_gpu:
-        yield "memory       planned as for GPUs: bfloat16, with CUDA contexts and NCCL's communicators"
-    yield from _memory(resolved)
+    yield f"model        {plan.spec.family}, {plan.spec.num_parameters:,} parameters"
+    yield from _routes(plan.routes)
+    if plan.on_gpu:
+        yield (
+            "memory       planned as for GPUs: bfloat16, with CUDA contexts and "
+            "NCCL's communicators"
+        )
+    yield from _memory(plan)
 
 
 def _routes(routes: Routes) -> Iterator[str]:
     if routes:
-        yield f"weight push  {as_size(routes.within_bytes)} within ranks, {as_size(routes.between_bytes)} between ranks"
+        within, between = as_size(routes.within_bytes), as_size(routes.between_bytes)
+        yield f"weight push  {within} within ranks, {between} between ranks"
         rows = (
             f"  rank {source:>3} -> {target:<3} {as_size(routes[source, target])}"
             for source, target in routes
         )
-        yield from _first(rows, len(routes))
+        yield from _first_rows(rows, len(routes))
 
 
-def _memory(resolved: Resolved) -> Iterator[str]:
-    for roles, rank in resolved.peak_ranks().items():
-        yield from _table(
-            f"memory of {' + '.join(roles)}, most on rank {rank}", resolved.ledgers[rank]
-        )
+def _memory(plan: RunPlan) -> Iterator[str]:
+    for roles, rank in plan.peak_ranks().items():
+        yield from _table(f"memory of {' + '.join(roles)}, most on rank {rank}", plan.ledgers[rank])
 
 
 def _table(title: str, ledger: Ledger) -> Iterator[str]:
@@ -121,22 +128,22 @@ def _table(title: str, ledger: Ledger) -> Iterator[str]:
     )
 
 
-def _held(placement: Placement) -> str:
-    """How the ranks of a role hold its model; an engine's are not cut along any axis."""
+def _axes_text(placement: Placement) -> str:
+    """Return how the ranks of a role hold its model; those of an engine have whole copies."""
     if placement.name == "infer":
         return f"{placement.size} whole {'copies' if placement.size > 1 else 'copy'}"
     return " x ".join(f"{axis} {size}" for axis, size in placement.axes.items())
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def _ranks_text(ranks: tuple[int, ...]) -> str:
     consecutive = ranks == tuple(range(ranks[0], ranks[-1] + 1))
     return (
         f"{ranks[0]}-{ranks[-1]}" if consecutive and len(ranks) > 2 else ", ".join(map(str, ranks))
     )
 
 
-def _first(rows: Iterator[str], num_rows: int) -> Iterator[str]:
-    """The first rows, and how many there are beyond them."""
-    yield from islice(rows, MANY)
-    if num_rows > MANY:
-        yield f"  ... and {num_rows - MANY} more"
+def _first_rows(rows: Iterator[str], num_rows: int) -> Iterator[str]:
+    """Yield the first rows, and how many more there are."""
+    yield from islice(rows, MAX_ROWS)
+    if num_rows > MAX_ROWS:
+        yield f"  ... and {num_rows - MAX_ROWS} more"

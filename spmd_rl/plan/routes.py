@@ -1,7 +1,7 @@
-"""What one push of weights moves between which ranks, for worlds of thousands of them.
+"""Routes of a weight push: the bytes between each pair of ranks, for worlds of thousands of ranks.
 
-The moves of `weights.plan` from rows that a trainer shards to whole copies, without naming one by
-one the moves that grow with the square of the world: a destination's shards are chosen all at once.
+They are the moves of `weights.plan` from a trainer's shards to whole copies. That plan lists moves
+one by one, which grow with the square of the world; here a destination's shards are chosen at once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from spmd_rl.weights.plan import BUCKET_BYTES
 
 @dataclass(frozen=True)
 class Routes:
-    """Shape: `sizes` is [world, world], the bytes that a push moves from the rank of a row to that
-    of a column.
+    """The bytes of one push between each pair of ranks.
+
+    Shape: `sizes` is [world, world], from the rank of the row to that of the column.
     """
 
     sizes: NDArray[np.int64]
 
     @staticmethod
     def none(world_size: int) -> Routes:
-        """Where nothing is pushed."""
+        """Return the routes of a run that pushes nothing."""
         return Routes(np.zeros((world_size, world_size), np.int64))
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self.sizes))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """The pairs of source and destination, in order."""
+        """Iterate over the pairs of source and destination, in order."""
         return ((int(source), int(target)) for source, target in np.argwhere(self.sizes))
 
     def __getitem__(self, pair: tuple[int, int]) -> int:
@@ -42,21 +43,21 @@ class Routes:
 
     @property
     def within_bytes(self) -> int:
-        """What stays on its rank."""
+        """Bytes that stay on their rank."""
         return int(self.sizes.trace())
 
     @property
     def between_bytes(self) -> int:
-        """What crosses between ranks."""
+        """Bytes that cross between ranks."""
         return int(self.sizes.sum()) - self.within_bytes
 
     def num_peers(self, rank: int) -> int:
-        """How many other ranks it sends to or receives from."""
-        meets = (self.sizes[rank] > 0) | (self.sizes[:, rank] > 0)
-        return int(np.count_nonzero(meets)) - int(meets[rank])
+        """Return how many other ranks a rank sends to or receives from."""
+        is_peer = (self.sizes[rank] > 0) | (self.sizes[:, rank] > 0)
+        return int(np.count_nonzero(is_peer)) - int(is_peer[rank])
 
     def bucket_bytes(self, rank: int) -> int:
-        """What it packs at once for those it sends to, and for those it receives from."""
+        """Return the size of all buckets that a rank has at once, to send and to receive."""
         own = min(self[rank, rank], BUCKET_BYTES)
         sent, received = (
             int(np.minimum(line, BUCKET_BYTES).sum())
@@ -68,10 +69,9 @@ class Routes:
 def push_routes(
     train: Placement, infer: Placement, tensors: Mapping[Dims, int], dtype: str, world_size: int
 ) -> Routes:
-    """The routes of a push to whole copies in `dtype`; `tensors` says how many there are of each
-    shape.
+    """Return the routes of a push to whole copies in `dtype`.
 
-    The plan is made for one tensor of each shape, and counted as often as the shape occurs.
+    `tensors` is the number of tensors of each shape: one of each is planned, and multiplied.
     """
     num_shards = train.axes["fsdp"]
     holders = np.array(train.ranks).reshape(-1, num_shards)
@@ -87,15 +87,15 @@ def push_routes(
 def _sources(
     holders: NDArray[np.int64], ranks: tuple[int, ...]
 ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """For each of `ranks` in turn, who sends it which shard: itself, else those that hold it, in
-    turns.
+    """Yield each of `ranks` with the rank that sends it each shard.
 
-    Shape: `holders` is [replicas, shards], what is yielded [shards].
+    A rank sends its own shards to itself. The replicas send the others in rotation.
+    Shape: `holders` is [replicas, shards], the yielded ranks [shards].
     """
     num_replicas, num_shards = holders.shape
     turn, shards = np.zeros(num_shards, np.int64), np.arange(num_shards)
     for rank in ranks:
         senders = holders[turn % num_replicas, shards]
-        held = (holders == rank).any(axis=0)
-        yield rank, np.where(held, rank, senders)
-        turn += ~held
+        is_own = (holders == rank).any(axis=0)
+        yield rank, np.where(is_own, rank, senders)
+        turn += ~is_own

@@ -1,3 +1,1 @@
-"""The loops we ship, each a page to read, to fork, or to run: `spmd-rl run grpo --model PATH --data
-FILE`.
-"""
+"""Shipped recipes, each a page to read, to copy or to run: `spmd-rl run grpo --model PATH ...`."""

@@ -1,12 +1,11 @@
-"""GRPO, synchronous and on-policy: every sample is drawn from the very weights its gradient is
-taken at.
+"""GRPO, synchronous and on-policy: gradients are taken at the very weights that drew the samples.
 
 spmd-rl run grpo --model PATH --data train.jsonl --reward module:function
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -20,40 +19,25 @@ class Config:
     reward: str = "spmd_rl.rewards.match:exact"  # module:function or path/to/file.py:function
     steps: int = 200  # training steps of the whole run
     prompts_per_step: int = 32  # each with sampling.num_samples samples
-    # a token's ratio of new probability to old counts as 1 - clip_low at least
-    clip_low: float = 0.2
-    clip_high: float = 0.2  # and as 1 + clip_high at most
+    clip_low: float = 0.2  # the ratio of new to old probability is clipped below 1 - clip_low
+    clip_high: float = 0.2  # and above 1 + clip_high
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
-    engine: rl.EngineConfig = field(default_factory=rl.EngineConfig)
+    engine: rl.NativeEngineConfig = field(default_factory=rl.NativeEngineConfig)
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
-    given: ClassVar[dict[str, str]] = {
-        "trainer.model": "model",
-        "engine.model": "model",
-        "engine.reward": "reward",
-        "prompts.path": "data",
-        "sampling.seed": "run.seed",
-    }
-    # the train phase names the trainer alone as awake, which the plan counts on
+    # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
     engine_sleeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        least = {
-            "steps": 0,
-            "prompts_per_step": 1,
-            "sampling.num_samples": 2,
-            "clip_low": 0,
-            "clip_high": 0,
-        }
-        rl.at_least(self, least)
+        rl.at_least(self, {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2})
+        rl.at_least(self, {"clip_low": 0, "clip_high": 0})
         rl.refuse_greedy(self.sampling)
-        rl.refuse_given(self)
 
 
 def check(cfg: Config) -> None:
-    """What can be refused before anything starts."""
+    """Refuse bad input before anything starts."""
     rl.check_inputs(
         model=cfg.model,
         data=cfg.data,
@@ -66,22 +50,24 @@ def check(cfg: Config) -> None:
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    prompts = rl.Prompts(
-        replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model), sampling
-    )
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
     loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
         with ctl.phase("sync", awake=[trainer, rollout]):
             weights.push(version=step.index)
         with ctl.phase("rollout", awake=[rollout]):
-            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), sampling)
+            groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train", awake=[trainer]):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
         step.log(groups, stats)

@@ -1,13 +1,12 @@
-"""GRPO one step ahead: while the trainer learns from step k, the engine already generates step k +
-1.
+"""GRPO one step ahead: while the trainer learns from step k, the engine generates for step k + 1.
 
-For disjoint meshes (`--split.train.ranks=1 --split.infer.ranks=1`): colocated roles take turns
-either way. Samples are one version old; the ratio is taken against the engine's own log-probs.
+It is for disjoint meshes (`--split.train.ranks=1 --split.infer.ranks=1`): roles that share ranks
+alternate anyhow. Samples are one version old, so the ratio is taken against the engine's log-probs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -25,28 +24,31 @@ class Config(grpo.Config):
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     rollout = ctl.spawn(
-        rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
-    sampling = replace(cfg.sampling, seed=cfg.run.seed)
-    prompts = rl.Prompts(
-        replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model), sampling
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
+    loss = partial(
+        rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="rollout"
     )
-    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="roll")
-
     ahead = rl.CallQueue(rollout.generate)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead)):
-        if not ahead:
+        if not ahead:  # the first step of a run
             weights.push(version=step.index)
-            ahead.start(prompts.next(cfg.prompts_per_step), sampling)
+            ahead.start(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("rollout"):
             groups = ahead.wait()
         with ctl.phase("sync"):
             weights.push(version=step.index)
-        ahead.start(prompts.next(cfg.prompts_per_step), sampling)
+        ahead.start(prompts.next(cfg.prompts_per_step), cfg.sampling)
         with ctl.phase("train"):
             stats = trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), loss)
         step.log(groups, stats)

@@ -1,12 +1,11 @@
-"""Supervised fine-tuning: the same trainer, no engine.
+"""Supervised fine-tuning: the trainer of GRPO without an engine.
 
 spmd-rl run sft --model PATH --data train.jsonl
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import spmd_rl as rl
 
@@ -25,30 +24,27 @@ class Config:
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: TrainSplit = field(default_factory=TrainSplit)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
-    # Every token is a target here, so steps may be larger than those of a policy gradient: the rate
-    # of verl's sft.
+    # Every token is a target, so steps may be larger than those of a policy gradient. verl's SFT
+    # has the same learning rate.
     trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(lr=1e-5))
-    given: ClassVar[dict[str, str]] = {"trainer.model": "model", "prompts.path": "data"}
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "pairs_per_step": 1})
-        rl.refuse_given(self)
 
 
 def check(cfg: Config) -> None:
-    """What can be refused before anything starts."""
+    """Refuse bad input before anything starts."""
     rl.check_inputs(model=cfg.model, data=cfg.data, prompts=cfg.prompts, trainer=cfg.trainer)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    pairs = rl.Pairs(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    pairs = rl.SftPairs(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, pairs=pairs)):
         with ctl.phase("train", awake=[trainer]):
-            stats = trainer.train_step.call(
-                rl.pack_sft(pairs.next(cfg.pairs_per_step)), rl.sft_loss
-            )
+            batch = rl.pack_sft(pairs.next(cfg.pairs_per_step))
+            stats = trainer.train_step.call(batch, rl.sft_loss)
         step.log(stats)
     trainer.export_hf.call(str(ctl.run_folder / "hf"))

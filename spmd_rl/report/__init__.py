@@ -1,11 +1,11 @@
-"""`report.html`: a run, or several side by side, as one page that needs no network.
+"""Views of a run: the terminal while it goes on, `curves.png`, and the page `report.html`.
 
-Each file here reads one thing from a run folder and makes it small enough for a page; `page/` is
-the page itself.
+Most files here read one part of a run folder and reduce it to the size of a page. `page/` holds the
+page itself, which needs no network.
 """
 
 from __future__ import annotations
 
-from spmd_rl.report.build import main, write_report
+from spmd_rl.report.build import write_report
 
-__all__ = ["main", "write_report"]
+__all__ = ["write_report"]

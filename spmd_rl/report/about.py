@@ -1,6 +1,4 @@
-"""What a run was made of, for the head of its page: model, data, ranks, machine, versions, command
-and commit.
-"""
+"""Facts at the head of the report page: model, data, ranks, machine, versions, command, commit."""
 
 from __future__ import annotations
 
@@ -8,19 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.observe.jsonl import parse_finite
-from spmd_rl.observe.provenance import FILE
+from spmd_rl.observe.jsonl import parse_finite_json
+from spmd_rl.observe.provenance import PROVENANCE_FILE
 
 Texts = dict[str, str]
 
 
 def read_provenance(run: Path) -> dict[str, Any]:
-    """`run.json` as it is; empty where there is none. Raises: DataError when it does not parse."""
-    return _object(run / FILE)
+    """Return `run.json`, empty without one. Raises: DataError when it does not parse."""
+    return _object(run / PROVENANCE_FILE)
 
 
 def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, Any]) -> Texts:
-    """What is known, by label. Raises: DataError when contract.json does not parse."""
+    """Return the known facts by label. Raises: DataError when contract.json does not parse."""
     contract = _contract(run)
     ranks = plan.get("world_size") if isinstance(plan, dict) else None
     device = contract.get("gpu") or contract.get("device")
@@ -43,25 +41,25 @@ def about(run: Path, config: Mapping[str, Any], plan: Any, facts: Mapping[str, A
 
 
 def without_command(known: Texts) -> Texts:
-    """What may differ between runs beside their settings, which the command repeats."""
+    """Return the facts to compare between runs. The command only repeats their settings."""
     return {label: text for label, text in known.items() if label != "command"}
 
 
 def _with_commit(facts: Mapping[str, Any]) -> str:
-    """The version, and the commit of its source where that is another than the user's."""
+    """Return the version, with the commit of its source if that is not the user's commit."""
     version, commit = facts.get("spmd_rl", ""), facts.get("spmd_rl_commit")
     return f"{version} ({commit})" if commit and commit != facts.get("commit") else str(version)
 
 
 def _contract(run: Path) -> dict[str, Any]:
-    """The facts that the first role follows, which name its device and torch."""
-    for followed in _object(run / "contract.json").values():
-        for one in followed if isinstance(followed, list) else ():
-            if isinstance(one, dict) and isinstance(one.get("facts"), dict):
-                return dict(one["facts"])
+    """Return the numeric contract of the first role, which names its device and torch."""
+    for contracts in _object(run / "contract.json").values():
+        for contract in contracts if isinstance(contracts, list) else ():
+            if isinstance(contract, dict) and isinstance(contract.get("facts"), dict):
+                return dict(contract["facts"])
     return {}
 
 
 def _object(path: Path) -> dict[str, Any]:
-    found = parse_finite(str(path), path.read_bytes()) if path.is_file() else {}
+    found = parse_finite_json(str(path), path.read_bytes()) if path.is_file() else {}
     return found if isinstance(found, dict) else {}

@@ -1,84 +1,53 @@
-"""From run folders to one page.
-
-    spmd-rl report RUN [RUN ...] [--out FILE]
-
-writes RUN/report.html, or for several runs `compare.html` beside the first of them, and prints
-their differences.
-"""
+"""Report page: gathers the data of run folders, and writes the page."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.observe.files import write_whole
-from spmd_rl.observe.metrics import METRICS, read_metrics
+from spmd_rl.observe.atomic_write import write_atomically
+from spmd_rl.observe.metrics import METRICS
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.report.about import about, read_provenance, without_command
-from spmd_rl.report.clock import before, loop, wall_s
 from spmd_rl.report.colours import PARTS, PHASES, colour_of
 from spmd_rl.report.page import render
-from spmd_rl.report.samples import Room, read_samples
-from spmd_rl.report.series import FIGURES, MAX_POINTS, curves, figures, num_latest, winner
+from spmd_rl.report.samples import PageBudget, read_samples
+from spmd_rl.report.series import KEY_FIGURES, MAX_POINTS, curves, key_figures, num_latest, winner
 from spmd_rl.report.settings import as_text, differences, read_config, read_plan
 from spmd_rl.report.spans import MAX_SPANS, read_timeline
+from spmd_rl.report.time_axes import seconds_before_step_1, training_rows, wall_s
 
-USAGE = "usage: spmd-rl report RUN [RUN ...] [--out FILE]"
 MAX_RUNS = 8
 
 
-def main(argv: list[str]) -> int:
-    """`spmd-rl report`: write the page and say where it is."""
-    words, out = list(argv), None
-    if "--out" in words[:-1]:
-        at = words.index("--out")
-        out = Path(words.pop(at + 1))
-        words.pop(at)
-    if not words or any(word.startswith("-") for word in words):
-        print(USAGE)
-        return 0 if {"-h", "--help"} & set(words) else 2
-    runs = [Path(word) for word in words]
-    try:
-        page = write_report(runs, out)
-    except OSError as error:
-        raise ConfigError(
-            f"the report cannot be written ({error}): name another place with --out"
-        ) from None
-    if len(runs) > 1:
-        from spmd_rl.report.terminal import print_comparison
-
-        print_comparison(gather(runs, small=True))
-    print(page)
-    return 0
-
-
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of a run, or the comparison of several; where it is.
+    """Write the page of one run, or the comparison of several, and return its path.
 
-    Raises: ConfigError for what is not a run folder, DataError for a file in one that does not
-    parse.
+    It is `report.html` in the run's folder, or `compare.html` beside the first run.
+    Raises: ConfigError when a path is not a run folder, DataError when one of its files is damaged.
     """
     page = out or (runs[0] / "report.html" if len(runs) == 1 else runs[0].parent / "compare.html")
-    write_whole(page, render(gather(runs)))
+    write_atomically(page, render(gather(runs)))
     return page
 
 
 def gather(runs: Sequence[Path], *, small: bool = False) -> dict[str, Any]:
-    """All that the page shows, as plain data; `small` leaves out samples and timelines."""
+    """Return all that the page shows, as plain data; `small` leaves out samples and timelines."""
     if not 1 <= len(runs) <= MAX_RUNS:
-        raise ConfigError(f"a report shows 1 to {MAX_RUNS} runs, not {len(runs)}")
+        raise ConfigError(f"a report shows 1 to {MAX_RUNS} runs: name fewer than {len(runs)}")
     shown = [
         _run(run, name, len(runs), small) for run, name in zip(runs, _names(runs), strict=True)
     ]
-    values = zip(FIGURES, *(run["figures"] for run in shown), strict=True)
+    values = zip(KEY_FIGURES, *(run["figures"] for run in shown), strict=True)
     return {
         "title": " · ".join(run["name"] for run in shown),
         "made_unix_s": int(time.time()),
         "metrics": {
-            one.name: vars(one) | {"colour": colour_of(one.name).variable} for one in METRICS
+            metric.name: vars(metric) | {"colour": colour_of(metric.name).variable}
+            for metric in METRICS
         },
         "phase_colours": {name: colour.variable for name, colour in PHASES.items()},
         "part_colours": [colour.variable for colour in PARTS],
@@ -99,28 +68,25 @@ def _run(run: Path, name: str, num_runs: int, small: bool) -> dict[str, Any]:
             f"{run} is not the folder of a run: it has neither config.toml nor metrics.jsonl"
         )
     rows, config = read_metrics(run / "metrics.jsonl"), read_config(run)
-    plan, facts, room = read_plan(run), read_provenance(run), Room()
-    room = replace(
-        room, num_steps=room.num_steps // num_runs, num_tokens=room.num_tokens // num_runs
-    )
+    plan, facts, budget = read_plan(run), read_provenance(run), PageBudget().share(num_runs)
     return {
         "name": name,
         "folder": str(facts.get("folder", "")),
         "about": about(run, config, plan, facts),
-        "before": before(rows),
+        "before": seconds_before_step_1(rows),
         "wall_s": wall_s(rows),
-        "num_latest": num_latest(len(loop(rows))),
-        "figures": figures(rows),
+        "num_latest": num_latest(len(training_rows(rows))),
+        "figures": key_figures(rows),
         "curves": curves(rows, MAX_POINTS // min(num_runs, 3)),
         "settings": {key: as_text(value) for key, value in config.items()},
         "plan": plan,
-        "samples": {"steps": [], "num_steps": 0} if small else read_samples(run, config, room),
+        "samples": {"steps": [], "num_steps": 0} if small else read_samples(run, config, budget),
         "timeline": None if small else read_timeline(run, max_spans=MAX_SPANS // num_runs),
     }
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """The folders' names, with as many of their parents' as it takes to tell the runs apart."""
+    """Return the folders' names, each with as many parents as make all names different."""
     parts = [run.resolve().parts for run in runs]
     for depth in range(1, max(map(len, parts))):
         names = ["/".join(part[-depth:]) for part in parts]

@@ -1,4 +1,4 @@
-"""The colours of what is measured: `curves.png` and the report draw the same thing in the same one."""
+"""Colours of metrics and phases, which `curves.png` and the report page share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Colour:
-    """As matplotlib wants it on white, and as the report's style sheet calls it, which has a dark
-    one too.
-    """
+    """A colour for matplotlib, and the variable of the style sheet that holds it on the page."""
 
     code: str
     variable: str
@@ -27,7 +25,7 @@ PHASES = {
     "wake": RED,
     "other": GREY,
 }
-PARTS = (BLUE, AMBER, GREEN, VIOLET)  # of what a reward function returns beside the reward, by name
+PARTS = (BLUE, AMBER, GREEN, VIOLET)  # of the parts of a reward, in the order of their names
 
 _OTHERS = {
     "reward/solve_all": GREEN,
@@ -49,6 +47,6 @@ _OTHERS = {
 
 
 def colour_of(metric: str) -> Colour:
-    """Blue, unless another line of the same chart has that."""
+    """Return blue, unless another line of the same chart is blue."""
     area, _, name = metric.partition("/")
     return PHASES[name] if area == "time" and name in PHASES else _OTHERS.get(metric, BLUE)

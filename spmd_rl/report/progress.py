@@ -1,4 +1,4 @@
-"""Where a run stands, as numbers and short texts that both views show."""
+"""Progress of a run, as numbers and short texts that both terminal views show."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ Metrics = Mapping[str, float]
 
 _BARS = "▁▂▃▄▅▆▇█"
 LARGE = 1e6
-_RECENT = 20  # steps that the time left is reckoned from
+_RECENT = 20  # steps from which the remaining time is estimated
 
 
 @dataclass
 class RunProgress:
-    """What has happened so far. `index` is the last step done, below 1 in a warm-up of `num_warmup`
-    steps.
+    """Progress of a run so far. `index` is the last finished step, below 1 in a warm-up.
 
-    Units: `clock` is in seconds; `gone_s` of them had passed when this began.
+    Units: `clock` is in seconds. The run had lasted `elapsed_before_s` when this was created.
     """
 
     num_steps: int
     clock: Callable[[], float] = time.monotonic
     index: int = 0
     num_warmup: int = 0
-    gone_s: float = 0.0
+    elapsed_before_s: float = 0.0
     metrics: Metrics = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
@@ -37,7 +36,7 @@ class RunProgress:
     phase_since: float = 0.0
 
     def __post_init__(self) -> None:
-        self.started = self.clock() - self.gone_s
+        self.started = self.clock() - self.elapsed_before_s
 
     def begin_warmup(self, num_steps: int) -> None:
         self.num_warmup, self.index = num_steps, -num_steps
@@ -51,10 +50,8 @@ class RunProgress:
     def end_phase(self) -> None:
         self.phase = ""
 
-    def take(self, index: int, metrics: Metrics) -> None:
-        """Account for a finished step, or for one of the warm-up, which counts from `1 -
-        num_warmup` to 0.
-        """
+    def record_step(self, index: int, metrics: Metrics) -> None:
+        """Add a finished step. Steps of a warm-up count from `1 - num_warmup` to 0."""
         self.index, self.metrics = index, metrics
         if "reward/mean" in metrics:
             self.rewards.append(metrics["reward/mean"])
@@ -69,30 +66,32 @@ class RunProgress:
         return self.clock() - self.started
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds to the end, or to that of the warm-up, at the pace of the latest steps; None
-        before the first.
+    def remaining_s(self) -> float | None:
+        """Seconds to the end of the run or warm-up, at the pace of the last steps.
+
+        None before the first step.
         """
         recent, (_, done, total) = self.step_times_s[-_RECENT:], self.count
         return (total - done) * sum(recent) / len(recent) if recent else None
 
     @property
     def count(self) -> tuple[str, int, int]:
-        """What is counted, how much of it is done, and how much there is."""
+        """What is counted, how many are done, and how many there are."""
         if self.num_warmup and not self.num_steps:
             return "warm-up", self.num_warmup + self.index, self.num_warmup
         return "step", self.index, self.num_steps
 
 
 def number(value: float, spec: str) -> str:
-    """`value` by `spec`, or in four digits where it is large; a count, which has commas, is always
-    written out.
+    """Format `value` by `spec`, or with four digits if it is large.
+
+    A count, whose spec has a comma, is always written out.
     """
     return f"{value:.4g}" if abs(value) > LARGE and "," not in spec else format(value, spec)
 
 
 def duration(seconds: float | None) -> str:
-    """`0:07`, `12:03`, `1:02:03`; `-:--` when unknown."""
+    """Return a time as in `0:07`, `12:03`, `1:02:03`, or `-:--` if unknown."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -101,8 +100,9 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """All of `values` in at most `width` bars, neighbours averaged; rewards in [0, 1] keep that
-    scale.
+    """Return `values` as at most `width` bars, each the mean of neighbouring values.
+
+    The scale is [0, 1], and wider if the values are.
     """
     known = [value for value in values if math.isfinite(value)]
     if not known:

@@ -1,26 +1,22 @@
-"""The samples a page has room for: some steps, evenly spread, and of each some groups."""
+"""Samples on the report page: some groups of some steps, evenly spaced over the run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from spmd_rl.errors import DataError
-from spmd_rl.observe.jsonl import lines, parse_finite
-from spmd_rl.report.tokens import find_tokenizer, pieces
+from spmd_rl.observe.jsonl import numbered_lines, parse_finite_json
+from spmd_rl.report.token_texts import find_tokenizer, token_texts
 
-Sample = dict[str, Any]
-
-TOKENS_BESIDES = 30  # as much as the rest of a sample takes of a page
+OVERHEAD_TOKENS = 30  # the size of a sample without its tokens, in tokens
 
 
 class _Row(msgspec.Struct):
-    """A line of the samples, as far as the page shows it; None stands for a number that is not
-    finite.
-    """
+    """The fields of a sample that the page shows. A number that is not finite is None."""
 
     prompt_uid: int | str | None = None
     index: int | None = None
@@ -36,42 +32,50 @@ class _Row(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Room:
-    """What of a run's samples goes on its page. A group is there whole or not at all.
+class PageBudget:
+    """How many samples go on a page. A group is shown as a whole or not at all.
 
-    Units: `num_tokens` counts a sample as `TOKENS_BESIDES` more than it has.
+    `num_tokens` counts `OVERHEAD_TOKENS` for each sample, besides its tokens.
     """
 
     num_steps: int = 40
     num_tokens: int = 160_000
     tokens_per_sample: int = 2_000
 
+    def share(self, num_runs: int) -> PageBudget:
+        """Return the budget of each run if several share the page."""
+        return replace(
+            self,
+            num_steps=self.num_steps // num_runs,
+            num_tokens=self.num_tokens // num_runs,
+        )
 
-def read_samples(run: Path, config: dict[str, Any], room: Room) -> dict[str, Any]:
-    """Steps with their groups, and how many of the run's steps they are."""
+
+def read_samples(run: Path, config: dict[str, Any], budget: PageBudget) -> dict[str, Any]:
+    """Return steps with their groups, and the number of all steps that have samples."""
     files = {_step(path): path for path in (run / "samples").glob("step_*.jsonl")}
     tokenizer = find_tokenizer(run, config)
-    chosen = spread(sorted(files), room.num_steps)
-    steps, left = [], room.num_tokens
-    for i in coarse_to_fine(len(chosen)):
+    chosen = evenly_spaced(sorted(files), budget.num_steps)
+    steps, left = [], budget.num_tokens
+    for i in coarse_to_fine_order(len(chosen)):
         if left > 0:
             step = _read_step(
-                files[chosen[i]], tokenizer, room, min(left, room.num_tokens // len(chosen))
+                files[chosen[i]], tokenizer, budget, min(left, budget.num_tokens // len(chosen))
             )
             left -= step.pop("num_tokens")
             steps.append({"step": chosen[i]} | step)
     return {"steps": sorted(steps, key=lambda step: step["step"]), "num_steps": len(files)}
 
 
-def spread(items: list[int], num: int) -> list[int]:
-    """At most `num` of `items`, evenly spaced, the first and the last among them."""
+def evenly_spaced(items: list[int], num: int) -> list[int]:
+    """Return at most `num` of `items`, evenly spaced from the first to the last."""
     if len(items) <= num:
         return items
     return [items[round(i * (len(items) - 1) / (num - 1))] for i in range(num)]
 
 
-def coarse_to_fine(num: int) -> list[int]:
-    """0 to `num - 1`: the last and the first, then what lies half way, then half way again."""
+def coarse_to_fine_order(num: int) -> list[int]:
+    """Return 0 to `num - 1` in this order: last, first, the middle, the quarters, and so on."""
     order = dict.fromkeys([num - 1, 0] if num else [])
     stride = num
     while stride > 1:
@@ -80,12 +84,15 @@ def coarse_to_fine(num: int) -> list[int]:
     return list(order)
 
 
-def _read_step(path: Path, tokenizer: Any, room: Room, num_tokens: int) -> dict[str, Any]:
-    """Whole groups until they have `num_tokens`, at least one; `num_samples` counts the file's."""
+def _read_step(path: Path, tokenizer: Any, budget: PageBudget, num_tokens: int) -> dict[str, Any]:
+    """Return whole groups, at least one, until they have `num_tokens`.
+
+    `num_samples` counts all samples of the file.
+    """
     groups: dict[Any, dict[str, Any]] = {}
     num_samples = taken = 0
     full = False
-    for number, line in lines(path):
+    for number, line in numbered_lines(path):
         num_samples += 1
         if full:
             continue
@@ -95,17 +102,17 @@ def _read_step(path: Path, tokenizer: Any, room: Room, num_tokens: int) -> dict[
             if full := taken >= num_tokens and bool(groups):
                 continue
             groups[uid] = {"uid": uid, "prompt": row.prompt, "answer": row.answer, "samples": []}
-        sample = _sample(row, tokenizer, room.tokens_per_sample)
+        sample = _sample(row, tokenizer, budget.tokens_per_sample)
         groups[uid]["samples"].append(sample)
-        taken += len(sample["pieces"]) + TOKENS_BESIDES
+        taken += len(sample["pieces"]) + OVERHEAD_TOKENS
     return {"groups": list(groups.values()), "num_samples": num_samples, "num_tokens": taken}
 
 
-def _sample(row: _Row, tokenizer: Any, most: int) -> Sample:
+def _sample(row: _Row, tokenizer: Any, max_tokens: int) -> dict[str, Any]:
     tokens, versions = row.tokens, row.versions
-    parts, known = pieces(tokenizer, tokens, row.text)
+    texts, known = token_texts(tokenizer, tokens, row.text)
     logprobs = [None if value is None else round(value, 4) for value in row.logprobs]
-    sample: Sample = {
+    sample: dict[str, Any] = {
         "index": row.index,
         "reward": row.reward,
         "finish": row.finish,
@@ -114,13 +121,13 @@ def _sample(row: _Row, tokenizer: Any, most: int) -> Sample:
         "known": known,
     }
     per_token: dict[str, list[Any]] = {
-        "pieces": parts,
+        "pieces": texts,
         "tokens": tokens,
         "logprobs": logprobs,
         "versions": versions,
     }
-    if len(parts) > most:  # the beginning and the end
-        sample["left_out_at"] = half = most // 2
+    if len(texts) > max_tokens:  # keep the beginning and the end
+        sample["left_out_at"] = half = max_tokens // 2
         per_token = {name: values[:half] + values[-half:] for name, values in per_token.items()}
     if len(set(versions)) == 1:
         per_token["versions"] = versions[:1]
@@ -129,13 +136,13 @@ def _sample(row: _Row, tokenizer: Any, most: int) -> Sample:
 
 def _row(where: str, line: bytes) -> _Row:
     try:
-        return msgspec.convert(parse_finite(where, line), _Row)
+        return msgspec.convert(parse_finite_json(where, line), _Row)
     except msgspec.ValidationError as error:
-        raise DataError(where, f"not the record of a sample: {error}") from None
+        raise DataError(where, f"not a line of samples: {error}") from None
 
 
 def _step(path: Path) -> int:
     try:
         return int(path.stem.removeprefix("step_"))
     except ValueError:
-        raise DataError(str(path), "not named after a step") from None
+        raise DataError(str(path), "the name of this file has no step number") from None

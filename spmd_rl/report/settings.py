@@ -1,4 +1,4 @@
-"""What a run was given and what that resolved to, and where several runs differ."""
+"""Settings of runs: the config as given, the plan as resolved, and where runs differ."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import DataError
-from spmd_rl.observe.jsonl import parse_finite
+from spmd_rl.observe.jsonl import parse_finite_json
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """`config.toml` by dotted key. Raises: DataError when it does not parse."""
+    """Return `config.toml` by dotted key. Raises: DataError when it does not parse."""
     path = run / "config.toml"
     try:
         return (
             dict(_leaves(tomllib.loads(path.read_text(encoding="utf-8")))) if path.exists() else {}
         )
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DataError(str(path), f"not TOML: {error}") from None
+        raise DataError(str(path), f"not valid TOML: {error}") from None
     except RecursionError:
-        raise DataError(str(path), "not TOML: it is nested too deeply") from None
+        raise DataError(str(path), "not valid TOML: it is nested too deeply") from None
 
 
 def read_plan(run: Path) -> Any:
-    """`plan.json` as it is. Raises: DataError when it does not parse."""
+    """Return `plan.json`. Raises: DataError when it does not parse."""
     path = run / "plan.json"
-    return parse_finite(str(path), path.read_bytes(), beyond=str) if path.exists() else {}
+    return (
+        parse_finite_json(str(path), path.read_bytes(), replace_non_finite=str)
+        if path.exists()
+        else {}
+    )
 
 
 def differences(
     configs: Sequence[dict[str, Any]], folders: Sequence[Path] | None = None
 ) -> list[tuple[str, list[str | None]]]:
-    """The keys whose values are not the same in all `configs`, each with its values as text; None
-    where unset.
+    """Return the keys whose values differ, each with its values as text, None if unset.
 
-    Paths of one file are the same value; relative ones begin in `folders`, in which the runs were
+    Two paths of the same file are equal. Relative paths start in `folders`, where the runs were
     started.
     """
     folders = folders or [Path()] * len(configs)
@@ -56,16 +59,15 @@ def differences(
 
 
 def _same_file(value: str | None, folder: Path) -> str | None:
-    """A path that exists in its one spelling; a slice of its records or a function in it stays as
-    written.
+    """Return an existing path in its canonical form, any other value as it is.
+
+    A slice of records or the name of a function after the path is kept.
     """
     path = re.sub(r"(@\[[^\]]*\]|:\w+)\Z", "", value or "")
-    place = os.path.join(folder, path)
-    return (
-        os.path.realpath(place) + (value or "")[len(path) :]
-        if path and os.path.exists(place)
-        else value
-    )
+    full_path = os.path.join(folder, path)
+    if not value or not path or not os.path.exists(full_path):
+        return value
+    return os.path.realpath(full_path) + value[len(path) :]
 
 
 def as_text(value: Any) -> str:

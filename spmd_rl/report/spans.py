@@ -1,4 +1,4 @@
-"""The timeline a page has room for: what every process did in some of the run's steps."""
+"""Timeline on the report page: the spans of every process in some of the run's steps."""
 
 from __future__ import annotations
 
@@ -8,43 +8,35 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.errors import DataError
-from spmd_rl.observe.jsonl import parse_finite
-from spmd_rl.observe.timeline import Process, Span, read_spans, trace_files, tracks
-from spmd_rl.report.samples import coarse_to_fine, spread
+from spmd_rl.observe.jsonl import parse_finite_json
+from spmd_rl.observe.timeline import Span, TracedProcess, read_spans, trace_files, tracks
+from spmd_rl.report.samples import coarse_to_fine_order, evenly_spaced
 
 MAX_STEPS = 24
 MAX_SPANS = 20_000
 
-Recorded = tuple[Process, Span]
+RecordedSpan = tuple[TracedProcess, Span]
 
 
 def read_timeline(
     run: Path, max_steps: int = MAX_STEPS, max_spans: int = MAX_SPANS
 ) -> dict[str, Any]:
-    """Steps with their spans, evenly spread over the run, as many as fit; one too full keeps its
-    longest spans.
+    """Return steps with their spans, evenly spaced over the run, as many as fit.
+
+    A step with too many spans keeps its longest ones.
     """
     windows = _windows(run)
-    chosen = [windows[i] for i in spread(list(range(len(windows))), max_steps)]
-    per_step: list[list[Recorded]] = [[] for _ in chosen]
-    starts = [step.start_ns for step in chosen]
-    for process, span in _recorded(run):
-        for i in range(
-            max(0, bisect_right(starts, span.start_ns) - 1), bisect_right(starts, span.end_ns)
-        ):
-            if span.start_ns < chosen[i].end_ns and span.end_ns > chosen[i].start_ns:
-                per_step[i].append((process, span))
+    chosen = [windows[i] for i in evenly_spaced(list(range(len(windows))), max_steps)]
+    per_step = _spans_per_step(run, chosen)
     names: dict[str, int] = {}
     steps: list[dict[str, Any]] = []
     num_left = max_spans
-    for i in coarse_to_fine(len(chosen)):
+    for i in coarse_to_fine_order(len(chosen)):
         spans = sorted(per_step[i], key=lambda item: -item[1].length_ns)[:max_spans]
         if len(spans) <= num_left or not steps:
             num_left -= len(spans)
-            steps.append(
-                {"order": i, "num_left_out": len(per_step[i]) - len(spans)}
-                | _step(chosen[i], spans, names)
-            )
+            entry = {"order": i, "num_left_out": len(per_step[i]) - len(spans)}
+            steps.append(entry | _step(chosen[i], spans, names))
     return {
         "steps": sorted(steps, key=lambda step: step["order"]),
         "num_steps": len(windows),
@@ -52,9 +44,22 @@ def read_timeline(
     }
 
 
-def _recorded(run: Path) -> Iterator[Recorded]:
-    """The run's spans, from the processes' files or, where only that was kept, from trace.json.
-    Raises: DataError.
+def _spans_per_step(run: Path, steps: list[Span]) -> list[list[RecordedSpan]]:
+    """Return for each step the spans that overlap it."""
+    per_step: list[list[RecordedSpan]] = [[] for _ in steps]
+    starts = [step.start_ns for step in steps]
+    for process, span in _recorded(run):
+        first = max(0, bisect_right(starts, span.start_ns) - 1)
+        for i in range(first, bisect_right(starts, span.end_ns)):
+            if span.start_ns < steps[i].end_ns and span.end_ns > steps[i].start_ns:
+                per_step[i].append((process, span))
+    return per_step
+
+
+def _recorded(run: Path) -> Iterator[RecordedSpan]:
+    """Yield the run's spans, from the files of its processes or else from trace.json.
+
+    Raises: DataError when the file is damaged.
     """
     files = trace_files(run)
     for path in files:
@@ -62,15 +67,13 @@ def _recorded(run: Path) -> Iterator[Recorded]:
     chrome = run / "trace.json"
     if not files and chrome.is_file():
         try:
-            yield from list(_from_chrome(parse_finite(str(chrome), chrome.read_bytes())))
+            yield from list(_from_chrome(parse_finite_json(str(chrome), chrome.read_bytes())))
         except (LookupError, TypeError, ValueError, AttributeError):
-            raise DataError(
-                str(chrome), "not a trace that spmd-rl trace wrote: remove it"
-            ) from None
+            raise DataError(str(chrome), "not a file of spmd-rl trace: remove it") from None
 
 
-def _from_chrome(trace: dict[str, Any]) -> Iterator[Recorded]:
-    """The spans of a trace.json that `spmd-rl trace` wrote."""
+def _from_chrome(trace: dict[str, Any]) -> Iterator[RecordedSpan]:
+    """Yield the spans of a trace.json that `spmd-rl trace` wrote."""
     began_ns = round(trace["otherData"]["began_unix_s"] * 1e9)
     titles: dict[tuple[int, int], str] = {}
     for event in trace["traceEvents"]:
@@ -80,24 +83,16 @@ def _from_chrome(trace: dict[str, Any]) -> Iterator[Recorded]:
         elif event["ph"] == "X":
             start_ns, length_ns = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
             name, _, host = titles[event["pid"], 0].partition(" on ")
-            process = Process(name, event["pid"], host)
-            yield (
-                process,
-                Span(
-                    str(event["name"]),
-                    began_ns + start_ns,
-                    length_ns,
-                    titles[where],
-                    dict(event["args"]),
-                ),
-            )
+            process = TracedProcess(name, event["pid"], host)
+            args = dict(event["args"])
+            span = Span(str(event["name"]), began_ns + start_ns, length_ns, titles[where], args)
+            yield process, span
 
 
 def _windows(run: Path) -> list[Span]:
-    """The spans called "step", by time; a step that a restarted run did again counts as it was done
-    last.
+    """Return the spans called "step", by time; one span over the whole trace if there are none.
 
-    Without any, one span over all there is.
+    A step that was repeated after a restart counts as it was last done.
     """
     steps: dict[int, Span] = {}
     first_ns, last_ns = 2**63, 0
@@ -111,11 +106,12 @@ def _windows(run: Path) -> list[Span]:
     return sorted(steps.values(), key=lambda step: step.start_ns)
 
 
-def _step(step: Span, spans: list[Recorded], names: dict[str, int]) -> dict[str, Any]:
-    """One step's lanes. A span is [row in its lane, start and length in us, index of its name,
-    arguments].
+def _step(step: Span, spans: list[RecordedSpan], names: dict[str, int]) -> dict[str, Any]:
+    """Return the lanes of one step.
+
+    A span becomes [row in its lane, start in us, length in us, index of its name, arguments].
     """
-    lanes: dict[tuple[Process, str], list[Span]] = {}
+    lanes: dict[tuple[TracedProcess, str], list[Span]] = {}
     for process, span in spans:
         lanes.setdefault((process, span.lane), []).append(span)
     drawn = []
@@ -149,9 +145,7 @@ def _step(step: Span, spans: list[Recorded], names: dict[str, int]) -> dict[str,
 
 
 def _rows(spans: list[Span]) -> list[tuple[int, Span]]:
-    """Each span of a lane with its row: a track's rows are its depths, and tracks lie under one
-    another.
-    """
+    """Return each span of a lane with its row. A track has one row a depth, below other tracks."""
     placed = list(tracks(spans))
     depths: dict[int, int] = {}
     for track, depth, _ in placed:

@@ -1,5 +1,5 @@
-"""Reward functions: how one is named, checked and called, and a few that compare texts.
+"""Reward functions: loading, checking and calling them, and a few that compare texts.
 
-A reward function is `(prompt: Prompt, sample: Sample) -> float`, or -> dict of floats whose
-"reward" is what is learned from and whose other entries are logged beside it.
+A reward function takes `(prompt: Prompt, sample: Sample)`. It returns a float, or a dict of floats:
+training learns from the entry "reward", and the other entries are logged beside it.
 """

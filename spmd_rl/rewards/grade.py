@@ -1,6 +1,4 @@
-"""Calling a reward function on samples, so that whatever it does ends in a number or a clear
-sentence.
-"""
+"""Grading: calls a reward function on samples, and turns any failure into one clear sentence."""
 
 from __future__ import annotations
 
@@ -18,151 +16,164 @@ from types import FrameType
 from typing import Any
 
 from spmd_rl.errors import DataError
-from spmd_rl.observe.metrics import KNOWN
+from spmd_rl.observe.metrics import METRIC_OF_NAME
 from spmd_rl.rewards.load import Reward
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
-LONGEST_SHOWN = 200  # characters
+MAX_PREVIEW = 200  # characters
 
 
 class Grader(AbstractContextManager["Grader"]):
-    """Calls `reward` on one sample after the other, for each of which it may take `deadline_s`; 0
-    is for ever.
+    """Calls `reward` on one sample after another, each with a deadline; 0 means no deadline.
 
-    One alarm serves all that are graded while this is entered: where it rings before the present
-    sample is overdue, it is set again for what that has left. The main thread's only, which keeps
-    the alarm's handler. A function that sets an alarm of its own, as math_verify does, ends ours
-    for the sample at hand.
+    One repeating alarm serves all samples that are graded while this context is entered. If it
+    rings before the current sample's deadline, it is set again for the time that is left. So most
+    calls need no system call for the alarm.
+
+    It must be used on the main thread, because only that thread handles signals. A reward function
+    that sets an alarm of its own, as math_verify does, cancels this deadline for its sample.
     """
 
     def __init__(self, reward: Reward, deadline_s: float = 0.0) -> None:
         self._reward = reward
         self._deadline_s = deadline_s
-        self._due = math.inf
-        self.spent_s = 0.0  # in the function, so far
+        self._deadline_at = math.inf  # of the current call, on the monotonic clock
+        self.reward_time_s = 0.0  # spent in the reward function so far
         self._pid, self._folder = os.getpid(), os.getcwd()
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        os.chdir(self._folder)  # wherever the function went
+        os.chdir(self._folder)  # the reward function may have changed it
         if self._deadline_s:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def grade(self, prompt: Prompt, sample: Sample) -> Sample:
-        """The sample with its reward and, where the function returned a dict, the named parts.
+        """Return the sample with its reward and, if the function returned a dict, its parts.
 
-        The arrays of both are read-only from here on: what the trainer learns is what the engine
-        made.
-        Blocks: until its deadline at most; where C code never returns to Python, the call's
-        deadline ends it.
-        Raises: DataError that shows the sample when the function raises, takes longer, or returns
-        no finite number.
+        The arrays of both arguments are made read-only, so that the trainer learns from exactly
+        what the engine made.
+
+        Blocks: until the deadline at most. If C code never returns to Python, the deadline of the
+        controller's call ends the run.
+        Raises: DataError that quotes the sample when the function raises, takes too long, or
+        returns no finite number.
         """
         for array in (prompt.tokens, sample.tokens, sample.logprobs, sample.versions):
             array.setflags(write=False)
         try:
-            result = self._timed(prompt, sample)
-        except _Overdue:
+            result = self._call_reward(prompt, sample)
+        except _RewardTimeout:
             raise DataError(
-                self._where(prompt, sample), f"took longer than {self._deadline_s:g} s"
+                self._describe(prompt, sample), f"took longer than {self._deadline_s:g} s"
             ) from None
-        # the function is the user's: whatever it raises is told with the sample it met
+        # a user's function may raise anything: report it with the sample
         except BaseException as error:
-            if os.getpid() != self._pid:  # a process that it forked ends as it likes
+            if os.getpid() != self._pid:  # in a process that the function forked
                 raise
-            problem = f"raised {type(error).__name__}: {_shown(error, str)}{self._line(error)}"
-            raise DataError(self._where(prompt, sample), problem) from error
-        if not isinstance(result, Mapping):
-            return sample.changed(reward=self._number(result, "reward", prompt, sample))
-        if "reward" not in result:
-            raise DataError(
-                self._where(prompt, sample),
-                f"returned a dict without the key 'reward': {_shown(result)}",
-            )
-        parts = {
-            str(key): self._number(value, str(key), prompt, sample) for key, value in result.items()
-        }
-        if taken := [key for key in parts if f"reward/{key}" in KNOWN]:
-            problem = f"returned a value called {taken[0]!r}: the metric reward/{taken[0]} is another, choose another name"
-            raise DataError(self._where(prompt, sample), problem)
-        return sample.changed(reward=parts["reward"], parts=parts)
+            problem = f"raised {type(error).__name__}: {_preview(error, str)}{self._line_of(error)}"
+            raise DataError(self._describe(prompt, sample), problem) from error
+        if isinstance(result, Mapping):
+            parts = self._parts(result, prompt, sample)
+            return sample.replace(reward=parts["reward"], parts=parts)
+        return sample.replace(reward=self._number(result, "reward", prompt, sample))
 
-    def _timed(self, prompt: Prompt, sample: Sample) -> Any:
+    def _call_reward(self, prompt: Prompt, sample: Sample) -> Any:
+        """Call the function with its deadline, and restore what it may have changed in torch."""
         if self._deadline_s:
-            self._due = time.monotonic() + self._deadline_s
-            if not signal.getitimer(signal.ITIMER_REAL)[1]:  # no alarm that repeats, as ours does
-                signal.signal(signal.SIGALRM, self._ring)
+            self._deadline_at = time.monotonic() + self._deadline_s
+            # our alarm repeats: one that does not was set by the function, or there is none
+            if not signal.getitimer(signal.ITIMER_REAL)[1]:
+                signal.signal(signal.SIGALRM, self._on_alarm)
                 signal.setitimer(signal.ITIMER_REAL, self._deadline_s, self._deadline_s)
-        switches, began = _torch_switches(), time.monotonic()
+        torch_state, began = _torch_state(), time.monotonic()
         try:
             result = self._reward(prompt, sample)
-            # a process that it forked came back: the ranks' work is not for that one
-            if os.getpid() != self._pid:
+            if os.getpid() != self._pid:  # a process that the function forked must not go on here
                 os._exit(0)
             return result
         finally:
-            self._due = math.inf
-            self.spent_s += time.monotonic() - began
-            if switches and switches != _torch_switches():
-                _set_torch_switches(*switches)
+            self._deadline_at = math.inf
+            self.reward_time_s += time.monotonic() - began
+            if torch_state and torch_state != _torch_state():
+                _restore_torch_state(*torch_state)
 
-    def _ring(self, number: int, frame: FrameType | None) -> None:
-        left = self._due - time.monotonic()
-        if left <= 0:
-            raise _Overdue
-        if left < self._deadline_s:
-            signal.setitimer(signal.ITIMER_REAL, left, self._deadline_s)
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        left_s = self._deadline_at - time.monotonic()
+        if left_s <= 0:
+            raise _RewardTimeout
+        if left_s < self._deadline_s:
+            signal.setitimer(signal.ITIMER_REAL, left_s, self._deadline_s)
+
+    def _parts(self, result: Mapping[Any, Any], prompt: Prompt, sample: Sample) -> dict[str, float]:
+        """Return the values of a dict. Raises: DataError for a missing, bad or reserved entry."""
+        if "reward" not in result:
+            problem = f"returned a dict without the key 'reward': {_preview(result)}"
+            raise DataError(self._describe(prompt, sample), problem)
+        parts = {
+            str(key): self._number(value, str(key), prompt, sample) for key, value in result.items()
+        }
+        for key in parts:
+            if f"reward/{key}" in METRIC_OF_NAME:
+                problem = (
+                    f"returned a value called {key!r}, but reward/{key} is a metric of its own: "
+                    "choose another name"
+                )
+                raise DataError(self._describe(prompt, sample), problem)
+        return parts
 
     def _number(self, value: Any, key: str, prompt: Prompt, sample: Sample) -> float:
         try:
             number = math.nan if isinstance(value, (str, bytes)) else float(value)
-        except Exception:  # noqa: BLE001  whatever a type of the user's raises here, it is no number
+        except Exception:  # noqa: BLE001  a user's type may raise anything here
             number = math.nan
         if not math.isfinite(number):
-            problem = f"returned no finite number as {_shown(key)}: {_shown(value)}"
-            raise DataError(self._where(prompt, sample), problem)
+            problem = f"returned no finite number as {_preview(key)}: {_preview(value)}"
+            raise DataError(self._describe(prompt, sample), problem)
         return number
 
-    def _line(self, error: BaseException) -> str:
-        """Where in the function's own file, as far as it goes."""
+    def _line_of(self, error: BaseException) -> str:
+        """Return where in the function's own file the error was raised, or "" if elsewhere."""
         code = getattr(inspect.unwrap(self._reward), "__code__", None)
+        if code is None:
+            return ""
         frames = [
-            one
-            for one in extract_tb(error.__traceback__)
-            if code and one.filename == code.co_filename
+            frame for frame in extract_tb(error.__traceback__) if frame.filename == code.co_filename
         ]
         return f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
-    def _where(self, prompt: Prompt, sample: Sample) -> str:
+    def _describe(self, prompt: Prompt, sample: Sample) -> str:
+        """Return the name of the function, and the sample that it was called on."""
         code = getattr(self._reward, "__code__", None)
         name = f"{Path(code.co_filename).stem}:{code.co_qualname}" if code else repr(self._reward)
-        shown = f"prompt {_shown(prompt.text)}, answer {_shown(prompt.answer)}, response {_shown(sample.text)}"
-        return f"reward {name} on prompt {prompt.uid} sample {sample.index} ({shown})"
+        texts = (
+            f"prompt {_preview(prompt.text)}, answer {_preview(prompt.answer)}, "
+            f"response {_preview(sample.text)}"
+        )
+        return f"reward {name} on prompt {prompt.uid} sample {sample.index} ({texts})"
 
 
-class _Overdue(BaseException):
-    """No Exception: a reward that survives its own errors must not survive this."""
+class _RewardTimeout(BaseException):
+    """The deadline has passed. Not an Exception, so that a reward function does not catch it."""
 
 
-def _torch_switches() -> tuple[bool, Any] | None:
-    """What engine and trainer compute by in this process, and a judge that is a model may set:
-    gradients, the dtype.
+def _torch_state() -> tuple[bool, Any] | None:
+    """Return torch's grad mode and default dtype, which a reward model may change; None without
+    torch.
     """
     torch = sys.modules.get("torch")
     return (torch.is_grad_enabled(), torch.get_default_dtype()) if torch else None
 
 
-def _set_torch_switches(gradients: bool, dtype: Any) -> None:
+def _restore_torch_state(grad_enabled: bool, dtype: Any) -> None:
     torch = sys.modules["torch"]
-    torch.set_grad_enabled(gradients)
+    torch.set_grad_enabled(grad_enabled)
     torch.set_default_dtype(dtype)
 
 
-def _shown(value: object, as_text: Callable[[object], str] = repr) -> str:
-    """A value of the user's in a sentence: the beginning of a long one, the type of one that raises
-    when shown.
-    """
+def _preview(value: object, as_text: Callable[[object], str] = repr) -> str:
+    """Return the beginning of a user's value as text, or its type if that cannot be shown."""
     try:
         text = as_text(value)
-    except Exception:  # noqa: BLE001  whatever a type of the user's raises here, the sample at hand is the news
+    except Exception:  # noqa: BLE001  a user's type may raise anything here
         text = f"a {type(value).__name__}"
-    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + "..."
+    return text if len(text) <= MAX_PREVIEW else text[:MAX_PREVIEW] + "..."

@@ -1,4 +1,4 @@
-"""From the name of a reward function to the function, checked before anything starts."""
+"""Loading of reward functions by name, with checks that run before anything starts."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from types import ModuleType
 from typing import Any
 
 from spmd_rl.errors import ConfigError, source_line
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 Reward = Callable[[Prompt, Sample], float | Mapping[str, float]]
 
 
 def resolve_reward(name: str) -> Reward:
-    """The function that `package.module:function` or `path/to/file.py:function` names.
+    """Return the function that `package.module:function` or `path/to/file.py:function` names.
 
-    Raises: ConfigError with what is wrong and the fix.
+    Raises: ConfigError that says what is wrong and how to fix it.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -32,11 +33,11 @@ def resolve_reward(name: str) -> Reward:
     )
     function = getattr(module, attribute, None)
     if function is None:
-        have = (
-            ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
-            or "none"
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        listed = ", ".join(functions) or "none"
+        raise ConfigError(
+            f"reward {name!r}: {where} has no {attribute!r} (its functions: {listed})"
         )
-        raise ConfigError(f"reward {name!r}: {where} has no {attribute!r} (its functions: {have})")
     _check_signature(name, function)
     return function
 
@@ -47,18 +48,18 @@ def _import_module(name: str, module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
             raise ConfigError(
-                f"reward {name!r}: no module {module!r}; name a file instead (path/to/file.py:function), "
-                "or start from the folder it is in"
+                f"reward {name!r}: there is no module {module!r}: name a file instead "
+                "(path/to/file.py:function), or start in the folder that holds the module"
             ) from error
-        raise _broken(name, error) from error
-    # any error of the user's own module becomes one sentence
+        raise _import_error(name, error) from error
+    # the user's module may raise anything
     except (Exception, SystemExit) as error:
-        raise _broken(name, error) from error
+        raise _import_error(name, error) from error
 
 
 def _import_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"reward {name!r}: no file {path}")
+        raise ConfigError(f"reward {name!r}: there is no file {path}")
     key = f"reward_file_{path.resolve().as_posix().replace('/', '_').removesuffix('.py')}"
     if key in sys.modules:
         return sys.modules[key]
@@ -69,14 +70,14 @@ def _import_file(name: str, path: Path) -> ModuleType:
     sys.modules[key] = module
     try:
         spec.loader.exec_module(module)
-    # any error of the user's own file becomes one sentence
+    # the user's file may raise anything
     except (Exception, SystemExit) as error:
         del sys.modules[key]
-        raise _broken(name, error) from error
+        raise _import_error(name, error) from error
     return module
 
 
-def _broken(name: str, error: BaseException) -> ConfigError:
+def _import_error(name: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"reward {name!r}: importing it raised {type(error).__name__}: {error}{source_line(error)}"
     )

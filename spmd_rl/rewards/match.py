@@ -1,10 +1,11 @@
-"""Rewards that compare a response with the prompt's answer as text."""
+"""Reward functions that compare a response with the prompt's answer as text."""
 
 from __future__ import annotations
 
 import re
 
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 _NUMBER = re.compile(
     r"(?:(?<!\w)[-\u2212])?"  # a hyphen or minus sign, unless it joins two words or numbers
@@ -14,22 +15,23 @@ _NUMBER = re.compile(
 
 
 def exact(prompt: Prompt, sample: Sample) -> float:
-    """1 when the response is the answer, spaces around it aside, and ended by itself."""
+    """Return 1 if the response equals the answer, without spaces around it, and was not cut off."""
     return float(sample.finish == "stop" and sample.text.strip() == prompt.answer.strip())
 
 
 def contains(prompt: Prompt, sample: Sample) -> float:
-    """1 when the answer stands anywhere in the response."""
+    """Return 1 if the answer is anywhere in the response."""
     answer = prompt.answer.strip()
     return float(bool(answer) and answer in sample.text)
 
 
 def last_number(prompt: Prompt, sample: Sample) -> float:
-    """1 when the last number of the response equals that of the answer (`1,000` is `1000`, and
-    `1e3` too).
+    """Return 1 if the last numbers of response and answer are equal.
+
+    `1,000`, `1000` and `1e3` are the same number.
     """
-    said, wanted = _last_number(sample.text), _last_number(prompt.answer)
-    return float(said is not None and said == wanted)
+    found, expected = _last_number(sample.text), _last_number(prompt.answer)
+    return float(found is not None and found == expected)
 
 
 def _last_number(text: str) -> float | None:

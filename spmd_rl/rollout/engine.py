@@ -8,14 +8,13 @@ weights or others.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.config.load import NO_KEY
 from spmd_rl.config.rules import require
 from spmd_rl.errors import ConfigError
 from spmd_rl.types.samples import FinishReason, Sample
@@ -35,24 +34,21 @@ GPU_STEP_TOKENS = 8192  # decoding and chunks of prompts together
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn. top_k, top_p and min_p change what is drawn, never the recorded
-    log-prob.
-    """
+    """How tokens are drawn. top_k, top_p and min_p leave the recorded log-probs as they are."""
 
     num_samples: int = 1  # of each prompt
     # 0 takes the most likely token and records its log-prob at temperature 1
     temperature: float = 1.0
-    # the likeliest tokens whose probabilities sum to this are drawn from; 1 is all
+    # draw from the likeliest tokens whose probabilities sum to this; 1 is all
     top_p: float = 1.0
-    top_k: int = 0  # 0 is all
-    # tokens of less than this share of the likeliest one's probability are not drawn; 0 is all
+    top_k: int = 0  # draw from this many of the likeliest tokens; 0 is all
+    # draw from tokens of at least this share of the likeliest one's probability; 0 is all
     min_p: float = 0.0
     max_tokens: int = 128  # of a sample, besides its prompt
     # end a sample and stay in it, like the model's own end-of-sequence ids
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()  # strings that end a sample and stay in it
     ignore_eos: bool = False  # go on past the model's end-of-sequence ids
-    seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
         require(self.num_samples >= 1, "num_samples", self.num_samples, "at least 1")
@@ -60,26 +56,16 @@ class SamplingConfig:
         expected = f"0 (greedy), or at least {MIN_TEMPERATURE:g} and at most {MAX_TEMPERATURE:g}"
         require(fits, "temperature", self.temperature, expected)
         require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        require(
-            0 <= self.top_k < 1 << 63, "top_k", self.top_k, "0 (all) or more, and less than 2^63"
-        )
+        expected = "0 (all) or more, and less than 2^63"
+        require(0 <= self.top_k < 1 << 63, "top_k", self.top_k, expected)
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
-        require(
-            all(0 <= one < 1 << 31 for one in self.stop_ids),
-            "stop_ids",
-            self.stop_ids,
-            "token ids, in [0, 2^31)",
-        )
+        are_ids = all(0 <= token < 1 << 31 for token in self.stop_ids)
+        require(are_ids, "stop_ids", self.stop_ids, "token ids, in [0, 2^31)")
         require(all(self.stop), "stop", self.stop, "strings that are not empty")
-        is_text = not any(UNDECODED in one for one in self.stop)
-        require(
-            is_text,
-            "stop",
-            self.stop,
-            "strings without U+FFFD, which stands for bytes that are no text",
-        )
+        is_text = not any(UNDECODED in text for text in self.stop)
+        expected = "strings without U+FFFD, which stands for bytes that are no text"
+        require(is_text, "stop", self.stop, expected)
 
     @property
     def scored_temperature(self) -> float:
@@ -88,18 +74,13 @@ class SamplingConfig:
 
     @property
     def truncation(self) -> dict[str, float]:
-        """The settings, if any, that leave tokens out of what is drawn from."""
-        return {
-            name: value
-            for name, all_tokens in ALL_TOKENS.items()
-            if (value := getattr(self, name)) != all_tokens
-        }
+        """The settings, if any, that exclude tokens from the draw."""
+        values = {name: getattr(self, name) for name in ALL_TOKENS}
+        return {name: value for name, value in values.items() if value != ALL_TOKENS[name]}
 
 
 def refuse_greedy(sampling: SamplingConfig) -> None:
-    """For recipes that learn from the samples. Raises: ConfigError at temperature 0, which makes
-    them all equal.
-    """
+    """Raise a ConfigError at temperature 0, for recipes that learn from the samples."""
     expected = (
         "more than 0, because else all samples of a prompt are the same and nothing is learned"
     )
@@ -107,67 +88,60 @@ def refuse_greedy(sampling: SamplingConfig) -> None:
 
 
 def check_stop_ids(sampling: SamplingConfig, vocab_size: int) -> None:
-    """Raises: ConfigError when one of the ids is no token of the model, so that it could never end
-    a sample.
-    """
-    if unknown := [one for one in sampling.stop_ids if one >= vocab_size]:
+    """Raise a ConfigError when a stop id is no token of the model, and could never end a sample."""
+    if unknown := [token for token in sampling.stop_ids if token >= vocab_size]:
         raise ConfigError(
             f"sampling.stop_ids holds {unknown[0]}: the ids of this model end at {vocab_size - 1}"
         )
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """One engine: its model, its memory, and how much it does in a step."""
+class NativeEngineConfig:
+    """The native engine: its memory, how much it does in a step, and how samples are graded."""
 
-    model: str = ""  # a Hugging Face folder
-    kind: str = "native"  # the only one there is
+    kind: Literal["native"] = "native"  # which engine generates
     page_size: int = 0  # tokens; 0: 128 where FlashAttention runs, else 16
     # 0: whole contexts for max_batch sequences, up to 1 GiB (CPU) or memory_fraction (GPU)
     num_pages: int = 0
-    # of a GPU's memory: what these pages and all that is counted beside them may take
+    # of a GPU's memory, for the pages and everything that the plan counts beside them
     memory_fraction: float = 0.9
-    # what a run's ledger counts beside the pages; 0: nobody did
-    beside_bytes: int = field(default=0, metadata=NO_KEY)
     max_batch: int = 256  # sequences running at once
-    # shared by decoding (one a sequence) and chunks of prompts; 0: 8192 (GPU) or 2048 (CPU)
+    # of decoding (one a sequence) and chunks of prompts together; 0: 8192 (GPU) or 2048 (CPU)
     max_step_tokens: int = 0
-    # keys and values of a beginning that sequences share are computed and held once
+    # compute and store the keys and values of a common prefix once
     prefix_cache: bool = True
-    # where FlashAttention runs: decoding steps are recorded and launched one ahead
+    # where FlashAttention runs: record decoding steps, and launch each before the last is read
     cuda_graphs: bool = True
     dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
-    # tokens whose keys are seen at once, as in the trainer; 0: all (docs/numerics.md)
+    # tokens whose keys are attended to at once, as in the trainer; 0: all (docs/numerics.md)
     attention_split: int = 0
     load_weights: bool = True  # false leaves the parameters to the first push
-    reward: str = ""  # "module:function", called with (prompt, sample)
     reward_deadline_s: float = 30.0  # for one sample; 0: none but the call's
     on_reward_error: str = "raise"  # or "skip": go on without a sample that cannot be graded
 
     def __post_init__(self) -> None:
-        require(self.kind == "native", "kind", self.kind, '"native"')
-        fits = self.page_size == 0 or (
-            self.page_size > 0 and (64 % self.page_size == 0 or self.page_size % 64 == 0)
-        )
-        require(
-            fits, "page_size", self.page_size, "0 (automatic), or a divisor or a multiple of 64"
-        )
+        self._check_pages()
+        require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
+        require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
+        fits = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
+        expected = "0 (automatic), or at least max_batch"
+        require(fits, "max_step_tokens", self.max_step_tokens, expected)
+        fits = 0 <= self.reward_deadline_s < math.inf
+        require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
+        fits = self.on_reward_error in ("raise", "skip")
+        require(fits, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
+        fits = self.dtype in ("auto", "float32", "bfloat16")
+        require(fits, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')
+
+    def _check_pages(self) -> None:
+        """Raises: ConfigError for sizes of pages and splits that do not divide each other."""
+        divides = self.page_size > 0 and (64 % self.page_size == 0 or self.page_size % 64 == 0)
+        expected = "0 (automatic), or a divisor or a multiple of 64"
+        require(self.page_size == 0 or divides, "page_size", self.page_size, expected)
         unit = math.lcm(GPU_PAGE_SIZE, self.page_size or GPU_PAGE_SIZE)
         fits = self.attention_split >= 0 and self.attention_split % unit == 0
         require(fits, "attention_split", self.attention_split, f"0 (all), or a multiple of {unit}")
         require(self.num_pages >= 0, "num_pages", self.num_pages, "0 (automatic) or more")
-        require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
-        require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
-        enough = self.max_step_tokens == 0 or self.max_step_tokens >= self.max_batch
-        require(
-            enough, "max_step_tokens", self.max_step_tokens, "0 (automatic), or at least max_batch"
-        )
-        fits = 0 <= self.reward_deadline_s < math.inf
-        require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
-        known = self.on_reward_error in ("raise", "skip")
-        require(known, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
-        known = self.dtype in ("auto", "float32", "bfloat16")
-        require(known, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')
 
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -176,7 +150,7 @@ _EMPTY_SAMPLE = Sample(0, 0, _NO_TOKENS, _NO_LOGPROBS, _NO_TOKENS, "abort")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One sample to generate.
+    """One sample to generate. Its draws depend on (seed, uid, index) alone.
 
     `tokens`, `logprobs` and `versions` are its answer so far, if it was started before. It is a
     struct because two are made for each sample, and a frozen dataclass takes six times as long.
@@ -190,6 +164,7 @@ class Request(msgspec.Struct, frozen=True):
     tokens: NDArray[np.int32] = _NO_TOKENS
     logprobs: NDArray[np.float32] = _NO_LOGPROBS
     versions: NDArray[np.int32] = _NO_TOKENS
+    seed: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -201,10 +176,10 @@ class Request(msgspec.Struct, frozen=True):
         Its random stream is the one it would have had without the pause.
         """
         answer = partial.tokens, partial.logprobs, partial.versions
-        return Request(self.uid, self.index, self.prompt, self.sampling, *answer)
+        return Request(self.uid, self.index, self.prompt, self.sampling, *answer, self.seed)
 
     def sample(self, finish: FinishReason) -> Sample:
-        return _EMPTY_SAMPLE.changed(
+        return _EMPTY_SAMPLE.replace(
             prompt_uid=self.uid,
             index=self.index,
             tokens=self.tokens,

@@ -1,6 +1,6 @@
 """The Rollout role: prompts in, graded groups of samples out.
 
-The controller imports this module too, for the endpoints. So torch is imported by the instance, on
+The controller imports this module too, for the endpoints: torch comes in with the instance, on
 workers only.
 """
 
@@ -11,8 +11,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from spmd_rl.config.rules import require
+from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightSink
 from spmd_rl.controller.endpoint import Role, Sharded, collective
-from spmd_rl.data.eos import end_ids
+from spmd_rl.data.eos import eos_ids
 from spmd_rl.errors import DataError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.model.spec import ModelSpec
@@ -20,73 +22,91 @@ from spmd_rl.model.tokenizer import load_tokenizer
 from spmd_rl.observe.trace import now_ns
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
-from spmd_rl.rollout.engine import Engine, EngineConfig, Request, SamplingConfig
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.rollout.engine import Engine, NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 if TYPE_CHECKING:
     from spmd_rl.weights.local_tensors import LocalTensors
 
-MIN_SPAN_NS = 1_000_000  # of grading; shorter spans are left out of the trace
+SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 
 
-class Rollout(Role):
-    """One engine a rank, each with the whole model; prompts are spread over the data axis."""
+class Rollout(Role, WeightSink, Sleeper, Contracted):
+    """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
-    def __init__(self, cfg: EngineConfig, context: RoleContext) -> None:
+    `model` is a Hugging Face folder. `reward` is "module:function", called with (prompt, sample);
+    without one, groups have no rewards. `seed` is that of the draws. `reserved_bytes` is GPU memory
+    that the plan counts beside the engine's own; the controller passes it.
+    """
+
+    def __init__(
+        self,
+        cfg: NativeEngineConfig,
+        context: RoleContext,
+        model: str,
+        reward: str = "",
+        seed: int = 0,
+        reserved_bytes: int = 0,
+    ) -> None:
         super().__init__(cfg, context)
-        self.tokenizer = load_tokenizer(cfg.model)
-        self.grader = (
-            Grader(resolve_reward(cfg.reward), cfg.reward_deadline_s) if cfg.reward else None
-        )
+        self.seed = seed
+        self.tokenizer = load_tokenizer(model)
+        self.grader = Grader(resolve_reward(reward), cfg.reward_deadline_s) if reward else None
         from spmd_rl.rollout.native.build import build
 
-        self.engine: Engine = build(cfg, context.device, self._decode)
-        known, vocab_size = self.tokenizer.model_ends, ModelSpec.from_folder(cfg.model).vocab_size
+        self.engine: Engine = build(cfg, model, context.device, self._decode, reserved_bytes)
+        known, vocab_size = self.tokenizer.config_eos_ids, ModelSpec.from_folder(model).vocab_size
         self._more_ends = tuple(
-            one for one in end_ids(self.tokenizer) if one not in known and one < vocab_size
+            one for one in eos_ids(self.tokenizer) if one not in known and one < vocab_size
         )
 
     @collective
     def generate(
-        self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig
+        self, prompts: Sharded[list[Prompt]], sampling: SamplingConfig, seed: int | None = None
     ) -> Sharded[list[Group]]:
-        """Return all samples of all prompts, graded if there is a reward function.
+        """Return all samples of all prompts, graded where there is a reward function.
 
-        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. If
-        skipping leaves a group with a single sample, the group is emptied: one sample has nothing
-        to be compared with.
-        Blocks: until the last sample of this rank's prompts is finished, and for no other rank.
+        `seed` stands in for the role's own, such as for an evaluation.
+        A sample whose grading fails ends the call, or is skipped if `on_reward_error` says so. A
+        group that this leaves with a single sample, which nothing compares with, is emptied.
+        Blocks: until the last sample of this rank's prompts is finished; nobody else is waited for.
         """
         if self._more_ends and not sampling.ignore_eos:
             sampling = replace(sampling, stop_ids=sampling.stop_ids + self._more_ends)
+        seed = self.seed if seed is None else seed
+        require(0 <= seed < 1 << 63, "seed", seed, "in [0, 2^63)")
         groups = {prompt.uid: Group(prompt, []) for prompt in prompts}
         if len(groups) < len(prompts):
             raise SpmdError(
-                "two prompts of one call have the same uid, so their samples would be the same: "
-                "give each prompt its own uid"
+                "two prompts of one call have the same uid, so their samples would be drawn alike"
             )
         graded_before_s = self._graded_s()
         try:
             for prompt in prompts:
                 for index in range(sampling.num_samples):
-                    self.engine.submit(Request(prompt.uid, index, prompt.tokens, sampling))
+                    self.engine.submit(
+                        Request(prompt.uid, index, prompt.tokens, sampling, seed=seed)
+                    )
             with self.grader or nullcontext():
                 while self.engine.has_work:
                     if finished := self.engine.step().finished:
-                        self._add_samples(finished, groups)
+                        self._file_all(finished, groups)
         finally:
             self.engine.abort()
-        graded_s = self._graded_s() - graded_before_s
-        return [replace(_sorted_group(group), graded_s=graded_s) for group in groups.values()]
+        reward_time_s = self._graded_s() - graded_before_s
+        return [
+            replace(_comparable(group), reward_time_s=reward_time_s) for group in groups.values()
+        ]
 
     @collective
     def stats(self) -> Sharded[list[dict[str, int]]]:
-        """Return the engine's counts, one entry a rank."""
+        """The engine's counts, one entry a rank."""
         return [self.engine.stats()]
 
     @collective
     def sleep(self) -> None:
-        """Give the KV memory back. Weights stay."""
+        """Give the KV memory back; weights stay."""
         self.engine.sleep()
 
     @collective
@@ -94,42 +114,41 @@ class Rollout(Role):
         self.engine.wake()
 
     def numeric_contract(self) -> dict[str, str | int]:
-        """Return the facts that the engine's bits depend on, besides the weights."""
+        """What the engine's bits depend on, besides the weights."""
         return self.engine.contract()
 
     def weight_sink(self) -> LocalTensors:
-        """Return the target of a push: this engine's own parameters."""
+        """Where pushed weights go: this engine's own parameters."""
         return self.engine.weights()
 
-    def on_weights(self, version: int) -> None:
-        """Note that the parameters now hold `version`, on every rank of the role."""
+    def on_weights_received(self, version: int) -> None:
+        """Generate with the new weights as `version`: every rank of the role has received them."""
         self.engine.new_version(version)
 
-    def outdate(self) -> None:
-        """Note that the parameters are changed in place, so they have no version until the push."""
+    def on_weights_stale(self) -> None:
+        """Refuse to generate until the next push: the parameters are being changed in place."""
         self.engine.outdate()
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))
 
     def _graded_s(self) -> float:
-        """Return the time that all samples so far have spent in the reward function."""
-        return self.grader.spent_s if self.grader else 0.0
+        """What all samples so far have spent in the reward function."""
+        return self.grader.reward_time_s if self.grader else 0.0
 
-    def _add_samples(self, samples: Sequence[Sample], groups: dict[int, Group]) -> None:
-        """Grade the samples that one step has finished, and add them to their groups.
-
-        The engine waits meanwhile, so a long grading has a span in the trace.
+    def _file_all(self, samples: Sequence[Sample], groups: dict[int, Group]) -> None:
+        """File what one step of the engine has finished, which waits meanwhile: what takes long is
+        in the trace.
         """
         began_ns = now_ns()
         for sample in samples:
-            self._add_sample(sample, groups[sample.prompt_uid])
-        if self.grader and (ended_ns := now_ns()) - began_ns >= MIN_SPAN_NS:
+            self._file(sample, groups[sample.prompt_uid])
+        if self.grader and (ended_ns := now_ns()) - began_ns >= SHOWN_NS:
             self.context.trace.add("reward", began_ns, ended_ns, samples=len(samples))
 
-    def _add_sample(self, sample: Sample, group: Group) -> None:
-        """Add text and reward to a sample, and add it to its group."""
-        sample = sample.changed(
+    def _file(self, sample: Sample, group: Group) -> None:
+        """Complete a sample with its text and reward, and put it into its group."""
+        sample = sample.replace(
             text=self.tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=True)
         )
         try:
@@ -143,7 +162,7 @@ class Rollout(Role):
             group.samples.append(sample)
 
 
-def _sorted_group(group: Group) -> Group:
-    """Return the group with its samples sorted, or without them if skipping has left only one."""
+def _comparable(group: Group) -> Group:
+    """The group in the order of its samples; without them if skipping has left a single one."""
     samples = sorted(group.samples, key=lambda sample: sample.index)
     return replace(group, samples=[] if group.skipped and len(samples) < 2 else samples)

@@ -1,4 +1,4 @@
-"""The batch script of a run, from `job.sbatch` and what was asked for. Pure."""
+"""Batch script of a run: `job.sbatch` with its settings filled in. Pure."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True)
 class Job:
-    """A run as Slurm is to start it. `options` are sbatch's, by name; None stands for an option
-    without a value.
-    """
+    """A run as a Slurm job. `options` are those of sbatch; None marks one without a value."""
 
-    words: tuple[str, ...]  # what follows `spmd-rl run`
+    words: tuple[str, ...]  # arguments of `spmd-rl run`
     folder: Path  # of the run, absolute
     python: str
-    nproc: int  # ranks a node; 0: one a GPU, else one
-    max_restarts: int  # of all ranks, within one life of the job
+    nproc: int  # ranks on each node; 0 means one a GPU, or one without GPUs
+    max_restarts: int  # of all ranks, within one attempt of the job
     options: dict[str, str | None]
 
 
 def render(job: Job) -> str:
-    """The whole script. Raises: ConfigError when a value cannot be said to Slurm."""
+    """Return the script. Raises: ConfigError for a value that Slurm cannot read."""
     above, _, below = TEMPLATE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, body = below.partition(END)
     block = [directive(name, value) for name, value in _options(job).items()]
@@ -47,23 +45,24 @@ def render(job: Job) -> str:
 
 
 def log_path(job: Job) -> str:
-    """The file of the job's own output, as a pattern of Slurm's."""
+    """Return the file of the job's own output, as a pattern for Slurm."""
     return f"{job.folder}/logs/slurm_%j.log"
 
 
 def directive(name: str, value: str | None) -> str:
-    """One `#SBATCH` line. Raises: ConfigError when Slurm could not read the value back as it is."""
+    """Return one `#SBATCH` line. Raises: ConfigError for a value that Slurm cannot read."""
     if value is None:
         return f"#SBATCH --{name}"
     if _CONTROL.search(value) or '"' in value or "\\" in value:
         raise ConfigError(
-            f"--{name}={value!r}: Slurm reads no quotes, backslashes or control characters there"
+            f"--{name}={value!r}: remove quotes, backslashes and control characters, "
+            "which Slurm cannot read"
         )
     return f"#SBATCH --{name}={value}" if _PLAIN.fullmatch(value) else f'#SBATCH --{name}="{value}"'
 
 
 def quote(word: str) -> str:
-    """`word` for bash, on one line."""
+    """Return `word` quoted for bash, on one line."""
     if not _CONTROL.search(word):
         return shlex.quote(word)
     escaped = word.replace("\\", "\\\\").replace("'", "\\'")
@@ -73,6 +72,7 @@ def quote(word: str) -> str:
 def _options(job: Job) -> dict[str, str | None]:
     if "%" in str(job.folder):
         raise ConfigError(
-            f"the run's folder {job.folder} holds a '%', which Slurm would expand: choose another"
+            f"the run's folder {job.folder} contains '%', which Slurm would expand: choose another "
+            "with --run.folder or --run.name"
         )
     return {"output": log_path(job), **job.options}

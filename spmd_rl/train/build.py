@@ -1,4 +1,4 @@
-"""From a trainer's config to a model on its ranks, ready to learn."""
+"""Builds a trainer: a model on its ranks, ready to learn, from a config and a model folder."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from spmd_rl.train.fsdp2 import Fsdp2
 from spmd_rl.train.learner import Learner
 
 
-def build(cfg: TrainerConfig, context: RoleContext) -> Learner:
-    """The model of `cfg.model`, sharded over the role's ranks. A rank holds its part, and of
-    weights that come one whole tensor at a time.
+def build(cfg: TrainerConfig, folder: str, context: RoleContext) -> Learner:
+    """Build the model in a Hugging Face folder, sharded over the role's ranks.
+
+    A rank holds its part, and while weights are read one whole tensor at a time.
 
     Ranks: all of the role. Raises: ConfigError if the model folder does not serve.
     """
     cfg = replace(cfg, dtype=dtype_of(cfg.dtype, context.device))
-    if not cfg.model:
-        raise ConfigError("trainer.model is empty: name a Hugging Face model folder")
-    spec = ModelSpec.from_folder(cfg.model)
+    if not folder:
+        raise ConfigError("model is empty: name a Hugging Face model folder")
+    spec = ModelSpec.from_folder(folder)
     backend = Fsdp2(spec, context.mesh, cfg, context.device)
     backend.fill(
         random_weights(spec, cfg.seed)
         if cfg.init == "random"
-        else model_weights(cfg.model, spec.parameter_shapes())
+        else model_weights(folder, spec.parameter_shapes())
     )
     return Learner(backend, context, cfg)

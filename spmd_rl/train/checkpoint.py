@@ -1,7 +1,7 @@
-"""Checkpoints of a trainer. A folder appears under its name only when it is whole.
+"""Checkpoints of a trainer: writing one beside the training, and loading one.
 
-checkpoint_index.py says what a checkpoint's folder holds. Nothing in it is code: it is safetensors
-files, and an index in JSON with a closed schema.
+A folder appears under its name only when it is whole. It holds safetensors files, and an index in
+JSON with a closed schema (checkpoint_index.py): nothing in it is code.
 """
 
 from __future__ import annotations
@@ -22,79 +22,75 @@ from spmd_rl.controller.contracts import disagreement
 from spmd_rl.controller.run.checksums import check
 from spmd_rl.errors import ConfigError, DiskError, SpmdError
 from spmd_rl.mesh.role_context import RoleContext
-from spmd_rl.observe import folders
+from spmd_rl.observe import atomic_write
 from spmd_rl.train.backend import Backend, State
 from spmd_rl.train.checkpoint_index import (
     INDEX_FILE,
     WEIGHTS,
     Index,
-    Pieces,
-    Written,
+    PiecesByKind,
+    WrittenByRank,
     merged,
     read_index,
     share,
 )
-from spmd_rl.train.progress import TrainerState
 from spmd_rl.train.shards import ShardReader, write_shards
+from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import Piece
 
 NO_OPTIMIZER = "the checkpoint holds no optimizer state, and AdamW begins anew"
 
 
-class Saver:
-    """Writes checkpoints beside the training: a step waits for a copy in memory, never for the
-    disk.
+class CheckpointWriter:
+    """Writes checkpoints beside the training: a step waits for a copy in memory, not for the disk.
 
-    Without `optimizer` they hold the weights alone. Every method is called by all ranks of the
-    role. One checkpoint is written at a time, by a thread on each rank; these agree among
-    themselves, in a process group of their own.
+    Without `optimizer` they hold the weights alone. All ranks of the role call each method. One
+    checkpoint is written at a time, by a thread on each rank. The threads have a process group of
+    their own.
     """
 
     def __init__(self, backend: Backend, context: RoleContext, optimizer: bool = True) -> None:
         self._backend = backend
-        self._place = context
+        self._context = context
         self._optimizer = optimizer
         self._group: ProcessGroup | None = None
-        self._layouts: list[Pieces] = []  # of all ranks; they never change
+        self._layouts: list[PiecesByKind] = []  # of every rank; they never change
         self._thread: threading.Thread | None = None
         self._error: DiskError | None = None
 
-    def start(self, folder: str, progress: TrainerState) -> None:
-        """Copy weights, optimizer state and progress, and begin to write them to `folder`, which
-        appears when whole.
+    def start(self, folder: str, trainer_state: TrainerState) -> None:
+        """Copy the state of backend and trainer, and begin to write it to `folder`.
 
-        Blocks: until they are copied, and before that until the checkpoint before is written.
+        Blocks: until the previous checkpoint is written, and this one is copied.
         """
         self.wait()
-        # a thread writes it, while others may change the directory
+        # absolute, because the working directory may change before the thread has written it
         target = Path(folder).absolute()
-        if self._place.rank == 0:
-            folders.begin(target)
-        self._group = self._group or self._place.side_group()
-        self._place.barrier()  # the folder is there
+        if self._context.rank == 0:
+            atomic_write.begin_folder(target)
+        self._group = self._group or self._context.side_group()
+        self._context.barrier()  # until the folder is there
         state = self._state()
         self._layouts = self._layouts or self._agree_on_layouts(state)
         copies = {
-            kind: [(name, replace(one, local=_copied(one.local))) for name, one in pieces]
-            for kind, pieces in self._share_of(state).items()
+            kind: [(name, replace(tensor, local=_copied(tensor.local))) for name, tensor in tensors]
+            for kind, tensors in self._own_share(state).items()
         }
-        words = (target, copies, copy.copy(progress))
+        arguments = (target, copies, copy.copy(trainer_state))
         self._thread = threading.Thread(
-            target=self._run, args=words, name="checkpoint", daemon=True
+            target=self._run, args=arguments, name="checkpoint", daemon=True
         )
         self._thread.start()
 
     def wait(self) -> None:
-        """Blocks: until the last checkpoint is written. Raises: DiskError when it could not be."""
+        """Wait until the last checkpoint is written. Raises: DiskError when it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self.check()
 
     def check(self) -> None:
-        """Raises: DiskError when the last checkpoint could not be written, as far as that is known
-        yet.
-        """
+        """Raise a DiskError if writing the last checkpoint has failed so far."""
         if self._error is not None:
             raise self._error
 
@@ -102,80 +98,75 @@ class Saver:
         state = self._backend.state()
         return state if self._optimizer else {WEIGHTS: state[WEIGHTS]}
 
-    def _agree_on_layouts(self, state: State) -> list[Pieces]:
-        """What every rank holds."""
-        ours = {
-            kind: [Piece(name, one.shape, one.dtype, one.box) for name, one in pieces]
-            for kind, pieces in state.items()
+    def _agree_on_layouts(self, state: State) -> list[PiecesByKind]:
+        """Return which pieces every rank has."""
+        own = {
+            kind: [Piece(name, tensor.shape, tensor.dtype, tensor.box) for name, tensor in tensors]
+            for kind, tensors in state.items()
         }
-        blobs = self._place.all_gather_bytes(msgspec.msgpack.encode(ours), self._group)
+        blobs = self._context.all_gather_bytes(msgspec.msgpack.encode(own), self._group)
         return [msgspec.msgpack.decode(blob, type=dict[str, list[Piece]]) for blob in blobs]
 
-    def _share_of(self, state: State) -> State:
-        """What this rank writes of what it holds."""
-        mine = share(self._layouts, self._place.rank)
-        return {
-            kind: [state[kind][position] for position in positions]
-            for kind, positions in mine.items()
-        }
+    def _own_share(self, state: State) -> State:
+        """Return the part of its state that this rank writes."""
+        indices = share(self._layouts, self._context.rank)
+        return {kind: [state[kind][i] for i in indices[kind]] for kind in indices}
 
-    def _run(self, target: Path, copies: State, progress: TrainerState) -> None:
+    def _run(self, target: Path, copies: State, trainer_state: TrainerState) -> None:
         try:
-            self._write(target, copies, progress)
-        except Exception as error:  # noqa: BLE001  whatever it is, the main thread raises it
+            self._write(target, copies, trainer_state)
+        except Exception as error:  # noqa: BLE001  the main thread raises it, whatever it is
             self._error = DiskError(f"cannot save {target}: {error}; {_space(target)}")
-            if self._place.rank == 0:
-                folders.remove(folders.part_of(target))
+            if self._context.rank == 0:
+                atomic_write.remove_folder(atomic_write.part_folder(target))
 
-    def _write(self, target: Path, copies: State, progress: TrainerState) -> None:
-        """Write the shards of every rank; then one of them writes the index, and the name that
-        makes it all visible.
-        """
-        part, rank = folders.part_of(target), self._place.rank
+    def _write(self, target: Path, copies: State, trainer_state: TrainerState) -> None:
+        """Write this rank's shards. Rank 0 then writes the index, and renames the folder."""
+        part, rank = atomic_write.part_folder(target), self._context.rank
         try:
             written = write_shards(part, rank, copies)
         except (OSError, SafetensorError) as error:
-            written = Written(error=f"rank {rank} of the role: {error}")
-        blobs = self._place.all_gather_bytes(msgspec.msgpack.encode(written), self._group)
-        everyone = [msgspec.msgpack.decode(blob, type=Written) for blob in blobs]
-        if errors := [one.error for one in everyone if one.error]:
+            written = WrittenByRank(error=f"rank {rank} of the role: {error}")
+        blobs = self._context.all_gather_bytes(msgspec.msgpack.encode(written), self._group)
+        by_rank = [msgspec.msgpack.decode(blob, type=WrittenByRank) for blob in blobs]
+        if errors := [written.error for written in by_rank if written.error]:
             raise SpmdError(errors[0])
         if rank == 0:
-            index = merged(progress, self._backend.contract(), self._layouts, everyone)
+            index = merged(trainer_state, self._backend.contract(), self._layouts, by_rank)
             (part / INDEX_FILE).write_bytes(msgspec.json.encode(index) + b"\n")
-            folders.finish(target)
+            atomic_write.finish_folder(target)
 
 
 def load(folder: str, backend: Backend, context: RoleContext) -> tuple[TrainerState, list[str]]:
     """Fill the backend from a checkpoint, whatever number of ranks wrote it.
 
-    The second result says why training does not go on from it bit for bit; mostly it is empty.
-    Ranks: all of the role. Raises: ConfigError if there is no whole checkpoint at `folder`, or one
-    of another model or an older version; SpmdError if a file of it has changed.
+    The second result lists reasons why training does not go on from it bit for bit.
+    Ranks: all of the role. Raises: ConfigError unless `folder` holds a whole checkpoint of this
+    model and format; SpmdError if a file of it has changed.
     """
     path = Path(folder)
     index = read_index(path)
     check(path, index.files, context.rank, context.size)
-    context.barrier()  # nobody goes on with weights in which another has found a damaged file
+    context.barrier()  # until every rank has found its files undamaged
     state = backend.state()
     weights_alone = set(index.tensors) == {WEIGHTS}
     if not weights_alone and set(index.tensors) != set(state):
         raise ConfigError(
-            f"{folder} is of another trainer: it holds {_listed(index.tensors)}, not {_listed(state)}"
+            f"{folder} is of another trainer: it holds {_listed(index.tensors)}, "
+            f"not {_listed(state)}"
         )
     _check_names(path, index, state)
     with ShardReader(path, index) as reader:
-        for kind, pieces in state.items():
-            for name, one in pieces:
+        for kind, tensors in state.items():
+            for name, tensor in tensors:
                 if kind in index.tensors:
-                    reader.fill(kind, name, one)
+                    reader.fill(kind, name, tensor)
                 else:
-                    one.local.detach().zero_()
-    backend.loaded(0 if weights_alone else index.progress.optimizer_steps)
-    other = disagreement({"the trainer": backend.contract(), "the checkpoint": index.contract})
-    return index.progress, [
-        clause for clause in (other, NO_OPTIMIZER if weights_alone else "") if clause
-    ]
+                    tensor.local.detach().zero_()
+    backend.on_loaded(0 if weights_alone else index.progress.optimizer_steps)
+    contracts = {"the trainer": backend.contract(), "the checkpoint": index.contract}
+    caveats = [disagreement(contracts), NO_OPTIMIZER if weights_alone else ""]
+    return index.progress, [caveat for caveat in caveats if caveat]
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -183,12 +174,13 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _check_names(folder: Path, index: Index, state: State) -> None:
-    """Raises: ConfigError naming a tensor that the checkpoint holds and the backend does not."""
-    ours = {kind: {name for name, _ in pieces} for kind, pieces in state.items()}
+    """Raise a ConfigError that names a tensor of the checkpoint that the backend lacks, if any."""
+    names = {kind: {name for name, _ in tensors} for kind, tensors in state.items()}
     for kind, tensors in index.tensors.items():
-        if unknown := sorted(tensors.keys() - ours[kind]):
+        if unknown := sorted(tensors.keys() - names[kind]):
             raise ConfigError(
-                f"{folder} is of another model: it has {kind} of '{unknown[0]}', which the model lacks"
+                f"{folder} is of another model: it has {kind} of '{unknown[0]}', "
+                "which the model lacks"
             )
 
 
@@ -197,5 +189,5 @@ def _listed(kinds: Mapping[str, object]) -> str:
 
 
 def _space(target: Path) -> str:
-    """How much room there is, which is why most writes fail."""
+    """Return how much room the disk has, because most writes fail for want of it."""
     return f"{shutil.disk_usage(target.parent).free / 2**20:,.0f} MiB are free there"

@@ -1,14 +1,13 @@
-"""The index of a trainer's checkpoint: which box of which tensor lies in which file. Pure, no
-torch.
+"""Index of a trainer's checkpoint: which box of which tensor lies in which file. Pure, no torch.
 
     trainer/
         index.json                        this index: written last, read first
-        weights-00000-000.safetensors     what rank 0 wrote of the weights, cut into files of about
-        a GiB exp_avg-00000-000.safetensors     the same of the optimizer's first moments
+        weights-00000-000.safetensors     rank 0's part of the weights, in files of about a GiB
+        exp_avg-00000-000.safetensors     rank 0's part of the optimizer's first moments
 
-A tensor is one or more boxes. A box lies in a file under a key, and no two boxes of a tensor
-overlap. So any number of ranks reads what any other number wrote. The schema is closed: an unknown
-field, a missing box or an odd name of a file is refused.
+A tensor is one or more boxes that do not overlap. A box lies in a file under a key. So any number
+of ranks can read what any other number wrote. The schema is closed: an unknown field, a missing
+box or an unexpected file name is refused.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from typing import Annotated
 import msgspec
 
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.train.progress import TrainerState
+from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Piece, disjoint
 
 INDEX_FILE = "index.json"
 FORMAT = 1
 WEIGHTS = "weights"  # the kind of tensor that every checkpoint holds
-OLD_FILES = ("trainer.json", ".metadata")  # of the format before this one, which held pickles
+OLD_FILES = ("trainer.json", ".metadata")  # of the previous format, which held pickles
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 FileName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]+\.safetensors\Z", max_length=200)]
-Pieces = Mapping[str, Sequence[Piece]]  # what a rank holds, by kind
+PiecesByKind = Mapping[str, Sequence[Piece]]  # of one rank
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,10 +55,8 @@ class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: list[Shard]
 
 
-class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank wrote: the CRC-32 of each file, and its shards by kind and tensor. Or why it
-    could not.
-    """
+class WrittenByRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's files with their CRC-32, and its shards by kind and tensor; or its error."""
 
     files: dict[FileName, Count] = {}
     shards: dict[str, dict[str, list[Shard]]] = {}
@@ -67,7 +64,9 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`tensors` go by kind and canonical name; `files` are the CRC-32 of each file; `contract` is
+    """The content of index.json.
+
+    `tensors` go by kind and canonical name, `files` are the CRC-32 of each file, and `contract` is
     the numeric one.
     """
 
@@ -78,7 +77,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: dict[str, dict[str, SavedTensor]]
 
     def problem(self) -> str:
-        """What is wrong with it, as a clause; empty for an index that can be read."""
+        """Return what is wrong with the index, as a clause; empty if it is fine."""
         if WEIGHTS not in self.tensors:
             return f"it holds no {WEIGHTS}"
         for kind, tensors in self.tensors.items():
@@ -89,15 +88,17 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_index(folder: Path) -> Index:
-    """Raises: ConfigError where there is no checkpoint or one of an older version; SpmdError where
-    it is damaged.
+    """Return the index of a checkpoint's folder.
+
+    Raises: ConfigError where there is none or one of another format; SpmdError where it is damaged.
     """
     path = folder / INDEX_FILE
     if not path.is_file():
         if any((folder / name).is_file() for name in OLD_FILES):
             raise ConfigError(
-                f"{folder} is a checkpoint of an older version of spmd_rl, which is no longer read: "
-                "go on with the version that wrote it, or start from the model that its run exported to hf/"
+                f"{folder} is a checkpoint of an older version of spmd_rl, which is no longer "
+                "read: go on with the version that wrote it, or start from the model that its run "
+                "exported to hf/"
             )
         raise ConfigError(f"{folder} is not a trainer checkpoint: it has no {INDEX_FILE}")
     try:
@@ -114,48 +115,50 @@ def read_index(folder: Path) -> Index:
 
 
 def merged(
-    progress: TrainerState,
+    trainer_state: TrainerState,
     contract: Mapping[str, str | int],
-    layouts: Sequence[Pieces],
-    written: Sequence[Written],
+    layouts: Sequence[PiecesByKind],
+    written: Sequence[WrittenByRank],
 ) -> Index:
-    """The index of what all ranks wrote, whose pieces `layouts` describe.
+    """Return the index of what all ranks wrote. `layouts` are the pieces of each rank.
 
     Raises: SpmdError where the shards of a tensor do not cover it, which is a fault of the backend.
     """
-    facts = {
+    pieces = {
         (kind, piece.name): piece for layout in layouts for kind in layout for piece in layout[kind]
     }
     tensors: dict[str, dict[str, SavedTensor]] = defaultdict(dict)
-    for (kind, name), piece in facts.items():
+    for (kind, name), piece in pieces.items():
         shards = [shard for rank in written for shard in rank.shards.get(kind, {}).get(name, [])]
         tensors[kind][name] = SavedTensor(piece.shape, piece.dtype, shards)
     files = {name: checksum for rank in written for name, checksum in rank.files.items()}
-    index = Index(FORMAT, progress, dict(contract), files, dict(tensors))
+    index = Index(FORMAT, trainer_state, dict(contract), files, dict(tensors))
     if problem := index.problem():
         raise SpmdError(f"the ranks did not write whole tensors: {problem}")
     return index
 
 
-def share(layouts: Sequence[Pieces], rank: int) -> dict[str, list[int]]:
-    """Which of its pieces `rank` writes, as positions in its layout. Ranks that hold the same box
-    take turns.
+def share(layouts: Sequence[PiecesByKind], rank: int) -> dict[str, list[int]]:
+    """Return which of its pieces `rank` writes, by kind, as indices into its layout.
+
+    Ranks with the same box write it in rotation: the first such box is the first rank's.
     """
-    holders: dict[tuple[str, str, Box], list[tuple[int, int]]] = defaultdict(list)
-    for holder, layout in enumerate(layouts):
+    owners: dict[tuple[str, str, Box], list[tuple[int, int]]] = defaultdict(list)
+    for owner, layout in enumerate(layouts):
         for kind, pieces in layout.items():
-            for position, piece in enumerate(pieces):
+            for index, piece in enumerate(pieces):
                 if piece.box.num_elements:
-                    holders[kind, piece.name, piece.box].append((holder, position))
-    mine: dict[str, list[int]] = {kind: [] for kind in layouts[rank]}
-    for turn, ((kind, _, _), held) in enumerate(holders.items()):
-        writer, position = held[turn % len(held)]
+                    owners[kind, piece.name, piece.box].append((owner, index))
+    own: dict[str, list[int]] = {kind: [] for kind in layouts[rank]}
+    for number, ((kind, _, _), copies) in enumerate(owners.items()):
+        writer, index = copies[number % len(copies)]
         if writer == rank:
-            mine[kind].append(position)
-    return mine
+            own[kind].append(index)
+    return own
 
 
 def _problem(tensor: SavedTensor, files: Mapping[str, int]) -> str:
+    """Return what is wrong with a tensor, as a clause; empty if it is fine."""
     if tensor.dtype not in ITEM_BYTES:
         return f"has the unknown type '{tensor.dtype}'"
     for shard in tensor.shards:
@@ -165,14 +168,11 @@ def _problem(tensor: SavedTensor, files: Mapping[str, int]) -> str:
             return "has a shard that reaches beyond it"
         if shard.file not in files:
             return f"lies in {shard.file}, which is none of its files"
-    return (
-        ""
-        if _tile(tensor.shape, [shard.box for shard in tensor.shards])
-        else "is not covered by its shards once"
-    )
+    boxes = [shard.box for shard in tensor.shards]
+    return "" if _tile(tensor.shape, boxes) else "is not covered by its shards once"
 
 
 def _tile(shape: Dims, boxes: Sequence[Box]) -> bool:
-    """Whether `boxes`, all inside `shape`, cover each element once."""
+    """Return whether `boxes`, all inside `shape`, cover each element once."""
     whole = sum(box.num_elements for box in boxes) == prod(shape)
     return whole and len(set(boxes)) == len(boxes) and disjoint(boxes)

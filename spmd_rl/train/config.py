@@ -1,29 +1,42 @@
-"""What a trainer can be told, and the learning rate at each step."""
+"""Settings of a trainer, and the learning rate of each step."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from spmd_rl.config.rules import require
 
-WHOLE_MODEL_BYTES = 64 << 20  # up to this size FSDP gathers the model as one
+WHOLE_MODEL_BYTES = 64 << 20  # largest model that `wrap = "auto"` gathers as one unit
 # the same on one rank: layer by layer, the host would be slower than the GPU
-WHOLE_ALONE_BYTES = 4 << 30
+WHOLE_MODEL_ALONE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Fsdp2Config:
+    """Settings of the FSDP2 backend alone."""
+
+    kind: Literal["fsdp2"] = "fsdp2"  # which backend computes gradients
+    # what each layer computes again in the backward pass; cheap: all but its GEMMs
+    recompute: Literal["none", "cheap", "all"] = "none"
+    # the unit whose weights are gathered at once; auto: the model while it is small, else a layer
+    wrap: Literal["auto", "layer", "model"] = "auto"
+
+    def gathers_whole(self, num_bytes: int, num_ranks: int) -> bool:
+        """Return whether a model with `num_bytes` of master weights is gathered as one unit."""
+        limit = WHOLE_MODEL_ALONE_BYTES if num_ranks == 1 else WHOLE_MODEL_BYTES
+        return self.wrap == "model" or (self.wrap == "auto" and num_bytes <= limit)
 
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """One model and how to train it. `minibatches` is the number of optimizer steps a train step
-    takes.
-    """
+    """Settings of a trainer with any backend."""
 
-    model: str = ""  # Hugging Face folder: config, tokenizer and, unless init is "random", weights
     init: Literal["folder", "random"] = "folder"  # where the first weights come from
     seed: int = 0  # of random weights
     lr: float = 1e-6  # learning rate after warm-up
-    # its course to zero at total_steps
+    # how the learning rate falls to zero at total_steps
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0  # optimizer steps in which the rate rises linearly to lr
     total_steps: int = 0  # optimizer steps of the whole schedule; needed by linear and cosine
@@ -35,18 +48,15 @@ class TrainerConfig:
     # tokens of a micro-batch on one rank; a longer sequence raises it to its own length
     max_tokens: int = 16384
     logit_rows: int = 2048  # rows of logits that exist at once
-    # to compute in; auto: bfloat16 on GPUs; masters are float32
+    # dtype of the forward pass; auto: bfloat16 on GPUs; master weights are float32
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # tokens whose keys are seen at once, as in the engine; 0: all (docs/numerics.md)
+    # tokens whose keys are attended to at once, as in the engine; 0: all (docs/numerics.md)
     attention_split: int = 0
-    # in the backward pass, of each layer; cheap: but products
-    recompute: Literal["none", "cheap", "all"] = "none"
-    # what FSDP gathers at once; auto: the model while it is small
-    wrap: Literal["auto", "layer", "model"] = "auto"
-    # checkpoints hold AdamW's moments too; without them they take a third of the room
+    # whether checkpoints hold AdamW's moments; without them they take a third of the room
     save_optimizer: bool = True
     # the same weights and batch give the same bits; on GPUs, at some cost in speed
     deterministic: bool = False
+    backend: Fsdp2Config = field(default_factory=Fsdp2Config)
 
     def __post_init__(self) -> None:
         for name in ("minibatches", "max_tokens", "logit_rows"):
@@ -55,9 +65,8 @@ class TrainerConfig:
             value = getattr(self, name)
             require(math.isfinite(value) and value >= 0, name, value, "0 or more, and finite")
         require(0 <= self.seed < 1 << 63, "seed", self.seed, "in [0, 2^63)")
-        require(
-            all(0 <= beta < 1 for beta in self.betas), "betas", self.betas, "two numbers in [0, 1)"
-        )
+        are_betas = all(0 <= beta < 1 for beta in self.betas)
+        require(are_betas, "betas", self.betas, "two numbers in [0, 1)")
         fits = self.attention_split >= 0 and self.attention_split % 128 == 0
         require(fits, "attention_split", self.attention_split, "0 (all), or a multiple of 128")
         if self.schedule != "constant":
@@ -69,14 +78,8 @@ class TrainerConfig:
             )
 
 
-def gathers_whole(cfg: TrainerConfig, num_bytes: int, num_ranks: int) -> bool:
-    """Whether FSDP gathers a model of so many bytes of master weights as one, or layer by layer."""
-    small = num_bytes <= (WHOLE_ALONE_BYTES if num_ranks == 1 else WHOLE_MODEL_BYTES)
-    return cfg.wrap == "model" or (cfg.wrap == "auto" and small)
-
-
 def learning_rate(cfg: TrainerConfig, step: int) -> float:
-    """The rate of optimizer step `step`, counted from 0."""
+    """Return the rate of optimizer step `step`, counted from 0."""
     if step < cfg.warmup_steps:
         return cfg.lr * (step + 1) / cfg.warmup_steps
     if cfg.schedule == "constant":

@@ -1,8 +1,7 @@
-"""Train steps whose bits are a function of weights and batch: `trainer.deterministic`.
+"""Deterministic train steps (`trainer.deterministic`): the same weights and batch give equal bits.
 
-Our own kernels sum in a fixed order anyhow. What is left to chance, in the backward pass, is
-FlashAttention's order of key blocks, torch ops that add atomically, cuBLAS beside other streams,
-and how NCCL sums over ranks.
+Our own kernels always sum in a fixed order. Four things in the backward pass do not: the order of
+key blocks in FlashAttention, torch ops that add atomically, cuBLAS beside other streams, and NCCL.
 """
 
 from __future__ import annotations
@@ -17,54 +16,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS, flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.kernels.attention.flash import FLASH_HEAD_DIMS
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-# with any other, cuBLAS may choose another product beside other streams
+# with any other workspace, cuBLAS may choose another GEMM beside other streams
 WORKSPACES = (":4096:8", ":16:8")
 
 
 def require_deterministic(
     device: torch.device, dtype: torch.dtype, head_dim: int, num_replicas: int
 ) -> None:
-    """Refuse what has no fixed order of sums, and fix cuBLAS's workspace, before its first product.
+    """Check that every sum has a fixed order, and fix cuBLAS's workspace before its first GEMM.
 
-    Raises: ConfigError with what would have to be otherwise.
+    Raises: ConfigError with the setting to change.
     """
     if num_replicas > 1:
         raise ConfigError(
-            f"trainer.deterministic: gradients of {num_replicas} replicas are summed in NCCL's or gloo's own order; "
-            "use split.train.dp = 1 and the axis fsdp"
+            f"trainer.deterministic: gradients of {num_replicas} replicas are summed in an order "
+            "of NCCL's or gloo's own; set split.train.dp = 1"
         )
     if device.type != "cuda":
         return
-    if not flash_takes(head_dim, dtype, device):
+    if not attention_backend(head_dim, dtype, device).has_deterministic_backward:
+        head_dims = ", ".join(map(str, FLASH_HEAD_DIMS))
         raise ConfigError(
-            f"trainer.deterministic: on a GPU it needs flash-attn-4 on Hopper, trainer.dtype = bfloat16 and heads of "
-            f"{', '.join(map(str, FLASH_HEAD_DIMS))}, not {str(dtype).removeprefix('torch.')} and {head_dim}"
+            "trainer.deterministic: on a GPU it needs flash-attn-4 on Hopper, trainer.dtype = "
+            f"bfloat16 and heads of {head_dims}, "
+            f"not {str(dtype).removeprefix('torch.')} and {head_dim}"
         )
     if os.environ.setdefault(WORKSPACE, WORKSPACES[0]) not in WORKSPACES:
         raise ConfigError(
-            f"trainer.deterministic: {WORKSPACE}={os.environ[WORKSPACE]}, but it needs {' or '.join(WORKSPACES)}"
+            f"trainer.deterministic: {WORKSPACE} is {os.environ[WORKSPACE]}, "
+            f"but must be {' or '.join(WORKSPACES)}"
         )
 
 
 @contextmanager
-def deterministic(chosen: bool = True) -> Iterator[None]:
-    """Within, where `chosen`, torch's ops and FlashAttention (flash.py) sum in a fixed order, or
-    raise.
-    """
-    if not chosen:
+def deterministic(enabled: bool = True) -> Iterator[None]:
+    """Have torch's ops and FlashAttention sum in a fixed order within, or raise; if `enabled`."""
+    if not enabled:
         yield
         return
     settings: Any = torch.utils.deterministic
-    before, warns = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    settings.fill_uninitialized_memory = False  # we read nothing that is not written
+    settings.fill_uninitialized_memory = False  # no code reads memory before writing it
     try:
         yield
     finally:
@@ -73,8 +72,9 @@ def deterministic(chosen: bool = True) -> Iterator[None]:
 
 
 class SumInRankOrder:
-    """FSDP's reduce-scatter as an exchange and a sum on every rank, whatever way NCCL takes. The
-    bytes are the same.
+    """FSDP's reduce-scatter as an all-to-all and a sum on every rank, in the order of ranks.
+
+    It moves as many bytes as NCCL's.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -88,7 +88,7 @@ class SumInRankOrder:
         op: object,
         async_op: bool = False,
     ) -> None:
-        """`op` is the sum: fsdp2.py asks for no other."""
+        """Sum over the ranks, which is the only `op` that fsdp2.py asks for."""
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)

@@ -1,4 +1,4 @@
-"""How much arithmetic learning takes, and how much a device could do."""
+"""FLOPs of a train step, and the peak of a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.model.spec import ModelSpec
 
-# dense bf16 operations per second, from the data sheets; of names that fit, the first
+# dense bf16 operations per second, from the data sheets; the first name that fits counts
 PEAK_FLOPS_PER_S = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -21,8 +21,9 @@ PEAK_FLOPS_PER_S = {
 
 
 def train_flops(spec: ModelSpec, lengths: NDArray[np.int32], num_scored: int) -> float:
-    """Operations of a forward and backward pass over packed sequences; recomputation does not
-    count.
+    """Return the operations of a forward and backward pass over packed sequences.
+
+    Recomputation does not count.
 
     6 for each weight of the layers and each token, 6 for each weight of the head and each scored
     token, and for attention 6 L^2 H D a layer and sequence: two products over the lower triangle,
@@ -37,7 +38,7 @@ def train_flops(spec: ModelSpec, lengths: NDArray[np.int32], num_scored: int) ->
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """What this device could do in a second, where that is known."""
+    """Return the operations per second that a device could do, None where that is not known."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     name = torch.cuda.get_device_name(device)

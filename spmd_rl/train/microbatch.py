@@ -1,7 +1,7 @@
-"""Cutting a rank's sequences into micro-batches, and laying one out for the model.
+"""Micro-batches: how a rank's sequences are split into them, and the tensors of one.
 
-Every rank runs the same number of micro-batches, because each is a collective; a rank with fewer
-sequences runs empty ones, a single token that nothing is learned from.
+Every rank runs the same number of micro-batches, because each is a collective. A rank with fewer
+sequences runs empty ones: a single token from which nothing is learned.
 
 Shape letters: T tokens, N sequences, M tokens in the loss mask, of one micro-batch.
 """
@@ -20,22 +20,23 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.train import shared_prefix
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.partition import balanced
+from spmd_rl.types.partition import balanced_partition
 
 
-def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
-    """How many balanced micro-batches it takes for each to fit the budget, or the longest sequence
-    if that is more.
+def num_micro_batches(lengths: Sequence[int], max_tokens: int) -> int:
+    """Return the least number of balanced micro-batches of at most `max_tokens` tokens each.
 
-    One fewer would not do. Partitions of many sequences take long, so few counts are tried: ever
-    larger ones, then by bisection.
+    A sequence longer than `max_tokens` raises the limit to its own length. To partition many
+    sequences takes long, so few counts are tried: ever larger ones, then by bisection.
     """
     if not lengths:
         return 0
     limit = max(max_tokens, *lengths)
 
     def fits(count: int) -> bool:
-        return all(sum(lengths[i] for i in part) <= limit for part in balanced(lengths, count))
+        return all(
+            sum(lengths[i] for i in part) <= limit for part in balanced_partition(lengths, count)
+        )
 
     too_few, step = -(-sum(lengths) // limit) - 1, 1
     while not fits(too_few + step):
@@ -43,18 +44,20 @@ def num_needed(lengths: Sequence[int], max_tokens: int) -> int:
     return bisect_left(range(too_few + 1, too_few + step), True, key=fits) + too_few + 1
 
 
-def split(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """The sequences as `count` parts of balanced length, empty parts last."""
-    return sorted(balanced(lengths, count), key=lambda part: part or [len(lengths)])
+def split_sequences(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Return the sequences in `count` parts of balanced length, empty parts last."""
+    return sorted(balanced_partition(lengths, count), key=lambda part: part or [len(lengths)])
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward pass. `rows` are the tokens whose hidden state predicts a token of the mask.
+    """The tensors of one forward pass.
 
-    Shape: tokens, positions [T] int64; lengths, prefixes [P] on the host, as in `prefixes.Pieces`;
-    rows, targets, sequence [M] int64; inv_temperature, weight, advantages, roll [M] fp32; versions
-    [M] int32.
+    `rows` are the positions whose hidden state predicts a token of the mask. `versions` are those
+    of the weights that drew the tokens.
+    Shape: tokens, positions [T] int64; lengths, prefixes [P] on the host, as in `PackedLayout`;
+    rows, targets, sequence [M] int64; inv_temperature, weight, advantages, rollout_logprobs [M]
+    fp32; versions [M] int32.
     """
 
     tokens: Tensor
@@ -67,7 +70,7 @@ class MicroBatch:
     inv_temperature: Tensor
     weight: Tensor
     advantages: Tensor
-    roll: Tensor
+    rollout_logprobs: Tensor
     versions: Tensor
 
     @property
@@ -76,14 +79,15 @@ class MicroBatch:
 
 
 def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
-    """The micro-batch of these sequences; where there is nothing to score, one token and an empty
-    mask.
+    """Return the micro-batch of these sequences on `device`.
 
-    Prompts are shared on the CPU, whose attention can read them.
+    Without a token to score it is one token with an empty mask. Shared prompts are packed once on
+    the CPU, whose attention can read them so.
     """
     if not batch.mask.any():
         return _empty(device)
-    pieces = shared_prefix.shared(batch) if device.type == "cpu" else shared_prefix.whole(batch)
+    pack = shared_prefix.pack_shared if device.type == "cpu" else shared_prefix.pack_whole
+    layout = pack(batch)
     sequence = np.repeat(np.arange(batch.num_sequences), batch.lengths)
     positions = np.arange(batch.num_tokens) - (np.cumsum(batch.lengths) - batch.lengths)[sequence]
     scored = np.flatnonzero(batch.mask)
@@ -93,17 +97,17 @@ def lay_out(batch: Batch, device: torch.device) -> MicroBatch:
         return upload(array, device).to(dtype)
 
     return MicroBatch(
-        tokens=tensor(batch.tokens[pieces.source], torch.int64),
-        positions=tensor(positions[pieces.source], torch.int64),
-        lengths=pieces.lengths,
-        prefixes=pieces.prefixes,
-        rows=tensor(pieces.place[scored - 1], torch.int64),
+        tokens=tensor(batch.tokens[layout.source], torch.int64),
+        positions=tensor(positions[layout.source], torch.int64),
+        lengths=layout.lengths,
+        prefixes=layout.prefixes,
+        rows=tensor(layout.position[scored - 1], torch.int64),
         targets=tensor(batch.tokens[scored], torch.int64),
         sequence=tensor(sequence, torch.int64),
         inv_temperature=tensor(inverse_temperature(batch.temperature)[sequence], torch.float32),
         weight=tensor(batch.weight[scored], torch.float32),
         advantages=tensor(batch.advantages[scored], torch.float32),
-        roll=tensor(batch.roll_logprobs[scored], torch.float32),
+        rollout_logprobs=tensor(batch.rollout_logprobs[scored], torch.float32),
         versions=tensor(batch.versions[scored], torch.int32),
     )
 
@@ -124,13 +128,11 @@ def _empty(device: torch.device) -> MicroBatch:
         inv_temperature=number,
         weight=number,
         advantages=number,
-        roll=number,
+        rollout_logprobs=number,
         versions=index.int(),
     )
 
 
 def inverse_temperature(temperature: NDArray[np.float32]) -> NDArray[np.float32]:
-    """1 / T rounded to fp32 on the host, as the engine rounds it; greedy samples (T = 0) are scored
-    at 1.
-    """
+    """Return 1 / T in fp32, rounded on the host as in the engine; 1 for greedy samples (T = 0)."""
     return np.float32(1) / np.where(temperature == 0, np.float32(1), temperature).astype(np.float32)

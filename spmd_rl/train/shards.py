@@ -1,4 +1,4 @@
-"""Boxes of tensors in safetensors files: written by one rank, read by any."""
+"""Safetensors files of a checkpoint: boxes of tensors, written by one rank and read by any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.train.checkpoint_index import Index, SavedTensor, Shard, Written
+from spmd_rl.train.checkpoint_index import Index, Shard, WrittenByRank
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor
 
@@ -24,46 +24,41 @@ FILE_BYTES = 1 << 30  # a file is closed once it holds this much
 
 def write_shards(
     folder: Path, rank: int, boxes: Mapping[str, Sequence[tuple[str, LocalTensor]]]
-) -> Written:
+) -> WrittenByRank:
     """Write the boxes of one rank, whose tensors are on the CPU, to files of about a GiB.
 
-    Raises: OSError or SafetensorError, which says why, where the system does not take them.
+    Raises: OSError or SafetensorError where a file cannot be written.
     """
     files: dict[str, int] = {}
     shards: dict[str, dict[str, list[Shard]]] = {}
-    for kind, held in boxes.items():
+    for kind, tensors in boxes.items():
         shards[kind] = {}
-        for number, batch in enumerate(_batches(held)):
+        for number, group in enumerate(_by_file(tensors)):
             file = f"{kind}-{rank:05d}-{number:03d}.safetensors"
-            keys = [f"{name}@{position}" for position, (name, _) in enumerate(batch)]
-            save_file(
-                {key: one.local for key, (_, one) in zip(keys, batch, strict=True)}, folder / file
-            )
+            by_key = {f"{name}@{i}": (name, tensor) for i, (name, tensor) in enumerate(group)}
+            save_file({key: tensor.local for key, (_, tensor) in by_key.items()}, folder / file)
             files[file] = checksum(folder / file)
-            for key, (name, one) in zip(keys, batch, strict=True):
-                shards[kind].setdefault(name, []).append(
-                    Shard(one.box.offset, one.box.extent, file, key)
-                )
-    return Written(files, shards)
+            for key, (name, tensor) in by_key.items():
+                shard = Shard(tensor.box.offset, tensor.box.extent, file, key)
+                shards[kind].setdefault(name, []).append(shard)
+    return WrittenByRank(files, shards)
 
 
-def _batches(held: Sequence[tuple[str, LocalTensor]]) -> list[list[tuple[str, LocalTensor]]]:
-    """What goes into each file."""
-    batches: list[list[tuple[str, LocalTensor]]] = []
+def _by_file(tensors: Sequence[tuple[str, LocalTensor]]) -> list[list[tuple[str, LocalTensor]]]:
+    """Return the tensors of each file."""
+    files: list[list[tuple[str, LocalTensor]]] = []
     room = 0
-    for name, one in held:
+    for name, tensor in tensors:
         if room <= 0:
-            batches.append([])
+            files.append([])
             room = FILE_BYTES
-        batches[-1].append((name, one))
-        room -= one.local.nbytes
-    return batches
+        files[-1].append((name, tensor))
+        room -= tensor.local.nbytes
+    return files
 
 
 class ShardReader:
-    """Reads boxes of the tensors in a checkpoint's folder. A context manager: it holds the files
-    that it has opened.
-    """
+    """Reads boxes of tensors from the folder of a checkpoint; a context manager."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self._folder = folder
@@ -82,8 +77,8 @@ class ShardReader:
     ) -> None:
         self._stack.close()
 
-    def fill(self, kind: str, name: str, held: LocalTensor) -> None:
-        """Fill the memory of `held` with its box of a tensor.
+    def fill(self, kind: str, name: str, target: LocalTensor) -> None:
+        """Fill the memory of `target` with its box of a tensor.
 
         Raises: ConfigError where the checkpoint has another tensor of that name, or none; SpmdError
         where a file is not what the index says.
@@ -91,31 +86,29 @@ class ShardReader:
         saved = self._index.tensors.get(kind, {}).get(name)
         if saved is None:
             raise ConfigError(f"{self._folder} is of another model: it has no {kind} of '{name}'")
-        if saved.shape != held.shape or saved.dtype != held.dtype:
-            theirs, ours = (f"{dtype} {list(shape)}" for dtype, shape in _both(saved, held))
+        if saved.shape != target.shape or saved.dtype != target.dtype:
             raise ConfigError(
-                f"{self._folder} is of another model: its {kind} of '{name}' is {theirs}, not {ours}"
+                f"{self._folder} is of another model: its {kind} of '{name}' is "
+                f"{saved.dtype} {list(saved.shape)}, not {target.dtype} {list(target.shape)}"
             )
-        for shard in saved.shards if held.box.num_elements else ():
-            if (common := held.box.intersect(shard.box)) is not None:
-                held.local.detach()[common.within(held.box)].copy_(
-                    self._read(shard, saved.dtype, common)
-                )
+        for shard in saved.shards if target.box.num_elements else ():
+            if (common := target.box.intersect(shard.box)) is not None:
+                values = self._read(shard, saved.dtype, common)
+                target.local.detach()[common.within(target.box)].copy_(values)
 
     def whole(self, kind: str, name: str) -> Tensor:
-        """A whole tensor, on the CPU. Raises: as `fill`."""
+        """Return a whole tensor, on the CPU. Raises: as `fill`."""
         saved = self._index.tensors[kind][name]
         tensor = torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
-        self.fill(
-            kind, name, LocalTensor(saved.shape, Box((0,) * len(saved.shape), saved.shape), tensor)
-        )
+        box = Box((0,) * len(saved.shape), saved.shape)
+        self.fill(kind, name, LocalTensor(saved.shape, box, tensor))
         return tensor
 
     def _read(self, shard: Shard, dtype: str, box: Box) -> Tensor:
         try:
-            found = self._open(shard.file).get_slice(shard.key)
-            if tuple(found.get_shape()) == shard.extent:
-                tensor: Tensor = found[box.within(shard.box)]
+            stored = self._open(shard.file).get_slice(shard.key)
+            if tuple(stored.get_shape()) == shard.extent:
+                tensor: Tensor = stored[box.within(shard.box)]
                 if tensor.dtype == getattr(torch, dtype):
                     return tensor
         except SafetensorError as error:
@@ -132,9 +125,3 @@ class ShardReader:
                 safe_open(self._folder / file, framework="pt")
             )
         return self._files[file]
-
-
-def _both(
-    saved: SavedTensor, held: LocalTensor
-) -> tuple[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...]]]:
-    return (saved.dtype, saved.shape), (held.dtype, held.shape)

@@ -1,9 +1,10 @@
-"""Laying the sequences of a micro-batch so that nothing is computed twice, or for nobody.
+"""Packing of a micro-batch that computes a prompt once for all sequences that share it.
 
-A prompt which several of them share is there once, and what comes after the last token that
-predicts one of the mask is not there at all. A token's bits depend on its own history alone
-(docs/numerics.md), so no log-probability changes by this; the gradient of a shared prompt's tokens
-is the sum over its sequences.
+Tokens after the last one that predicts a token of the mask are left out. A token's bits depend on
+its own history alone (docs/numerics.md), so no log-probability changes by this. The gradient of a
+shared prompt's tokens is the sum over its sequences.
+
+A segment is a run of packed tokens: a shared prompt, what follows one, or a whole sequence.
 """
 
 from __future__ import annotations
@@ -13,83 +14,100 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.kernels.attention.splits import ranges
+from spmd_rl.kernels.runtime.ragged import offsets_within
 from spmd_rl.types.batch import Batch
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Prompts that are shared, and sequences or what is left of them, end to end.
+class PackedLayout:
+    """Segments end to end, and where the tokens of a batch are among them.
 
-    Shape: `source` [T'], the batch's token at each laid place; `place` [T], where each of the
-    batch's tokens lies, -1 for nowhere; `lengths`, `prefixes` [P], the tokens of each piece, and
-    the earlier piece that it goes on from or -1.
+    Shape: `source` [T'], the batch's token at each packed position; `position` [T], the packed
+    position of each of the batch's tokens, -1 for none; `lengths`, `prefixes` [P], the tokens of
+    each segment, and the earlier segment that it continues or -1.
     """
 
     source: NDArray[np.int64]
-    place: NDArray[np.int64]
+    position: NDArray[np.int64]
     lengths: NDArray[np.int32]
     prefixes: NDArray[np.int32]
 
 
-def whole(batch: Batch) -> Pieces:
-    """Every sequence a piece of its own."""
+def pack_whole(batch: Batch) -> PackedLayout:
+    """Return a layout in which every sequence is a segment of its own."""
     tokens = np.arange(batch.num_tokens)
-    return Pieces(tokens, tokens, batch.lengths, np.full(batch.num_sequences, -1, np.int32))
+    prefixes = np.full(batch.num_sequences, -1, np.int32)
+    return PackedLayout(tokens, tokens, batch.lengths, prefixes)
 
 
-def shared(batch: Batch) -> Pieces:
-    """What comes before the first token of the mask, where several sequences have the same there,
-    as one piece.
+def pack_shared(batch: Batch) -> PackedLayout:
+    """Return a layout in which equal prompts of several sequences are one segment.
 
-    The pieces lie in the order of the batch, a shared prompt before the first of its sequences.
+    A prompt is what comes before the first token of the mask. Segments lie in the order of the
+    batch, a shared prompt before the first of its sequences.
     """
     lengths = batch.lengths.astype(np.int64)
     starts = np.cumsum(lengths) - lengths
-    prompts, needed = _spans(batch, starts)
-    first, is_shared = _first_with(batch, starts, prompts)
-    is_leader = is_shared & (first == np.arange(len(first)))
-    # Each sequence is up to two pieces, its prompt and the rest: [N, 2], of which those with tokens
-    # are kept.
-    sizes = np.stack(
-        [np.where(is_leader, prompts, 0), np.where(is_shared, needed - prompts, needed)], axis=1
-    )
+    prompts, needed = _prompt_and_needed_tokens(batch, starts)
+    first, is_shared = _first_with_same_prompt(batch, starts, prompts)
+    is_first = is_shared & (first == np.arange(len(first)))
+    prompt_sizes = np.where(is_first, prompts, 0)
+    rest_sizes = np.where(is_shared, needed - prompts, needed)
+    # Each sequence is up to two segments, its prompt and the rest: [N, 2], of which those with
+    # tokens are kept.
+    sizes = np.stack([prompt_sizes, rest_sizes], axis=1)
     begins = np.stack([starts, np.where(is_shared, starts + prompts, starts)], axis=1)
-    laid = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(-1, 2)
+    packed_begins = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(-1, 2)
+    shifts = np.repeat((begins - packed_begins).reshape(-1), sizes.reshape(-1))
+    source = shifts + np.arange(sizes.sum())
+    position = np.full(batch.num_tokens, -1)
+    position[source] = np.arange(len(source))
+    # the prompts of later sequences are where that of the first is
+    later = np.flatnonzero(is_shared & ~is_first)
+    offset = offsets_within(prompts[later])
+    own = np.repeat(starts[later], prompts[later]) + offset
+    position[own] = np.repeat(packed_begins[first[later], 0], prompts[later]) + offset
     kept = sizes > 0
-    number = (np.cumsum(kept) - 1).reshape(-1, 2)
-    parents = np.stack([np.full(len(first), -1), np.where(is_shared, number[first, 0], -1)], axis=1)
-    source = np.repeat((begins - laid).reshape(-1), sizes.reshape(-1)) + np.arange(sizes.sum())
-    place = np.full(batch.num_tokens, -1)
-    place[source] = np.arange(len(source))
-    follows = np.flatnonzero(is_shared & ~is_leader)
-    offset = ranges(prompts[follows])
-    place[np.repeat(starts[follows], prompts[follows]) + offset] = (
-        np.repeat(laid[first[follows], 0], prompts[follows]) + offset
+    parents = _parents(kept, first, is_shared)
+    return PackedLayout(
+        source, position, sizes[kept].astype(np.int32), parents[kept].astype(np.int32)
     )
-    return Pieces(source, place, sizes[kept].astype(np.int32), parents[kept].astype(np.int32))
 
 
-def _spans(batch: Batch, starts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each sequence the tokens before the first of the mask, and before the last; both 0 where
-    none is in it.
+def _parents(
+    kept: NDArray[np.bool_], first: NDArray[np.int64], is_shared: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """Return the number of the segment that each one continues, -1 for none.
+
+    Shape: `kept` and the result are [N, 2].
     """
-    learned = np.flatnonzero(batch.mask)
-    begin, end = np.searchsorted(learned, starts), np.searchsorted(learned, starts + batch.lengths)
-    some = begin < end
+    number = (np.cumsum(kept) - 1).reshape(-1, 2)
+    rest_parents = np.where(is_shared, number[first, 0], -1)
+    return np.stack([np.full(len(first), -1), rest_parents], axis=1)
+
+
+def _prompt_and_needed_tokens(
+    batch: Batch, starts: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how many tokens of each sequence lie before the first of the mask, and before the
+    last; both are 0 for a sequence without any.
+    """
+    scored = np.flatnonzero(batch.mask)
+    begin, end = np.searchsorted(scored, starts), np.searchsorted(scored, starts + batch.lengths)
+    has_any = begin < end
     prompts, needed = np.zeros(len(starts), np.int64), np.zeros(len(starts), np.int64)
-    prompts[some] = learned[begin[some]] - starts[some]
-    needed[some] = learned[end[some] - 1] - starts[some]
+    prompts[has_any] = scored[begin[has_any]] - starts[has_any]
+    needed[has_any] = scored[end[has_any] - 1] - starts[has_any]
     return prompts, needed
 
 
-def _first_with(
+def _first_with_same_prompt(
     batch: Batch, starts: NDArray[np.int64], prompts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """For each sequence the first one that begins with the same prompt, and whether there are more."""
-    seen: dict[bytes, int] = {}
+    """Return the first sequence with the prompt of each, and whether several have that prompt."""
+    first_with: dict[bytes, int] = {}
     first = np.arange(len(starts))
     for number in np.flatnonzero(prompts).tolist():
         prompt = batch.tokens[starts[number] : starts[number] + prompts[number]]
-        first[number] = seen.setdefault(prompt.tobytes(), number)
+        first[number] = first_with.setdefault(prompt.tobytes(), number)
     return first, np.bincount(first)[first] > 1

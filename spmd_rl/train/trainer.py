@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from spmd_rl.algo.losses import Loss
-from spmd_rl.algo.packing import Scores
+from spmd_rl.algo.packing import SequenceLogprobs
+from spmd_rl.controller.capabilities import Contracted, Saver, WeightSource
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.role_context import RoleContext
@@ -21,107 +22,104 @@ if TYPE_CHECKING:
     from spmd_rl.weights.local_tensors import LocalTensors
 
 
-class Trainer(Role):
-    """Learns from batches. Its version names the current weights: a push sets it, each train step
-    raises it by one.
+class Trainer(Role, WeightSource, Saver, Contracted):
+    """Learns from batches. `model` is a Hugging Face folder: config, tokenizer and first weights.
+
+    Its version names the current weights. A push sets it, and each train step raises it by one.
     """
 
-    def __init__(self, cfg: TrainerConfig, context: RoleContext) -> None:
+    def __init__(self, cfg: TrainerConfig, context: RoleContext, model: str) -> None:
         super().__init__(cfg, context)
         self.cfg: TrainerConfig = cfg
+        self.model = model
         from spmd_rl.train.build import build
-        from spmd_rl.train.checkpoint import Saver
+        from spmd_rl.train.checkpoint import CheckpointWriter
 
-        self.learner = build(cfg, context)
+        self.learner = build(cfg, model, context)
         self.backend = self.learner.backend
-        self.saver = Saver(self.backend, context, cfg.save_optimizer)
-        self._caveats: list[str] = []
-        self._tell: list[Callable[[], None]] = []
+        self.checkpoints = CheckpointWriter(self.backend, context, cfg.save_optimizer)
+        self._resume_differences: list[str] = []
+        self._before_change: list[Callable[[], None]] = []
 
     @collective
     def train_step(
         self, batch: Sharded[Batch], loss: Loss, lr: float | None = None
     ) -> dict[str, float]:
-        """Take the optimizer steps for one batch and raise the version by one; `lr` overrides the
-        schedule's rate.
-        """
-        self.saver.check()
+        """Learn from one batch, and return the metrics. `lr` overrides the schedule's rate."""
+        self.checkpoints.check()
         self._check_fits(batch)
-        self._change()
+        self._announce_change()
         return self.learner.train_step(batch, loss, lr)
 
     @collective
-    def score(self, batch: Sharded[Batch]) -> Sharded[Scores]:
-        """Log-probabilities of the batch's tokens under the current weights."""
+    def score(self, batch: Sharded[Batch]) -> Sharded[SequenceLogprobs]:
+        """Return the log-probabilities of the batch's tokens under the current weights."""
         self._check_fits(batch)
-        return Scores(self.learner.score(batch), batch.lengths, batch.index)
+        return SequenceLogprobs(self.learner.score(batch), batch.lengths, batch.index)
 
     @collective
     def version(self) -> int:
-        return self.learner.progress.version
+        """Return the version of the current weights."""
+        return self.learner.state.version
 
     @collective
     def save(self, folder: str) -> None:
-        """Begin a checkpoint of this moment to resume from; it is on disk once `saved` has
-        returned.
-        """
-        self.saver.start(folder, self.learner.progress)
+        """Begin to write a checkpoint of the present state; `wait_until_saved` waits until it is on disk."""
+        self.checkpoints.start(folder, self.learner.state)
 
     @collective
-    def saved(self) -> None:
+    def wait_until_saved(self) -> None:
         """Wait until the last checkpoint is written. Raises: SpmdError when it could not be."""
-        self.saver.wait()
+        self.checkpoints.wait()
 
     @collective
     def load(self, folder: str) -> int:
-        """Resume from a checkpoint, written by any number of ranks; returns its version."""
+        """Resume from a checkpoint, written by any number of ranks, and return its version."""
         from spmd_rl.train import checkpoint
 
-        self._change()
-        self.learner.progress, self._caveats = checkpoint.load(folder, self.backend, self.context)
-        return self.learner.progress.version
+        self._announce_change()
+        self.learner.state, self._resume_differences = checkpoint.load(
+            folder, self.backend, self.context
+        )
+        return self.learner.state.version
 
     @local
-    def caveats(self) -> list[str]:
-        """Why it does not go on, bit for bit, from what it has loaded."""
-        by_chance = self.context.world.device == "cuda" and not self.cfg.deterministic
-        order = (
-            ["gradients are summed in any order without trainer.deterministic = true"]
-            if by_chance
-            else []
-        )
-        return [*self._caveats, *order]
+    def resume_differences(self) -> list[str]:
+        """Return the reasons why training does not go on bit for bit from what was loaded."""
+        if self.context.world.device == "cuda" and not self.cfg.deterministic:
+            order = "gradients are summed in any order without trainer.deterministic = true"
+            return [*self._resume_differences, order]
+        return list(self._resume_differences)
 
     @collective
     def export_hf(self, folder: str, dtype: Literal["float32", "bfloat16"] = "float32") -> None:
-        """Write a folder that `transformers` loads, with the config and tokenizer of the model
-        trained from.
-        """
+        """Write a folder that `transformers` loads, with the first model's config and tokenizer."""
         from spmd_rl.train.export import export_hf
 
-        export_hf(folder, self.cfg.model, self.backend, self.context, dtype)
+        export_hf(folder, self.model, self.backend, self.context, dtype)
 
-    def on_pushed(self, version: int) -> None:
-        """The weights that were just pushed are `version`, here as at the engine."""
-        self.learner.progress.version = version
+    def on_weights_pushed(self, version: int) -> None:
+        """Note that the weights just pushed are `version`, here as at the engine."""
+        self.learner.state.version = version
 
     def weight_source(self) -> LocalTensors:
-        """This rank's share of the master weights, updated in place by every train step."""
-        return self.backend.held()
+        """Return this rank's share of the master weights, which train steps update in place."""
+        return self.backend.local_weights()
 
-    def before_change(self, tell: Callable[[], None]) -> None:
-        """Call `tell` from now on before the weights are written: for who shares their memory."""
-        self._tell.append(tell)
+    def call_before_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` before each change of the weights, for a role that shares them."""
+        self._before_change.append(callback)
 
     def numeric_contract(self) -> dict[str, str | int]:
-        """What its forward pass's bits depend on, besides the weights."""
+        """Return what the forward pass's bits depend on besides the weights."""
         return self.backend.contract()
 
-    def _change(self) -> None:
-        for tell in self._tell:
-            tell()
+    def _announce_change(self) -> None:
+        for callback in self._before_change:
+            callback()
 
     def _check_fits(self, batch: Batch) -> None:
+        """Raises: DataError for a sequence longer than the model's positions."""
         limit = self.backend.max_positions
         for index, length in zip(batch.index, batch.lengths, strict=True):
             if length > limit:

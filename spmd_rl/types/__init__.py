@@ -1,1 +1,1 @@
-"""The nouns of a run: prompts, samples and groups, as objects, as columns and as batches."""
+"""Data types of a run: prompts, samples and groups, their columns, and training batches."""

@@ -1,6 +1,4 @@
-"""Many small objects as a few long columns: how they cross between processes, and are reckoned
-with.
-"""
+"""Columnar form of many small objects: a few long arrays that cross between processes."""
 
 from __future__ import annotations
 
@@ -16,12 +14,13 @@ from numpy.typing import DTypeLike, NDArray
 
 @dataclass(frozen=True)
 class Columns:
-    """Rows as columns, to be read only: arrays, lists, and columns again.
+    """Rows stored as columns. A column is an array, a list, or columns again. Read-only.
 
-    Those named in `END_TO_END` have `lengths` entries for each row, end to end; others have one.
+    A column named in `RAGGED` holds `lengths[i]` entries for row i, all rows end to end. Every
+    other column holds one entry a row.
     """
 
-    END_TO_END: ClassVar[tuple[str, ...]]
+    RAGGED: ClassVar[tuple[str, ...]]
 
     lengths: NDArray[np.int64]
 
@@ -29,77 +28,82 @@ class Columns:
         return len(self.lengths)
 
     def __getitem__(self, rows: slice) -> Self:
-        """The columns of rows next to each other."""
+        """Return the columns of consecutive rows."""
         start, stop, _ = rows.indices(len(self))
         if stop - start == len(self):
             return self
-        entries = slice(self.ends[start], self.ends[stop])
-        return type(self)(
-            **{
-                name: own[entries if name in self.END_TO_END else rows]
-                for name, own in self._named()
-            }
-        )
+        entries = slice(self.offsets[start], self.offsets[stop])
+        sliced = {
+            name: column[entries if name in self.RAGGED else rows]
+            for name, column in self._columns()
+        }
+        return type(self)(**sliced)
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, of which there is at least one."""
+        """Return the rows of all parts, of which there is at least one."""
         if len(parts) == 1:
             return parts[0]
-        return cls(
-            **{
-                name: _joined([getattr(part, name) for part in parts])
-                for name, _ in parts[0]._named()
-            }
-        )
+        joined = {
+            name: _join_column([getattr(part, name) for part in parts])
+            for name, _ in parts[0]._columns()
+        }
+        return cls(**joined)
 
     @cached_property
-    def ends(self) -> NDArray[np.int64]:
-        """Where each row's entries end, after a 0."""
-        return ends(self.lengths)
+    def offsets(self) -> NDArray[np.int64]:
+        """Row i has the entries from `offsets[i]` up to `offsets[i + 1]` of a ragged column."""
+        return offsets_of(self.lengths)
 
     def check(self) -> None:
-        """Raises: ValueError when the columns do not fit each other."""
-        if self.lengths.ndim != 1 or (self.ends[1:] < self.ends[:-1]).any():
-            raise ValueError("lengths are numbers of entries, and so is their sum")
-        num_rows, num_entries = len(self), int(self.ends[-1])
-        for name, column in self._named():
-            size = num_entries if name in self.END_TO_END else num_rows
-            if getattr(column, "ndim", 1) != 1 or len(column) != size:
-                raise ValueError(f"{name} has not {size} entries")
+        """Raises: ValueError when the columns differ in their number of rows or entries."""
+        if self.lengths.ndim != 1 or (self.offsets[1:] < self.offsets[:-1]).any():
+            raise ValueError("lengths must be counts whose sum fits 64 bits")
+        num_rows, num_entries = len(self), int(self.offsets[-1])
+        for name, column in self._columns():
+            expected = num_entries if name in self.RAGGED else num_rows
+            if getattr(column, "ndim", 1) != 1 or len(column) != expected:
+                raise ValueError(f"{name} must have {expected} entries")
 
-    def _named(self) -> list[tuple[str, Any]]:
+    def _columns(self) -> list[tuple[str, Any]]:
         return [(name, getattr(self, name)) for name in self.__match_args__]
 
 
-def _joined(parts: list[Any]) -> Any:
+def _join_column(parts: list[Any]) -> Any:
     if isinstance(parts[0], Columns):
         return type(parts[0]).join(parts)
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
-    whole: list[Any] = []
+    joined: list[Any] = []
     for part in parts:
-        whole += part
-    return whole
+        joined += part
+    return joined
 
 
-def end_to_end(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
-    """Any number of arrays, none included, as one of that dtype."""
+def concatenate(arrays: Sequence[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
+    """Return the arrays end to end as one of that dtype; without arrays, an empty one."""
     return np.concatenate(arrays).astype(dtype, copy=False) if len(arrays) else np.zeros(0, dtype)
 
 
-def ends(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Where each of sequences that lie end to end ends, after a 0."""
+def offsets_of(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Return where sequences of these lengths begin when laid end to end, and where the last ends.
+
+    Shape: [N] to [N + 1].
+    """
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def pieces(whole: Any, ends: NDArray[np.int64]) -> list[Any]:
-    """A sequence cut into the pieces that end there."""
-    return [whole[start:end] for start, end in pairwise(ends.tolist())]
+def split_at(values: Any, offsets: NDArray[np.int64]) -> list[Any]:
+    """Return the slices of `values` between neighbouring offsets."""
+    return [values[start:end] for start, end in pairwise(offsets.tolist())]
 
 
-def places(lengths: NDArray[np.integer], rows: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Where the entries of `rows` lie, row by row, among rows of these lengths that lie end to end."""
-    own = lengths[rows].astype(np.int64)
-    starts, own_starts = np.cumsum(lengths, dtype=np.int64)[rows] - own, np.cumsum(own) - own
-    return np.arange(own.sum()) + np.repeat(starts - own_starts, own)
+def entry_indices(lengths: NDArray[np.integer], rows: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the positions of the entries of `rows`, row by row.
+
+    `lengths` are those of all rows, which lie end to end.
+    """
+    row_lengths = lengths[rows].astype(np.int64)
+    starts = np.cumsum(lengths, dtype=np.int64)[rows] - row_lengths
+    new_starts = np.cumsum(row_lengths) - row_lengths
+    return np.arange(row_lengths.sum()) + np.repeat(starts - new_starts, row_lengths)

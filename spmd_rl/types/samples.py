@@ -1,5 +1,4 @@
-"""What is asked, answered and graded: the nouns that travel between controller and engine. numpy
-only.
+"""Samples, and groups of samples of one prompt. numpy only.
 
 Shape letters used here and in docstrings elsewhere: G samples of one prompt, R response tokens of
 one sample, V vocabulary.
@@ -11,57 +10,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import is_
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.errors import ContractError
-from spmd_rl.types.columns import Columns, end_to_end, pieces
+from spmd_rl.types.columns import Columns, concatenate, split_at
+from spmd_rl.types.prompts import Prompt, PromptColumns, construct
 
-T = TypeVar("T")
-_Row = tuple["GroupColumns", int]  # and which of its rows
+_Row = tuple["GroupColumns", int]  # columns and a row of them
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One question, tokenised. `uid` numbers the draw, not the line: the same line drawn in two
-    epochs has two uids, so that its samples use different random streams."""
-
-    uid: int
-    tokens: NDArray[np.int32]
-    text: str = ""
-    answer: str = ""
-    source: str = ""
-    meta: dict[str, Any] = field(default_factory=dict)
-
-    def changed(self, **values: Any) -> Prompt:
-        """A copy with these fields' values: `dataclasses.replace` takes five times as long."""
-        return _of(Prompt, self.__dict__ | values)
-
-    @staticmethod
-    def to_columns(prompts: list[Prompt]) -> PromptColumns:
-        """How a list of prompts crosses between processes."""
-        return PromptColumns(
-            lengths=np.array([len(prompt.tokens) for prompt in prompts], np.int64),
-            uid=np.array([prompt.uid for prompt in prompts], np.int64),
-            tokens=end_to_end([prompt.tokens for prompt in prompts], np.int32),
-            text=[prompt.text for prompt in prompts],
-            answer=[prompt.answer for prompt in prompts],
-            source=[prompt.source for prompt in prompts],
-            meta=[prompt.meta for prompt in prompts],
-        )
-
-
-@dataclass(frozen=True)
 class Sample:
-    """One answer to one prompt.
+    """One response to one prompt.
 
-    Shape: `tokens`, `logprobs`, `versions` are [R]; `logprobs` are the engine's, at decode time, at
-    the sampling temperature, over the unmasked vocabulary; `versions` names the weights that made
-    each token.
+    `logprobs` are those of the engine at decode time, at the sampling temperature, over the
+    unmasked vocabulary. `versions` holds the version of the weights that drew each token. `parts`
+    holds all values of a reward function that returns a dict.
+
+    Shape: `tokens`, `logprobs`, `versions` are [R].
     """
 
     prompt_uid: int
@@ -75,13 +46,13 @@ class Sample:
     reward: float = float("nan")
     parts: dict[str, float] = field(default_factory=dict)
 
-    def changed(self, **values: Any) -> Sample:
-        """A copy with these fields' values, as `Prompt.changed`."""
-        return _of(Sample, self.__dict__ | values)
+    def replace(self, **values: Any) -> Sample:
+        """Return a copy with these fields changed, like `Prompt.replace`."""
+        return construct(Sample, self.__dict__ | values)
 
     @staticmethod
     def to_columns(samples: list[Sample]) -> SampleColumns:
-        """How a list of samples crosses between processes.
+        """Return the columns in which a list of samples crosses between processes.
 
         Raises: ContractError when the arrays of a sample differ in length.
         """
@@ -89,15 +60,16 @@ class Sample:
         for sample, length in zip(samples, lengths, strict=True):
             if len(sample.logprobs) != length or len(sample.versions) != length:
                 raise ContractError(
-                    f"prompt {sample.prompt_uid}, sample {sample.index}: a token without its log-prob"
+                    f"prompt {sample.prompt_uid}, sample {sample.index}: "
+                    "every token needs one log-prob and one version"
                 )
         return SampleColumns(
             lengths=np.array(lengths, np.int64),
             prompt_uid=np.array([sample.prompt_uid for sample in samples], np.int64),
             index=np.array([sample.index for sample in samples], np.int64),
-            tokens=end_to_end([sample.tokens for sample in samples], np.int32),
-            logprobs=end_to_end([sample.logprobs for sample in samples], np.float32),
-            versions=end_to_end([sample.versions for sample in samples], np.int32),
+            tokens=concatenate([sample.tokens for sample in samples], np.int32),
+            logprobs=concatenate([sample.logprobs for sample in samples], np.float32),
+            versions=concatenate([sample.versions for sample in samples], np.int32),
             finish=[sample.finish for sample in samples],
             temperature=np.array([sample.temperature for sample in samples], np.float64),
             text=[sample.text for sample in samples],
@@ -108,38 +80,41 @@ class Sample:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, in sample-index order; `skipped` says of those that could not be
-    graded why.
+    """All samples of one prompt, in the order of their index.
 
-    `graded_s` is how long its rank spent in the reward function, for all groups of the call that
-    this one is from. A group from another process is a row of the columns it came in: its fields
-    are made when somebody looks at one.
+    `skipped` holds, for each sample that could not be graded, the reason. `reward_time_s` is how
+    long the rank that graded this group spent in the reward function during its whole call.
+
+    A group from another process is only a row of columns at first. Its fields are made when one of
+    them is first read.
     """
 
     prompt: Prompt
     samples: list[Sample]
     skipped: list[str] = field(default_factory=list)
-    graded_s: float = 0.0
+    reward_time_s: float = 0.0
 
     if TYPE_CHECKING:
-        _row: ClassVar[_Row | None]  # of a group that nobody has looked into
-        # of one that somebody has: its row, and samples then
-        _before: ClassVar[tuple[_Row, list[Sample]] | None]
+        _row: ClassVar[_Row | None]  # while the fields are not made
+        # once they are: the row, and the samples that were made from it
+        _source: ClassVar[tuple[_Row, list[Sample]] | None]
     else:
-        _row = _before = None  # annotated, they would cross between processes as fields do
+        _row = _source = (
+            None  # with annotations they would be fields, which cross between processes
+        )
 
         def __getattr__(self, name: str) -> Any:
             if self._row is None:
                 raise AttributeError(f"a Group has no {name}")
             columns, number = row = self.__dict__.pop("_row")
-            prompt, samples, skipped, graded_s = columns.groups[number]
-            looked = {
-                "prompt": prompt,
-                "samples": samples.copy(),
-                "skipped": skipped,
-                "graded_s": graded_s,
-            }
-            self.__dict__.update(looked, _before=(row, samples))
+            prompt, samples, skipped, reward_time_s = columns.groups[number]
+            self.__dict__.update(
+                prompt=prompt,
+                samples=samples.copy(),
+                skipped=skipped,
+                reward_time_s=reward_time_s,
+                _source=(row, samples),
+            )
             return getattr(self, name)
 
     @property
@@ -151,74 +126,56 @@ class Group:
         if self._row is None:
             return np.array([sample.reward for sample in self.samples], np.float64)
         columns, number = self._row
-        return columns.samples.reward[columns.ends[number] : columns.ends[number + 1]].copy()
+        return columns.samples.reward[columns.offsets[number] : columns.offsets[number + 1]].copy()
 
     @staticmethod
     def to_columns(groups: Sequence[Group]) -> GroupColumns:
-        """How groups cross between processes, and are reckoned with: the columns that they came in,
-        or new ones.
+        """Return the columns of groups, in which they cross between processes and are computed on.
 
+        Groups that came in columns, and were not changed since, keep those columns.
         Raises: ContractError when the arrays of a sample differ in length.
         """
-        rows = [row for group in groups if (row := group._row or group._row_before())]
+        rows = [row for group in groups if (row := group._row or group._unchanged_row())]
         if not groups or len(rows) < len(groups):
             return GroupColumns(
                 lengths=np.array([len(group.samples) for group in groups], np.int64),
                 prompts=Prompt.to_columns([group.prompt for group in groups]),
                 samples=Sample.to_columns([sample for group in groups for sample in group.samples]),
                 skipped=[group.skipped for group in groups],
-                graded_s=np.array([group.graded_s for group in groups], np.float64),
+                reward_time_s=np.array([group.reward_time_s for group in groups], np.float64),
             )
-        runs: list[list[Any]] = []
-        for columns, number in rows:
-            if runs and runs[-1][0] is columns and runs[-1][2] == number:
-                runs[-1][2] = number + 1
-            else:
-                runs.append([columns, number, number + 1])
-        whole = GroupColumns.join([columns[start:stop] for columns, start, stop in runs])
-        if len(runs) > 1:  # whoever asks next has them as they are now
+        runs = _consecutive_rows(rows)
+        joined = GroupColumns.join([columns[start:stop] for columns, start, stop in runs])
+        if len(runs) > 1:  # the next call need not join them again
             for number, group in enumerate(groups):
                 if group._row:
-                    group.__dict__["_row"] = (whole, number)
-        return whole
+                    group.__dict__["_row"] = (joined, number)
+        return joined
 
-    def _row_before(self) -> _Row | None:
-        """The row that the group was, if its samples are the same still."""
-        row, samples = self._before or (None, [])
-        return (
-            row
-            if len(samples) == len(self.samples) and all(map(is_, samples, self.samples))
-            else None
-        )
+    def _unchanged_row(self) -> _Row | None:
+        """Return the row that the fields were made from, if the samples are still the same."""
+        row, samples = self._source or (None, [])
+        if len(samples) != len(self.samples) or not all(map(is_, samples, self.samples)):
+            return None
+        return row
 
 
-@dataclass(frozen=True)
-class PromptColumns(Columns):
-    """Prompts as they travel; `lengths` counts tokens."""
-
-    END_TO_END = ("tokens",)
-
-    uid: NDArray[np.int64]
-    tokens: NDArray[np.int32]
-    text: list[str]
-    answer: list[str]
-    source: list[str]
-    meta: list[dict[str, Any]]
-
-    def rows(self) -> list[Prompt]:
-        """The prompts again. Raises: ValueError when the columns do not fit each other."""
-        self.check()
-        tokens = pieces(self.tokens, self.ends)
-        return list(
-            map(Prompt, self.uid.tolist(), tokens, self.text, self.answer, self.source, self.meta)
-        )
+def _consecutive_rows(rows: list[_Row]) -> list[tuple[GroupColumns, int, int]]:
+    """Return (columns, start, stop) of each run of neighbouring rows."""
+    runs: list[tuple[GroupColumns, int, int]] = []
+    for columns, number in rows:
+        if runs and runs[-1][0] is columns and runs[-1][2] == number:
+            runs[-1] = (columns, runs[-1][1], number + 1)
+        else:
+            runs.append((columns, number, number + 1))
+    return runs
 
 
 @dataclass(frozen=True)
 class SampleColumns(Columns):
-    """Samples as they travel; `lengths` counts tokens."""
+    """Samples in columns; `lengths` counts tokens."""
 
-    END_TO_END = ("tokens", "logprobs", "versions")
+    RAGGED = ("tokens", "logprobs", "versions")
 
     prompt_uid: NDArray[np.int64]
     index: NDArray[np.int64]
@@ -232,20 +189,26 @@ class SampleColumns(Columns):
     parts: list[dict[str, float]]
 
     def rows(self) -> list[Sample]:
-        """The samples again. Raises: ValueError when the columns do not fit each other."""
+        """Return the samples as objects. Raises: ValueError, as `check` does."""
         self.check()
-        numbers = [
-            column.tolist()
-            for column in (self.prompt_uid, self.index, self.temperature, self.reward)
-        ]
-        arrays = [
-            pieces(column, self.ends) for column in (self.tokens, self.logprobs, self.versions)
-        ]
+        columns = zip(
+            self.prompt_uid.tolist(),
+            self.index.tolist(),
+            split_at(self.tokens, self.offsets),
+            split_at(self.logprobs, self.offsets),
+            split_at(self.versions, self.offsets),
+            self.finish,
+            self.temperature.tolist(),
+            self.text,
+            self.reward.tolist(),
+            self.parts,
+            strict=True,
+        )
         return [
-            _of(
+            construct(
                 Sample,
                 {
-                    "prompt_uid": uid,
+                    "prompt_uid": prompt_uid,
                     "index": index,
                     "tokens": tokens,
                     "logprobs": logprobs,
@@ -257,46 +220,49 @@ class SampleColumns(Columns):
                     "parts": parts,
                 },
             )
-            for uid, index, temperature, reward, tokens, logprobs, versions, finish, text, parts in zip(
-                *numbers, *arrays, self.finish, self.text, self.parts, strict=True
-            )
+            for (
+                prompt_uid,
+                index,
+                tokens,
+                logprobs,
+                versions,
+                finish,
+                temperature,
+                text,
+                reward,
+                parts,
+            ) in columns
         ]
 
 
 @dataclass(frozen=True)
 class GroupColumns(Columns):
-    """Groups as they travel; `lengths` counts samples."""
+    """Groups in columns; `lengths` counts samples."""
 
-    END_TO_END = ("samples",)
+    RAGGED = ("samples",)
 
     prompts: PromptColumns
     samples: SampleColumns
     skipped: list[list[str]]
-    graded_s: NDArray[np.float64]
+    reward_time_s: NDArray[np.float64]
 
     def rows(self) -> list[Group]:
-        """The groups again. Raises: ContractError when the columns do not fit each other."""
+        """Return groups that read these columns. Raises: ContractError when the columns differ
+        in length.
+        """
         try:
             for columns in (self, self.prompts, self.samples):
                 columns.check()
         except ValueError as error:
-            raise ContractError(f"columns of groups that do not fit each other: {error}") from error
-        return [_of(Group, {"_row": (self, number)}) for number in range(len(self))]
+            raise ContractError(f"the columns of groups do not fit each other: {error}") from error
+        return [construct(Group, {"_row": (self, number)}) for number in range(len(self))]
 
     @cached_property
     def groups(self) -> list[tuple[Prompt, list[Sample], list[str], float]]:
-        """The fields of every group, made when somebody looks into the first."""
-        samples = pieces(self.samples.rows(), self.ends)
+        """The fields of every group, made when a field of any group is first read."""
+        samples = split_at(self.samples.rows(), self.offsets)
         return list(
-            zip(self.prompts.rows(), samples, self.skipped, self.graded_s.tolist(), strict=True)
+            zip(
+                self.prompts.rows(), samples, self.skipped, self.reward_time_s.tolist(), strict=True
+            )
         )
-
-
-_bare, _set = object.__new__, object.__setattr__
-
-
-def _of(kind: type[T], values: dict[str, Any]) -> T:
-    """An instance with all its fields: a frozen dataclass's own `__init__` takes twice as long."""
-    made = _bare(kind)
-    _set(made, "__dict__", values)
-    return made

@@ -1,16 +1,14 @@
-"""Weights from the ranks that train to the ranks that generate.
+"""Weights on their way from the ranks that train to the ranks that generate.
 
-    layout     Box, Piece, Layout: which box of which canonical tensor a rank holds, as plain data
-    (no torch) held       Held: a rank's local tensors under their canonical names;
-    `held.layout(rank)` describes them plan       plan(src layouts, dst layouts, nodes, rank) ->
-    Plan: the moves of one rank, pure executors  execute(plan, rank, src, dst, group): run a plan;
-    alias(dst, src): share storage once, copy never digest     digest(held): 64 bits a tensor;
-    combine(...) adds shards up, whatever the layout
+layout         Box, Piece, Layout: the box that a rank holds of each tensor (no torch)
+local_tensors  LocalTensors: a rank's tensors under their canonical names, and their layout
+plan           plan_moves(sources, destinations, ...): the moves of one rank (no torch)
+executors      execute(plan, ...) carries out a plan; alias(...) shares memory instead
+digest         digest(tensors): 64 bits a tensor; combine(...) adds up those of all ranks
 
-A link makes the plan once and replays it:
+A link makes the plan once and replays it at every push:
 
-    layouts of both sides -> plan -> compare plan.digest on all ranks -> alias where it can ->
-execute at every push
+    layouts of both ends -> plan -> compare its digest on all ranks -> alias -> execute at each push
 
 Ranks are those of the world. Nothing here opens a socket or makes a process group.
 """

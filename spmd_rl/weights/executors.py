@@ -1,72 +1,54 @@
-"""Running a plan: nothing where storage is shared, a cast copy within a process, packed buckets
-between ranks.
+"""Executor of a weight plan: it copies within a process, and sends packed buckets between ranks.
 
-Between ranks the boxes for one peer are cast and packed into buckets at the source, so that a round
-is at most one send and one receive per peer. Both ends cut the same buckets from the same plan; no
-sizes are exchanged.
+The source casts the boxes for one peer and packs them into buckets. A round is at most one send and
+one receive per peer. Both ends cut the same buckets from the same plan, so they exchange no sizes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.weights.layout import Box
-from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan import BUCKET_BYTES, Move, Plan
+from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+from spmd_rl.weights.plan import BUCKET_BYTES, Move, Traffic, WeightPlan
 
 ALIGN_BYTES = 16
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What one rank did in one push."""
-
-    aliased_bytes: int
-    copied_bytes: int
-    sent_bytes: int
-    received_bytes: int
-
-
 def alias(dst: LocalTensors, src: LocalTensors) -> int:
-    """Point each tensor of `dst` at the storage of `src` where both hold the same box, dtype and
-    device.
+    """Point each tensor of `dst` at the memory of `src` where both have the same box, dtype and
+    device; return the number of bytes that are now shared.
 
-    Done once: later updates of the source are seen without a push. Before graphs are captured over
-    `dst`. Returns the bytes now shared.
+    Call it once, before graphs are captured over `dst`. Later updates of the source need no push.
     """
-    shared = 0
-    for name, ours in dst.items():
-        theirs = src.get(name)
-        if theirs is None or (ours.box, ours.dtype, ours.local.device) != (
-            theirs.box,
-            theirs.dtype,
-            theirs.local.device,
-        ):
-            continue
-        ours.local.data = theirs.local.detach()
-        shared += ours.local.nbytes
-    return shared
+    shared_bytes = 0
+    for name, target in dst.items():
+        source = src.get(name)
+        if source is not None and _same_kind(target, source):
+            target.local.data = source.local.detach()
+            shared_bytes += target.local.nbytes
+    return shared_bytes
 
 
 @torch.no_grad()
 def execute(
-    plan: Plan,
+    plan: WeightPlan,
     rank: int,
     src: LocalTensors | None,
     dst: LocalTensors | None,
     group: dist.ProcessGroup | None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Traffic:
-    """Carry out this rank's moves of `plan`, overwriting the tensors of `dst` in place.
+    """Carry out this rank's moves of `plan`, which overwrite the tensors of `dst` in place.
 
-    Ranks: every rank that the plan names, together; `group` holds them all (None where no move
-    crosses ranks).
+    `group` holds all ranks that the plan names; it may be None where no move crosses ranks.
+    Ranks: every rank that the plan names, together.
     Blocks: until this rank's sends and receives are done; the group's timeout ends it.
     """
     local = [move for move in plan.moves if move.src == rank == move.dst]
@@ -90,15 +72,25 @@ def execute(
     )
 
 
-def _view(held: LocalTensors | None, move: Move) -> Tensor:
-    if held is None:
-        raise ValueError(f"the plan has this rank hold '{move.name}', but it was given nothing")
-    one = held[move.name]
-    return one.local.detach()[move.box.within(one.box)] if move.box.extent else one.local.detach()
+def _same_kind(target: LocalTensor, source: LocalTensor) -> bool:
+    return (
+        target.box == source.box
+        and target.dtype == source.dtype
+        and target.local.device == source.local.device
+    )
+
+
+def _view(tensors: LocalTensors | None, move: Move) -> Tensor:
+    """Return the box of a move as a view of the local memory."""
+    if tensors is None:
+        raise ValueError(f"the plan needs '{move.name}' on this rank, which has no tensors")
+    tensor = tensors[move.name]
+    memory = tensor.local.detach()
+    return memory[move.box.within(tensor.box)] if move.box.extent else memory
 
 
 def _copy(move: Move, src: LocalTensors | None, dst: LocalTensors | None) -> bool:
-    """Copy one box within the process; False where both sides are the same memory."""
+    """Copy one box within the process; return False where both ends are the same memory."""
     source, target = _view(src, move), _view(dst, move)
     if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype:
         return False
@@ -117,25 +109,26 @@ def _total(buckets: dict[int, list[list[Move]]]) -> int:
 
 
 def _buckets(moves: Iterable[Move], peer: str, limit_bytes: int) -> dict[int, list[list[Move]]]:
-    """Moves by peer, cut in plan order into buckets of at most `limit_bytes` (one row of a tensor
-    may exceed it).
+    """Cut moves, in plan order, into buckets for each peer rank.
+
+    A bucket has at most `limit_bytes`, unless a single row of a tensor is larger.
     """
     buckets: dict[int, list[list[Move]]] = defaultdict(list)
-    filled: dict[int, int] = defaultdict(int)
+    last_bucket_bytes: dict[int, int] = defaultdict(int)
     for move in moves:
         rank = getattr(move, peer)
-        for part in _rows(move, limit_bytes):
+        for part in _split_rows(move, limit_bytes):
             size = _aligned(part.num_bytes)
-            if not buckets[rank] or filled[rank] + size > limit_bytes:
+            if not buckets[rank] or last_bucket_bytes[rank] + size > limit_bytes:
                 buckets[rank].append([])
-                filled[rank] = 0
+                last_bucket_bytes[rank] = 0
             buckets[rank][-1].append(part)
-            filled[rank] += size
+            last_bucket_bytes[rank] += size
     return dict(buckets)
 
 
-def _rows(move: Move, limit_bytes: int) -> Iterator[Move]:
-    """The move itself, or blocks of its rows that each fit the limit."""
+def _split_rows(move: Move, limit_bytes: int) -> Iterator[Move]:
+    """Yield the move itself, or moves of blocks of its rows that each fit the limit."""
     if move.num_bytes <= limit_bytes or not move.box.extent:
         yield move
         return
@@ -153,9 +146,9 @@ def _exchange(
     dst: LocalTensors | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """One round: pack, at most one send and one receive per peer, unpack."""
-    sends = {peer: _packed(bucket, src) for peer, bucket in outgoing.items()}
-    receives = {peer: _empty(bucket, dst) for peer, bucket in incoming.items()}
+    """Run one round: pack, send and receive at most one bucket per peer, unpack."""
+    sends = {peer: _pack(bucket, src) for peer, bucket in outgoing.items()}
+    receives = {peer: _new_buffer(bucket, dst) for peer, bucket in incoming.items()}
     operations = [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in sends.items()]
     operations += [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in receives.items()]
     for work in dist.batch_isend_irecv(operations) if operations else []:
@@ -165,20 +158,20 @@ def _exchange(
             _view(dst, move).copy_(slot)
 
 
-def _packed(bucket: list[Move], src: LocalTensors | None) -> Tensor:
-    buffer = _empty(bucket, src)
+def _pack(bucket: list[Move], src: LocalTensors | None) -> Tensor:
+    buffer = _new_buffer(bucket, src)
     for move, slot in _slots(bucket, buffer):
         slot.copy_(_view(src, move))
     return buffer
 
 
-def _empty(bucket: list[Move], held: LocalTensors | None) -> Tensor:
+def _new_buffer(bucket: list[Move], tensors: LocalTensors | None) -> Tensor:
     size = sum(_aligned(move.num_bytes) for move in bucket)
-    return torch.empty(size, dtype=torch.uint8, device=_view(held, bucket[0]).device)
+    return torch.empty(size, dtype=torch.uint8, device=_view(tensors, bucket[0]).device)
 
 
 def _slots(bucket: list[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
-    """Each move of a bucket with its place in the buffer, as a tensor of the box's extent."""
+    """Yield each move of a bucket with its part of the buffer, as a tensor of the box's extent."""
     start = 0
     for move in bucket:
         flat = buffer[start : start + move.num_bytes].view(getattr(torch, move.dtype))

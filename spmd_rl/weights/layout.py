@@ -1,7 +1,7 @@
-"""Which box of which canonical tensor a rank holds. Plain data, fit for the wire; no torch.
+"""Layout of a rank's weights: the box that it holds of each tensor, as plain data without torch.
 
-A tensor is known by its Hugging Face name. A box is an offset and an extent in each of its dims; a
-box of zero elements is legal (a rank beyond the last chunk of an uneven shard).
+A tensor is known by its Hugging Face name. A box is an offset and an extent in each dim of the
+tensor. It may be empty, as on a rank beyond the last chunk of an uneven shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Dims = tuple[int, ...]
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """A block of a tensor: elements `offset[d] .. offset[d] + extent[d]` in each dim d."""
+    """A block of a tensor: the indices `offset[d] .. offset[d] + extent[d]` in each dim d."""
 
     offset: Dims
     extent: Dims
@@ -29,13 +29,14 @@ class Box:
         return tuple(o + e for o, e in zip(self.offset, self.extent, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common block, or None where there is no common element."""
+        """Return the common block; None where there is no common element."""
         offset, extent = [], []
-        for ours, our_size, theirs, their_size in zip(
+        for start, size, other_start, other_size in zip(
             self.offset, self.extent, other.offset, other.extent, strict=True
         ):
-            start = max(ours, theirs)
-            size = min(ours + our_size, theirs + their_size) - start
+            end = min(start + size, other_start + other_size)
+            start = max(start, other_start)
+            size = end - start
             if size <= 0:
                 return None
             offset.append(start)
@@ -43,7 +44,7 @@ class Box:
         return Box(tuple(offset), tuple(extent))
 
     def subtract(self, hole: Box) -> Iterator[Box]:
-        """Disjoint blocks that cover this one less `hole`, a block inside it."""
+        """Yield disjoint blocks that together cover this one without `hole`, a block inside it."""
         offset, extent = list(self.offset), list(self.extent)
         for dim in range(len(offset)):
             before = hole.offset[dim] - offset[dim]
@@ -57,15 +58,15 @@ class Box:
             offset[dim], extent[dim] = hole.offset[dim], hole.extent[dim]
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where this block lies in a tensor that holds just `outer`."""
+        """Return the index of this block in a tensor that holds just the block `outer`."""
         starts = (o - base for o, base in zip(self.offset, outer.offset, strict=True))
         return tuple(slice(s, s + e) for s, e in zip(starts, self.extent, strict=True))
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One rank's share of one tensor: global `shape`, the `box` held, the element type
-    (`"float32"`).
+    """One rank's share of one tensor: its global `shape`, its `dtype` ("float32"), and the `box`
+    that the rank holds.
     """
 
     name: str
@@ -76,15 +77,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """All that one rank of the world holds, at most one piece a tensor."""
+    """All pieces that one rank of the world holds, at most one of each tensor."""
 
     rank: int
     pieces: tuple[Piece, ...]
 
 
 def chunk_box(shape: Dims, part: int, num_parts: int) -> Box:
-    """The rows that FSDP2 gives part `part`: ceil-sized chunks of dim 0, the last ones short or
-    empty.
+    """Return the rows that FSDP2 gives to shard `part`: equal chunks of dim 0, of which the last
+    may be short or empty.
     """
     rows = -(-shape[0] // num_parts)
     start = min(part * rows, shape[0])
@@ -92,13 +93,13 @@ def chunk_box(shape: Dims, part: int, num_parts: int) -> Box:
 
 
 def disjoint(boxes: Iterable[Box]) -> bool:
-    """Whether no two of these boxes, all different, have an element in common."""
-    beside: list[Box] = []  # those seen that reach as far down as the next one begins
+    """Whether no two of these boxes, which all differ, have an element in common."""
+    candidates: list[Box] = []  # earlier boxes that reach into the rows of the current one
     for box in sorted(boxes):
-        beside = [one for one in beside if one.end[0] > box.offset[0]]
-        if any(box.intersect(one) for one in beside):
+        candidates = [other for other in candidates if other.end[0] > box.offset[0]]
+        if any(box.intersect(other) for other in candidates):
             return False
-        beside.append(box)
+        candidates.append(box)
     return True
 
 

@@ -1,4 +1,4 @@
-"""The tensors a rank holds, under their canonical names."""
+"""LocalTensors: the tensors, or shards of them, that a rank holds, under their canonical names."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from spmd_rl.weights.layout import Box, Dims, Layout, Piece
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """`local` is the memory itself (a parameter, or a view of one), holding `box` of a tensor of
-    global `shape`.
+    """One rank's box of a tensor with global `shape`. `local` is the memory itself: a parameter, or
+    a view of one.
     """
 
     shape: Dims
@@ -26,25 +26,25 @@ class LocalTensor:
 
 
 class LocalTensors(Mapping[str, LocalTensor]):
-    """Canonical name -> what this rank holds of it."""
+    """The local tensors of one rank by canonical name."""
 
     def __init__(self, tensors: Mapping[str, LocalTensor]) -> None:
-        for name, held in tensors.items():
-            if tuple(held.local.shape) != held.box.extent:
+        for name, tensor in tensors.items():
+            shape, extent = tuple(tensor.local.shape), tensor.box.extent
+            if shape != extent:
                 raise ValueError(
-                    f"'{name}': a local tensor of {tuple(held.local.shape)} cannot hold a box of {held.box.extent}"
+                    f"'{name}': a local tensor of {shape} cannot hold a box of {extent}"
                 )
         self._tensors = dict(tensors)
 
     @classmethod
     def whole(cls, named: Mapping[str, Tensor]) -> LocalTensors:
-        """Tensors that this rank holds in full, as an engine does. Give the parameters themselves."""
-        return cls(
-            {
-                name: LocalTensor(tuple(t.shape), Box((0,) * t.dim(), tuple(t.shape)), t)
-                for name, t in named.items()
-            }
-        )
+        """Wrap parameters that this rank holds in full, as an engine does."""
+        tensors = {}
+        for name, tensor in named.items():
+            shape = tuple(tensor.shape)
+            tensors[name] = LocalTensor(shape, Box((0,) * len(shape), shape), tensor)
+        return cls(tensors)
 
     def __getitem__(self, name: str) -> LocalTensor:
         return self._tensors[name]
@@ -56,8 +56,8 @@ class LocalTensors(Mapping[str, LocalTensor]):
         return len(self._tensors)
 
     def layout(self, rank: int) -> Layout:
-        """What is held, as plain data; `rank` is this process's rank in the world."""
-        return Layout(
-            rank,
-            tuple(Piece(name, held.shape, held.dtype, held.box) for name, held in self.items()),
-        )
+        """Describe these tensors as plain data; `rank` is this process's rank in the world."""
+        pieces = [
+            Piece(name, tensor.shape, tensor.dtype, tensor.box) for name, tensor in self.items()
+        ]
+        return Layout(rank, tuple(pieces))

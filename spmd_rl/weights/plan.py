@@ -1,9 +1,10 @@
-"""The weight plan: which rank sends which box of which tensor to whom. Pure, no torch.
+"""Weight plan: which rank sends which box of which tensor to which other rank (no torch).
 
-Each rank plans what it sends and what it receives itself, from the layouts of all: the moves of a
-world grow with its square. For every box that a destination holds, each box of the sources that it
-meets comes from one of those who hold it: itself, else somebody on its host, else anybody, taken in
-turns. So each element is written exactly once, and what a rank holds itself it never receives.
+Each rank plans its own moves from the layouts of all ranks, because the number of moves of a world
+grows with the square of its size. A destination's box may meet several boxes of the sources. Each
+of those comes from one of its holders: the destination itself, else a rank on its host, else any
+rank. Several holders take turns. So each element is written exactly once, and a rank never receives
+what it holds itself.
 """
 
 from __future__ import annotations
@@ -18,16 +19,14 @@ from spmd_rl.errors import PlanError
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Layout, Piece, disjoint
 
 SCHEMA = 2
-BUCKET_BYTES = 256 << 20  # what is packed for one peer at once
+BUCKET_BYTES = 256 << 20  # the most that is packed for one peer at once
 
-Owners = list[tuple[int, Piece]]  # who holds what of one tensor, by rank
+RankedPieces = list[tuple[int, Piece]]  # the pieces of one tensor, with their ranks
 
 
 @dataclass(frozen=True)
 class Move:
-    """Rank `src` hands `box` (in the tensor's global indices) to rank `dst`, as `dtype`, the
-    destination's.
-    """
+    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, as `dtype`."""
 
     name: str
     box: Box
@@ -41,12 +40,11 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What one rank sends and receives, ordered by (name, dst, offset), and what all ranks have to
-    agree on.
+class WeightPlan:
+    """The moves of one rank, ordered by (name, dst, offset), and the facts that all ranks share.
 
-    `local_bytes` stay in their process, aliased or copied, and `wire_bytes` cross between ranks: of
-    the whole world. `digest` is the SHA-256 of what the plan was made from.
+    Of all bytes of the whole world, `local_bytes` stay in their process, and `wire_bytes` cross
+    between ranks. `digest` is the SHA-256 of the input of the plan.
     """
 
     moves: tuple[Move, ...]
@@ -55,25 +53,35 @@ class Plan:
     digest: str
 
 
-def plan(
-    src: Sequence[Layout], dst: Sequence[Layout], nodes: Mapping[int, int] | None, rank: int
-) -> Plan:
-    """Plan what `rank` does so that every piece of `dst` is filled from the pieces of `src`.
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes that one rank moved in one push."""
 
-    `nodes` maps a rank to its host; None where all share one.
-    Raises: PlanError naming the tensor that one side lacks, that differs in shape, of which sources
-    hold parts that overlap, or, on the rank that needs it, that nobody holds in full.
+    aliased_bytes: int
+    copied_bytes: int
+    sent_bytes: int
+    received_bytes: int
+
+
+def plan_moves(
+    src: Sequence[Layout], dst: Sequence[Layout], nodes: Mapping[int, int] | None, rank: int
+) -> WeightPlan:
+    """Plan the moves of `rank` that fill every piece of `dst` from the pieces of `src`.
+
+    `nodes` maps a rank to its host; it is None where all ranks share one host.
+    Raises: PlanError naming a tensor that one end lacks, that differs in shape, or whose parts
+    overlap; or, on the rank that needs it, one that the sources do not hold in full.
     """
     sources, destinations = _by_name(src), _by_name(dst)
     _check_names(sources, destinations)
     moves: list[Move] = []
     local_bytes = all_bytes = 0
     for name, wanted in sorted(destinations.items()):
-        tensor = _Tensor(name, sources[name], wanted, nodes or {})
+        tensor = _TensorMoves(name, sources[name], wanted, nodes or {})
         moves += tensor.moves_of(rank)
         local_bytes += tensor.local_bytes
         all_bytes += tensor.all_bytes
-    return Plan(
+    return WeightPlan(
         tuple(moves),
         local_bytes,
         all_bytes - local_bytes,
@@ -82,42 +90,44 @@ def plan(
 
 
 class _Holders:
-    """Those who hold one box of a tensor, and whose turn it is to send it."""
+    """The ranks that hold one box of a tensor. They send it in turns."""
 
     def __init__(
         self, ranks: list[int], wanted: Mapping[int, int], node_of: Mapping[int, int]
     ) -> None:
         self._ranks = ranks
         self._node_of = node_of
-        self._served = sorted(wanted[rank] for rank in ranks if rank in wanted)  # by themselves
+        # the indices of destinations that hold the box themselves
+        self._self_served = sorted(wanted[rank] for rank in ranks if rank in wanted)
         self._on_node: dict[int | None, list[int]] = defaultdict(list)
         for rank in ranks:
             self._on_node[node_of.get(rank)].append(rank)
 
     def sender(self, index: int, rank: int) -> int:
-        """Who sends the box to `rank`, the destination numbered `index`."""
-        before = bisect_left(self._served, index)
-        if before < len(self._served) and self._served[before] == index:
+        """Return the rank that sends the box to `rank`, the destination with number `index`."""
+        num_before = bisect_left(self._self_served, index)
+        if num_before < len(self._self_served) and self._self_served[num_before] == index:
             return rank
-        near = self._on_node.get(self._node_of.get(rank)) or self._ranks
-        return near[(index - before) % len(near)]
+        senders = self._on_node.get(self._node_of.get(rank)) or self._ranks
+        return senders[(index - num_before) % len(senders)]
 
 
-class _Tensor:
+class _TensorMoves:
     """The moves of one tensor."""
 
     def __init__(
-        self, name: str, sources: Owners, wanted: Owners, node_of: Mapping[int, int]
+        self, name: str, sources: RankedPieces, wanted: RankedPieces, node_of: Mapping[int, int]
     ) -> None:
         self._name = name
         self._wanted = wanted
-        self._own = {rank: piece.box for rank, piece in sources if piece.box.num_elements}
+        self._source_boxes = {rank: piece.box for rank, piece in sources if piece.box.num_elements}
         by_box: dict[Box, list[int]] = defaultdict(list)
-        for rank, box in self._own.items():
+        for rank, box in self._source_boxes.items():
             by_box[box].append(rank)
         if not disjoint(by_box):
             raise PlanError(
-                f"weight plan: ranks hold parts of tensor '{name}' that overlap and are not the same"
+                f"weight plan: ranks hold parts of tensor '{name}' "
+                "that overlap and are not the same"
             )
         numbers = {rank: index for index, (rank, _) in enumerate(wanted)}
         self._holders = {box: _Holders(by_box[box], numbers, node_of) for box in sorted(by_box)}
@@ -128,57 +138,60 @@ class _Tensor:
 
     @property
     def local_bytes(self) -> int:
-        """What destinations hold as sources."""
-        common = ((piece, self._common(piece, self._own.get(rank))) for rank, piece in self._wanted)
-        return sum(
-            box.num_elements * ITEM_BYTES[piece.dtype] for piece, box in common if box is not None
-        )
+        """The bytes that destinations hold as sources too."""
+        num_bytes = 0
+        for rank, piece in self._wanted:
+            common = self._common(piece, self._source_boxes.get(rank))
+            if common is not None:
+                num_bytes += common.num_elements * ITEM_BYTES[piece.dtype]
+        return num_bytes
 
     def moves_of(self, rank: int) -> Iterator[Move]:
-        """What `rank` sends and receives."""
-        own = self._own.get(rank)
+        """Yield the moves that `rank` sends or receives."""
+        source_box = self._source_boxes.get(rank)
         for index, (target, piece) in enumerate(self._wanted):
             if target == rank:
-                yield from self._received(index, rank, piece)
-            elif (
-                own
-                and self._holders[own].sender(index, target) == rank
-                and (box := self._common(piece, own))
-            ):
-                yield Move(self._name, box, piece.dtype, rank, target)
+                yield from self._receives(index, rank, piece)
+            elif source_box and self._holders[source_box].sender(index, target) == rank:
+                box = self._common(piece, source_box)
+                if box is not None:
+                    yield Move(self._name, box, piece.dtype, rank, target)
 
-    def _received(self, index: int, rank: int, piece: Piece) -> Iterator[Move]:
-        """What fills `piece` of `rank`."""
-        missing = piece.box.num_elements
+    def _receives(self, index: int, rank: int, piece: Piece) -> Iterator[Move]:
+        """Yield the moves that fill `piece` of `rank`."""
+        num_missing = piece.box.num_elements
         for box, holders in self._holders.items():
-            if (common := self._common(piece, box)) is not None:
-                missing -= common.num_elements
+            common = self._common(piece, box)
+            if common is not None:
+                num_missing -= common.num_elements
                 yield Move(self._name, common, piece.dtype, holders.sender(index, rank), rank)
-        if missing:
+        if num_missing:
             hole = _first_hole(piece.box, self._holders)
             raise PlanError(
-                f"weight plan: no source rank holds rows {hole.offset} .. {hole.end} of tensor '{self._name}', "
-                f"which rank {rank} needs"
+                f"weight plan: no source rank holds rows {hole.offset} .. {hole.end} "
+                f"of tensor '{self._name}', which rank {rank} needs"
             )
 
     @staticmethod
     def _common(piece: Piece, box: Box | None) -> Box | None:
-        """What `piece` wants of `box`."""
+        """Return the part of `box` that `piece` needs, if any."""
         return piece.box.intersect(box) if box is not None and piece.box.num_elements else None
 
 
-def _by_name(layouts: Sequence[Layout]) -> dict[str, Owners]:
-    found: dict[str, Owners] = defaultdict(list)
-    for layout in sorted(layouts, key=lambda one: one.rank):
+def _by_name(layouts: Sequence[Layout]) -> dict[str, RankedPieces]:
+    by_name: dict[str, RankedPieces] = defaultdict(list)
+    for layout in sorted(layouts, key=lambda layout: layout.rank):
         for piece in layout.pieces:
-            found[piece.name].append((layout.rank, piece))
-    return dict(found)
+            by_name[piece.name].append((layout.rank, piece))
+    return dict(by_name)
 
 
-def _check_names(sources: Mapping[str, Owners], destinations: Mapping[str, Owners]) -> None:
+def _check_names(
+    sources: Mapping[str, RankedPieces], destinations: Mapping[str, RankedPieces]
+) -> None:
     for name in sorted(destinations.keys() ^ sources.keys()):
-        here, there = ("engine", "trainer") if name in destinations else ("trainer", "engine")
-        raise PlanError(f"weight plan: the {here} holds tensor '{name}', the {there} does not")
+        holder, other = ("engine", "trainer") if name in destinations else ("trainer", "engine")
+        raise PlanError(f"weight plan: the {holder} holds tensor '{name}', the {other} does not")
     for name, pieces in sorted(destinations.items()):
         shapes = {piece.shape for _, piece in [*pieces, *sources[name]]}
         if len(shapes) > 1:
@@ -188,25 +201,29 @@ def _check_names(sources: Mapping[str, Owners], destinations: Mapping[str, Owner
 
 
 def _first_hole(wanted: Box, boxes: Iterable[Box]) -> Box:
-    """The first part of `wanted` that none of `boxes` covers."""
+    """Return the first part of `wanted` that none of `boxes` covers."""
     missing = [wanted]
     for box in boxes:
-        common = ((one, one.intersect(box)) for one in missing)
-        missing = [
-            left for one, hole in common for left in ([one] if hole is None else one.subtract(hole))
-        ]
+        rest: list[Box] = []
+        for part in missing:
+            common = part.intersect(box)
+            rest += [part] if common is None else part.subtract(common)
+        missing = rest
     return missing[0]
 
 
 def _digest(
-    sources: Mapping[str, Owners], destinations: Mapping[str, Owners], nodes: Mapping[int, int]
+    sources: Mapping[str, RankedPieces],
+    destinations: Mapping[str, RankedPieces],
+    nodes: Mapping[int, int],
 ) -> str:
-    """All that a plan depends on, in one order."""
-    found = hashlib.sha256(repr((SCHEMA, sorted(nodes.items()))).encode())
-    for side in (sources, destinations):
-        for name, held in sorted(side.items()):
-            pieces = [
-                (rank, one.shape, one.dtype, one.box.offset, one.box.extent) for rank, one in held
+    """Hash the input of a plan in an order that is the same on every rank."""
+    sha256 = hashlib.sha256(repr((SCHEMA, sorted(nodes.items()))).encode())
+    for end in (sources, destinations):
+        for name, pieces in sorted(end.items()):
+            facts = [
+                (rank, piece.shape, piece.dtype, piece.box.offset, piece.box.extent)
+                for rank, piece in pieces
             ]
-            found.update(repr((name, pieces)).encode())
-    return found.hexdigest()
+            sha256.update(repr((name, facts)).encode())
+    return sha256.hexdigest()

@@ -22,7 +22,7 @@ from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
-from tests.dist.train_ranks import seat
+from tests.dist.train_ranks import context_of
 
 Shares = dict[str, list[tuple[str, list[int], list[list[int]], bytes]]]
 
@@ -75,21 +75,19 @@ def step(trainer: Trainer, seed: int) -> None:
 
 def main(model: Path, dp: int, out: Path, folder: Path, resumes: bool) -> None:
     torch.set_num_threads(1)
-    cfg = TrainerConfig(
-        model=str(model), init="random", seed=7 if resumes else 0, lr=1e-2, eps=1e-4
-    )
-    trainer = Trainer(cfg, seat(dp))
+    cfg = TrainerConfig(init="random", seed=7 if resumes else 0, lr=1e-2, eps=1e-4)
+    trainer = Trainer(cfg, context_of(dp), str(model))
     if resumes:
         trainer.load(str(folder))
     else:
         for seed in range(2):
             step(trainer, seed)
         trainer.save(str(folder))
-        trainer.saved()
+        trainer.wait_until_saved()
     report: dict[str, object] = {"digests": digests(trainer), "logprobs": logprobs(trainer)}
     step(trainer, 2)
     report["after"] = digests(trainer)
-    report["caveats"] = trainer.caveats()
+    report["resume_differences"] = trainer.resume_differences()
     if trainer.context.rank == 0:
         out.write_text(json.dumps(report))
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""`spmd-rl` in a process forked from one that has imported torch already: half of a small run's
-time is that import.
+"""`spmd-rl` in a process forked from one that has already imported torch.
+
+That import is half of the time of a small run.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from pathlib import Path
 
 import pytest
 
-# what the launcher imports, and its ranks share
+# the imports that the launcher and its ranks share
 TORCH = ["torch", "torch._dynamo", "torch.distributed.fsdp"]
 
 
 class Launched:
-    """A run with the face of a `subprocess.Popen`, in a process group of its own; `end` it."""
+    """A run with the methods of a `subprocess.Popen`, in a process group of its own; `end` it."""
 
     def __init__(self, words: list[str], folder: Path, environment: dict[str, str]) -> None:
         context = _server()
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
-        ends = tuple(theirs for _, theirs in pipes)
-        self._process = context.Process(target=_run, args=(words, str(folder), environment, ends))
+        write_ends = tuple(write_end for _, write_end in pipes)
+        self._process = context.Process(
+            target=_run, args=(words, str(folder), environment, write_ends)
+        )
         self._process.start()
-        self.stdout, self.stderr = (os.fdopen(os.dup(ours.fileno())) for ours, _ in pipes)
+        self.stdout, self.stderr = (os.fdopen(os.dup(read_end.fileno())) for read_end, _ in pipes)
         for end in (end for pipe in pipes for end in pipe):
             end.close()
         assert self._process.pid is not None
@@ -40,7 +43,7 @@ class Launched:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code of one that has ended; minus the signal that killed it."""
+        """The exit code of an ended run; the negative number of the signal that killed it."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
@@ -50,8 +53,9 @@ class Launched:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What is left of stdout and stderr. Blocks: until both are closed. Raises: TimeoutError,
-        and ends the run.
+        """Return the rest of stdout and stderr.
+
+        Blocks: until both are closed. Raises: TimeoutError, after it has ended the run.
         """
         with ThreadPoolExecutor(2) as pool:
             reads = [pool.submit(stream.read) for stream in (self.stdout, self.stderr)]

@@ -1,5 +1,6 @@
-"""Ranks that prove to each other who they are; the last of them may be an impostor, who holds
-another key.
+"""Run under torchrun by test_proof.py: ranks prove to each other that they are of one start.
+
+The last rank plays an impostor, which has another key.
 """
 
 import json
@@ -16,8 +17,8 @@ from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
 
 
-def said(act: Callable[[], None]) -> str:
-    """The sentence that it is refused with, empty if it is not."""
+def error_of(act: Callable[[], None]) -> str:
+    """Return the error that `act` raises, or an empty string."""
     try:
         act()
     except SpmdError as error:
@@ -28,15 +29,15 @@ def said(act: Callable[[], None]) -> str:
 def main(out: Path) -> None:
     world = World.from_env()
     join(world, open_store(world))
-    honest = said(lambda: connection_proof.prove(world))
-    genuine = connection_proof.KEY
+    honest = error_of(lambda: connection_proof.prove(world))
+    genuine = connection_proof.STORE_KEY
     if world.rank == world.size - 1:
-        connection_proof.KEY = "another"
-    impostor = said(lambda: connection_proof.prove(world))
-    in_a_mesh = said(
+        connection_proof.STORE_KEY = "another"
+    impostor = error_of(lambda: connection_proof.prove(world))
+    in_a_mesh = error_of(
         lambda: Meshes(world).build([*plan_split({"role": RoleSplit()}, world.size).values()])
     )
-    connection_proof.KEY = genuine
+    connection_proof.STORE_KEY = genuine
     if world.rank == 0:
         out.write_text(json.dumps([honest, impostor, in_a_mesh]))
     dist.destroy_process_group()

@@ -54,4 +54,4 @@ def test_other_ranks_load_the_same_bits(work: Path, whole: Report, ranks: int, d
     resumed = run(work, f"{ranks}", "resume", ranks=ranks, dp=dp)
     assert resumed["digests"] == whole["digests"]
     assert resumed["logprobs"] == whole["logprobs"]
-    assert resumed["caveats"] == []
+    assert resumed["resume_differences"] == []

@@ -1,6 +1,4 @@
-"""A process that takes the place of a rank in a connection of gloo is found out before anything is
-sent to it.
-"""
+"""A process that takes the place of a rank in a gloo connection is detected before it gets data."""
 
 from __future__ import annotations
 

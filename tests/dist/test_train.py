@@ -69,10 +69,10 @@ def report(request: pytest.FixtureRequest) -> Report:
 
 
 def test_metrics_do_not_depend_on_the_ranks(alone: Report, report: Report) -> None:
-    for ours, theirs in zip(report["steps"], alone["steps"], strict=True):
+    for step, expected in zip(report["steps"], alone["steps"], strict=True):
         for name in SAME:
-            assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-7), name
-        assert ours["onpolicy/compared_tokens"] == theirs["onpolicy/compared_tokens"]
+            assert step[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-7), name
+        assert step["onpolicy/compared_tokens"] == expected["onpolicy/compared_tokens"]
     first_loss = [one["steps"][0]["train/loss"] for one in (alone, report)]
     assert first_loss[0] == pytest.approx(first_loss[1], rel=1e-13)
     assert alone["steps"][0]["onpolicy/compared_tokens"] == make_batch(0).mask.sum()
@@ -86,15 +86,15 @@ def test_weights_do_not_depend_on_the_ranks(alone: Report, report: Report) -> No
 
 
 def test_wrapping_layers_and_recomputing_them_changes_nothing(report: Report) -> None:
-    for ours, theirs in zip(report["layers"], report["steps"], strict=True):
+    for step, expected in zip(report["layers"], report["steps"], strict=True):
         for name in SAME:
-            assert ours[name] == pytest.approx(theirs[name], rel=2e-5, abs=1e-7), name
+            assert step[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-7), name
 
 
 def test_sums_in_rank_order_are_those_of_two_ranks(sharded: Report) -> None:
-    """Of two gradients there is one sum, whoever adds them."""
-    for ours, theirs in zip(sharded["deterministic"], sharded["steps"], strict=True):
-        assert {name: ours[name] for name in SAME} == {name: theirs[name] for name in SAME}
+    """The sum of two gradients does not depend on which rank adds them."""
+    for step, expected in zip(sharded["deterministic"], sharded["steps"], strict=True):
+        assert {name: step[name] for name in SAME} == {name: expected[name] for name in SAME}
 
 
 def test_ranks_without_a_sequence_take_part(alone: Report, report: Report) -> None:
@@ -113,8 +113,8 @@ def test_a_nan_on_one_rank_is_named_by_all_and_moves_nothing(report: Report) -> 
 def test_a_checkpoint_resumes_on_another_number_of_ranks(sharded: Report, hybrid: Report) -> None:
     """One rank's checkpoint on two, two ranks' on four; the steps after it are the same ones."""
     for name in SAME:
-        for ours, theirs in zip(hybrid["resumed"], sharded["resumed"], strict=True):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+        for step, expected in zip(hybrid["resumed"], sharded["resumed"], strict=True):
+            assert step[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
     assert sharded["resumed_version"] == hybrid["resumed_version"] == 3
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from spmd_rl.algo.advantages import group_advantage
 from spmd_rl.algo.packing import Aggregation, pack
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 VOCAB = 50
 

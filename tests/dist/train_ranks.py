@@ -19,7 +19,7 @@ from spmd_rl.errors import SpmdError
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World, join, open_store
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 
@@ -27,7 +27,9 @@ STEPS = 3
 
 
 def weights(trainer: Trainer) -> dict[str, list[float]]:
-    return {name: trainer.backend.full(name).flatten().tolist() for name in trainer.weight_source()}
+    return {
+        name: trainer.backend.gather(name).flatten().tolist() for name in trainer.weight_source()
+    }
 
 
 def train(trainer: Trainer, first: int = 0) -> list[dict[str, float]]:
@@ -39,7 +41,7 @@ def train(trainer: Trainer, first: int = 0) -> list[dict[str, float]]:
 
 
 def poisoned(trainer: Trainer) -> str:
-    """What every rank says when the batch of the last one holds a NaN; its weights must not move."""
+    """Return the error when the last rank's batch holds a NaN; weights must not change."""
     context = trainer.context
     batch = make_batch().shard(context.data_size)[context.data_rank]
     if context.rank == context.size - 1:
@@ -52,7 +54,7 @@ def poisoned(trainer: Trainer) -> str:
     return "nothing was raised"
 
 
-def seat(dp: int) -> RoleContext:
+def context_of(dp: int) -> RoleContext:
     world = World.from_env()
     join(world, open_store(world))
     meshes = Meshes(world)
@@ -62,23 +64,29 @@ def seat(dp: int) -> RoleContext:
 
 
 def main(work: Path, dp: int, out: Path, resume: str | None) -> None:
-    context = seat(dp)
-    cfg = TrainerConfig(model=str(work), init="random", lr=1e-2, eps=1e-4, max_tokens=150)
-    trainer = Trainer(cfg, context)
+    context = context_of(dp)
+    cfg = TrainerConfig(init="random", lr=1e-2, eps=1e-4, max_tokens=150)
+    trainer = Trainer(cfg, context, str(work))
     report: dict[str, object] = {"steps": train(trainer), "weights": weights(trainer)}
     trainer.save(str(out.with_suffix(".ckpt")))
     # Two sequences: with more ranks than sequences, some ranks have nothing but their collectives.
-    few = make_batch(9).take([0, 1]).shard(context.data_size)[context.data_rank]
+    few = make_batch(9).select([0, 1]).shard(context.data_size)[context.data_rank]
     report["few"] = trainer.train_step(few, grpo_loss)
     report["layers"] = train(
-        Trainer(replace(cfg, wrap="layer", recompute="all", max_tokens=60), context)
+        Trainer(
+            replace(cfg, backend=Fsdp2Config(recompute="all", wrap="layer"), max_tokens=60),
+            context,
+            str(work),
+        )
     )
     if dp == 1:
-        report["deterministic"] = train(Trainer(replace(cfg, deterministic=True), context))
+        report["deterministic"] = train(
+            Trainer(replace(cfg, deterministic=True), context, str(work))
+        )
     trainer.export_hf(str(out.with_suffix(".hf")))
     report["exported"] = weights(trainer)
     if resume:
-        resumed = Trainer(replace(cfg, seed=5), context)
+        resumed = Trainer(replace(cfg, seed=5), context, str(work))
         report["resumed_version"] = resumed.load(resume)
         report["resumed"] = train(resumed, first=STEPS)
     poison = [poisoned(trainer)]

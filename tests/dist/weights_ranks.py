@@ -26,7 +26,7 @@ from spmd_rl.weights.digest import combine, digest
 from spmd_rl.weights.executors import alias, execute
 from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.local_tensors import LocalTensors
-from spmd_rl.weights.plan import plan
+from spmd_rl.weights.plan import plan_moves
 from tests.dist.train_case import make_batch
 
 SMALL_BUCKET_BYTES = 1000
@@ -38,31 +38,33 @@ def gathered(value: object) -> list:
     return values
 
 
-def layouts(held: LocalTensors | None, rank: int) -> list[Layout]:
-    return [one for one in gathered(held.layout(rank) if held else None) if one is not None]
+def layouts(tensors: LocalTensors | None, rank: int) -> list[Layout]:
+    return [one for one in gathered(tensors.layout(rank) if tensors else None) if one is not None]
 
 
-def whole_digest(held: LocalTensors | None, rank: int, dtypes: dict[str, str]) -> dict[str, int]:
-    parts = gathered((held.layout(rank), digest(held, dtypes)) if held else None)
+def whole_digest(tensors: LocalTensors | None, rank: int, dtypes: dict[str, str]) -> dict[str, int]:
+    parts = gathered((tensors.layout(rank), digest(tensors, dtypes)) if tensors else None)
     return combine([part for part in parts if part is not None])
 
 
 def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str, object]:
     rank = meshes.world.rank
     train, infer = split.split("/")
-    places = plan_split({"train": RoleSplit(train), "infer": RoleSplit(infer)}, meshes.world.size)
-    meshes.build(list(places.values()))
+    placements = plan_split(
+        {"train": RoleSplit(train), "infer": RoleSplit(infer)}, meshes.world.size
+    )
+    meshes.build(list(placements.values()))
     trainer = engine = None
-    if rank in places.train.ranks:
+    if rank in placements.train.ranks:
         trainer = Trainer(
-            TrainerConfig(model=str(work), init="random", lr=1e-2), meshes.context(places.train)
+            TrainerConfig(init="random", lr=1e-2), meshes.context(placements.train), str(work)
         )
-    if rank in places.infer.ranks:
+    if rank in placements.infer.ranks:
         engine = CausalLM(ModelSpec.from_folder(work)).to(dtype).requires_grad_(False)
     src = trainer.weight_source() if trainer else None
     dst = LocalTensors.whole(dict(engine.named_parameters())) if engine else None
     sources, destinations = layouts(src, rank), layouts(dst, rank)
-    made = plan(sources, destinations, None, rank)
+    weight_plan = plan_moves(sources, destinations, None, rank)
     dtypes = {piece.name: piece.dtype for piece in destinations[0].pieces}
     aliased = alias(dst, src) if src and dst else 0
     pushes = []
@@ -73,14 +75,17 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
                 make_batch(seed).shard(context.data_size)[context.data_rank], grpo_loss
             )
         traffic = gathered(
-            vars(execute(made, rank, src, dst, dist.group.WORLD, SMALL_BUCKET_BYTES))
+            vars(execute(weight_plan, rank, src, dst, dist.group.WORLD, SMALL_BUCKET_BYTES))
         )
-        ours, theirs = whole_digest(src, rank, dtypes), whole_digest(dst, rank, dtypes)
+        source_digest, arrived_digest = (
+            whole_digest(src, rank, dtypes),
+            whole_digest(dst, rank, dtypes),
+        )
         pushes.append(
             {
                 "traffic": traffic,
-                "equal": ours == theirs,
-                "digests": {k: str(v) for k, v in theirs.items()},
+                "equal": source_digest == arrived_digest,
+                "digests": {k: str(v) for k, v in arrived_digest.items()},
             }
         )
     if dst:
@@ -91,9 +96,9 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
         else True
     )
     return {
-        "plans": gathered(made.digest),
-        "wire_bytes": made.wire_bytes,
-        "local_bytes": made.local_bytes,
+        "plans": gathered(weight_plan.digest),
+        "wire_bytes": weight_plan.wire_bytes,
+        "local_bytes": weight_plan.local_bytes,
         "aliased": gathered(aliased),
         "pushes": pushes,
         "corruption_seen": all(gathered(corrupted)),

@@ -1,10 +1,9 @@
-"""Wrong frames by the million, over real sockets, to a live controller and a live worker that go on
-working.
+"""Millions of wrong frames, over real sockets, to a live controller and a live worker at work.
 
     python -m tests.fuzz --frames 600000 --seed 1
 
-Frames come from holders of the run's secret: nobody else gets as far as a frame. Each side must
-refuse and count every one of them, answer what is right in between, stay alive, and not grow.
+The frames come from processes that hold the run's secret: nobody else can send a frame. Each side
+must refuse and count all of them, answer the right frames in between, stay alive, and not grow.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import zmq
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.codec import NOTHING, Packed, pack
 from spmd_rl.controller.channel.dealer import _client_socket
-from spmd_rl.controller.channel.envelope import Incoming, Outgoing
+from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
 from spmd_rl.controller.channel.router import _server_socket
 from spmd_rl.controller.channel.wire import (
     Bye,
@@ -45,9 +44,9 @@ from spmd_rl.controller.channel.wire import (
 from tests.fuzz.frames import TO_CONTROLLER, TO_WORKER, Fuzzer
 from tests.fuzz.live import NAME
 
-WARM_PART = 0.1  # of the frames, after which memory is first looked at
+WARM_PART = 0.1  # part of the frames, after which memory is first measured
 GROWTH_BYTES = 16 << 20
-EVERY = 2_000  # wrong frames between two looks at what came back
+EVERY = 2_000  # wrong frames between two readings of the answers
 WAIT_MS = 30_000
 
 
@@ -85,9 +84,7 @@ class Child:
 def attack(
     num_frames: int, children: list[Child], send: Callable[[], int], look: Callable[[], None]
 ) -> int:
-    """Send messages of wrong frames, looking now and then at what came back; how many frames were
-    sent.
-    """
+    """Send wrong frames, reading the answers now and then; return the number of frames."""
     sent, next_look, warm = 0, 0, False
     while sent < num_frames:
         if not warm and sent >= num_frames * WARM_PART:
@@ -111,13 +108,13 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
     with zmq.Context() as context, _client_socket(context, keys, 1) as line:
         line.linger, line.rcvtimeo, line.sndhwm = 0, WAIT_MS, 1000
         line.connect(endpoint)
-        incoming, outgoing = Incoming(generation, decode_at_worker), Outgoing(generation)
+        reader, writer = FrameReader(generation, decode_at_worker), FrameWriter(generation)
         fuzzer, sent = Fuzzer(seed, generation, TO_CONTROLLER, decode_at_controller), 0
 
         def say(message: Message) -> None:
             nonlocal sent
             sent += 1
-            line.send(outgoing.frame(encode(message)))
+            line.send(writer.frame(encode(message)))
 
         def look() -> None:
             while line.poll(0):
@@ -128,17 +125,17 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
             return len(frames)
 
         def answer(frame: bytes) -> None:
-            taken = incoming.take(frame)
-            if taken and isinstance(taken[0], Ping):
+            opened = reader.read(frame)
+            if opened and isinstance(opened[0], Ping):
                 say(Pong())
-            elif taken and isinstance(taken[0], Stop):
+            elif opened and isinstance(opened[0], Stop):
                 say(Bye())
 
         say(Hello(1, "attacker", os.getpid()))
         answer(line.recv())
         assert controller.line()["working"]
         num_frames = attack(num_frames, [controller, worker], wrong, look)
-        time.sleep(1.0)  # for the last frames to be read before the count is asked for
+        time.sleep(1.0)  # for the last frames to be read before their count is requested
         growth = max(controller.grown(), worker.grown())
         assert controller.process.stdin is not None
         controller.process.stdin.close()
@@ -152,7 +149,10 @@ def attack_controller(num_frames: int, seed: int, folder: Path, keys: secret.Key
     assert sum(counts.values()) == num_frames, (counts, num_frames)
     assert int(str(report["calls"])) > 10, "the controller has to go on with its work meanwhile"
     assert growth < GROWTH_BYTES, f"{growth} bytes more"
-    return f"controller: {num_frames} refused {counts}, {report['calls']} calls meanwhile, grew {growth >> 10} KiB"
+    return (
+        f"controller: {num_frames} refused {counts}, {report['calls']} calls meanwhile, "
+        f"grew {growth >> 10} KiB"
+    )
 
 
 def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -> str:
@@ -161,23 +161,23 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         line.linger, line.rcvtimeo, line.sndhwm = 0, WAIT_MS, 1000
         line.bind(f"ipc://{folder}/worker")
         worker = Child("worker", f"ipc://{folder}/worker", str(generation), "0")
-        incoming, outgoing = (
-            Incoming(generation, decode_at_controller, first=None),
-            Outgoing(generation),
+        reader, writer = (
+            FrameReader(generation, decode_at_controller, first=None),
+            FrameWriter(generation),
         )
         fuzzer, sent, calls = Fuzzer(seed, generation, TO_WORKER, decode_at_worker), 0, 0
 
         def say(message: Message, value: Packed = NOTHING, call: int = 0) -> None:
             nonlocal sent
             sent += 1
-            line.send_multipart([b"rank-0", outgoing.frame(encode(message), value, call)])
+            line.send_multipart([b"rank-0", writer.frame(encode(message), value, call)])
 
         def hear(kind: type[Message]) -> tuple[Message, Packed, int]:
             while True:
-                taken = incoming.take(line.recv_multipart()[1])
-                assert taken
-                if isinstance(taken[0], kind):
-                    return taken
+                opened = reader.read(line.recv_multipart()[1])
+                assert opened
+                if isinstance(opened[0], kind):
+                    return opened
 
         def look() -> None:
             nonlocal calls
@@ -202,7 +202,10 @@ def attack_worker(num_frames: int, seed: int, folder: Path, keys: secret.Keys) -
         assert worker.ended() == 0
     assert sum(stacks.refused.values()) == num_frames, (stacks.refused, num_frames)
     assert growth < GROWTH_BYTES, f"{growth} bytes more"
-    return f"worker: {num_frames} refused {stacks.refused}, {calls} calls meanwhile, grew {growth >> 10} KiB"
+    return (
+        f"worker: {num_frames} refused {stacks.refused}, {calls} calls meanwhile, "
+        f"grew {growth >> 10} KiB"
+    )
 
 
 def main() -> int:
@@ -214,12 +217,12 @@ def main() -> int:
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
     os.environ[secret.SECRET_ENV] = secrets.token_hex(secret.SECRET_BYTES)
-    given = secret.given()
-    assert given is not None
+    key = secret.from_environment()
+    assert key is not None
     with tempfile.TemporaryDirectory() as folder:
         for attack_one in (attack_controller, attack_worker):
             began = time.monotonic()
-            print(attack_one(args.frames, args.seed, Path(folder), secret.derive(given)), end="")
+            print(attack_one(args.frames, args.seed, Path(folder), secret.derive_keys(key)), end="")
             print(f", {time.monotonic() - began:.0f} s", flush=True)
     return 0
 

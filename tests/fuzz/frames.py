@@ -1,4 +1,4 @@
-"""Malformed and mutated frames without end, from a seed: every one is wrong for whoever gets it."""
+"""Endless malformed and mutated frames from a seed; each is wrong for its receiver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TO_CONTROLLER: list[Message] = [
 TO_WORKER: list[Message] = [
     wire.Ping(20.0, "runs/run/checkpoints"),
     wire.StackRequest(),
-    wire.Split([PLACEMENT]),
+    wire.BuildMeshes([PLACEMENT]),
     wire.Spawn("actor", "m:Actor", PLACEMENT, "m:Config"),
     wire.Call("actor", "go"),
     wire.Stop("why", 2, [wire.Hello(1, "host", 5)]),
@@ -43,8 +43,9 @@ HUGE_COUNTS = (
 
 
 class Fuzzer:
-    """`decode` is the receiver's: frames whose header it would take get a preamble that it must
-    refuse.
+    """Makes wrong frames.
+
+    `decode` is the receiver's. A frame with a valid header gets a preamble that must be refused.
     """
 
     def __init__(
@@ -61,13 +62,14 @@ class Fuzzer:
         self._decode = decode
 
     def frames(self, expected: int) -> list[bytes]:
-        """One message, of a frame or more: a receiver which expects message number `expected` must
-        drop each.
+        """Return one message, of one or more frames.
+
+        A receiver that expects message number `expected` must drop each frame.
         """
         return [self.frame(expected) for _ in range(self._rng.choice([1, 1, 1, 1, 2, 3, 7]))]
 
     def frame(self, expected: int) -> bytes:
-        """A frame that a receiver which expects message number `expected` must drop."""
+        """Return a frame that a receiver which expects message number `expected` must drop."""
         kind = self._rng.random()
         if kind < 0.1:
             return self._noise(64)

@@ -1,8 +1,12 @@
-"""The processes that `python -m tests.fuzz` attacks: a live controller at work, and live workers.
+"""Processes that `python -m tests.fuzz` attacks: a live controller at work, and live workers.
 
-python -m tests.fuzz.live controller ADDRESS GENERATION     calls rank 0 until its stdin ends, then
-reports python -m tests.fuzz.live worker ENDPOINT GENERATION RANK   serves one role until it is told
-to stop
+    python -m tests.fuzz.live controller ADDRESS GENERATION
+
+calls rank 0 until its stdin ends, then reports;
+
+    python -m tests.fuzz.live worker ENDPOINT GENERATION RANK
+
+serves one role until it is told to stop.
 """
 
 from __future__ import annotations
@@ -17,11 +21,11 @@ from types import SimpleNamespace
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
-from spmd_rl.controller.channel.dealer import Dealer
 from spmd_rl.controller.channel.wire import Bye, Hello
 from spmd_rl.controller.endpoint import Role, collective
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
+from spmd_rl.controller.lifecycle.worker_lifecycle import WorkerLifecycle
 from spmd_rl.controller.worker import Worker
 from spmd_rl.mesh.split import Placement
 
@@ -57,16 +61,17 @@ def controller(address: str, generation: int, keys: secret.Keys) -> None:
 
 
 def worker(endpoint: str, generation: int, rank: int, keys: secret.Keys) -> None:
-    dealer = Dealer(endpoint, keys, generation, Hello(rank, socket.gethostname(), os.getpid()))
-    Worker(SimpleNamespace(neighbours={NAME: Echo(None, SimpleNamespace())})).serve(dealer)  # type: ignore[arg-type]
-    dealer.post(Bye())
-    dealer.close()
+    hello = Hello(rank, socket.gethostname(), os.getpid())
+    lifecycle = WorkerLifecycle(endpoint, keys, generation, hello)
+    Worker(SimpleNamespace(neighbours={NAME: Echo(None, SimpleNamespace())})).serve(lifecycle)  # type: ignore[arg-type]
+    lifecycle.dealer.post(Bye())
+    lifecycle.close()
 
 
 def main(words: list[str]) -> None:
-    given = secret.given()
-    assert given is not None
-    keys = secret.derive(given)
+    key = secret.from_environment()
+    assert key is not None
+    keys = secret.derive_keys(key)
     match words:
         case ["controller", address, generation]:
             controller(address, int(generation), keys)

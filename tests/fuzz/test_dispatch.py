@@ -1,6 +1,4 @@
-"""A hundred thousand wrong frames against the controller's and the worker's own dispatch: none
-passes, none crashes.
-"""
+"""A hundred thousand wrong frames to both ends' dispatch: none is accepted, and none crashes it."""
 
 from __future__ import annotations
 
@@ -15,14 +13,15 @@ from numpy.typing import NDArray
 
 from spmd_rl.controller.channel.codec import Codec, Packed, pack
 from spmd_rl.controller.channel.dealer import Dealer
-from spmd_rl.controller.channel.envelope import Outgoing
+from spmd_rl.controller.channel.envelope import FrameWriter
 from spmd_rl.controller.channel.router import Router
-from spmd_rl.controller.channel.secret import derive
+from spmd_rl.controller.channel.secret import derive_keys
 from spmd_rl.controller.channel.wire import (
     Call,
     Hello,
     Refusal,
     ToController,
+    ToWorker,
     decode_at_controller,
     decode_at_worker,
     encode,
@@ -35,77 +34,99 @@ WARM = 5_000
 GENERATION = 7
 GROWTH_KIB = 8 << 10
 
-KEYS = derive(b"a" * 32)
+KEYS = derive_keys(b"a" * 32)
 
 
-class Ears:
-    """A listener that hears one Hello and should hear no more."""
+class RouterListener:
+    """A listener of a router; it gets one Hello and should get nothing else."""
 
     def __init__(self) -> None:
-        self.heard: list[object] = []
+        self.events: list[object] = []
 
     def on_result(self, call: int, rank: int, value: Packed) -> bool:
-        self.heard.append(value)
+        self.events.append(value)
         return True
 
     def on_message(self, rank: int, message: ToController, value: Packed, call: int) -> bool:
-        self.heard.append(message)
+        self.events.append(message)
         return True
 
     def on_tick(self, now: float) -> None: ...
 
     def on_unreachable(self, rank: int) -> None:
-        self.heard.append("unreachable")
+        self.events.append("unreachable")
 
     def on_parent_lost(self) -> None:
-        self.heard.append("parent lost")
+        self.events.append("parent lost")
 
     def on_signal(self, number: Signals) -> None:
-        self.heard.append(number)
+        self.events.append(number)
+
+
+class DealerListener:
+    """A listener of a dealer; it should get nothing."""
+
+    def __init__(self) -> None:
+        self.events: list[object] = []
+
+    def on_message(self, message: ToWorker) -> None:
+        self.events.append(message)
+
+    def on_tick(self, now: float) -> None: ...
+
+    def on_signal(self, number: Signals) -> None:
+        self.events.append(number)
+
+    def on_disconnected(self) -> None:
+        self.events.append("disconnected")
+
+    def on_handshake_failed(self) -> None:
+        self.events.append("handshake failed")
 
 
 def test_the_controller_takes_none(tmp_path: Path) -> None:
-    ears, (ours, theirs) = Ears(), socket.socketpair()
+    listener, (ours, theirs) = RouterListener(), socket.socketpair()
     with (
         ours,
         theirs,
-        closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, ears, ours)) as router,
+        closing(Router(f"ipc://{tmp_path}/s", KEYS, GENERATION, 2, listener, ours)) as router,
     ):
         router.start()
-        router.take(
-            iter([b"rank-1", Outgoing(GENERATION).frame(encode(Hello(1, "host", 1)))]).__next__
+        router.handle_message(
+            iter([b"rank-1", FrameWriter(GENERATION).frame(encode(Hello(1, "host", 1)))]).__next__
         )
         fuzzer = Fuzzer(1, GENERATION, TO_CONTROLLER, decode_at_controller)
         for count in range(WARM + FRAMES):
             if count == WARM:
                 before = peak_kib()
-            router.take(iter([b"rank-1", fuzzer.frame(1)]).__next__)
+            router.handle_message(iter([b"rank-1", fuzzer.frame(1)]).__next__)
         assert peak_kib() - before < GROWTH_KIB
         assert sum(router.refused.values()) == WARM + FRAMES
         assert router.refused.keys() <= set(Refusal)
-        assert ears.heard == [Hello(1, "host", 1)]
+        assert listener.events == [Hello(1, "host", 1)]
 
 
 def test_the_worker_takes_none(tmp_path: Path) -> None:
-    with closing(
-        Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, Hello(0, "host", 1))
-    ) as dealer:
-        outgoing = Outgoing(GENERATION)
-        assert dealer.take(outgoing.frame(encode(Call("actor", "go")), VALUE, 1))
+    listener = DealerListener()
+    with closing(Dealer(f"ipc://{tmp_path}/nobody", KEYS, GENERATION, 0, listener)) as dealer:
+        dealer.start()
+        writer = FrameWriter(GENERATION)
+        assert dealer.handle_frame(writer.frame(encode(Call("actor", "go")), VALUE, 1))
         fuzzer = Fuzzer(2, GENERATION, TO_WORKER, decode_at_worker)
         for count in range(WARM + FRAMES):
             if count == WARM:
                 before = peak_kib()
-            assert dealer.take(fuzzer.frame(1)) is None
+            assert dealer.handle_frame(fuzzer.frame(1)) is None
         assert peak_kib() - before < GROWTH_KIB
         assert sum(dealer.refused.values()) == WARM + FRAMES
-        assert dealer.take(outgoing.frame(encode(Call("actor", "go")), VALUE, 2)), (
+        assert dealer.handle_frame(writer.frame(encode(Call("actor", "go")), VALUE, 2)), (
             "a right frame is still taken"
         )
+        assert listener.events == []
 
 
 def test_mutated_values_are_refused_or_are_arrays() -> None:
-    """What a call carries is decoded by its endpoint's annotation, and by nothing else."""
+    """The value of a call is decoded by its endpoint's annotation alone."""
     good = pack({"a": np.arange(12.0).reshape(3, 4), "b": np.zeros(0, np.int32)})
     rng = np.random.default_rng(3)
     codec, refused = Codec(dict[str, NDArray[np.generic]]), 0

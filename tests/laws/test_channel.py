@@ -38,15 +38,19 @@ SAFE = {
     "trust_remote_code": "False",
     "weights_only": "True",
 }
-# lazy exports; recipes, roles, functions; metric sinks; rewards
-IMPORTERS = {"", "controller", "observe", "rewards"}
+# lazy exports; commands; recipes, roles, functions; metric sinks; rewards
+IMPORTERS = {"", "cli", "controller", "observe", "rewards"}
 
 # Who makes a network socket, and who says where it listens.
 SOCKETS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.channel.dealer"}
-LISTENERS = {"spmd_rl.controller.channel.router", "spmd_rl.controller.lifecycle.stacks"}
+LISTENERS = {
+    "spmd_rl.controller.channel.router",
+    "spmd_rl.controller.channel.zap",  # within the process
+    "spmd_rl.controller.lifecycle.stack_server",
+}
 DIALLERS = {
     "spmd_rl.controller.channel.dealer",
-    "spmd_rl.controller.lifecycle.stacks",
+    "spmd_rl.controller.lifecycle.stack_server",
     "spmd_rl.check.facts",
 }
 CURVE = {"ROUTER": "curve_secretkey", "DEALER": "curve_serverkey"}
@@ -132,7 +136,7 @@ def test_a_way_in_is_seen(text: str) -> None:
             "def f():\n    s = context.socket(zmq.DEALER)\n    s.curve_serverkey = key",
         ),
         ("spmd_rl.controller.channel.dealer", "def f():\n    return context.socket(zmq.PULL)"),
-        ("spmd_rl.report.live", "server.bind(('0.0.0.0', 80))"),
+        ("spmd_rl.report.live_view", "server.bind(('0.0.0.0', 80))"),
         ("spmd_rl.train.trainer", "line.connect('tcp://10.0.0.1:5')"),
     ],
 )

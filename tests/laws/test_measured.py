@@ -3,7 +3,7 @@ by figure.
 
 A row's link leads to its file, and the link's title names rows of that file: patterns with " + "
 between them and, behind a ";", those of what stands beside, where it is not their peers. The
-figures follow in that order: the column "beside" has the peers' behind a colon, "ratio" the values
+figures follow in that order: the column "peer" has the peers' behind a colon, "ratio" the values
 over them, and all others behind the link have values. The column "kernels" says whether
 spmd_rl/kernels has changed since, in the words of `benchmarks.table`.
 """
@@ -26,7 +26,7 @@ _LINK = re.compile(r'\]\((\S+) "([^"]+)"\)')
 _FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 _VERSION = re.compile(r"\d+(?:\.\d+)+")
 KERNELS = "kernels"
-OTHERS = ("beside", "ratio", KERNELS)
+OTHERS = ("peer", "ratio", KERNELS)
 PAGES = (ROOT / "README.md", ROOT / "docs/measured.md")
 
 
@@ -78,7 +78,7 @@ def problems(line: Line, results: dict[str, Result], kernels: str) -> list[str]:
     ours, *others = (chosen(results[file].rows, patterns) for patterns in title.split("; "))
     cells = dict.fromkeys(OTHERS, "") | dict(zip(line.names, line.cells, strict=True))
     own = " ".join(cells[name] for name in line.names[linked + 1 :] if name not in OTHERS)
-    names, _, beside = cells["beside"].rpartition(":")
+    names, _, beside = cells["peer"].rpartition(":")
     values, peers, ratios = expected(ours, others[0] if others else None, own)
     found = [
         f"{name} is no version of {file}"
@@ -199,7 +199,7 @@ CODE = Code(commit="c" * 40, dirty=False, kernels="now")
 RESULT = Result(
     script="x.py", date="", machine="m", code=CODE, versions={"torch": "2.11.0"}, rows=[PLANTED]
 )
-HEAD = "| what | ours | beside | ratio | kernels |\n| --- | --- | --- | --- | --- |\n"
+HEAD = "| what | ours | peer | ratio | kernels |\n| --- | --- | --- | --- | --- |\n"
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,6 @@ def test_the_mark_is_that_of_the_kernels(kernels: str, mark: str, right: bool) -
 
 
 def test_a_table_without_the_column_is_seen() -> None:
-    head = "| what | ours | beside | ratio |\n| --- | --- | --- | --- |\n"
+    head = "| what | ours | peer | ratio |\n| --- | --- | --- | --- |\n"
     (line,) = table_lines(f'{head}| [a step](f.json "step*") | 1.50 ms | torch: 3.0 | 0.5 |\n')
     assert len(problems(line, {"f.json": RESULT}, "now")) == 1

@@ -18,19 +18,24 @@ from tests.laws.source import ROOT
 HELPERS = {  # what ops are given, or say of themselves
     *(
         "ROW_TILE",
+        "AttentionBackend",
         "KvCache",
-        "KvPlace",
+        "KvSlots",
+        "QkNorm",
+        "Rotary",
+        "TokenAttention",
+        "attention_backend",
         "contract",
-        "cut_rows",
+        "unpad_rows",
         "is_exact",
         "pad_rows",
         "padded_rows",
-        "remaking",
+        "recomputing",
     ),
     *("position_keys", "rope_table", "stream_bases", "stream_keys"),
 }
 # tested in what calls them too
-PARTS = {"blocked_attention", "decode_inputs", "decode_outputs", "merge_ranges"}
+PARTS = {"blocked_attention", "decode_inputs", "decode_outputs", "merge_states"}
 CELLS = re.compile(r"`([^`]+)`|\[\w+\]\(\.\./(\S+) \"([^\"]+)\"\)")
 
 

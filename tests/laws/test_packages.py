@@ -22,7 +22,7 @@ IMPORTED_AS = {
     "quack-kernels": "quack",
     "nvidia-cutlass-dsl": "cutlass",
 }  # where a distribution's name is not that of its module
-TOOLS = "dev"  # the extra of those who work on the package: its tests use these
+TOOLS = ("dev", "docs")  # extras of those who work on the package: tests and docs use these
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -71,7 +71,7 @@ def unused(setup: str, modules: Iterable[Module]) -> list[str]:
         f"{extra or 'install_requires'}: {requirement}"
         for extra, asked in requirements(setup).items()
         for requirement in asked
-        if extra != TOOLS and module_name(requirement) not in used
+        if extra not in TOOLS and module_name(requirement) not in used
     ]
 
 

@@ -24,6 +24,8 @@ _LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 
 
 TOUR, TOURS_PAGE = ROOT / "examples/own_recipe/tour.py", ROOT / "docs/recipes.md"
+NOTES = ROOT / "docs/lab-notes"
+MAX_README_LINES = 120
 FIRST_JOB = ROOT / "docs/first-job.md"
 _TOML = re.compile(r"^```toml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -75,7 +77,7 @@ def test_the_settings_of_the_first_job_fit_the_recipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in (README, *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md") if page.exists()],
+    [README, *sorted(ROOT.glob("docs/**/*.md")), *ROOT.glob("C*.md")],
     ids=str,
 )
 def test_links_lead_somewhere(page: Path) -> None:
@@ -91,6 +93,17 @@ def test_readme_lists_every_page() -> None:
     pages = sorted(ROOT.glob("docs/*.md"))
     assert len(pages) > 10
     assert unlisted(README.read_text(encoding="utf-8"), pages) == []
+
+
+def test_readme_fits_on_two_screens() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES
+
+
+def test_the_lab_notes_are_all_listed() -> None:
+    index = (NOTES / "README.md").read_text(encoding="utf-8")
+    names = {page.name for page in NOTES.glob("*.md")} - {"README.md"}
+    assert {name for name in names if f"]({name})" not in index} == set()
+    assert set(re.findall(r"\]\((\d{4}[^)]*)\)", index)) == names
 
 
 def test_an_unlisted_page_is_seen() -> None:

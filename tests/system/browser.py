@@ -1,5 +1,6 @@
-"""A headless Chromium, driven through chromedriver's HTTP interface (WebDriver) with the standard
-library alone.
+"""Headless Chromium, driven through chromedriver's HTTP interface (WebDriver).
+
+It needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--hide-scrollbars", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--disable-dev-shm-usage",
 )  # fmt: skip
-PROGRAMS = ("chromedriver", "chromium")  # Debian's packages chromium-driver and chromium
+PROGRAMS = ("chromedriver", "chromium")  # from Debian's packages chromium-driver and chromium
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 
 class Browser:
-    """One page at a time. The driver keeps what the page logs and asks the network for."""
+    """One page at a time. The driver records its console messages and its requests."""
 
     def __init__(self, session_url: str) -> None:
         self._url = session_url
@@ -33,28 +35,27 @@ class Browser:
         self._post("url", {"url": page.resolve().as_uri()})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """The value that the JavaScript function body `script` returns in the page."""
+        """Return what the JavaScript function body `script` returns in the page."""
         return self._post("execute/sync", {"script": script, "args": list(arguments)})
 
     def each(self, selector: str, expression: str = "e.textContent") -> list[Any]:
-        """The value of a JavaScript expression for each element `e` that `selector` finds, in their
-        order.
-        """
+        """Return the value of a JavaScript expression for each element `e` of `selector`."""
         return self.run(
             f"return [...document.querySelectorAll(arguments[0])].map((e) => {expression})",
             selector,
         )
 
     def click(self, selector: str) -> None:
-        """Click as a person does: the element must be in sight and not be covered."""
+        """Click as a user does: the element must be visible and not covered."""
         element = self._in_sight(selector)
         self._post(f"element/{element[ELEMENT]}/click", {})
 
     def drag(
         self, selector: str, start: tuple[int, int], end: tuple[int, int], *, press: bool = True
     ) -> None:
-        """Move the mouse from `start` to `end`, in pixels from the element's middle; the button is
-        held if `press`.
+        """Move the mouse from `start` to `end`, in pixels from the element's middle.
+
+        The button is held if `press`.
         """
         element = self._in_sight(selector)
         moves = [
@@ -88,7 +89,7 @@ class Browser:
         )
 
     def errors(self) -> list[str]:
-        """What the console said at level warning or above since last asked."""
+        """Return the console messages of level warning and above since the last call."""
         return [
             entry["message"]
             for entry in self._log("browser")
@@ -96,8 +97,9 @@ class Browser:
         ]
 
     def requests(self) -> list[str]:
-        """The addresses that pages from files asked for since last asked, their own first; inline
-        data is left out.
+        """Return the addresses requested by pages from files since the last call, their own first.
+
+        Inline data is left out.
         """
         events = [json.loads(entry["message"])["message"] for entry in self._log("performance")]
         asked = [
@@ -123,7 +125,7 @@ def missing_programs() -> list[str]:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
-    """A browser with the empty folder `profile` for its own files; it ends with the block."""
+    """Yield a browser with the empty folder `profile` for its files; it ends with the block."""
     driver = subprocess.Popen([PROGRAMS[0], "--port=0"], stdout=subprocess.PIPE, text=True)
     try:
         base = f"http://127.0.0.1:{_port(driver)}/session"
@@ -146,7 +148,7 @@ def chromium(profile: Path) -> Iterator[Browser]:
 
 
 def _port(driver: subprocess.Popen[str]) -> int:
-    """The free port that the driver found, from what it prints."""
+    """Return the free port that the driver chose, from its output."""
     assert driver.stdout is not None
     for line in driver.stdout:
         if "started successfully on port" in line:

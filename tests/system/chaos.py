@@ -1,11 +1,10 @@
-"""Random faults in real runs: every one must end, soon, in an error that says what happened, or not
-matter.
+"""Random faults in real runs: each run must complete, or end soon with an error that names it.
 
     python -m tests.system.chaos --faults 20 --seed 1
 
-Each fault is a run of two ranks on this machine. Printed are its seed, how it ended and after how
-long; the table goes to benchmarks/results/ with --save. A single fault is repeated with --only
-INDEX.
+Each fault strikes a run of two ranks on this machine. For each it prints the seed, how the run
+ended and after how long. With --save the table goes to benchmarks/results/. --only INDEX repeats
+one fault.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from tests.system.chaos_cases import DEADLINE_S, LOST_AFTER_S, Case, cases, matc
 from tests.system.faults import ENVIRONMENT
 
 REPO = Path(__file__).parents[2]
-GRACE_S = 10.0  # how long after its deadline a run may take to be gone
-RUN_S = 300.0  # the last resort for a run that is completed, from its first step
+GRACE_S = 10.0  # how long after its deadline all processes of a run may take to end
+RUN_S = 300.0  # the last resort for a run to complete, from its first step
 DISK_BYTES = 4 << 20
 FILLER = "filler"
 START_S = 600.0  # the last resort for its first step
@@ -64,19 +63,20 @@ ARITHMETIC = [
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: "error", "completed" or "resumed"; `seconds` from the fault to the end of
-    its last process.
+    """How a run ended: "error", "completed" or "resumed".
+
+    `seconds` is the time from the fault to the end of its last process.
     """
 
     case: Case
     how: str
     seconds: float
     sentence: str
-    wrong: str
+    problem: str
 
 
 class Run:
-    """One run and what it said."""
+    """One run and its output."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.mark = uuid.uuid4().hex
@@ -127,9 +127,9 @@ class Run:
             reader.start()
 
     def end(self, seconds: float) -> bool:
-        """Whether the launcher and all that came of it ended in time; nothing is left after this."""
-        ended = processes.await_end(self.mark, seconds)
-        processes.end_all(self.mark)
+        """Return whether all processes of the run ended in time, and kill those that did not."""
+        ended = processes.wait_for_end(self.mark, seconds)
+        processes.kill_all(self.mark)
         self.process.wait()
         for reader, stream in zip(
             self._readers, (self.process.stdout, self.process.stderr), strict=True
@@ -153,12 +153,13 @@ class Run:
 
     @property
     def sentence(self) -> str:
-        """The last line that it left on stderr."""
+        """The last line on its stderr."""
         return (self.err.strip().splitlines() or [""])[-1]
 
     def pid(self, victim: str) -> int:
-        """The process that a case names. Raises: ProcessLookupError when the run is over, or never
-        had it.
+        """Return the pid of the process that a case names.
+
+        Raises: ProcessLookupError when the run is over, or never had that process.
         """
         if victim == "launcher":
             return self.process.pid
@@ -184,7 +185,7 @@ class Run:
 
 
 def strike(run: Run, case: Case) -> float:
-    """Do to the run what the case says, from outside, at its moment; returns when that was."""
+    """Strike the run from outside, as the case says; return the time of it."""
     if case.at_start:
         run.pid(case.victim)
     else:
@@ -199,13 +200,13 @@ def strike(run: Run, case: Case) -> float:
             )
         elif case.signal is not None:
             os.kill(run.pid(case.victim), case.signal)
-    except ProcessLookupError:  # the run was over first
+    except ProcessLookupError:  # the run was over before
         pass
     return time.time()
 
 
 def play(case: Case) -> Outcome:
-    """One run, one fault; and the same command again, if it is one to be resumed."""
+    """Play one case, and run the same command again if the case resumes."""
     with tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         if case.victim == "disk" and not mounts(folder / "runs"):
@@ -220,27 +221,23 @@ def play(case: Case) -> Outcome:
         elif case.frames is not None and run.completed:
             return Outcome(case, "completed", 0.0, "", "its fault never struck")
         seconds = max(0.0, time.time() - struck)
-        how, wrong = (
-            "completed" if run.completed else "error",
-            fault_of(case, run, seconds, in_time),
-        )
-        if not run.completed and not wrong and case.resumes:
-            (folder / "runs" / FILLER).unlink(missing_ok=True)  # somebody makes room first
+        how = "completed" if run.completed else "error"
+        problem = problem_with(case, run, seconds, in_time)
+        if not run.completed and not problem and case.resumes:
+            (folder / "runs" / FILLER).unlink(missing_ok=True)  # as if the user had made room
             again = Run(replace(case, frames=None), folder)
             again.end(START_S + RUN_S)
-            how, wrong = (
-                "resumed",
-                "" if again.completed else f"cannot be resumed: {again.sentence}",
-            )
+            how = "resumed"
+            problem = "" if again.completed else f"cannot be resumed: {again.sentence}"
         if case.victim == "disk":
             subprocess.run(["umount", "--lazy", str(folder / "runs")], check=True)
-        return Outcome(case, how, seconds, run.sentence, wrong)
+        return Outcome(case, how, seconds, run.sentence, problem)
 
 
-def play_and_tell(seed: int, index: int, case: Case) -> Outcome:
-    """The same, with a line on the screen that says how to repeat it."""
+def play_and_print(seed: int, index: int, case: Case) -> Outcome:
+    """Play a case, and print a line that says how to repeat it."""
     outcome = play(case)
-    verdict = f"WRONG: {outcome.wrong}" if outcome.wrong else "ok"
+    verdict = f"WRONG: {outcome.problem}" if outcome.problem else "ok"
     print(
         f"{seed}:{index:<3} {case.kind:<24} {case.victim:<10} {outcome.how:<9} "
         f"{outcome.seconds:5.1f} s  {verdict}  {outcome.sentence}",
@@ -250,7 +247,7 @@ def play_and_tell(seed: int, index: int, case: Case) -> Outcome:
 
 
 def mounts(folder: Path) -> bool:
-    """Whether a small file system of its own could be mounted at `folder`, which takes root."""
+    """Mount a small file system at `folder`, which takes root; return whether that worked."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", str(folder)]
     try:
@@ -260,7 +257,7 @@ def mounts(folder: Path) -> bool:
 
 
 def fill(folder: Path) -> None:
-    """Take all the room that is left."""
+    """Fill the file system."""
     with (folder / FILLER).open("wb", buffering=0) as file:
         try:
             while True:
@@ -269,8 +266,8 @@ def fill(folder: Path) -> None:
             return
 
 
-def fault_of(case: Case, run: Run, seconds: float, in_time: bool) -> str:
-    """What is wrong with how the run ended; empty when nothing is."""
+def problem_with(case: Case, run: Run, seconds: float, in_time: bool) -> str:
+    """Return what is wrong with how the run ended; "" when nothing is."""
     if not in_time:
         return "it did not end, or left processes behind"
     if left := [str(path.relative_to(run.folder)) for path in run.folder.rglob("secret")]:
@@ -290,7 +287,7 @@ def fault_of(case: Case, run: Run, seconds: float, in_time: bool) -> str:
 
 
 def rows(outcomes: list[Outcome]) -> list[Row]:
-    """The table of faults survived: one row a kind, and the whole."""
+    """Return the table of survived faults: one row for each kind, and the total."""
     found = []
     for kind in dict.fromkeys(outcome.case.kind for outcome in outcomes):
         ours = [outcome for outcome in outcomes if outcome.case.kind == kind]
@@ -304,10 +301,10 @@ def rows(outcomes: list[Outcome]) -> list[Row]:
                 value=round(max(outcome.seconds for outcome in ours), 1),
                 unit="s",
                 bar=f"all of {len(ours)} attributed, in time",
-                holds=not any(outcome.wrong for outcome in ours),
+                holds=not any(outcome.problem for outcome in ours),
             )
         )
-    survived = sum(not outcome.wrong for outcome in outcomes)
+    survived = sum(not outcome.problem for outcome in outcomes)
     median = statistics.median(outcome.seconds for outcome in outcomes)
     found.append(Row(what="median end after a fault", value=round(median, 1), unit="s"))
     total = Row(what="faults survived", value=survived, unit=f"of {len(outcomes)}", bar="all")
@@ -330,7 +327,7 @@ def main() -> int:
 
     pool = ThreadPoolExecutor(args.jobs)
     try:
-        outcomes = list(pool.map(lambda item: play_and_tell(args.seed, *item), chosen))
+        outcomes = list(pool.map(lambda item: play_and_print(args.seed, *item), chosen))
     finally:
         pool.shutdown(cancel_futures=True)
     return finish(__file__, ["torch", "pyzmq"], rows(outcomes), save=args.save)

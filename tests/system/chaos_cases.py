@@ -1,8 +1,6 @@
-"""What can go wrong with a run, drawn from a seed: which fault strikes whom and when, and how the
-run may end.
+"""Cases of faults, drawn from a seed: which fault strikes which process and when.
 
-A run that meets a fault ends in an error that says what happened, or is completed as if there had
-been none.
+A run has to end in an error that names its fault, or to complete as if there had been none.
 """
 
 from __future__ import annotations
@@ -26,14 +24,12 @@ OUTSIDE = r"the run was ended from outside: (every rank|the controller) got SIG"
 
 @dataclass(frozen=True)
 class Case:
-    """One fault. `strike` is done by the driver from outside, or `frames` is installed in a process
-    of the run.
-    """
+    """One fault, caused by the driver from outside, or by `frames` in a process of the run."""
 
     kind: str
-    victim: str  # "0", "1", "controller", "launcher", or "disk"
+    victim: str  # the struck process: "0", "1", "controller", "launcher", or "disk"
     delay_s: float  # after the first step, or after the launch for a fault at start-up
-    expected: str  # pattern of the run's sentence; empty where the run must be completed
+    expected: str  # pattern of the run's sentence; empty where the run must complete
     may_complete: bool = False
     codes: tuple[int, ...] = (1,)
     frames: Fault | None = None
@@ -41,11 +37,11 @@ class Case:
     at_start: bool = False
     recipe: str = "toy"
     settings: tuple[str, ...] = ()
-    resumes: bool = False  # the same command is to complete it afterwards
+    resumes: bool = False  # whether the same command has to complete it afterwards
 
 
 def draw(kind: str, rng: random.Random) -> Case:
-    """A case of this kind."""
+    """Return a case of this kind."""
     rank, delay_s = rng.choice("01"), rng.uniform(0.0, 2.0)
     match kind:
         case "kill rank":
@@ -234,7 +230,7 @@ KINDS = (
 
 
 def cases(seed: int, count: int) -> list[Case]:
-    """`count` cases; every kind comes before any comes again."""
+    """Return `count` cases; every kind occurs before any occurs again."""
     drawn = []
     for i in range(count):
         case = draw(KINDS[i % len(KINDS)], rng := random.Random(f"{seed}:{i}"))

@@ -1,20 +1,21 @@
-"""`spmd-rl run`, with a fault installed in the ranks that it forks."""
+"""`spmd-rl run` with a fault installed in the ranks that it forks."""
 
 from __future__ import annotations
 
 import sys
 
-from spmd_rl.cli import main
+from spmd_rl.cli import rank
+from spmd_rl.cli.main import main
 from tests.system.faults import install_in_rank
 
-real = main._forked_rank
+real = rank.run_rank
 
 
-def forked_rank(words: list[str]) -> int:
+def run_rank(words: list[str]) -> int:
     install_in_rank()
     return real(words)
 
 
 if __name__ == "__main__":
-    main._forked_rank = forked_rank
-    sys.exit(main.main())
+    rank.run_rank = run_rank
+    sys.exit(main())

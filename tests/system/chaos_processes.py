@@ -1,4 +1,4 @@
-"""The processes of one run, found by a mark in their environment, whoever their parent is by now."""
+"""Processes of one run, found by a mark in their environment, whatever their parent is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MARK = "SPMD_RL_TEST_MARK"
 CALLED = b"\0-m\0spmd_rl\0run\0"
 
 
-def marked(mark: str) -> list[int]:
-    """The live processes of the run with this mark, oldest first; zombies are not alive."""
+def with_mark(mark: str) -> list[int]:
+    """Return the live processes of the run with this mark, oldest first; zombies are not alive."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for folder in Path("/proc").iterdir():
@@ -25,24 +25,25 @@ def marked(mark: str) -> list[int]:
                     and state(int(folder.name)) != "Z"
                 ):
                     found.append(int(folder.name))
-            except OSError:  # it ended meanwhile, or is another user's
+            except OSError:  # it has ended, or belongs to another user
                 continue
     return sorted(found)
 
 
 def controller(mark: str) -> int | None:
-    """The controller of a run, once there is one."""
-    commands = {pid: _read(pid, "cmdline") for pid in marked(mark)}
+    """Return the controller of a run; None before it starts."""
+    commands = {pid: _read(pid, "cmdline") for pid in with_mark(mark)}
     return next(
         (pid for pid, command in commands.items() if b"\0spmd_rl\0controller\0" in command), None
     )
 
 
 def ranks(mark: str, launcher: int) -> list[int]:
-    """The workers that a launcher started, in the order of their ranks; `spmd-rl` forks them,
-    torchrun calls them.
+    """Return the workers that a launcher started, in the order of their ranks.
+
+    `spmd-rl` forks them; torchrun starts them as new commands.
     """
-    commands = {pid: _read(pid, "cmdline") for pid in marked(mark) if parent(pid) == launcher}
+    commands = {pid: _read(pid, "cmdline") for pid in with_mark(mark) if parent(pid) == launcher}
     return [
         pid
         for pid, command in commands.items()
@@ -66,10 +67,10 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def await_end(mark: str, seconds: float) -> bool:
-    """Whether all processes of a run ended within `seconds`. Blocks: that long at most."""
+def wait_for_end(mark: str, seconds: float) -> bool:
+    """Return whether all processes of a run ended. Blocks: for `seconds` at most."""
     until = time.monotonic() + seconds
-    while pids := marked(mark):
+    while pids := with_mark(mark):
         left = until - time.monotonic()
         if left <= 0:
             return False
@@ -82,11 +83,9 @@ def await_end(mark: str, seconds: float) -> bool:
     return True
 
 
-def end_all(mark: str) -> None:
-    """SIGKILL for every process of a run, until there is none: also those with a session of their
-    own.
-    """
-    while pids := marked(mark):
+def kill_all(mark: str) -> None:
+    """SIGKILL every process of a run until none is left, whatever its session."""
+    while pids := with_mark(mark):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

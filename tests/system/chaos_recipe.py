@@ -1,6 +1,4 @@
-"""A small recipe that does everything a run does, for a few seconds: collectives, phases, metrics,
-checkpoints.
-"""
+"""Small recipe that does all that a run does: collectives, phases, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.controller import Controller
-from spmd_rl.controller.endpoint import Role, Sharded, collective
+from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.mesh.role_context import RoleContext
 from spmd_rl.mesh.split import RoleSplit
 from tests.system.faults import install_in_controller, struck_file
@@ -26,13 +24,13 @@ LEAVE_AFTER = 30  # steps
 
 @dataclass(frozen=True)
 class Config:
-    steps: int = 120  # of about 30 ms
-    leaves: int = -1  # the rank that leaves with exit code 0, once, in step 31
+    steps: int = 120  # each of about 30 ms
+    leaves: int = -1  # the rank that exits with code 0, once, in step 31
     run: RunConfig = field(default_factory=lambda: RunConfig(save_every=5))
 
 
 class Toiler(Role):
-    """Its whole state is one number that every step adds to."""
+    """A role whose state is one number, to which every step adds."""
 
     def __init__(self, cfg: Config, context: RoleContext) -> None:
         super().__init__(cfg, context)
@@ -59,6 +57,13 @@ class Toiler(Role):
             json.dumps([self.total] * 500)
         )
         self.context.barrier()
+
+    @collective
+    def wait_until_saved(self) -> None: ...
+
+    @local
+    def resume_differences(self) -> list[str]:
+        return []
 
     @collective
     def load(self, folder: str) -> None:

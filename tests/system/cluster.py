@@ -1,8 +1,7 @@
-"""A real Slurm on this host: munged, slurmctld and one slurmd a node, all children of the test, all
-gone with it.
+"""Real Slurm on this host: munged, slurmctld and a slurmd for each node, as children of the test.
 
-Everything runs as the user who runs the tests; every port is one that was free; cgroups are left
-alone, so that a container without them will do.
+Everything runs as the user of the tests, on ports that were free. Cgroups are not used, so that it
+runs in a container without them. All of it ends with the test.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def missing_programs() -> list[str]:
 
 
 def until(condition: Callable[[], T], what: str, within_s: float = 600.0) -> T:
-    """The first true value of `condition`. Blocks: for `within_s` at most, then fails."""
+    """Return the first true value of `condition`. Blocks: for `within_s` at most, then fails."""
     give_up_at = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < give_up_at, f"not within {within_s:g} s: {what}"
@@ -78,13 +77,13 @@ def until(condition: Callable[[], T], what: str, within_s: float = 600.0) -> T:
 
 
 class Cluster:
-    """`environment` is what a client of this cluster needs."""
+    """A cluster; `environment` is what a client of it needs."""
 
     def __init__(self, nodes: tuple[str, ...]) -> None:
         self.nodes = nodes
-        # a socket's path must be short
+        # the path of a socket must be short
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-        self.folder.chmod(0o711)  # munged wants its socket to be reachable by all
+        self.folder.chmod(0o711)  # munged requires that all users can reach its socket
         conf = self.folder / "slurm.conf"
         base = {
             k: v
@@ -101,7 +100,7 @@ class Cluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Blocks: until every node is idle; fails after `START_S`."""
+        """Wait until every node is idle. Blocks: for `START_S` at most, then fails."""
         self._start_munged()
         (self.folder / "state").mkdir()
         self._start("slurmctld", ["slurmctld", "-D", "-c"])
@@ -114,9 +113,7 @@ class Cluster:
         self._start(node, ["slurmd", "-D", "-N", node], **{NODE_MARK: node})
 
     def kill_node(self, node: str) -> None:
-        """The node loses power: its daemon and everything that runs there are gone, and Slurm is
-        told.
-        """
+        """Cut a node's power: kill its daemon and all that runs there, and tell Slurm."""
         daemon = self._daemons.pop(node)
         for pid in [
             daemon.pid,
@@ -132,7 +129,7 @@ class Cluster:
         until(self._all_idle, f"{node} idle again", START_S)
 
     def stop(self) -> None:
-        """End every process of this cluster, and remove its folder."""
+        """Kill every process of this cluster, and remove its folder."""
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
         for daemon in self._daemons.values():
@@ -146,7 +143,7 @@ class Cluster:
         shutil.rmtree(self.folder)
 
     def command(self, *words: str, **environment: str) -> str:
-        """What a Slurm client prints; fails when it does."""
+        """Return the output of a Slurm client; fail when the client does."""
         variables = self.environment | environment
         done = subprocess.run(
             words, env=variables, capture_output=True, text=True, timeout=600, check=False
@@ -155,13 +152,14 @@ class Cluster:
         return done.stdout
 
     def job(self, number: int) -> dict[str, str]:
-        """What Slurm knows of a job, such as JobState and Restarts."""
+        """Return what Slurm knows of a job, such as JobState and Restarts."""
         words = self.command("scontrol", "show", "job", "--oneliner", str(number)).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def processes(self, *variables: str) -> list[int]:
-        """The pids of this cluster's processes, daemons left out, that hold these: `NAME=value`, or
-        `NAME=` for any.
+        """Return this cluster's processes, without daemons, whose environment has these entries.
+
+        An entry is `NAME=value`, or `NAME=` for any value.
         """
         wanted = [
             f"SLURM_CONF={self.environment['SLURM_CONF']}".encode(),
@@ -175,7 +173,7 @@ class Cluster:
         ]
 
     def busy(self) -> bool:
-        """Whether anything of any job is still there."""
+        """Return whether any process of a job still runs."""
         return bool(self.processes(f"{NODE_MARK}=") or self.processes("SLURM_JOB_ID="))
 
     def _start_munged(self) -> None:
@@ -233,12 +231,12 @@ def _free_ports(num: int) -> list[int]:
 
 
 def _environments() -> Iterator[tuple[int, list[bytes]]]:
-    """Every process whose environment we may read."""
+    """Return every process whose environment this user may read."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 yield int(entry.name), (entry / "environ").read_bytes().split(b"\0")
-            except OSError:  # ended meanwhile, or another user's
+            except OSError:  # it has ended, or belongs to another user
                 continue
 
 

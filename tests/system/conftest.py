@@ -1,6 +1,4 @@
-"""Fixtures of the system tests: a Slurm cluster, and the telephone by which its jobs reach the
-test.
-"""
+"""Fixtures of the system tests: a Slurm cluster, and the socket by which its jobs reach a test."""
 
 from __future__ import annotations
 
@@ -18,24 +16,24 @@ import pytest
 from tests.system.cluster import Cluster, missing_programs
 
 NODES = ("n1", "n2", "n3")
-CALL_S = 900.0  # for a submitted run to be scheduled, to start on all nodes, and to call
+CONNECT_S = 900.0  # for a submitted run to be scheduled, to start on all nodes, and to connect
 
 
 @dataclass
-class Call:
-    """A run on the line: its report, and the socket that keeps it waiting."""
+class WaitingRun:
+    """A run that has connected: its report, and the connection on which it waits."""
 
     report: dict[str, Any]
-    line: socket.socket
+    connection: socket.socket
 
-    def tell(self, order: str) -> None:
-        """`end` or `fail`."""
-        self.line.sendall(order.encode())
-        self.line.close()
+    def order(self, word: str) -> None:
+        """Send an order: `end`, `fail` or `go on`."""
+        self.connection.sendall(word.encode())
+        self.connection.close()
 
 
-class Telephone:
-    """Where the witness recipe calls."""
+class ReportSocket:
+    """The socket that the witness recipe connects to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,28 +41,29 @@ class Telephone:
         self._server.bind(str(path))
         self._server.listen()
         self._server.settimeout(1.0)
-        self._lines: list[socket.socket] = [self._server]
+        self._sockets: list[socket.socket] = [self._server]
 
-    def answer(self, hopeless: Callable[[], bool]) -> Call:
-        """The next run that calls. Blocks: for `CALL_S` at most, or until `hopeless`; then raises
-        TimeoutError.
+    def next_run(self, job_ended: Callable[[], bool]) -> WaitingRun:
+        """Wait for the next run to connect, and return it.
+
+        Blocks: for `CONNECT_S` at most, or until `job_ended()`. Raises: TimeoutError then.
         """
-        give_up_at = time.monotonic() + CALL_S
+        give_up_at = time.monotonic() + CONNECT_S
         while True:
             try:
-                line, _ = self._server.accept()
+                connection, _ = self._server.accept()
                 break
             except TimeoutError:
-                if time.monotonic() > give_up_at or hopeless():
+                if time.monotonic() > give_up_at or job_ended():
                     raise
-        line.settimeout(CALL_S)
-        self._lines.append(line)
-        with line.makefile("r") as text:
-            return Call(json.loads(text.readline()), line)
+        connection.settimeout(CONNECT_S)
+        self._sockets.append(connection)
+        with connection.makefile("r") as text:
+            return WaitingRun(json.loads(text.readline()), connection)
 
     def close(self) -> None:
-        for line in self._lines:
-            line.close()
+        for each in self._sockets:
+            each.close()
 
 
 @pytest.fixture(scope="session")
@@ -83,9 +82,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def telephone(cluster: Cluster) -> Iterator[Telephone]:
-    path = cluster.folder / "telephone"
-    line = Telephone(path)
-    yield line
-    line.close()
+def report_socket(cluster: Cluster) -> Iterator[ReportSocket]:
+    path = cluster.folder / "report_socket"
+    opened = ReportSocket(path)
+    yield opened
+    opened.close()
     path.unlink()

@@ -1,12 +1,14 @@
-"""A reward that a model of random weights gets in part: without a gradient, every resume would be
-right.
+"""Reward that a model of random weights gets in part.
+
+Without a gradient, every resume would be right.
 """
 
 from __future__ import annotations
 
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 
 def even(prompt: Prompt, sample: Sample) -> float:
-    """The share of even tokens."""
+    """Return the fraction of even tokens."""
     return float((sample.tokens % 2 == 0).mean())

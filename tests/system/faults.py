@@ -1,9 +1,8 @@
-"""Faults between our code and ZeroMQ, and below it: installed in a process by the environment that
-started it.
+"""Faults between this package and ZeroMQ, or below it, installed in a process by its environment.
 
-FAULT is JSON: the `kind`, the `side` it strikes ("controller" or a rank), and after how many frames
-or bytes. Nothing of the product knows of this file: it changes what sending a message does in this
-process, or puts a proxy that corrupts bytes between a rank and the address it dials.
+The variable is JSON: the `kind` of fault, the `side` that it strikes ("controller" or a rank), and
+after how many frames or bytes. The package does not know of this file, which replaces the function
+that sends a message, or puts a proxy that corrupts bytes between a rank and its controller.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ ENVIRONMENT = "SPMD_RL_TEST_FAULT"
 @dataclass(frozen=True)
 class Fault:
     kind: str  # drop, delay, duplicate, corrupt, or bytes
-    side: str  # "controller", "0", "1" ...
-    after: int  # frames sent before it strikes
-    seconds: float = 0.0  # of a delay
+    side: str  # the struck process: "controller", "0", "1" ...
+    after: int  # number of frames sent before it strikes
+    seconds: float = 0.0  # length of a delay
     seed: int = 0
 
     def text(self) -> str:
@@ -40,8 +39,9 @@ def given() -> Fault | None:
 
 
 def install_in_controller() -> None:
-    """Call it where the recipe is imported; does nothing unless this process is the controller a
-    fault is meant for.
+    """Install the fault if this process is the controller that it is meant for.
+
+    Call it where the recipe is imported.
     """
     fault = given()
     if fault is not None and fault.side == "controller":
@@ -49,7 +49,7 @@ def install_in_controller() -> None:
 
 
 def install_in_rank() -> None:
-    """Call it in a rank before it dials."""
+    """Install the fault if it is meant for this rank. Call it before the rank connects."""
     fault = given()
     if fault is None or fault.side != os.environ.get("RANK"):
         return
@@ -60,8 +60,9 @@ def install_in_rank() -> None:
 
 
 def _strike_frames(fault: Fault) -> None:
-    """In the one place where this side sends: the controller imports the recipe, but ranks do as
-    well.
+    """Replace the function with which this side sends.
+
+    Ranks import the recipe too, so that only the fault's side is changed.
     """
     from spmd_rl.controller.channel import dealer, frames, router
 
@@ -92,12 +93,12 @@ def _strike_frames(fault: Fault) -> None:
 
 
 def struck_file() -> Path:
-    """Its time is when the fault struck."""
+    """Return the file whose time of modification says when the fault struck."""
     return Path(tempfile.gettempdir()) / "struck"
 
 
 def _altered(fault: Fault, message: bytes) -> list[bytes]:
-    """What is sent in place of a message."""
+    """Return what is sent in place of a message."""
     if fault.kind == "delay":
         time.sleep(fault.seconds)
     if fault.kind == "corrupt":
@@ -106,9 +107,7 @@ def _altered(fault: Fault, message: bytes) -> list[bytes]:
 
 
 def corrupted(message: bytes, rng: random.Random) -> bytes:
-    """The run's generation or the message's number with one bit turned; the rest is CURVE's to
-    guard.
-    """
+    """Flip one bit of the generation or the number of a message; CURVE guards the rest."""
     altered = bytearray(message)
     altered[rng.randrange(16)] ^= 1 << rng.randrange(8)
     return bytes(altered)
@@ -117,17 +116,18 @@ def corrupted(message: bytes, rng: random.Random) -> bytes:
 def _strike_bytes(fault: Fault) -> None:
     import spmd_rl.controller.worker as worker
 
-    real = worker.Dealer
+    real = worker.WorkerLifecycle
 
     def through_proxy(endpoint: str, *rest: Any) -> Any:
         return real(proxy(endpoint, fault.after), *rest)
 
-    worker.Dealer = through_proxy  # type: ignore[assignment, misc]
+    worker.WorkerLifecycle = through_proxy  # type: ignore[assignment, misc]
 
 
 def proxy(endpoint: str, after_bytes: int) -> str:
-    """Forward a UNIX socket both ways, turning one bit of what goes to the controller after that
-    many bytes.
+    """Forward a UNIX socket both ways, and return its address.
+
+    One bit of what goes to the controller is flipped after `after_bytes`.
     """
     path = Path(tempfile.mkdtemp(prefix="proxy-")) / "s"
     listener = socket.socket(socket.AF_UNIX)

@@ -1,5 +1,4 @@
-"""Kills whole runs at random moments, starts the same command again, and compares with a run that
-was left alone.
+"""Kills whole runs at random moments, resumes them, and compares them with an undisturbed run.
 
 python -m tests.system.kill_resume --kills 20 --seed 1
 """
@@ -31,7 +30,7 @@ COMMAND = (
     "import sys; from spmd_rl.cli.main import main; sys.exit(main())",
     "run",
 )
-Fault = Callable[[int, str], object]  # given the launcher's pid and the mark of the run's processes
+Fault = Callable[[int, str], object]  # takes the launcher's pid and the mark of the run's processes
 SMALL = [
     f"--model={EXAMPLE / 'model'}",
     f"--data={EXAMPLE / 'train.jsonl'}",
@@ -53,13 +52,13 @@ MODES = {
     "warm-up": [str(EXAMPLE / "recipe.py"), "--nproc=1", "--warmup_steps=30", "--warmup_pairs=32"],
 }
 LOOK_S = 0.002  # between two looks at the run's folder
-# what a clock or another process has a part in
+# prefixes of metrics that depend on a clock or on other processes
 TIMES = ("time/", "before/", "perf/", "rollout/tokens_per_s", "memory/", "unix_s")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left that must not depend on how often it was killed."""
+    """The part of a run's results that must not depend on how often it was killed."""
 
     weights: str
     metrics: list[dict[str, Any]]
@@ -80,7 +79,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Moment:
-    """`looks` looks after the `event`th change of a file whose path contains `within`."""
+    """A moment: `looks` looks after change `event` of files with `within` in their path."""
 
     event: int
     looks: int
@@ -88,8 +87,9 @@ class Moment:
 
     @classmethod
     def random(cls, rng: random.Random, num_events: int) -> Moment:
-        """Any moment of a run with so many changes; one in three while a checkpoint is being
-        written.
+        """Return a random moment of a run with `num_events` changes.
+
+        One in three is while a checkpoint is being written.
         """
         if rng.random() < 1 / 3:
             return cls(rng.randint(1, 9), rng.randint(0, 4), within=".part")
@@ -98,14 +98,14 @@ class Moment:
 
 @dataclass
 class Run:
-    """One command in one folder, to be started as often as it takes."""
+    """One command in one folder, which can be started any number of times."""
 
     cwd: Path
     words: list[str]
     name: str = "r"
     command: tuple[str, ...] = COMMAND
     output: str = ""
-    num_events: int = 0  # changes of files that were seen in the last life
+    num_events: int = 0  # changes of files that were seen in the last start
     limit_s: float = 1000.0
 
     @property
@@ -113,16 +113,16 @@ class Run:
         return self.cwd / "runs" / self.name
 
     def finish(self) -> Outcome:
-        """Let it run to its end."""
+        """Let the run complete."""
         assert self._live(None) == 0, self.output
         return Outcome.of(self.folder)
 
     def kill(self, moment: Moment) -> bool:
-        """Start, and kill every process of it at `moment`; False: it ended first."""
-        return self._live(moment, lambda launcher, mark: processes.end_all(mark)) < 0
+        """Start the run, and kill all its processes at `moment`; False if it ended before."""
+        return self._live(moment, lambda launcher, mark: processes.kill_all(mark)) < 0
 
     def meet(self, moment: Moment, fault: Fault) -> int:
-        """Start, let `fault` happen at `moment`, and wait for its end; returns the exit code."""
+        """Start the run, call `fault` at `moment`, and return the exit code."""
         return self._live(moment, fault)
 
     def _live(self, moment: Moment | None, fault: Fault = lambda launcher, mark: None) -> int:
@@ -151,16 +151,14 @@ class Run:
                     fault(process.pid, mark)
                 process.wait(self.limit_s)
             finally:
-                processes.end_all(mark)
+                processes.kill_all(mark)
             code = process.wait()
             log.seek(0)
             self.output = log.read()
         return code
 
     def _watch(self, process: subprocess.Popen[bytes], moment: Moment | None) -> bool:
-        """Count changes in the folder until it is time to strike; False: the process has ended
-        first.
-        """
+        """Count changes in the folder until `moment`; False if the process ended before."""
         seen, give_up_at = self._look(), time.monotonic() + self.limit_s
         self.num_events, num_looks, within = 0, 0, moment.within if moment else ""
         while time.monotonic() < give_up_at:
@@ -179,7 +177,7 @@ class Run:
         raise TimeoutError(f"{self.words[0]} did not end within {self.limit_s:g} s")
 
     def _look(self) -> dict[str, tuple[int, int]]:
-        """Size and time of every file in the run's folder, and every folder."""
+        """Return time and size of every file and folder in the run's folder."""
         found = {}
         for where, _, names in os.walk(self.folder):
             for path in (where, *(os.path.join(where, name) for name in names)):
@@ -196,16 +194,15 @@ def _sha(path: Path) -> str:
 
 
 def differences(one: Outcome, other: Outcome) -> list[str]:
-    """What is not equal, in words."""
+    """Return a description of everything that is not equal."""
     found = (
         []
         if one.weights == other.weights
         else [f"weights {one.weights[:12]} and {other.weights[:12]}"]
     )
     if one.metrics != other.metrics:
-        found.append(
-            f"metrics: {next((a, b) for a, b in zip(one.metrics, other.metrics, strict=False) if a != b)}"
-        )
+        pairs = zip(one.metrics, other.metrics, strict=False)
+        found.append(f"metrics: {next(pair for pair in pairs if pair[0] != pair[1])}")
     return found + [name for name in one.samples if one.samples[name] != other.samples.get(name)]
 
 

@@ -1,13 +1,14 @@
-"""Reward functions that go wrong at one sample."""
+"""Reward functions that fail at one sample."""
 
 from __future__ import annotations
 
 import threading
 
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 from tests.system.faults import struck_file
 
-POISONED = 5  # the prompt it goes wrong at
+POISONED = 5  # the prompt at which they fail
 
 
 def nan(prompt: Prompt, sample: Sample) -> float:

@@ -1,5 +1,6 @@
-"""Every kind of fault once, each in a run of its own; `python -m tests.system.chaos --seed` repeats
-what is printed.
+"""Every kind of fault once, each in a run of its own.
+
+`python -m tests.system.chaos --seed` repeats the seed that is printed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from itertools import count, repeat
 
 import pytest
 
-from tests.system.chaos import play, play_and_tell
+from tests.system.chaos import play, play_and_print
 from tests.system.chaos_cases import KINDS, Case, cases, draw
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(3000)]
@@ -24,18 +25,18 @@ def test_every_fault_ends_in_its_sentence_or_does_not_matter() -> None:
     seed = int(os.environ.get("CHAOS_SEED") or random.SystemRandom().randrange(10**6))
     print(f"CHAOS_SEED={seed}")
     with ThreadPoolExecutor(JOBS) as pool:
-        outcomes = list(pool.map(play_and_tell, repeat(seed), count(), cases(seed, FAULTS)))
-    wrong = [
-        f"{seed}:{i} {o.case.kind} ({o.case.victim}): {o.wrong}"
+        outcomes = list(pool.map(play_and_print, repeat(seed), count(), cases(seed, FAULTS)))
+    problems = [
+        f"{seed}:{i} {o.case.kind} ({o.case.victim}): {o.problem}"
         for i, o in enumerate(outcomes)
-        if o.wrong
+        if o.problem
     ]
-    assert wrong == []
+    assert problems == []
     assert {outcome.how for outcome in outcomes} >= {"error", "completed"}
 
 
 def test_a_fault_that_nobody_foresaw_is_seen() -> None:
-    """The judge itself: a run that ends without the expected words is not let through."""
+    """Negative control: a run that ends without the expected sentence is not accepted."""
     case = Case(
         "kill rank",
         "1",
@@ -43,7 +44,7 @@ def test_a_fault_that_nobody_foresaw_is_seen() -> None:
         "words that no run says",
         signal=draw("kill rank", random.Random(0)).signal,
     )
-    assert "no sentence says why" in play(case).wrong
+    assert "no sentence says why" in play(case).problem
 
 
 def test_a_seed_gives_the_same_faults_and_every_kind_comes() -> None:

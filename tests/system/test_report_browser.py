@@ -1,4 +1,4 @@
-"""The report in a real browser: drawn, usable, silent, and alone."""
+"""Report page in a real browser: it is drawn, usable, without console messages or requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(browser: Browser, *runs: Path) -> Path:
-    """Open the runs' report, with the logs of what came before thrown away."""
+    """Open the report of the runs, and discard earlier logs."""
     page = write_report(runs)
     browser.errors()
     browser.requests()
@@ -51,7 +51,7 @@ def check_quiet(browser: Browser, page: Path) -> None:
 
 
 def curve(browser: Browser, metric: str) -> list[list[float]]:
-    """The points of each line of the chart of `metric`, in pixels."""
+    """Return the points of each line in the chart of `metric`, in pixels."""
     paths = browser.each(f"[data-metrics~='{metric}'] path.curve", "e.getAttribute('d')")
     return [[float(word) for word in re.findall(r"[ML ]([-\d.]+)", path)] for path in paths]
 
@@ -69,8 +69,8 @@ def test_curves_are_drawn(browser: Browser, demo: Path) -> None:
     ]
     mean, solve_all, solve_none = curve(browser, "reward/mean")
     assert len(mean) == 2 * 120
-    assert mean[0::2] == sorted(mean[0::2])  # to the right
-    assert mean[1] > mean[-1]  # reward grows: up
+    assert mean[0::2] == sorted(mean[0::2])  # steps go to the right
+    assert mean[1] > mean[-1]  # reward grows, and the axis goes up
     assert solve_none[1] < solve_none[-1]
     assert len(solve_all) == 2 * 120
     # five phases and the rest
@@ -105,7 +105,7 @@ choice.dispatchEvent(new Event("change"));
 
 
 def warmed(folder: Path) -> Path:
-    """A run with a warm-up of ten steps of a minute each, and ten tokens in every step."""
+    """Write a run with a warm-up of ten steps of a minute each, and ten tokens in every step."""
     run = make_run(folder, num_steps=20)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     early = [
@@ -130,17 +130,17 @@ def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_pa
     assert browser.each("select[aria-label='x axis'] option") == [
         "steps",
         "wall-clock minutes",
-        "tokens trained on",
+        "trained tokens",
     ]
     assert (
-        "20 steps · in 30 min 0 s (10 min 0 s before step 1, 9 min 50 s of them in the phase warm-up)"
+        "20 steps · in 30 min 0 s (10 min 0 s of it before step 1, with 9 min 50 s of warm-up)"
         in (browser.each(".sub")[0])
     )
     assert (min(ticks(browser, "reward/mean")), max(ticks(browser, "reward/mean"))) == (5, 20)
     assert max(ticks(browser, "warmup/loss")) <= 0
     left = curve(browser, "reward/mean")[0][0]
     browser.run(ACROSS, "minutes")
-    for metric in ("reward/mean", "warmup/loss"):  # from the run's beginning to its end
+    for metric in ("reward/mean", "warmup/loss"):  # from the beginning of the run to its end
         assert (ticks(browser, metric)[0], ticks(browser, metric)[-1]) == (0, 30)
     assert curve(browser, "reward/mean")[0][0] > left + 50, "what came before step 1 has its place"
     browser.drag("[data-metrics~='reward/mean'] svg", (100, 0), (101, 0), press=False)
@@ -150,7 +150,7 @@ def test_the_charts_have_steps_minutes_or_tokens_across(browser: Browser, tmp_pa
     [at] = browser.each("[data-metrics~='reward/mean'] .at")
     step, _, minutes = at.removeprefix("step ").removesuffix(" min").partition(" · ")
     assert float(minutes) == 10 + int(step)
-    # a click goes to that step
+    # a click selects that step
     browser.drag("[data-metrics~='reward/mean'] svg", (100, 0), (100, 0))
     assert int(browser.run(CHOSEN % "step")) == min(
         (1, 10, 20), key=lambda kept: abs(kept - int(step))
@@ -241,7 +241,7 @@ def test_tokens_are_coloured_by_how_unlikely_they_were(browser: Browser, demo: P
 
 
 def opacity(colour: str) -> float:
-    """Of a computed colour: `rgba(1, 2, 3, 0.5)` or `color(srgb 0.1 0.2 0.3 / 0.5)`."""
+    """Parse a computed colour: `rgba(1, 2, 3, 0.5)` or `color(srgb 0.1 0.2 0.3 / 0.5)`."""
     inside = colour.partition("(")[2].rstrip(")")
     if "/" in inside:
         return float(inside.rpartition("/")[2])
@@ -258,7 +258,8 @@ def test_a_click_on_a_curve_goes_to_that_steps_samples_and_timeline(
     assert (
         int(
             browser.run(
-                "const s = document.querySelector('#timeline select'); return s.options[s.selectedIndex].text"
+                "const select = document.querySelector('#timeline select');"
+                "return select.options[select.selectedIndex].text"
             )
         )
         < 20
@@ -269,7 +270,8 @@ def test_the_timeline_draws_every_rank(browser: Browser, demo: Path) -> None:
     page = opened(browser, demo)
     colours = browser.run(
         """
-        const canvas = document.querySelector('#timeline canvas'), pen = canvas.getContext('2d'), seen = {};
+        const canvas = document.querySelector('#timeline canvas');
+        const pen = canvas.getContext('2d'), seen = {};
         const pixels = pen.getImageData(0, 0, canvas.width, canvas.height).data;
         for (let i = 0; i < pixels.length; i += 4) {
             const name = [...pixels.slice(i, i + 4)].join();
@@ -298,9 +300,7 @@ def test_hostile_samples_are_text(browser: Browser, tmp_path: Path) -> None:
 
 
 def test_the_pages_policy_stops_what_gets_in_all_the_same(browser: Browser, demo: Path) -> None:
-    """A negative control for the tests here, too: a script and a request from the page are seen and
-    refused.
-    """
+    """Negative control: a script and a request from the page are seen and refused."""
     opened(browser, demo)
     browser.run(
         """
@@ -322,7 +322,7 @@ def test_runs_are_overlaid(browser: Browser, demo: Path) -> None:
     page = opened(browser, demo, other)
     lines = curve(browser, "reward/mean")
     assert [len(line) // 2 for line in lines] == [120, 60]
-    assert lines[1][-2] < lines[0][-2]  # half the steps: ends half way
+    assert lines[1][-2] < lines[0][-2]  # half the steps end half way
     assert "lr" in browser.each("tr.differs th")
     browser.click(".runs button:nth-child(2)")
     assert len(curve(browser, "reward/mean")) == 1
@@ -367,7 +367,7 @@ def test_light_and_dark(browser: Browser, demo: Path) -> None:
     light = browser.run(background)
     browser.emulate("dark")
     assert browser.run(background) != light
-    browser.click("nav button")  # auto to light
+    browser.click("nav button")  # from automatic to light
     assert browser.run(background) == light
     browser.emulate("light")
     check_quiet(browser, page)

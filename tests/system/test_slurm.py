@@ -1,6 +1,4 @@
-"""Runs as jobs of a real Slurm: submitted, cancelled, requeued, preempted, and on a node that
-fails.
-"""
+"""Jobs of a real Slurm: submitted, cancelled, requeued, preempted, and on a node that fails."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.cluster import Cluster, until
-from tests.system.conftest import Call, Telephone
+from tests.system.conftest import ReportSocket, WaitingRun
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(3000)]
 
@@ -24,31 +22,31 @@ RECIPE = str(Path(__file__).with_name("witness.py"))
 SUBMIT = [
     sys.executable,
     "-c",
-    "import sys; from spmd_rl.slurm import submit; sys.exit(submit(sys.argv[1:]))",
+    "import sys; from spmd_rl.slurm.command import main; sys.exit(main(sys.argv[1:]))",
 ]
 CHECK = [
     sys.executable,
     "-c",
-    "import sys; from spmd_rl.check import check; sys.exit(check(sys.argv[1:]))",
+    "import sys; from spmd_rl.check.command import main; sys.exit(main(sys.argv[1:]))",
 ]
 NOTE = 'it\'s "$HOME" \\ `id`\n#SBATCH --nodes=1\nétoile'
 
 
-class Desk:
-    """Submits the witness from a folder of its own, and looks after its job."""
+class JobDriver:
+    """Submits the witness recipe from a folder of its own, and observes its job."""
 
-    def __init__(self, cluster: Cluster, telephone: Telephone, folder: Path) -> None:
+    def __init__(self, cluster: Cluster, report_socket: ReportSocket, folder: Path) -> None:
         self.cluster = cluster
-        self.telephone = telephone
+        self.report_socket = report_socket
         self.folder = folder
         self.logs = folder / "runs/witness/logs"
         self.jobs: list[int] = []
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """`spmd-rl submit` of the witness, to its end."""
+        """Run `spmd-rl submit` with the witness recipe."""
         paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPMD_RL_INTERFACE": "lo"}
         return subprocess.run(
-            [*SUBMIT, RECIPE, f"--telephone={self.telephone.path}", *words],
+            [*SUBMIT, RECIPE, f"--report_socket={self.report_socket.path}", *words],
             cwd=self.folder,
             env=self.cluster.environment | paths,
             capture_output=True,
@@ -57,17 +55,17 @@ class Desk:
             check=False,
         )
 
-    def submit(self, *words: str) -> Call:
-        """Submit over two nodes; its first call."""
+    def submit(self, *words: str) -> WaitingRun:
+        """Submit to two nodes, and return the first call."""
         done = self.run("--nodes=2", "--time=10", *words)
         assert done.returncode == 0, done.stderr
         self.jobs.append(int(done.stdout.split(":")[0].removeprefix("job ")))
-        return self.answer()
+        return self.next_run()
 
-    def answer(self) -> Call:
+    def next_run(self) -> WaitingRun:
         try:
-            return self.telephone.answer(
-                hopeless=lambda: self.state() in ("FAILED", "COMPLETED", "CANCELLED")
+            return self.report_socket.next_run(
+                job_ended=lambda: self.state() in ("FAILED", "COMPLETED", "CANCELLED")
             )
         except TimeoutError:
             raise AssertionError(
@@ -90,19 +88,18 @@ class Desk:
         until(lambda: self.state() in states, f"job {number} in state {states}\n{self.all_logs()}")
         return self.cluster.job(number)
 
-    def release(self) -> None:
-        """Spare a requeued job most of the two minutes that Slurm holds it back, once its first
-        life is over.
+    def release_requeued(self) -> None:
+        """Shorten the two minutes that Slurm holds a requeued job, once its first start is over.
 
-        Not all: in the second in which Slurm revoked a job's credential it takes no new one.
+        Some of it remains: in the second in which Slurm revokes a credential it accepts no new one.
         """
         job = self.await_state("PENDING")
-        until(lambda: not self.cluster.busy(), "no process of the first life left")
+        until(lambda: not self.cluster.busy(), "no process of the first start left")
         assert job["Restarts"] == "1"
         self.cluster.command("scontrol", "update", f"JobId={self.jobs[-1]}", "StartTime=now+2")
 
-    def leave(self) -> None:
-        """Cancel whatever is left, and wait until Slurm has seen the last of it."""
+    def cancel_all(self) -> None:
+        """Cancel all jobs, and wait until Slurm has none left."""
         for number in self.jobs:
             subprocess.run(
                 ["scancel", str(number)],
@@ -115,146 +112,148 @@ class Desk:
 
 
 @pytest.fixture
-def desk(cluster: Cluster, telephone: Telephone, tmp_path: Path) -> Iterator[Desk]:
-    ours = Desk(cluster, telephone, tmp_path)
+def driver(cluster: Cluster, report_socket: ReportSocket, tmp_path: Path) -> Iterator[JobDriver]:
+    ours = JobDriver(cluster, report_socket, tmp_path)
     yield ours
-    ours.leave()
+    ours.cancel_all()
 
 
-def test_a_run_over_two_nodes(desk: Desk) -> None:
-    call = desk.submit(f"--note={NOTE}")
+def test_a_run_over_two_nodes(driver: JobDriver) -> None:
+    call = driver.submit(f"--note={NOTE}")
     assert sorted(call.report["nodes"]) == ["n1", "n2"]
     assert call.report["total"] == 2
     assert call.report["note"] == NOTE
     secret = Path(call.report["secret_file"])
     assert call.report["secret_mode"] == "0o600"
     text = secret.read_text()
-    call.tell("end")
-    assert desk.await_state("COMPLETED")["Restarts"] == "0"
+    call.order("end")
+    assert driver.await_state("COMPLETED")["Restarts"] == "0"
     until(lambda: not secret.exists(), "the secret removed")
     for node in ("n1", "n2"):
-        assert "a rank is seated" in (desk.logs / f"node_{node}.log").read_text()
-    script = desk.cluster.command("scontrol", "write", "batch_script", str(call.report["job"]), "-")
-    assert text not in desk.all_logs() + script
+        assert "a rank has started" in (driver.logs / f"node_{node}.log").read_text()
+    script = driver.cluster.command(
+        "scontrol", "write", "batch_script", str(call.report["job"]), "-"
+    )
+    assert text not in driver.all_logs() + script
 
 
-def test_what_cannot_run_is_refused_before_it_queues(desk: Desk) -> None:
-    misspelt = desk.run("--nots=x")
+def test_what_cannot_run_is_refused_before_it_queues(driver: JobDriver) -> None:
+    misspelt = driver.run("--nots=x")
     assert "note" in misspelt.stderr
-    nowhere = desk.run("--partition=nowhere")
+    nowhere = driver.run("--partition=nowhere")
     assert "invalid partition" in nowhere.stderr
     assert misspelt.returncode != 0
     assert nowhere.returncode != 0
-    assert not desk.cluster.command("squeue", "--noheader")
+    assert not driver.cluster.command("squeue", "--noheader")
 
 
-def test_a_cancelled_run_ends_and_stays_ended(desk: Desk) -> None:
-    call = desk.submit()
-    desk.cluster.command("scancel", str(call.report["job"]))
-    assert desk.await_state("CANCELLED")["Restarts"] == "0"
-    until(lambda: not desk.cluster.busy(), "no process of the job left")
-    assert "queued again" not in desk.job_log()
+def test_a_cancelled_run_ends_and_stays_ended(driver: JobDriver) -> None:
+    call = driver.submit()
+    driver.cluster.command("scancel", str(call.report["job"]))
+    assert driver.await_state("CANCELLED")["Restarts"] == "0"
+    until(lambda: not driver.cluster.busy(), "no process of the job left")
+    assert "queued again" not in driver.job_log()
 
 
-def test_a_failed_run_names_its_cause_and_is_not_requeued(desk: Desk) -> None:
-    call = desk.submit("--max-restarts=0")
-    call.tell("fail")
-    assert desk.await_state("FAILED")["Restarts"] == "0"
-    assert "RuntimeError: told to fail" in desk.job_log()
+def test_a_failed_run_names_its_cause_and_is_not_requeued(driver: JobDriver) -> None:
+    call = driver.submit("--max-restarts=0")
+    call.order("fail")
+    assert driver.await_state("FAILED")["Restarts"] == "0"
+    assert "RuntimeError: told to fail" in driver.job_log()
 
 
-def test_a_killed_rank_restarts_all_ranks_within_the_job(desk: Desk) -> None:
-    first = desk.submit()
+def test_a_killed_rank_restarts_all_ranks_within_the_job(driver: JobDriver) -> None:
+    first = driver.submit()
     os.kill(first.report["pids"][1], signal.SIGKILL)
-    second = desk.answer()
+    second = driver.next_run()
     assert second.report["requeues"] == 0
     assert not set(first.report["pids"]) & set(second.report["pids"])
     assert sorted(second.report["nodes"]) == ["n1", "n2"]
-    second.tell("end")
-    desk.await_state("COMPLETED")
+    second.order("end")
+    driver.await_state("COMPLETED")
 
 
-def test_a_requeued_run_comes_back_with_a_secret_of_its_own(desk: Desk) -> None:
-    first = desk.submit()
-    desk.cluster.command("scontrol", "requeue", str(first.report["job"]))
-    desk.release()
-    second = desk.answer()
+def test_a_requeued_run_comes_back_with_a_secret_of_its_own(driver: JobDriver) -> None:
+    first = driver.submit()
+    driver.cluster.command("scontrol", "requeue", str(first.report["job"]))
+    driver.release_requeued()
+    second = driver.next_run()
     assert second.report["job"] == first.report["job"]
     assert (first.report["requeues"], second.report["requeues"]) == (0, 1)
     assert first.report["secret_hash"] != second.report["secret_hash"]
-    second.tell("end")
-    desk.await_state("COMPLETED")
-    assert desk.job_log().count("of the run on n[1-2]") == 2
+    second.order("end")
+    driver.await_state("COMPLETED")
+    assert driver.job_log().count("of the run on n[1-2]") == 2
 
 
-def test_a_run_whose_time_is_up_queues_again(desk: Desk) -> None:
-    first = desk.submit()
-    desk.cluster.command("scancel", "--batch", "--signal=USR1", str(first.report["job"]))
-    desk.release()
-    second = desk.answer()
+def test_a_run_whose_time_is_up_queues_again(driver: JobDriver) -> None:
+    first = driver.submit()
+    driver.cluster.command("scancel", "--batch", "--signal=USR1", str(first.report["job"]))
+    driver.release_requeued()
+    second = driver.next_run()
     assert second.report["requeues"] == 1
-    second.tell("end")
-    desk.await_state("COMPLETED")
-    assert "queued again" in desk.job_log()
+    second.order("end")
+    driver.await_state("COMPLETED")
+    assert "queued again" in driver.job_log()
 
 
-def test_a_run_whose_time_is_up_does_not_queue_again_when_told_not_to(desk: Desk) -> None:
-    first = desk.submit("--no-requeue")
-    desk.cluster.command("scancel", "--batch", "--signal=USR1", str(first.report["job"]))
-    assert desk.await_state("FAILED")["Restarts"] == "0"
+def test_a_run_whose_time_is_up_does_not_queue_again_when_told_not_to(driver: JobDriver) -> None:
+    first = driver.submit("--no-requeue")
+    driver.cluster.command("scancel", "--batch", "--signal=USR1", str(first.report["job"]))
+    assert driver.await_state("FAILED")["Restarts"] == "0"
 
 
-def test_a_preempted_run_gives_way_and_comes_back(desk: Desk) -> None:
-    first = desk.submit("--partition=low", "--slurm=--exclusive")
-    first.tell("go on")
+def test_a_preempted_run_gives_way_and_comes_back(driver: JobDriver) -> None:
+    first = driver.submit("--partition=low", "--slurm=--exclusive")
+    first.order("go on")
     other = ("--partition=high", "--exclusive", "--nodes=3", "--output=/dev/null", "--wrap=true")
-    desk.cluster.command("sbatch", "--wait", *other)
-    desk.release()
-    second = desk.answer()
+    driver.cluster.command("sbatch", "--wait", *other)
+    driver.release_requeued()
+    second = driver.next_run()
     assert second.report["job"] == first.report["job"]
     assert second.report["requeues"] == 1
-    assert (first.report["step"], second.report["step"]) == (0, saved_after(desk))
-    second.tell("end")
-    desk.await_state("COMPLETED")
+    assert (first.report["step"], second.report["step"]) == (0, saved_after(driver))
+    second.order("end")
+    driver.await_state("COMPLETED")
 
 
-def saved_after(desk: Desk) -> int:
-    """The step after which the run says that it saved before it gave way."""
+def saved_after(driver: JobDriver) -> int:
+    """Return the step after which the run says that it saved before it ended."""
     said = re.search(
-        r"got SIGTERM; saved after step (\d+), the same command goes on", desk.all_logs()
+        r"got SIGTERM; saved after step (\d+), the same command goes on", driver.all_logs()
     )
-    assert said is not None, desk.all_logs()
+    assert said is not None, driver.all_logs()
     return int(said[1])
 
 
-def test_a_run_moves_off_a_node_that_fails(desk: Desk) -> None:
-    first = desk.submit()
+def test_a_run_moves_off_a_node_that_fails(driver: JobDriver) -> None:
+    first = driver.submit()
     assert sorted(first.report["nodes"]) == ["n1", "n2"]
-    desk.cluster.kill_node("n2")
+    driver.cluster.kill_node("n2")
     try:
-        desk.release()
-        second = desk.answer()
+        driver.release_requeued()
+        second = driver.next_run()
         assert sorted(second.report["nodes"]) == ["n1", "n3"]
-        second.tell("end")
-        desk.await_state("COMPLETED")
+        second.order("end")
+        driver.await_state("COMPLETED")
     finally:
-        desk.cluster.revive_node("n2")
+        driver.cluster.revive_node("n2")
 
 
-def test_a_node_that_fails_is_named_when_the_run_may_not_move(desk: Desk) -> None:
-    desk.submit("--no-requeue")
-    desk.cluster.kill_node("n2")
+def test_a_node_that_fails_is_named_when_the_run_may_not_move(driver: JobDriver) -> None:
+    driver.submit("--no-requeue")
+    driver.cluster.kill_node("n2")
     try:
-        job = desk.await_state("NODE_FAIL")
+        job = driver.await_state("NODE_FAIL")
         assert job["Restarts"] == "0"
     finally:
-        desk.cluster.revive_node("n2")
+        driver.cluster.revive_node("n2")
 
 
-def test_check_looks_at_every_node_of_a_job(desk: Desk) -> None:
+def test_check_looks_at_every_node_of_a_job(driver: JobDriver) -> None:
     nodes = ("--nodes=2", "--ntasks-per-node=1", "--label")
-    lines = desk.cluster.command(
-        "srun", *nodes, *CHECK, f"--run.folder={desk.folder}", PYTHONPATH=str(ROOT)
+    lines = driver.cluster.command(
+        "srun", *nodes, *CHECK, f"--run.folder={driver.folder}", PYTHONPATH=str(ROOT)
     )
     for task in ("0", "1"):
         (found,) = [

@@ -1,4 +1,4 @@
-"""A recipe that calls the test up, says where and in which life it runs, and does as it is told.
+"""Recipe that connects to the test, reports where it runs, and obeys an order.
 
 `end` ends it, `fail` fails it, `go on` lets it do its steps.
 """
@@ -20,12 +20,12 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.split import RoleSplit
 
-MANY = 100_000  # steps, of a millisecond or two
+MANY = 100_000  # each step takes one or two milliseconds
 
 
 @dataclass(frozen=True)
 class Config:
-    telephone: str = ""  # the test's socket
+    report_socket: str = ""  # the socket of the test
     note: str = ""
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -33,18 +33,18 @@ class Config:
 class Witness(Role):
     @collective
     def total(self, value: int) -> int:
-        """Over all ranks, by a collective."""
+        """Return the sum over all ranks, by a collective."""
         return int(self.context.all_reduce_sum(np.array([float(value)]))[0])
 
     @collective
-    def seats(self) -> Sharded[list[str]]:
-        """The node and pid of each rank."""
-        print("a rank is seated", flush=True)
+    def locations(self) -> Sharded[list[str]]:
+        """Return the node and pid of each rank."""
+        print("a rank has started", flush=True)
         return [f"{os.environ['SLURMD_NODENAME']}:{os.getpid()}"]
 
 
-class Diary:
-    """A part to save."""
+class EmptyPart:
+    """A part to save in checkpoints."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -55,13 +55,13 @@ class Diary:
 def main(ctl: Controller, cfg: Config) -> None:
     roles = ctl.world.split({"witness": RoleSplit()})
     witness = ctl.spawn(Witness, cfg, on=roles.witness)
-    seats = [seat.split(":") for seat in witness.seats.call()]
+    locations = [location.split(":") for location in witness.locations.call()]
     secret = Path(os.environ["SPMD_RL_SECRET_FILE"])
-    start = ctl.resume(diary=Diary())
+    start = ctl.resume(part=EmptyPart())
     report = {
         "step": start,
-        "nodes": [node for node, _ in seats],
-        "pids": [int(pid) for _, pid in seats],
+        "nodes": [node for node, _ in locations],
+        "pids": [int(pid) for _, pid in locations],
         "total": witness.total.call(1),
         "job": int(os.environ["SLURM_JOB_ID"]),
         "requeues": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
@@ -71,7 +71,7 @@ def main(ctl: Controller, cfg: Config) -> None:
         "secret_hash": hashlib.sha256(secret.read_bytes()).hexdigest(),
     }
     with socket.socket(socket.AF_UNIX) as line:
-        line.connect(cfg.telephone)
+        line.connect(cfg.report_socket)
         line.sendall(json.dumps(report).encode() + b"\n")
         order = line.recv(16)
     if order == b"fail":

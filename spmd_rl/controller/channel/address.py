@@ -1,4 +1,4 @@
-"""Where the controller listens, and how that is chosen."""
+"""Address of the controller: where it listens, and how that is chosen."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_IPC_PATH = 100
 
 @dataclass(frozen=True)
 class Address:
-    """What a worker must know to dial: the endpoint and this life's number.
+    """The endpoint that a worker connects to, and the generation of this start of the run.
 
-    Neither is to be trusted: only who holds the secret can be the controller.
+    Neither is trusted: only a process that holds the secret can be the controller.
     """
 
     endpoint: str
@@ -27,11 +27,12 @@ class Address:
 
 
 def bind_address(world: World, folder: Path) -> str:
-    """What the controller binds: a socket file in its own 0700 folder, or one named interface
-    across nodes.
+    """Return the address that the controller binds.
 
-    Raises: ConfigError when the interface is unknown, all of them, or cannot be reached from other
-    nodes.
+    On one node it is a socket file in the controller's own folder of mode 0700; across nodes it is
+    one interface.
+    Raises: ConfigError when the interface is unknown, stands for all of them, or cannot be reached
+    from other nodes.
     """
     if world.num_nodes == 1:
         path = folder / "controller.sock"
@@ -39,7 +40,8 @@ def bind_address(world: World, folder: Path) -> str:
     interface = os.environ.get(INTERFACE_ENV) or os.environ["MASTER_ADDR"]
     if interface in ("*", "0.0.0.0", "::", "[::]"):
         raise ConfigError(
-            f"{INTERFACE_ENV} = '{interface}' is every interface: name one, such as eth0 or its address"
+            f"{INTERFACE_ENV} = '{interface}' stands for every interface: "
+            "name one, such as eth0 or its address"
         )
     if interface in {name for _, name in socket.if_nameindex()}:
         return f"tcp://{interface}:*"
@@ -53,18 +55,21 @@ def bind_address(world: World, folder: Path) -> str:
 
 
 def is_ipv6(endpoint: str) -> bool:
-    """Whether a socket needs ZeroMQ's IPv6 option to bind or dial `endpoint`."""
+    """Return whether a socket needs ZeroMQ's IPv6 option to bind `endpoint` or connect to it."""
     return endpoint.startswith("tcp://[")
 
 
 def _address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The address of a host, of version 4 if it has one. Raises: ConfigError when it has none."""
+    """Return the address of a host, an IPv4 one if it has any.
+
+    Raises: ConfigError when it has none.
+    """
     try:
-        found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(
             f"'{host}' is no interface of this host and has no address ({error}): "
             f"set {INTERFACE_ENV} to the interface or address that other nodes can reach"
         ) from error
-    first = min(found, key=lambda one: one[0] != socket.AF_INET)
+    first = min(addresses, key=lambda address: address[0] != socket.AF_INET)
     return ipaddress.ip_address(first[4][0])

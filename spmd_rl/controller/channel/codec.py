@@ -1,18 +1,15 @@
-"""Values on the wire: plain data and dataclasses as msgpack, arrays as raw bytes, functions by
-name. No pickle.
+"""Codec of values: plain data and dataclasses as msgpack, arrays as raw bytes, functions by name.
 
-Arrays of a value lie end to end in one payload; each leaves its dtype, shape and offset in the
-msgpack as an extension. A class may bring `to_columns`, by which a list of it travels as a few long
-arrays. Decoding follows the receiving endpoint's annotation, strictly, and gives arrays that share
-one buffer of their own.
+There is no pickle. The arrays of a value lie end to end in one payload. Each leaves its dtype,
+shape and offset in the msgpack body, as an extension. A class may define `to_columns`, so that a
+list of it travels as a few long arrays. Decoding follows the annotation of the receiving endpoint
+strictly. Decoded arrays share one private buffer.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import threading
-import types
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
@@ -21,13 +18,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.controller.channel.decode_cache import Build, like, remember
+from spmd_rl.controller.channel.decode_cache import Build, builder_for, store
+from spmd_rl.controller.channel.import_names import FunctionRef, reference_to, resolve_reference
 from spmd_rl.errors import ContractError
 
 MAX_BODY_BYTES = 256 << 20
 MAX_PAYLOAD_BYTES = 8 << 30
 ALIGN_BYTES = 16
-_ARRAY = 1  # the one extension code
+_ARRAY_CODE = 1  # the only msgpack extension in use
 
 DType = Literal[
     "bool",
@@ -47,7 +45,7 @@ _DTYPES = typing.get_args(DType)
 
 
 Packed = tuple[bytes, bytes]  # body and payload of an encoded value; equal values have equal bytes
-NOTHING: Packed = (b"", b"")  # goes with a message that needs no value
+NOTHING: Packed = (b"", b"")  # the value of a message that needs none
 
 
 class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,42 +54,35 @@ class _ArrayRef(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     offset: Annotated[int, msgspec.Meta(ge=0, multiple_of=ALIGN_BYTES)]
 
 
-_NAMES: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
-_NATIVE = {name: dtype for dtype, name in _NAMES.items()}
-_encode_reference = msgspec.msgpack.Encoder().encode
-_decode_reference = msgspec.msgpack.Decoder(_ArrayRef).decode
+_NAME_OF_DTYPE: dict[Any, DType] = {np.dtype(name): name for name in _DTYPES}
+_DTYPE_OF_NAME = {name: dtype for dtype, name in _NAME_OF_DTYPE.items()}
+_encode_array_ref = msgspec.msgpack.Encoder().encode
+_decode_array_ref = msgspec.msgpack.Decoder(_ArrayRef).decode
 _array = np.ndarray
-# and bytes are another bytearray, in half of the time that its constructor takes
+# `_EMPTY + payload` makes a bytearray in half the time of its constructor
 _EMPTY = bytearray()
-# of the value that this thread is decoding: the `buffer` of its arrays, and their `places`
-_open = threading.local()
-
-
-class _FunctionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function by "module:qualname", and the keyword arguments bound to it."""
-
-    function: str
-    kwargs: dict[str, Any]
+# The value that this thread is decoding: the `buffer` of its arrays, and their `layouts` by id.
+_decoding = threading.local()
 
 
 class Codec:
-    """How the values of one annotation cross; without `functions` nothing is imported to decode
-    one.
+    """Encodes and decodes the values of one annotation.
 
-    `pack` encodes one, as the function of that name does.
+    `pack` encodes a value, as the function of that name does. Without `functions`, decoding imports
+    nothing.
     """
 
     def __init__(self, annotation: Any, *, functions: bool = True) -> None:
         columns = _columns(annotation)
         self.pack: Callable[[Any], Packed] = (
-            functools.partial(_pack_columns, columns.of) if columns else pack
+            functools.partial(_pack_columns, columns.row_type) if columns else pack
         )
-        self._finish = columns.type.rows if columns else None
-        self._known: dict[bytes, Build | None] = {}
+        self._finish = columns.column_type.rows if columns else None
+        self._builders: dict[bytes, Build | None] = {}
         self._decode = msgspec.msgpack.Decoder(
-            columns.type if columns else annotation,
-            dec_hook=functools.partial(_custom, functions),
-            ext_hook=_array_in,
+            columns.column_type if columns else annotation,
+            dec_hook=functools.partial(_decode_custom, functions),
+            ext_hook=_decode_array,
         ).decode
 
     def unpack(self, packed: Packed) -> Any:
@@ -100,16 +91,16 @@ class Codec:
         Raises: ContractError saying where the value does not fit the annotation.
         """
         body, payload = packed
-        buffer = _EMPTY + payload  # of the receiver's own, shared by all arrays
+        buffer = _EMPTY + payload  # a private copy, which all arrays share
         try:
-            if build := self._known.get(body):
+            if build := self._builders.get(body):
                 return build(buffer)
-            _open.buffer, _open.places = buffer, {}
+            _decoding.buffer, _decoding.layouts = buffer, {}
             value = self._decode(body)
             if self._finish is not None:
                 value = self._finish(value)
-            if body not in self._known:
-                remember(self._known, body, like(value, _open.places))
+            if body not in self._builders:
+                store(self._builders, body, builder_for(value, _decoding.layouts))
             return value
         except (
             msgspec.MsgspecError,
@@ -124,19 +115,20 @@ class Codec:
 def pack(value: Any) -> Packed:
     """Encode a value that is made of plain data, dataclasses, arrays and importable functions.
 
-    Raises: ContractError naming what cannot cross, or when it exceeds what another process would
-    take.
+    Raises: ContractError naming what cannot cross, or when the other side would refuse the value as
+    too large.
     """
     try:
-        packer = _idle.pop()
-    except IndexError:  # others are at it, on other threads
+        packer = _idle_packers.pop()
+    except IndexError:  # other threads are using all of them
         packer = _Packer()
     try:
         body = packer.encode(value)
         if len(body) > MAX_BODY_BYTES or packer.size > MAX_PAYLOAD_BYTES:
             raise ContractError(
-                f"a value of {len(body)} + {packer.size} bytes exceeds the wire's limits of {MAX_BODY_BYTES} (plain "
-                f"data) and {MAX_PAYLOAD_BYTES} (arrays): pass less at once"
+                f"a value of {len(body)} + {packer.size} bytes exceeds the wire's limits of "
+                f"{MAX_BODY_BYTES} (plain data) and {MAX_PAYLOAD_BYTES} (arrays): "
+                "pass less at once"
             )
         return body, b"".join(packer.chunks)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
@@ -144,11 +136,11 @@ def pack(value: Any) -> Packed:
     finally:
         packer.chunks.clear()
         packer.size = 0
-        _idle.append(packer)
+        _idle_packers.append(packer)
 
 
 class _Packer:
-    """Encodes one value at a time. It is kept for the next: to make one takes as long as to use it."""
+    """Encodes one value at a time. It is reused, since making one takes as long as using it."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -156,7 +148,7 @@ class _Packer:
         self.encode = msgspec.msgpack.Encoder(enc_hook=self._reference).encode
 
     def _reference(self, item: Any) -> Any:
-        """What stands in the body for `item`; the bytes of an array go to the payload."""
+        """Return what represents `item` in the body; the bytes of an array go to the payload."""
         if type(item) is not _array:  # a subclass, such as a masked array, is more than its bytes
             return _scalar_or_function(item)
         raw, offset = item.tobytes(), self.size
@@ -166,83 +158,59 @@ class _Packer:
             size = len(raw)
         self.chunks.append(raw)
         self.size = offset + size
-        return _reference(item.dtype, item.shape, offset)
+        return _array_reference(item.dtype, item.shape, offset)
 
 
-_idle: list[_Packer] = []
+_idle_packers: list[_Packer] = []
 
 
-def _pack_columns(of: Any, value: Any) -> Packed:
-    """Encode a list of the class `of` by columns, and anything else as it is."""
-    if isinstance(value, list) and all(isinstance(item, of) for item in value):
-        value = of.to_columns(value)
+def _pack_columns(row_type: Any, value: Any) -> Packed:
+    """Encode a list of `row_type` by columns, and any other value as it is."""
+    if isinstance(value, list) and all(isinstance(item, row_type) for item in value):
+        value = row_type.to_columns(value)
     return pack(value)
 
 
 @functools.lru_cache(1024)
-def _reference(dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> msgspec.msgpack.Ext:
-    """What stands in a body for an array at this place of the payload."""
-    name = _NAMES.get(dtype)
+def _array_reference(
+    dtype: np.dtype[Any], shape: tuple[int, ...], offset: int
+) -> msgspec.msgpack.Ext:
+    """Return what represents an array in a body."""
+    name = _NAME_OF_DTYPE.get(dtype)
     if name is None:
         raise ContractError(f"an array of dtype {dtype} cannot cross between processes")
-    return msgspec.msgpack.Ext(_ARRAY, _encode_reference((name, shape, offset)))
+    return msgspec.msgpack.Ext(_ARRAY_CODE, _encode_array_ref((name, shape, offset)))
 
 
-def name_of(item: Callable[..., Any] | type) -> str:
-    """ "module:qualname" of a function or class.
+class _ColumnTypes(NamedTuple):
+    """A list of `row_type` travels as one `column_type`.
 
-    Raises: ContractError when another process could not import it by that name.
-    """
-    module, qualname = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
-    if module is None or qualname is None or module == "__main__" or "<" in qualname:
-        raise ContractError(
-            f"{qualname or item!r} cannot cross between processes: define it at the top of a module"
-        )
-    return f"{module}:{qualname}"
-
-
-def resolve(name: str) -> Any:
-    """The object that "module:qualname" names.
-
-    Raises: ContractError when there is none.
-    """
-    module, _, qualname = name.partition(":")
-    try:
-        found: Any = importlib.import_module(module)
-        for part in qualname.split("."):
-            found = getattr(found, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ContractError(f"'{name}' cannot be imported here: {error}") from error
-    return found
-
-
-class _Columns(NamedTuple):
-    """The class `of` travels as `type` where there is a list of it: `of.to_columns(list)` and
-    `type.rows()`.
+    `row_type.to_columns(list)` makes it, and `column_type.rows()` makes the list again.
     """
 
-    of: Any
-    type: Any
+    row_type: Any
+    column_type: Any
 
 
-def _columns(annotation: Any) -> _Columns | None:
+def _columns(annotation: Any) -> _ColumnTypes | None:
+    """Return how an annotation travels by columns, if it is a list of a class that can."""
     if typing.get_origin(annotation) is Annotated:
         annotation = annotation.__origin__
-    of: Any = typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
-    return (
-        _Columns(of, typing.get_type_hints(of.to_columns)["return"])
-        if hasattr(of, "to_columns")
-        else None
-    )
+    if typing.get_origin(annotation) is not list:
+        return None
+    row_type: Any = typing.get_args(annotation)[0]
+    if not hasattr(row_type, "to_columns"):
+        return None
+    return _ColumnTypes(row_type, typing.get_type_hints(row_type.to_columns)["return"])
 
 
-def _array_in(code: int, data: memoryview) -> NDArray[Any]:
-    if code != _ARRAY:
+def _decode_array(code: int, data: memoryview) -> NDArray[Any]:
+    if code != _ARRAY_CODE:
         raise msgspec.ValidationError(f"unknown extension {code}")
-    reference = _decode_reference(data)
-    dtype, shape, offset = _NATIVE[reference.dtype], tuple(reference.shape), reference.offset
-    array = _array(shape, dtype, _open.buffer, offset)
-    _open.places[id(array)] = shape, dtype, offset
+    reference = _decode_array_ref(data)
+    dtype, shape = _DTYPE_OF_NAME[reference.dtype], tuple(reference.shape)
+    array = _array(shape, dtype, _decoding.buffer, reference.offset)
+    _decoding.layouts[id(array)] = shape, dtype, reference.offset
     return array
 
 
@@ -251,33 +219,18 @@ def _scalar_or_function(item: Any) -> Any:
         return item.item()
     if isinstance(item, _array):
         raise ContractError(
-            f"a {type(item).__qualname__} cannot cross between processes: pass a plain numpy.ndarray"
+            f"a {type(item).__qualname__} cannot cross between processes: "
+            "pass a plain numpy.ndarray"
         )
     if callable(item):
-        return _function_out(item)
+        return reference_to(item)
     raise ContractError(
         f"a {type(item).__qualname__} cannot cross between processes: pass plain data or arrays"
     )
 
 
-def _function_out(function: Callable[..., Any]) -> _FunctionRef:
-    if isinstance(function, functools.partial):
-        if function.args:
-            raise ContractError(
-                f"bind {function.func.__name__}'s arguments by keyword: positional ones cannot cross"
-            )
-        return _FunctionRef(name_of(function.func), function.keywords)
-    if not isinstance(function, types.FunctionType | type):
-        raise ContractError(
-            f"a {type(function).__qualname__} cannot cross between processes: pass a function"
-        )
-    return _FunctionRef(name_of(function), {})
-
-
-def _custom(functions: bool, annotation: Any, value: Any) -> Any:
-    """Decode what msgspec does not know: array annotations and, where the sender may choose an
-    import, functions.
-    """
+def _decode_custom(functions: bool, annotation: Any, value: Any) -> Any:
+    """Decode what msgspec does not know: arrays, and functions where the sender may name one."""
     kind = _kind(annotation)
     if kind.scalars is not None:
         if not isinstance(value, np.ndarray):
@@ -293,29 +246,28 @@ def _custom(functions: bool, annotation: Any, value: Any) -> Any:
         raise msgspec.ValidationError(
             f"values annotated {annotation} cannot cross between processes"
         )
-    reference = msgspec.convert(value, _FunctionRef)
-    function = resolve(reference.function)
-    return functools.partial(function, **reference.kwargs) if reference.kwargs else function
+    return resolve_reference(msgspec.convert(value, FunctionRef))
 
 
-class _Kind(NamedTuple):
-    """What an annotation that msgspec does not know asks for; `scalars` of an array, empty for any."""
+class _AnnotationKind(NamedTuple):
+    """An annotation that msgspec does not know: an array or a function.
+
+    `scalars` are the scalar types that the array may have, empty for any; None for no array.
+    """
 
     scalars: tuple[type[np.generic], ...] | None
     is_function: bool
 
 
 @functools.cache
-def _kind(annotation: Any) -> _Kind:
+def _kind(annotation: Any) -> _AnnotationKind:
     origin = typing.get_origin(annotation) or annotation
     if origin is np.ndarray:
-        scalars = [
-            scalar for dtype in typing.get_args(annotation)[1:] for scalar in typing.get_args(dtype)
-        ]
-        known = (
-            scalar
-            for scalar in scalars
-            if isinstance(scalar, type) and issubclass(scalar, np.generic)
-        )
-        return _Kind(tuple(known), False)
-    return _Kind(None, isinstance(origin, type) and issubclass(origin, Callable))  # type: ignore[arg-type]
+        scalars: list[type[np.generic]] = []
+        for dtype in typing.get_args(annotation)[1:]:
+            for scalar in typing.get_args(dtype):
+                if isinstance(scalar, type) and issubclass(scalar, np.generic):
+                    scalars.append(scalar)
+        return _AnnotationKind(tuple(scalars), False)
+    is_function = isinstance(origin, type) and issubclass(origin, Callable)  # type: ignore[arg-type]
+    return _AnnotationKind(None, is_function)

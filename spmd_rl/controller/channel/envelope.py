@@ -1,12 +1,12 @@
-"""Messages in order and once: what each direction of a conversation adds to a header and a value.
+"""Envelope of a message: it puts header and value in one frame, and numbers the frames in order.
 
-A message is one frame. It begins with the preamble: the life of the run, the number of the message
-within its direction, the number of the call that it issues or answers, and where body and payload
-begin. Only the very next number is taken. A frame that was replayed is refused; when one was lost,
-all that follow are, so that no call is ever run out of step, and the silence ends the run.
+A frame begins with a preamble of five numbers: the generation of the run, the number of the frame
+within its direction, the number of the call that it issues or answers, and the offsets of body and
+payload. A receiver accepts only the very next number. It refuses a frame that is replayed. After a
+frame is lost it refuses all later ones, so that no call runs out of order. The silence then ends
+the run.
 
-What differs between two calls of an endpoint is in the preamble and the payload: what came before
-is known.
+Two calls of one endpoint differ only in preamble and payload, so header and body are decoded once.
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from typing import Generic, TypeVar
 
 from spmd_rl.controller.channel import codec, wire
 from spmd_rl.controller.channel.codec import NOTHING, Packed
-from spmd_rl.controller.channel.decode_cache import MAX_KNOWN_BYTES, remember
+from spmd_rl.controller.channel.decode_cache import MAX_KEY_BYTES, store
 from spmd_rl.controller.channel.wire import MALFORMED, Refusal
 
 M = TypeVar("M")
 
 PREAMBLE = struct.Struct("<QQQII")
 PREAMBLE_BYTES = PREAMBLE.size
-# of body and payload: what header and body mean depends on these too
-_PLACES_AT = PREAMBLE_BYTES - 8
+# Where the two offsets begin. They are part of a cache key: the meaning of header and body depends
+# on them.
+_OFFSETS_AT = PREAMBLE_BYTES - 8
 LARGE_BYTES = 1 << 16
 _read_preamble, _write_preamble = PREAMBLE.unpack_from, PREAMBLE.pack
 
 
-class Outgoing:
-    """One direction, at its sender."""
+class FrameWriter:
+    """Writes the frames of one direction of a connection."""
 
     def __init__(self, generation: int, first: int = 0) -> None:
         self._generation = generation
         self._next = first
 
     def frame(self, header: bytes, value: Packed = NOTHING, call: int = 0) -> bytes:
-        """The next message; `call` is the number of the one that it issues or answers, if any."""
+        """Return the next frame; `call` is the number of the call that it issues or answers."""
         body, payload = value
         body_at = PREAMBLE_BYTES + len(header)
         number = self._next
@@ -48,29 +49,30 @@ class Outgoing:
         return b"".join((preamble, header, body, payload))
 
 
-class Incoming(Generic[M]):
-    """One direction, at its receiver; `refused` counts what it did not take, by `Refusal`.
+class FrameReader(Generic[M]):
+    """Reads the frames of one direction of a connection; `refused` counts those that it refuses.
 
-    `known` has the message and the body of frames that came before, by the bytes that say them;
-    directions may share it. Without `first`, the number that comes first is right.
+    `cache` has the message and the body of earlier frames, by the bytes that encode them; several
+    readers may share it. Without `first`, the reader accepts any number for the first frame.
     """
 
     def __init__(
         self,
         generation: int,
         decode: Callable[[bytes], M],
-        known: dict[bytes, tuple[M, bytes]] | None = None,
+        cache: dict[bytes, tuple[M, bytes]] | None = None,
         first: int | None = 0,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._generation = generation
         self._decode = decode
-        self._known = {} if known is None else known
+        self._cache = {} if cache is None else cache
         self._next = first
 
-    def take(self, frame: bytes) -> tuple[M, Packed, int] | None:
-        """The message in this frame, its value and its call; None, counted, when it holds none or
-        not the next.
+    def read(self, frame: bytes) -> tuple[M, Packed, int] | None:
+        """Return the message in a frame, its value and its call number.
+
+        Returns None, and counts why, for a frame that holds no message or not the next one.
         """
         try:
             generation, number, call, body_at, payload_at = _read_preamble(frame)
@@ -78,27 +80,28 @@ class Incoming(Generic[M]):
             self.refuse(Refusal.PREAMBLE)
             return None
         if (number != self._next or generation != self._generation) and (
-            why := self._stale(generation, number)
+            reason := self._stale(generation, number)
         ):
-            self.refuse(why)
+            self.refuse(reason)
             return None
-        said = (
-            self._known.get(frame[_PLACES_AT:payload_at]) if payload_at <= MAX_KNOWN_BYTES else None
+        decoded = (
+            self._cache.get(frame[_OFFSETS_AT:payload_at]) if payload_at <= MAX_KEY_BYTES else None
         )
-        if said is None:
-            learned = self._learn(frame, body_at, payload_at)
-            if isinstance(learned, Refusal):
-                self.refuse(learned)
+        if decoded is None:
+            fresh = self._decode_frame(frame, body_at, payload_at)
+            if isinstance(fresh, Refusal):
+                self.refuse(fresh)
                 return None
-            said = learned
+            decoded = fresh
         self._next = number + 1
-        message, body = said
+        message, body = decoded
         if len(frame) < LARGE_BYTES:
             return message, (body, frame[payload_at:]), call
-        return message, (body, memoryview(frame)[payload_at:]), call  # type: ignore[return-value]  # and no copy
+        # without copying the payload
+        return message, (body, memoryview(frame)[payload_at:]), call  # type: ignore[return-value]
 
     def refuse(self, reason: Refusal) -> None:
-        """Count what is not taken."""
+        """Count a refused frame."""
         self.refused[reason] += 1
 
     def _stale(self, generation: int, number: int) -> Refusal | None:
@@ -108,7 +111,9 @@ class Incoming(Generic[M]):
             return None
         return Refusal.REPLAYED if number < self._next else Refusal.EARLY
 
-    def _learn(self, frame: bytes, body_at: int, payload_at: int) -> tuple[M, bytes] | Refusal:
+    def _decode_frame(
+        self, frame: bytes, body_at: int, payload_at: int
+    ) -> tuple[M, bytes] | Refusal:
         if not PREAMBLE_BYTES <= body_at <= payload_at <= len(frame):
             return Refusal.PREAMBLE
         sizes = body_at - PREAMBLE_BYTES, payload_at - body_at, len(frame) - payload_at
@@ -119,6 +124,6 @@ class Incoming(Generic[M]):
             message = self._decode(frame[PREAMBLE_BYTES:body_at])
         except MALFORMED:
             return Refusal.HEADER
-        said = message, frame[body_at:payload_at]
-        remember(self._known, frame[_PLACES_AT:payload_at], said)
-        return said
+        decoded = message, frame[body_at:payload_at]
+        store(self._cache, frame[_OFFSETS_AT:payload_at], decoded)
+        return decoded

@@ -1,11 +1,11 @@
-"""Messages of one frame on ZeroMQ sockets, at what ZeroMQ itself takes."""
+"""ZeroMQ's own send, and its flags for messages of one frame."""
 
 from __future__ import annotations
 
 import zmq
 
-LAST = int(zmq.DONTWAIT)  # a message waits for a slow peer in memory
-# for an identity: what follows goes to that peer, and there may be none
+LAST = int(zmq.DONTWAIT)  # a message for a slow peer is kept in memory
+# for an identity: the next frame goes to that peer; sending fails if there is none
 LATER = int(zmq.DONTWAIT | zmq.SNDMORE)
-# (socket, bytes, LAST or LATER); that of zmq.Socket looks for draft options first
+# send(socket, bytes, LAST or LATER); zmq.Socket.send is slower, as it checks for draft options
 send = zmq.backend.Socket.send

@@ -1,8 +1,8 @@
-"""Threads that share one socket: whoever waits for its messages handles them, and a thread of its
-own when nobody does.
+"""Leader/followers: several threads share one socket, and one of them at a time leads.
 
-A message then wakes the thread that waits for it and no other (the leader/followers pattern). The
-stand-in takes the turn once nobody has had it for `ABSENCE_S`, and gives it back to whoever asks.
+The leader waits for messages and handles them. A thread that waits for an answer becomes the leader
+if nobody is, so that the answer wakes this thread and no other. A background thread leads while
+nobody waits: it takes the lead after `IDLE_S` without a leader, and yields to whoever asks for it.
 Source: Schmidt et al., Pattern-Oriented Software Architecture 2, "Leader/Followers".
 """
 
@@ -14,35 +14,36 @@ from collections.abc import Callable
 
 from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 
-TICK_S = 0.25  # the longest that one turn waits for a message
-ABSENCE_S = 0.25
+TICK_S = 0.25  # the longest that a leader waits for one message
+IDLE_S = 0.25  # without a leader, after which the background thread leads
 
 
 class LeaderFollowers:
-    """`handle(seconds)` waits that long at most for something to arrive, and handles it; `waker`
-    ends its wait.
+    """Decides which thread leads.
 
-    It runs on many threads, on one at a time: whatever it owns needs no other lock.
+    The leader calls `handle(seconds)`, which waits that long at most for something to arrive, and
+    handles it. Waking `wakeup` ends that wait. Only one thread at a time is inside `handle`, so
+    that whatever `handle` owns needs no other lock.
     """
 
-    def __init__(self, handle: Callable[[float], None], waker: WakeupFd, name: str) -> None:
+    def __init__(self, handle: Callable[[float], None], wakeup: WakeupFd, name: str) -> None:
         self._handle = handle
-        self._waker = waker
-        self._lock = threading.Lock()
-        self._taken = False  # by anybody, since the stand-in looked last
-        self._wanted = False
-        # for those who wait in another way: time for `handle`, when asked and a few times a second
-        self.due = False
+        self._wakeup = wakeup
+        self._lead = threading.Lock()  # held by the leader
+        self._led_recently = False  # by any thread, since the background thread last looked
+        self._lead_requested = False
+        # Tells a leader that does not call `handle` that it should: when something was queued, and
+        # a few times a second.
+        self.handle_due = False
         self._closing = threading.Event()
-        self._stand_in = threading.Thread(target=self._stand_ins, name=name, daemon=True)
+        self._background = threading.Thread(target=self._run_background, name=name, daemon=True)
 
     def start(self) -> None:
-        """Let the stand-in begin, at once."""
-        self._stand_in.start()
+        """Start the background thread, which leads at once."""
+        self._background.start()
 
-    def until(self, done: Callable[[], object], seconds: float) -> bool:
-        """Handle what arrives until `done()`; False when it was not within `seconds`. Any thread
-        may wait.
+    def handle_until(self, done: Callable[[], object], seconds: float) -> bool:
+        """Lead until `done()`; False when that was not within `seconds`. Any thread may call it.
 
         Blocks: for `seconds` at most.
         """
@@ -50,64 +51,65 @@ class LeaderFollowers:
         while not done():
             if (left := end - time.monotonic()) <= 0:
                 return False
-            if self.take(min(left, TICK_S)):
+            if self.lead(min(left, TICK_S)):
                 try:
                     while not done() and (left := end - time.monotonic()) > 0:
                         self._handle(min(left, TICK_S))
                 finally:
-                    self.leave()
+                    self.resign()
         return True
 
-    def take(self, seconds: float) -> bool:
-        """Have the turn until `leave`, to wait in another way than `handle`; whoever wants it waits
-        for that.
+    def lead(self, seconds: float) -> bool:
+        """Become the leader until `resign`; False when another thread still led after `seconds`.
 
-        Blocks: for `seconds` at most, and then it is somebody else's: False.
+        A thread that leads this way may wait for messages by other means than `handle`.
+        Blocks: for `seconds` at most.
         """
-        if self._lock.acquire(False):
+        if self._lead.acquire(False):
             return True
-        self._wanted = True
-        self._waker.wake()
-        return self._lock.acquire(timeout=seconds)
+        self._lead_requested = True
+        self._wakeup.wake()
+        return self._lead.acquire(timeout=seconds)
 
-    def leave(self) -> None:
-        """The turn is over."""
-        self._taken = True
-        self._lock.release()
+    def resign(self) -> None:
+        """Stop being the leader."""
+        self._led_recently = True
+        self._lead.release()
 
-    def now_or_next(self, act: Callable[[], None]) -> None:
-        """Run `act` now if nobody has the turn, else wake who has: `handle` does it before and
-        after it waits.
+    def run_or_wake(self, flush: Callable[[], None]) -> None:
+        """Run `flush` now if nobody leads, else wake the leader.
+
+        `handle` runs it too, before and after it waits.
         """
-        if not self._lock.acquire(False):
-            self.due = True
-            self._waker.wake()
+        if not self._lead.acquire(False):
+            self.handle_due = True
+            self._wakeup.wake()
             return
         try:
-            act()
+            flush()
         finally:
-            self.leave()
+            self.resign()
 
     def close(self) -> None:
-        """End the stand-in. Blocks: until what it is handling is handled."""
+        """End the background thread. Blocks: until it has handled what it is handling."""
         self._closing.set()
-        self._waker.wake()
-        self._stand_in.join()
+        self._wakeup.wake()
+        self._background.join()
 
-    def _stand_ins(self) -> None:
+    def _run_background(self) -> None:
         while not self._closing.is_set():
-            self.due = True
-            if self._taken:
-                self._taken = False
+            self.handle_due = True
+            if self._led_recently:
+                self._led_recently = False
             else:
-                self._wanted = False
-                if self._lock.acquire(blocking=False):
-                    self._stand_in_once()
-            self._closing.wait(ABSENCE_S)
+                self._lead_requested = False
+                if self._lead.acquire(blocking=False):
+                    self._lead_in_background()
+            self._closing.wait(IDLE_S)
 
-    def _stand_in_once(self) -> None:
+    def _lead_in_background(self) -> None:
         try:
-            while not (self._wanted or self._closing.is_set()):
+            while not (self._lead_requested or self._closing.is_set()):
                 self._handle(TICK_S)
         finally:
-            self.leave()
+            self.resign()

@@ -1,7 +1,7 @@
-"""The per-run secret and the CURVE keys of both ends, derived from it.
+"""Secret of a run, and the CURVE keys of both ends, which are derived from it.
 
-Whoever holds the secret can speak to the run, nobody else: the controller admits the one client
-key, and a worker's socket opens only to the one server key.
+Only a process that holds the secret can talk to the run: the controller admits one client key, and
+a worker connects to one server key.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Keys:
     client: KeyPair
 
 
-def derive(secret: bytes) -> Keys:
-    """Both ends' keys. Raises: ConfigError when this ZeroMQ has no CURVE."""
+def derive_keys(secret: bytes) -> Keys:
+    """Return the keys of both ends. Raises: ConfigError when this ZeroMQ has no CURVE."""
     import zmq
     from zmq.utils import z85
 
@@ -54,10 +54,10 @@ def derive(secret: bytes) -> Keys:
     return Keys(pair(b"server"), pair(b"client"))
 
 
-def given() -> bytes | None:
-    """The secret that the launcher's environment holds or points at, if it does either.
+def from_environment() -> bytes | None:
+    """Return the secret that the environment holds or names the file of; None without either.
 
-    Raises: ConfigError when it is unreadable, too short, or open to other users.
+    Raises: ConfigError when it cannot be read, is too short, or is open to other users.
     """
     if SECRET_ENV in os.environ:
         return _parse(os.environ[SECRET_ENV], SECRET_ENV)
@@ -66,38 +66,43 @@ def given() -> bytes | None:
     return None
 
 
-def refuse_none(world: World) -> None:
-    """Raises: ConfigError when several nodes, which share no private folder, were given no secret."""
-    if world.num_nodes > 1 and given() is None:
+def require_on_many_nodes(world: World) -> None:
+    """Raise ConfigError when a run on several nodes has no secret in its environment.
+
+    The nodes share no private folder in which rank 0 could leave one.
+    """
+    if world.num_nodes > 1 and from_environment() is None:
         raise ConfigError(
-            f"a run on {world.num_nodes} nodes has to be given a secret: write one to a file of mode 0600 "
-            f"(`openssl rand -hex {SECRET_BYTES}`) and export {FILE_ENV} on every node"
+            f"a run on {world.num_nodes} nodes has to be given a secret: "
+            f"write one to a file of mode 0600 (`openssl rand -hex {SECRET_BYTES}`) "
+            f"and export {FILE_ENV} on every node"
         )
 
 
-def made_file() -> Path:
-    """Where rank 0 writes the secret of a run that was given none, and the other ranks read it."""
+def generated_file() -> Path:
+    """Return the file through which rank 0 gives the other ranks a secret that it generated."""
     return meeting_folder().path / "secret"
 
 
 def create(path: Path) -> Path:
-    """Write a fresh secret to `path`, a new file of mode 0600."""
+    """Write a new secret to `path`, a new file of mode 0600, and return `path`."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(SECRET_BYTES))
     return path
 
 
 def read(path: Path) -> bytes:
-    """The secret in `path`. Raises: ConfigError as `given` does."""
+    """Return the secret in `path`. Raises: ConfigError as `from_environment` does."""
     try:
-        # a pipe would block
+        # opening a named pipe would block
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise ConfigError(
-                    f"the secret file {path} is not a regular file of this user: make one of your own"
+                    f"the secret file {path} is not a regular file of this user: "
+                    "make one of your own"
                 )
-            if stat.S_IMODE(found.st_mode) & 0o077:
+            if stat.S_IMODE(status.st_mode) & 0o077:
                 raise ConfigError(f"the secret file {path} is open to other users: chmod 600 it")
             text = file.read(MAX_FILE_BYTES).decode("ascii")
     except (OSError, UnicodeDecodeError) as error:

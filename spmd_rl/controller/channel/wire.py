@@ -1,8 +1,8 @@
-"""The closed set of messages between controller and worker, and their headers.
+"""Messages between controller and worker: a closed set of types, and their headers.
 
-A message is a msgpack header of one of these types, and the value that goes with it, if any
-(codec.py); envelope.py numbers them. Whatever is not exactly one of these types, or exceeds the
-limits, is dropped and counted there, by its `Refusal`. docs/wire.md is the table of all this.
+A message is a msgpack header of one of these types and a value, which may be empty (codec.py).
+envelope.py numbers the messages. It drops every frame that is not exactly one of these types or
+exceeds the limits, and counts it under a `Refusal`. docs/wire.md has the tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 256 << 20
 
 
 class Refusal(StrEnum):
-    """Why frames were dropped: all there is, so that counting them takes no memory."""
+    """Why a frame was dropped. The set is closed, so that counting takes no memory."""
 
     OVERSIZE = "oversize"
     PREAMBLE = "malformed preamble"
@@ -32,7 +32,7 @@ class Refusal(StrEnum):
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages. Nobody changes one: messages that are equal may be one object."""
+    """Base of all messages. They are immutable: equal messages may be the same object."""
 
 
 # From a worker to the controller.
@@ -64,25 +64,26 @@ class Pong(Message, frozen=True):
 
 
 class Stacks(Message, frozen=True):
-    """Where this process is: `place` in one line, every thread's stack, and how many frames it
-    refused, by reason.
+    """What this process is doing.
 
-    The payload of its value is torch's flight record of collectives, as JSON, where there is one.
+    `location` is the line that the main thread is at, `text` has the stacks of all threads, and
+    `refused` counts the dropped frames by reason. The payload of its value is torch's flight record
+    of collectives as JSON, if there is one.
     """
 
-    place: str
+    location: str
     text: str
     refused: dict[str, int]
 
 
 class Signalled(Message, frozen=True):
-    """The launcher is ending this worker, by the signal of this name; it stays for a while."""
+    """The launcher sent this worker the signal of this name; the worker goes on for a while."""
 
     name: str
 
 
 class Dying(Message, frozen=True):
-    """This worker ends itself now, because of `sentence`."""
+    """This worker ends itself now, and `sentence` says why."""
 
     sentence: str
 
@@ -95,10 +96,10 @@ class Bye(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Sent every second, from the first Hello on; a controller silent for `lost_after_s` is lost.
+    """Sent every second to a worker that said Hello.
 
-    `checkpoints` is the folder of the run's checkpoints, from which a rank without a controller
-    sees where it goes on.
+    A worker gives up a controller that is silent for `lost_after_s`. `checkpoints` is the folder of
+    the run's checkpoints: a rank that has lost its controller reads there where the run resumes.
     """
 
     lost_after_s: float
@@ -110,12 +111,13 @@ class StackRequest(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """A message that is answered, by a Result or a Failure, in its turn."""
+    """Base of the messages that a worker answers, in order, by a Result or a Failure."""
 
 
-class Split(Command, frozen=True):
-    """Build these meshes. Goes to every rank of the world. `traces` is the folder for its spans, ""
-    for none.
+class BuildMeshes(Command, frozen=True):
+    """Build these meshes; it goes to every rank of the world.
+
+    `traces` is the folder for the worker's spans, or "" for none.
     """
 
     placements: list[Placement]
@@ -123,8 +125,9 @@ class Split(Command, frozen=True):
 
 
 class Spawn(Command, frozen=True):
-    """Build the role `role` ("module:qualname") as `name`, with this message's value, a `cfg_type`,
-    for its config.
+    """Build the role `role` ("module:qualname") as `name`.
+
+    The value of this message is a tuple: a `cfg_type`, then the settings of the role's constructor.
     """
 
     name: str
@@ -134,7 +137,7 @@ class Spawn(Command, frozen=True):
 
 
 class Call(Command, frozen=True):
-    """Run an endpoint of the role named `name`, with the arguments that are this message's value."""
+    """Run an endpoint of the role named `name`; the value of this message has its arguments."""
 
     name: str
     endpoint: str
@@ -143,10 +146,10 @@ class Call(Command, frozen=True):
 
 @final
 class Stop(Message, frozen=True):
-    """End, orderly after the commands before it when `exit_code` is 0, else at once and because of
-    `sentence`.
+    """End: in order after the earlier commands when `exit_code` is 0, else at once.
 
-    `lost` are the workers that answer no more: whoever shares a launcher with one ends it too.
+    `sentence` says why. `lost` are the workers that no longer answer: a worker that shares a
+    launcher with one of them kills it.
     """
 
     sentence: str
@@ -154,21 +157,21 @@ class Stop(Message, frozen=True):
     lost: list[Hello]
 
 
-Reply = Result | Failure
 ToController = Hello | Result | Failure | Pong | Stacks | Signalled | Dying | Bye
-ToWorker = Ping | StackRequest | Split | Spawn | Call | Stop
+ToWorker = Ping | StackRequest | BuildMeshes | Spawn | Call | Stop
 
 decode_at_controller = msgspec.msgpack.Decoder(ToController).decode
 decode_at_worker = msgspec.msgpack.Decoder(ToWorker).decode
-MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises
+MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)  # raised by decoding
 
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: Message) -> bytes:
-    """The header of a message. Raises: ContractError when it exceeds what the other side would
-    take.
+    """Return the header of a message.
+
+    Raises: ContractError when the other side would refuse it as too large.
     """
     header = _encode(message)
     if len(header) > MAX_HEADER_BYTES:

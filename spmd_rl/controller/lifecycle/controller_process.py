@@ -1,8 +1,8 @@
-"""The controller as a child process of rank 0: started before anything heavy, and neither outlives
-the other.
+"""Controller process: a child of rank 0, started before torch is loaded.
 
-Both hold an end of one socket pair, the lifeline. The controller writes its endpoint there, and its
-last words if the run fails; the end of the stream tells each side that the other is gone.
+Rank 0 and the controller hold the two ends of a socket pair, the lifeline. The controller writes
+its endpoint there, and the final message if the run fails. The end of the stream tells each side
+that the other is gone, so that neither outlives the other.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from typing import NoReturn
 
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.channel.address import Address, bind_address
-from spmd_rl.controller.lifecycle.exit_message import end_process
-from spmd_rl.controller.lifecycle.shutdown import Farewell
+from spmd_rl.controller.lifecycle.shutdown import FinalMessage, end_process
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 from spmd_rl.mesh.private_folder import PrivateFolder, sweep
 from spmd_rl.mesh.world import World
 
 ADDRESS_S = 300.0  # for the controller to import its recipe and bind its socket
-EXIT_S = 15.0  # for it to end after its workers
-HEARD_S = 2.0  # for rank 0 to end of the controller's last words
+EXIT_S = 15.0  # for the controller to end after its workers
+RANK_0_EXIT_S = 2.0  # for rank 0 to end once it has the final message
 
 
 class ControllerProcess:
-    """Rank 0's view of the controller. From its construction on, the controller's failure ends this
-    process.
+    """Rank 0's side of the controller process, which it starts.
+
+    From then on, a failure of the controller ends this process.
     """
 
     def __init__(self, world: World, arguments: list[str]) -> None:
         sweep()
         self._folder = PrivateFolder().path
-        self._secret_file = None if secret.given() else secret.create(secret.made_file())
+        self._secret_file = (
+            None if secret.from_environment() else secret.create(secret.generated_file())
+        )
         self._addresses: queue.SimpleQueue[Address] = queue.SimpleQueue()
-        self._given_up = False
-        self.farewell = Farewell()
+        self._killed = False
+        self.final_message = FinalMessage()
         self._lifeline, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -53,17 +55,17 @@ class ControllerProcess:
                     "-m",
                     "spmd_rl",
                     "controller",
-                    *self._seat(world, theirs),
+                    *self._arguments(world, theirs),
                     *arguments,
                 ],
                 env=self._environment(),
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # torchrun's signals reach it through the ranks' last words
+                start_new_session=True,  # the ranks pass torchrun's signals on to it
             )
-        threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
+        threading.Thread(target=self._watch, name="controller watcher", daemon=True).start()
 
     def await_address(self) -> Address:
-        """Where the controller listens.
+        """Return the address at which the controller listens.
 
         Blocks: until it has bound. Raises: DeadlineError after `ADDRESS_S`.
         """
@@ -75,14 +77,15 @@ class ControllerProcess:
             ) from None
 
     def kill(self) -> None:
-        """End a controller that answers no more, and remove its private folder."""
-        self._given_up = True  # its end is no news then
+        """Kill a controller that no longer answers, and remove its private folder."""
+        self._killed = True
         self._process.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def wait(self) -> int:
-        """The controller's exit code. Blocks: for `EXIT_S` at most. Raises: DeadlineError, once it
-        has killed it.
+        """Return the exit code of the controller.
+
+        Blocks: for `EXIT_S` at most. Raises: DeadlineError after it has killed the controller.
         """
         try:
             return self._process.wait(EXIT_S)
@@ -94,11 +97,14 @@ class ControllerProcess:
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _seat(self, world: World, lifeline: socket.socket) -> list[str]:
+    def _arguments(self, world: World, lifeline: socket.socket) -> list[str]:
         return [str(lifeline.fileno()), str(self._folder), bind_address(world, self._folder)]
 
     def _environment(self) -> dict[str, str]:
-        """Ours, with the secret's file, and one thread: the cores belong to the ranks."""
+        """Return this environment with the file of the secret.
+
+        The controller gets one OpenMP thread, since the cores belong to the ranks.
+        """
         secret_file = {secret.FILE_ENV: str(self._secret_file)} if self._secret_file else {}
         return os.environ | {"OMP_NUM_THREADS": "1"} | secret_file
 
@@ -109,56 +115,57 @@ class ControllerProcess:
                 if "endpoint" in record:
                     self._addresses.put(Address(record["endpoint"], record["generation"]))
                 else:
-                    # the controller removes the folder
+                    # the controller itself removes the private folder
                     end_process(record["sentence"], record["exit_code"])
         code = self._process.wait()
-        if code and not self._given_up:
+        if code and not self._killed:
             shutil.rmtree(self._folder, ignore_errors=True)
-            lost = LostRankError(f"the controller (pid {self._process.pid}) {ending(code)}")
-            end_process(self.farewell.take(lost), 1)
+            lost = LostRankError(f"the controller (pid {self._process.pid}) {describe_exit(code)}")
+            end_process(self.final_message.compose(lost), 1)
 
 
 class Lifeline:
-    """The controller's end."""
+    """The controller's side of the lifeline."""
 
     def __init__(self, descriptor: int, folder: Path) -> None:
         self.socket = socket.socket(fileno=descriptor)
         self.folder = folder
 
     def close(self) -> None:
-        """Remove the run's private folder and let go of rank 0."""
+        """Remove the run's private folder and close the lifeline."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.socket.close()
 
-    def leave(self, exit_code: int) -> NoReturn:
-        """End the controller now, whatever the recipe is doing."""
+    def exit(self, exit_code: int) -> NoReturn:
+        """End the controller process now, whatever the recipe is doing."""
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(exit_code)
 
     def announce(self, endpoint: str, generation: int) -> None:
-        """Tell rank 0 where to dial."""
+        """Tell rank 0 the endpoint and generation that workers connect with."""
         self._write({"endpoint": endpoint, "generation": generation})
 
-    def last_words(self, error: SpmdError) -> None:
-        """Tell rank 0 why the run ends, before the secret that ranks still look for is removed.
+    def send_final_message(self, error: SpmdError) -> None:
+        """Tell a rank 0 that has not said Hello why the run ends.
 
-        Blocks: until rank 0 has ended, `HEARD_S` at most.
+        Rank 0 ends the other ranks before they look for a secret that is being removed.
+        Blocks: until rank 0 has ended, `RANK_0_EXIT_S` at most.
         """
         self._write({"sentence": str(error), "exit_code": error.exit_code})
-        self.socket.settimeout(HEARD_S)
-        with contextlib.suppress(OSError):  # the deadline, or rank 0's end by a signal
+        self.socket.settimeout(RANK_0_EXIT_S)
+        with contextlib.suppress(OSError):  # the time is over, or a signal ended rank 0
             self.socket.recv(1)
 
     def _write(self, record: dict[str, str | int]) -> None:
         try:
             self.socket.sendall(json.dumps(record).encode() + b"\n")
-        # rank 0 is gone, and the socket thread knows
+        # rank 0 is gone, which the router notices too
         except (BrokenPipeError, ConnectionResetError):
             return
 
 
-def ending(code: int) -> str:
-    """How a process ended that ended too early, with this exit code."""
+def describe_exit(code: int) -> str:
+    """Return the clause that says how a process ended too early, with this exit code."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}{'' if code else ' before the run was over'}"

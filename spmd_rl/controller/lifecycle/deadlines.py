@@ -1,6 +1,4 @@
-"""How long a run goes on that somebody ends from outside, and a recipe that makes no call. Time is
-an argument.
-"""
+"""Deadlines: the grace after a signal, and the longest time without a call. Time is an argument."""
 
 from __future__ import annotations
 
@@ -12,39 +10,40 @@ from signal import Signals
 from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
 
 
-class Notice:
-    """That somebody ends the run from outside: `error` is what it ends with, once somebody does.
+class TerminationNotice:
+    """Notes that a signal ends the run from outside; `error` is then what the run ends with.
 
-    After a SIGTERM it goes on for `grace_s`, so that something can be saved; `unsaved` is the
-    clause that says what is lost if that takes longer.
+    After a SIGTERM the run goes on for `grace_s`, so that it can save a checkpoint. `lost_work` is
+    the clause that says what is lost if it does not finish in that time.
     """
 
     def __init__(self) -> None:
         self.error: SpmdError | None = None
         self.grace_s = 0.0
-        self.unsaved = ""
+        self.lost_work = ""
         self._since = 0.0
 
-    def take(self, name: str, who: str, now: float) -> None:
-        """Somebody ends the run by the signal of this name; the first counts."""
+    def note_signal(self, name: str, recipients: str, now: float) -> None:
+        """Note the signal `name`, and the sentence that says who got it; only the first counts."""
         if self.error is None:
             self._since = now if name == "SIGTERM" else -math.inf
-            self.error = _ended(f"the run was ended from outside: {who}", 128 + Signals[name])
+            sentence = f"the run was ended from outside: {recipients}"
+            self.error = _termination(sentence, 128 + Signals[name])
 
-    def and_then(self, clause: str) -> SpmdError:
-        """The error, saying more."""
+    def error_with(self, clause: str) -> SpmdError:
+        """Return the error with a clause added to its sentence."""
         assert self.error is not None
-        return _ended(f"{self.error}{clause}", self.error.exit_code)
+        return _termination(f"{self.error}{clause}", self.error.exit_code)
 
     def overdue(self, now: float) -> SpmdError | None:
-        """The error to end with now, if the run has to."""
+        """Return the error to end with now; None while the run may go on."""
         if self.error is None or now - self._since < self.grace_s:
             return None
-        return self.and_then(self.unsaved) if self._since > -math.inf else self.error
+        return self.error_with(self.lost_work) if self._since > -math.inf else self.error
 
 
-class RecipeClock:
-    """How long the recipe's own code has been computing since its last call; it may for `limit_s`."""
+class RecipeDeadline:
+    """Limits how long the recipe's own code may compute between two calls, to `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -53,29 +52,29 @@ class RecipeClock:
 
     @contextmanager
     def running(self, now: float) -> Iterator[None]:
-        """What runs inside is the recipe."""
+        """Apply the limit to the code inside, which is the recipe's."""
         self._since = now
         try:
             yield
         finally:
             self._since = math.inf
 
-    def overdue(self, owed: bool, waited_s: float, now: float) -> DeadlineError | None:
-        """The error to end with, if no answer is `owed` to the recipe, nor has it waited for one
-        for too long.
+    def overdue(self, unanswered: bool, waited_s: float, now: float) -> DeadlineError | None:
+        """Return the error to end with, if the recipe has computed for too long.
 
-        `waited_s` is how long it has waited in all.
+        It has not while a call is `unanswered`. `waited_s` is how long it has waited for calls in
+        all: if that grew, it has made one since.
         """
         if self._since == math.inf:
             return None
-        if owed or waited_s != self._waited_s:
+        if unanswered or waited_s != self._waited_s:
             self._since, self._waited_s = now, waited_s
         elif now - self._since > self._limit_s:
             return DeadlineError(f"the recipe has made no call for {self._limit_s:g} s")
         return None
 
 
-def _ended(sentence: str, exit_code: int) -> SpmdError:
+def _termination(sentence: str, exit_code: int) -> SpmdError:
     error = LostRankError(sentence)
     error.exit_code = exit_code
     return error

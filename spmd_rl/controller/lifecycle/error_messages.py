@@ -1,4 +1,4 @@
-"""Sentences about what went wrong: which rank, in which call and phase, since when."""
+"""Errors about ranks and calls: which rank, in which call and phase, since when."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from spmd_rl import errors
 from spmd_rl.controller.channel.wire import Failure
 from spmd_rl.controller.lifecycle.calls import CallRecord
-from spmd_rl.controller.lifecycle.roster import Seat
+from spmd_rl.controller.lifecycle.roster import WorkerState
 from spmd_rl.errors import LostRankError, RemoteError, SpmdError
 
 
 def in_call(record: CallRecord | None) -> str:
-    """Which call, in which phase, for how long."""
+    """Return the clause that says in which call and phase a rank is, and for how long."""
     if record is None:
         return "between calls"
     phase = f" (phase {record.phase})" if record.phase else ""
@@ -20,29 +20,29 @@ def in_call(record: CallRecord | None) -> str:
 
 
 def refusals(counts: Mapping[str, int]) -> str:
-    """How many frames were refused and why, as a clause; empty when none were."""
+    """Return the clause that says how many frames were refused and why; "" when none were."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in counts.items())
     return f"; frames refused: {reasons}" if reasons else ""
 
 
 def lost_error(
     ranks: Sequence[int],
-    seats: Mapping[int, Seat],
+    workers: Mapping[int, WorkerState],
     now: float,
     record: CallRecord | None,
     refused: Mapping[str, int],
 ) -> LostRankError:
-    """Who of `ranks` is lost, since when, and in which call."""
-    known = [seats[rank] for rank in ranks if rank in seats]
-    who = ", ".join(str(seat) for seat in known) or f"rank {ranks[0]}"
-    silence_s = max((now - seat.heard for seat in known), default=0.0)
+    """Return the error that says which of `ranks` are lost, since when, and in which call."""
+    seen = [workers[rank] for rank in ranks if rank in workers]
+    who = ", ".join(str(worker) for worker in seen) or f"rank {ranks[0]}"
+    silence_s = max((now - worker.heard for worker in seen), default=0.0)
     return LostRankError(
         f"lost {who}, last heard {silence_s:.1f} s ago, {in_call(record)}{refusals(refused)}"
     )
 
 
 def remote_error(what: str, rank: int, failure: Failure) -> SpmdError:
-    """The error of a worker, here: one of our own kinds as it was, anything else as a RemoteError."""
+    """Return what a worker raised: an error of our tree as itself, any other as a RemoteError."""
     kind = getattr(errors, failure.kind, None)
     if isinstance(kind, type) and issubclass(kind, SpmdError) and kind is not RemoteError:
         error = kind.__new__(kind)

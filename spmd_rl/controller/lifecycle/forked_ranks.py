@@ -1,6 +1,4 @@
-"""The ranks that `spmd-rl run` forks, as torchrun's agent watches them: who is gone before it
-returned has failed.
-"""
+"""Forked ranks, watched by torchrun's agent: a rank that exits before it returns has failed."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 class ForkedRanks(MultiprocessContext):
-    """torch waits for what each rank returns, and for ever if a rank left with exit code 0 before
-    that.
+    """The processes of the ranks that `spmd-rl run` forks.
 
-    A rank that has returned ends at once: torch would have it wait for the others, and hang if it
-    did not.
+    torch waits for the return value of each rank, and waits for ever if a rank exits with code 0
+    before it returns. Here that rank has failed. torch also keeps a rank that has returned waiting
+    for the others, and hangs if it does not; here it ends at once.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -29,15 +27,15 @@ class ForkedRanks(MultiprocessContext):
 
     def _poll(self) -> RunProcsResult | None:
         result = super()._poll()
-        rank = self._left_early() if result is None else None
+        rank = self._exited_early() if result is None else None
         if rank is None:
             return result
         self.close()
         failure = ProcessFailure(rank, self.pids()[rank], 0, self.error_files[rank])
         return RunProcsResult(failures={rank: failure}, stdouts=self.stdouts, stderrs=self.stderrs)
 
-    def _left_early(self) -> int | None:
-        """The first rank of this host that ended with exit code 0 and has not returned."""
+    def _exited_early(self) -> int | None:
+        """Return the first rank of this host that ended with exit code 0 and has not returned."""
         for rank, process in enumerate(self._pc.processes if self._pc is not None else []):
             returned = (
                 rank in self._return_values
@@ -50,10 +48,9 @@ class ForkedRanks(MultiprocessContext):
 
 
 def end_executors_at_exit() -> None:
-    """Have a rank tell its process pools to end when it does: multiprocessing waits for their
-    processes.
+    """Have a rank end its process pools when it exits: multiprocessing waits for their processes.
 
-    It has returned by then, so a pool that does not end makes no failure of its run.
+    The rank has returned by then, so that a pool that does not end makes no failure of the run.
     """
     Finalize(None, _end_executors, exitpriority=100)
 

@@ -1,8 +1,7 @@
-"""Workers of this host as processes: which of them have ended, and the end of one that does not
-answer.
+"""Processes of the workers on this host: notice that one has ended, or kill one that hangs.
 
-A launcher alone would wait half a minute for that one. A stopped process takes no signal but
-SIGKILL. Only children of a given launcher are ever touched.
+A launcher alone would wait half a minute for a worker that hangs. A stopped process reacts to no
+signal but SIGKILL. Only children of a given launcher are ever touched.
 """
 
 from __future__ import annotations
@@ -19,74 +18,77 @@ from pathlib import Path
 
 from spmd_rl.controller.channel.wire import Hello
 
-END_S = 1.0  # for processes that said their last word to end
-LOOK_S = 0.5  # for a launcher to see that they have: torchrun looks ten times a second
+EXIT_S = 1.0  # for processes that sent their last message to end
+NOTICE_S = 0.5  # for a launcher to notice that they have: torchrun polls ten times a second
 
 
 class ChildWatcher:
-    """Which children of `launcher` have ended, as the system says: whatever one forked keeps its
-    connections open.
+    """Watches the children of `launcher`, and tells which have ended.
+
+    Their connections do not tell: a process that a worker forked keeps them open.
     """
 
     def __init__(self, launcher: int | None) -> None:
         self._launcher = launcher
-        self._ranks: dict[int, int] = {}
-        self._ended: list[int] = []
+        self._ranks: dict[int, int] = {}  # by the descriptor of the process
+        self._just_ended: list[int] = []
         self._poll = select.poll()
 
     def watch(self, hello: Hello) -> None:
-        """Watch a worker from now on, if it is a child of the launcher, on this host."""
+        """Watch a worker from now on, if it is a child of the launcher on this host."""
         if hello.host == socket.gethostname() and parent_of(hello.pid) == self._launcher:
-            # it has just ended, or there is no descriptor left: others will notice
+            # It has just ended, or there is no descriptor left. It is noticed in other ways.
             with contextlib.suppress(OSError):
                 descriptor = os.pidfd_open(hello.pid)
                 self._ranks[descriptor] = hello.rank
                 self._poll.register(descriptor, select.POLLIN)
 
     def ended(self) -> list[int]:
-        """The ranks that had ended by the last time that this was asked: their last words have come
-        since.
+        """Return the ranks that had ended by the previous call.
+
+        Their last messages have arrived since.
         """
-        known, self._ended = self._ended, []
+        ended, self._just_ended = self._just_ended, []
         for descriptor, _ in self._poll.poll(0):
             self._poll.unregister(descriptor)
             os.close(descriptor)
-            self._ended.append(self._ranks.pop(descriptor))
-        return known
+            self._just_ended.append(self._ranks.pop(descriptor))
+        return ended
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching."""
         for descriptor in self._ranks:
             os.close(descriptor)
         self._ranks.clear()
 
 
-def end_children(launcher: int, lost: Iterable[Hello]) -> None:
-    """SIGKILL those of `lost` that are children of `launcher`, on this host."""
-    for hello in lost:
+def kill_children(launcher: int, workers: Iterable[Hello]) -> None:
+    """SIGKILL those of `workers` that are children of `launcher` on this host."""
+    for hello in workers:
         if hello.host == socket.gethostname() and parent_of(hello.pid) == launcher:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(hello.pid, signal.SIGKILL)
 
 
-def await_end(leaving: Iterable[Hello]) -> None:
-    """Blocks: until those of `leaving` that are on this host have ended and a launcher has noticed;
-    `END_S` ends it.
+def wait_for_exits(workers: Iterable[Hello]) -> None:
+    """Wait until those of `workers` that are on this host have ended, and a launcher noticed it.
+
+    Blocks: for `EXIT_S` and `NOTICE_S` at most.
     """
-    until = time.monotonic() + END_S
-    for hello in leaving:
+    until = time.monotonic() + EXIT_S
+    for hello in workers:
         if hello.host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):
                 descriptor = os.pidfd_open(hello.pid)
-                waiting = select.poll()  # select itself takes no descriptor above 1023
-                waiting.register(descriptor, select.POLLIN)
-                waiting.poll(max(0.0, until - time.monotonic()) * 1000)
+                poll = select.poll()  # select.select takes no descriptor above 1023
+                poll.register(descriptor, select.POLLIN)
+                poll.poll(max(0.0, until - time.monotonic()) * 1000)
                 os.close(descriptor)
-    threading.Event().wait(LOOK_S)
+    threading.Event().wait(NOTICE_S)
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent of a process of this host; None when there is no such process."""
+    """Return the parent of a process of this host; None when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

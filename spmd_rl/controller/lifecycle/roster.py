@@ -1,23 +1,26 @@
-"""Who is here: the workers that said Hello, when each was last heard, and who is lost. Pure; time
-is an argument.
-"""
+"""Roster of the workers: when each was last heard, and which are lost. Time is an argument."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from spmd_rl.controller.channel.wire import Hello
 
-FAREWELL_S = 2.0  # how long the launcher may take to signal all ranks once it has signalled one
-LATE_S = 0.5  # how much later than it was sent the last message of a rank that is gone may be read
-SHOW_S = 4.0  # for a rank without a signal to show that it lives; it is pinged every second
-MOST_SHOWN = 4  # ranks in a sentence
+# The longest that a launcher takes to signal all its ranks, once it has signalled one.
+SIGNAL_ALL_S = 2.0
+# How much later than it was sent the last message of a rank that is gone may be read.
+LATE_S = 0.5
+# For a rank without a signal to answer a ping, which is sent every second.
+ANSWER_PING_S = 4.0
+MAX_NAMED = 4  # ranks in a sentence
 
 
 @dataclass
-class Seat:
-    """One worker as the controller knows it. `signal` is what its launcher ends it by; `gone`: it
-    answers no more.
+class WorkerState:
+    """One worker, as the controller knows it.
+
+    `signal` names the signal that its launcher sent it. `gone` means that it answers no more.
     """
 
     hello: Hello
@@ -30,86 +33,96 @@ class Seat:
 
 
 class Roster:
-    """The seats of a world of known size."""
+    """The workers of a world of known size.
+
+    A thread that changes it, or reads it together with something else, holds `lock`.
+    """
 
     def __init__(self, world_size: int, lost_after_s: float) -> None:
         self.world_size = world_size
         self.lost_after_s = lost_after_s
-        self.seats: dict[int, Seat] = {}
-        self._ending_since: float | None = None
+        self.workers: dict[int, WorkerState] = {}
+        self.lock = threading.RLock()
+        self._first_signal_at: float | None = None
 
-    def hello(self, hello: Hello, now: float) -> bool:
-        """Seat a worker; False when there is no such seat or it is taken."""
-        if not 0 <= hello.rank < self.world_size or hello.rank in self.seats:
+    def add(self, hello: Hello, now: float) -> bool:
+        """Add a worker; False when the world has no such rank or has it already."""
+        if not 0 <= hello.rank < self.world_size or hello.rank in self.workers:
             return False
-        self.seats[hello.rank] = Seat(hello, now)
+        self.workers[hello.rank] = WorkerState(hello, now)
         return True
 
-    def heard(self, rank: int, now: float) -> bool:
+    def note_message(self, rank: int, now: float) -> bool:
         """Note a sign of life; False when the rank never said Hello."""
-        if seat := self.seats.get(rank):
-            seat.heard = now
-        return seat is not None
+        if worker := self.workers.get(rank):
+            worker.heard = now
+        return worker is not None
 
-    def signalled(self, rank: int, name: str, now: float) -> None:
-        """Note that its launcher is ending a worker."""
-        self.seats[rank].signal = name
-        if self._ending_since is None:
-            self._ending_since = now
+    def note_signal(self, rank: int, name: str, now: float) -> None:
+        """Note that its launcher sent a worker the signal `name`."""
+        self.workers[rank].signal = name
+        if self._first_signal_at is None:
+            self._first_signal_at = now
 
-    def gone(self, rank: int) -> None:
-        """Note that a worker said Bye, or is no more."""
-        if rank in self.seats:
-            self.seats[rank].gone = True
+    def note_gone(self, rank: int) -> None:
+        """Note that a worker said Bye, or has ended."""
+        if rank in self.workers:
+            self.workers[rank].gone = True
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that have not come yet."""
-        return [rank for rank in range(self.world_size) if rank not in self.seats]
+        """The ranks that have not said Hello yet."""
+        return [rank for rank in range(self.world_size) if rank not in self.workers]
 
     @property
-    def staying(self) -> list[int]:
-        """The ranks that came and are not gone."""
-        return [rank for rank, seat in self.seats.items() if not seat.gone]
+    def present(self) -> list[int]:
+        """The ranks that said Hello and are not gone."""
+        return [rank for rank, worker in self.workers.items() if not worker.gone]
 
     def lost(self, now: float) -> list[int]:
-        """The ranks given up: silent for too long, or neither signalled nor heard since others were
-        signalled.
+        """Return the ranks to give up.
+
+        A rank is lost when it was silent for too long. Once launchers send signals, a rank that got
+        one may be silent, and a rank that got none is lost when it does not answer pings.
         """
-        silent = [rank for rank in self.staying if now - self.seats[rank].heard > self.lost_after_s]
-        if self._ending_since is None:
+        silent = [
+            rank for rank in self.present if now - self.workers[rank].heard > self.lost_after_s
+        ]
+        if self._first_signal_at is None:
             return silent
-        mute = self._mute if now - self._ending_since > SHOW_S else []
+        unheard = self._unheard if now - self._first_signal_at > ANSWER_PING_S else []
         return [
             rank
-            for rank in self.staying
-            if rank in mute or (rank in silent and not self.seats[rank].signal)
+            for rank in self.present
+            if rank in unheard or (rank in silent and not self.workers[rank].signal)
         ]
 
-    def ended_by(self, now: float) -> tuple[str, str] | None:
-        """The signal that ends the run and who got it: every rank that stays, or some while the
-        others live on.
+    def terminated_by(self, now: float) -> tuple[str, str] | None:
+        """Return the signal that ends the run, and the sentence that says who got it.
+
+        A signal ends the run when every present rank got one, or when some did while all others
+        are still alive after `SIGNAL_ALL_S`.
         """
-        signalled = [seat for seat in self.seats.values() if seat.signal]
-        if self._ending_since is None or not signalled:
+        signalled = [worker for worker in self.workers.values() if worker.signal]
+        if self._first_signal_at is None or not signalled:
             return None
-        every = all(self.seats[rank].signal for rank in self.staying)
-        if not every and (self._mute or now - self._ending_since <= FAREWELL_S):
+        every = all(self.workers[rank].signal for rank in self.present)
+        if not every and (self._unheard or now - self._first_signal_at <= SIGNAL_ALL_S):
             return None
         name = signalled[0].signal
         if every and not self.missing:
             return name, f"every rank got {name}"
-        who = ", ".join(map(str, signalled[:MOST_SHOWN]))
-        more = f" and {len(signalled) - MOST_SHOWN} more" if len(signalled) > MOST_SHOWN else ""
+        who = ", ".join(map(str, signalled[:MAX_NAMED]))
+        more = f" and {len(signalled) - MAX_NAMED} more" if len(signalled) > MAX_NAMED else ""
         early = f" before ranks {self.missing} had reported" if self.missing else ""
         return name, f"{who}{more} got {name}{early}"
 
     @property
-    def _mute(self) -> list[int]:
-        """The ranks that were not signalled, and were not heard since others were."""
-        since = (self._ending_since or 0.0) + LATE_S
+    def _unheard(self) -> list[int]:
+        """The ranks that got no signal, and were not heard since others got one."""
+        since = (self._first_signal_at or 0.0) + LATE_S
         return [
             rank
-            for rank in self.staying
-            if not self.seats[rank].signal and self.seats[rank].heard < since
+            for rank in self.present
+            if not self.workers[rank].signal and self.workers[rank].heard < since
         ]

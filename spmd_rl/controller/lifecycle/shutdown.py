@@ -1,48 +1,104 @@
-"""The moment before the world hears why it ends: the terminal is left to that sentence, which says
-how to go on.
-"""
+"""Shutdown of one process: its final message, and its exit whatever still runs in it."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
 
+from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.errors import DeadlineError, DiskError, LostRankError, SpmdError
+from spmd_rl.mesh.private_folder import leave_meeting_folder
 
-PATIENCE_S = 1.0  # with a disk and a terminal: nobody waits longer for either
-GOES_ON = "the same command goes on"
-# what a run that goes on need not meet again
-FROM_OUTSIDE = (DeadlineError, DiskError, LostRankError)
+DONE_FILE_ENV = "SPMD_RL_DONE_FILE"
+EXIT_S = 5.0  # for threads and child processes to end, once the run has
+LOOK_UP_S = 1.0  # for a disk and a terminal to answer before the final message goes out
+RESUME_HINT = "the same command goes on"
+# errors that the same command need not meet again
+RECOVERABLE = (DeadlineError, DiskError, LostRankError)
 
 
-class Farewell:
-    """`newest` is the step after which the same command would go on, if any; `leave_screen` ends a
-    live view.
+class FinalMessage:
+    """Composes the sentence that ends a run: the error, and after which step the run can resume.
+
+    `newest_step` returns the step of the newest checkpoint, if there is one. `leave_screen` ends a
+    live view, so that the terminal is free for the sentence.
     """
 
     def __init__(self) -> None:
-        self.newest: Callable[[], int | None] = lambda: None
+        self.newest_step: Callable[[], int | None] = lambda: None
         self.leave_screen: Callable[[], object] = lambda: None
 
-    def take(self, error: SpmdError) -> str:
-        """The last words: `error`, which now says how to go on if the run is not to blame for it.
-        The screen is left.
+    def compose(self, error: SpmdError) -> str:
+        """Add to a recoverable `error` how to resume, leave the screen, and return the sentence.
 
-        Blocks: for `PATIENCE_S` at most.
+        Blocks: for `LOOK_UP_S` at most.
         """
-        found: list[int | None] = []
-        thread = threading.Thread(target=self._look, args=[found], name="farewell", daemon=True)
+        steps: list[int | None] = []
+        thread = threading.Thread(
+            target=self._look_up, args=[steps], name="final message", daemon=True
+        )
         thread.start()
-        thread.join(PATIENCE_S)
-        from_outside = isinstance(error, FROM_OUTSIDE) and GOES_ON not in str(error)
-        if from_outside and found and found[0] is not None:
-            error.args = (f"{error}; {GOES_ON} after step {found[0]}",)
+        thread.join(LOOK_UP_S)
+        recoverable = isinstance(error, RECOVERABLE) and RESUME_HINT not in str(error)
+        if recoverable and steps and steps[0] is not None:
+            error.args = (f"{error}; {RESUME_HINT} after step {steps[0]}",)
         return str(error)
 
-    def _look(self, found: list[int | None]) -> None:
-        # a checkpoint that cannot be read is told by the run that would
+    def _look_up(self, steps: list[int | None]) -> None:
+        # the run that resumes reports a checkpoint that cannot be read
         with contextlib.suppress(Exception):
-            found.append(self.newest())
-        with contextlib.suppress(Exception):  # a terminal that is gone
+            steps.append(self.newest_step())
+        with contextlib.suppress(Exception):  # the terminal is gone
             self.leave_screen()
+
+
+def mark_done() -> None:
+    """Touch the file by which a batch script sees that the run has finished."""
+    if path := os.environ.get(DONE_FILE_ENV):
+        Path(path).touch()
+
+
+def limit_exit(process: str, exit_code: int) -> int:
+    """Have this process end within `EXIT_S`, and return `exit_code`; `process` names it.
+
+    Otherwise user code could keep it alive for ever, such as a pool of a reward function with a
+    request that nobody answers.
+    """
+    limit = threading.Timer(EXIT_S, _exit_regardless, [process, exit_code])
+    limit.daemon = True
+    limit.start()
+    return exit_code
+
+
+def end_process(sentence: str, exit_code: int) -> NoReturn:
+    """Leave `sentence` as exit message and end now, whatever the other threads are doing."""
+    exit_message.write(sentence)
+    _exit(exit_code)
+
+
+def _exit_regardless(process: str, exit_code: int) -> NoReturn:
+    threads = {thread for thread in threading.enumerate() if not thread.daemon}
+    names = [thread.name for thread in threads - {threading.main_thread()}]
+    names += [child.name for child in multiprocessing.active_children()]
+    print(
+        f"{process} has ended without what still ran in it: "
+        f"{', '.join(names) or 'an exit handler'}",
+        file=sys.stderr,
+    )
+    _exit(exit_code)
+
+
+def _exit(exit_code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # a pool of a reward function, for instance, does not end by itself
+    for child in multiprocessing.active_children():
+        child.kill()
+    leave_meeting_folder()
+    os._exit(exit_code)

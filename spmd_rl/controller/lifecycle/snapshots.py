@@ -1,69 +1,89 @@
-"""The stacks that ranks sent: shown as one text, and saved beside the run."""
+"""Snapshots of all ranks: their stacks and flight records, requested together, shown and saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from spmd_rl.controller.channel.wire import Stacks
+from spmd_rl.controller.channel.wire import StackRequest, Stacks
+from spmd_rl.controller.lifecycle.calls import HandleUntil
+from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.stacks import all_stacks
-from spmd_rl.observe.files import whole_file, write_whole
+from spmd_rl.observe.atomic_write import atomic_file, write_atomically
 
-MUTE = "no answer: the process is stopped, gone, or holds the interpreter lock\n"
+GATHER_S = 2.0  # how long all ranks may take to send their stacks
+NO_ANSWER = "no answer: the process is stopped, gone, or holds the interpreter lock\n"
+
+Post = Callable[[Sequence[int], StackRequest], None]  # Router.post
 
 
 class Snapshots:
-    """The newest stacks and flight record of each rank."""
+    """The newest stacks and flight record of each rank.
 
-    def __init__(self) -> None:
+    Whoever gathers them and reads the result holds `lock` meanwhile.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.lock = threading.Lock()
+        self._roster = roster
         self._stacks: dict[int, Stacks] = {}
-        self._records: dict[int, bytes] = {}
+        self._flight_records: dict[int, bytes] = {}
 
-    def take(self, rank: int, stacks: Stacks, record: bytes) -> None:
-        """Keep what a rank sent."""
-        self._stacks[rank], self._records[rank] = stacks, record
+    def gather(self, post: Post, handle_until: HandleUntil) -> None:
+        """Ask every present rank for its stacks.
 
-    def forget(self) -> None:
-        """Start over: the processes have gone on since."""
+        Blocks: until all have answered that are still present, `GATHER_S` at most.
+        """
+        asked = self._roster.present
         self._stacks.clear()
-        self._records.clear()
+        self._flight_records.clear()
+        post(asked, StackRequest())
+        handle_until(lambda: self._has_all({*asked} & {*self._roster.present}), GATHER_S)
 
-    def has_all(self, ranks: Iterable[int]) -> bool:
-        """Whether all of `ranks` have sent theirs."""
-        return self._stacks.keys() >= set(ranks)
-
-    def place(self, rank: int) -> str:
-        """The line that a rank is at."""
-        return f"at {self._stacks[rank].place}" if rank in self._stacks else "which does not answer"
+    def store(self, rank: int, stacks: Stacks, flight_record: bytes) -> None:
+        """Store what a rank sent."""
+        self._stacks[rank], self._flight_records[rank] = stacks, flight_record
 
     def has(self, rank: int) -> bool:
-        """Whether a rank has sent its stacks."""
+        """Return whether a rank has sent its stacks."""
         return rank in self._stacks
 
-    def text(self, title_by_rank: dict[int, str]) -> str:
-        """Everybody's stacks, the controller's own last."""
-        pages = [f"==== {title} ====\n{self._page(rank)}" for rank, title in title_by_rank.items()]
+    def location(self, rank: int) -> str:
+        """Return the line that a rank is at, as the end of a clause about it."""
+        if rank not in self._stacks:
+            return "which does not answer"
+        return f"at {self._stacks[rank].location}"
+
+    def text(self) -> str:
+        """Return the stacks of all ranks and, last, of the controller."""
+        pages = []
+        for rank in range(self._roster.world_size):
+            title = self._roster.workers.get(rank, f"rank {rank}")
+            pages.append(f"==== {title} ====\n{self._page(rank)}")
         return "\n".join([*pages, f"==== controller ====\n{all_stacks()}"])
 
-    def save(self, folder: Path, world_size: int) -> str:
-        """Write one file a rank, and the flight records beside them; says where, or why not."""
+    def save(self, folder: Path) -> str:
+        """Write a file for each rank, and the flight records; return where they are, or why not."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for rank in range(world_size):
-                write_whole(folder / f"rank_{rank}.txt", self._page(rank))
-                if record := self._records.get(rank):
-                    with whole_file(folder / f"rank_{rank}.collectives.json") as file:
+            for rank in range(self._roster.world_size):
+                write_atomically(folder / f"rank_{rank}.txt", self._page(rank))
+                if record := self._flight_records.get(rank):
+                    with atomic_file(folder / f"rank_{rank}.collectives.json") as file:
                         file.write(record)
-            write_whole(folder / "controller.txt", all_stacks())
+            write_atomically(folder / "controller.txt", all_stacks())
         except OSError as error:  # a full disk must not hide why the run ends
             return f"the stacks could not be saved in {folder}: {error.strerror}"
         return f"the stacks of all ranks are in {folder}"
 
+    def _has_all(self, ranks: Iterable[int]) -> bool:
+        return self._stacks.keys() >= set(ranks)
+
     def _page(self, rank: int) -> str:
         if rank not in self._stacks:
-            return MUTE
+            return NO_ANSWER
         stacks = self._stacks[rank]
-        refused = "".join(
-            f"{count} frames refused: {reason}\n" for reason, count in stacks.refused.items()
-        )
+        counts = stacks.refused.items()
+        refused = "".join(f"{count} frames refused: {reason}\n" for reason, count in counts)
         return refused + stacks.text

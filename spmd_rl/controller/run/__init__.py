@@ -1,1 +1,1 @@
-"""One run of a recipe: the controller process, its steps and its checkpoints."""
+"""Run of a recipe: the controller's main function, its steps and its checkpoints."""

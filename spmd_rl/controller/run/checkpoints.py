@@ -1,13 +1,14 @@
-"""Checkpoints of a whole run: one folder each, whole from the moment that all it names is there.
+"""Checkpoints of a run: one folder each, which is complete once everything that it names is there.
 
 checkpoints/step_000040/
-    trainer/        what a role wrote through its `save` endpoint, perhaps still writing it behind
-    the next steps ahead/          what an object of the recipe wrote in the same way state.json
-    written last of what the controller writes: the next step, small states, what else belongs to it
+    trainer/     written by the `save` endpoint of a role, perhaps during the next steps
+    ahead/       written by the `save` method of an object of the recipe
+    state.json   written last by the controller: next step, small states, names of the other parts
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -21,16 +22,16 @@ from spmd_rl.controller.endpoint import Role
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.run.checksums import check, checksums
 from spmd_rl.errors import ConfigError, DataError, DiskError, SpmdError
-from spmd_rl.observe import folders
+from spmd_rl.observe import atomic_write
 
 STATE_FILE = "state.json"
-UNFINISHED = ".unfinished"  # an empty file that stands in a folder until all of it is written
-LATER = "later"  # where folders are laid aside
-NAME = re.compile(r"step_\d{6,}")
+UNFINISHED_FILE = ".unfinished"  # an empty file in a folder that is still being written
+LATER_FOLDER = "later"  # for checkpoints that the run must not continue from
+FOLDER_NAME = re.compile(r"step_\d{6,}")
 
 
-class Stateful(Protocol):
-    """An object of the recipe whose state is a little plain data."""
+class StatePart(Protocol):
+    """An object of the recipe with a small state of plain data."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -38,25 +39,24 @@ class Stateful(Protocol):
 
 
 @runtime_checkable
-class Stored(Protocol):
-    """An object of the recipe that writes a folder of its own, whole by the time that `save`
-    returns.
-    """
+class FolderPart(Protocol):
+    """An object of the recipe that writes a folder of its own, complete when `save` returns."""
 
     def save(self, folder: str) -> None: ...
 
     def load(self, folder: str) -> None: ...
 
 
-Part = Role | Stateful | Stored
+CheckpointPart = Role | StatePart | FolderPart
 
 
 @dataclass(frozen=True)
-class Record:
-    """The state file. `reward` is the mean reward of the step before; `roles` are the axes that
-    each role was on.
+class CheckpointState:
+    """Content of the state file. `reward` is the mean reward of the last step; `roles` are the mesh
+    axes of each role that was saved.
 
-    `checksums` are of the files of what is stored; a role's are its own affair.
+    `stored` names the parts with folders of their own, and `checksums` are those of their files.
+    Each role keeps the checksums of its own files.
     """
 
     next_step: int
@@ -69,7 +69,7 @@ class Record:
 
 
 class Checkpoints:
-    """The run's checkpoints; the newest `keep` of them stay, and the `keep_best` with the highest
+    """The checkpoints of a run. It keeps the newest `keep`, and the `keep_best` with the highest
     reward.
     """
 
@@ -77,191 +77,193 @@ class Checkpoints:
         self.folder = folder
         self._keep = keep
         self._keep_best = keep_best
-        self._open: Path | None = None  # begun, and perhaps not yet whole
-        self._writing: list[Handle] = []
+        self._unfinished: Path | None = None  # the folder that roles may still be writing
+        self._savers: list[Handle] = []  # the roles that write it
 
-    def saved(self) -> dict[Path, Record]:
-        """Whole checkpoints, oldest first."""
-        read = {path: _read(path) for path in self._folders()}
-        whole = [(path, record) for path, record in read.items() if record is not None]
-        return dict(sorted(whole, key=lambda item: item[1].next_step))
+    def complete(self) -> dict[Path, CheckpointState]:
+        """Return the complete checkpoints by folder, oldest first."""
+        states = {path: _read_state(path) for path in self._folders()}
+        found = [(path, state) for path, state in states.items() if state is not None]
+        return dict(sorted(found, key=lambda item: item[1].next_step))
 
     def newest(self) -> int | None:
-        """The step that the newest whole checkpoint was taken after, if there is one."""
-        return next((record.next_step for record in reversed(self.saved().values())), None)
+        """Return the step after which the newest complete checkpoint was saved, if there is one."""
+        return next((state.next_step for state in reversed(self.complete().values())), None)
 
-    def save(self, record: Record, parts: Mapping[str, Part]) -> None:
-        """Begin the checkpoint that `record` describes: all parts as they are now, once the one
-        before is whole.
+    def save(self, state: CheckpointState, parts: Mapping[str, CheckpointPart]) -> None:
+        """Begin a checkpoint of all parts as they are now, once the checkpoint before is complete.
 
-        Blocks: while roles copy what they hold. Those that have an endpoint `saved` write it later;
-        `settle` waits for them. Raises: what a role raised, or DiskError when the disk does not
-        take it.
+        `state` says what the checkpoint is of; its parts are filled in here.
+        Blocks: while roles copy their state. They may write it later; `wait_until_complete` waits
+        for that.
+        Raises: what a role raised, or DiskError when the disk does not take it.
         """
-        self.settle()
-        target = self.folder / f"step_{record.next_step:06d}"
-        folders.remove(target)
+        self.wait_until_complete()
+        target = self.folder / f"step_{state.next_step:06d}"
+        atomic_write.remove_folder(target)
         try:
             target.mkdir(parents=True)
-            self._write(target, record, parts)
+            self._write(target, state, parts)
         except (OSError, SpmdError) as error:
-            folders.remove(target)  # it serves nobody, and takes room on a disk that may be full
+            atomic_write.remove_folder(target)  # the disk may be full
             if isinstance(error, SpmdError):
                 raise
             raise DiskError(f"cannot save {target}: {error}") from error
 
-    def settle(self) -> None:
-        """Wait until the last checkpoint is whole, and drop those that need not stay.
+    def wait_until_complete(self) -> None:
+        """Wait until the last checkpoint is complete, then remove those that need not stay.
 
-        Raises: what kept a role from writing it.
+        Raises: the error that kept a role from writing it.
         """
-        if self._open is None:
+        if self._unfinished is None:
             return
         try:
-            for handle in self._writing:
-                handle.saved.call()
+            for handle in self._savers:
+                handle.wait_until_saved.call()
         except SpmdError:
-            folders.remove(self._open)
+            atomic_write.remove_folder(self._unfinished)
             raise
-        _flush(self._open.rglob("*"))
-        (self._open / UNFINISHED).unlink(missing_ok=True)
-        self._open = None
-        saved = self.saved()
-        stay = {*list(saved)[-self._keep :], *best_first(saved)[: self._keep_best]}
-        for path in saved.keys() - stay:
-            folders.remove(path)
+        _flush(self._unfinished.rglob("*"))
+        (self._unfinished / UNFINISHED_FILE).unlink(missing_ok=True)
+        self._unfinished = None
+        complete = self.complete()
+        newest = list(complete)[-self._keep :]
+        best = best_first(complete)[: self._keep_best]
+        for path in complete.keys() - {*newest, *best}:
+            atomic_write.remove_folder(path)
 
-    def restore(self, parts: Mapping[str, Part]) -> tuple[Path, Record] | None:
-        """Load the newest checkpoint into the parts, if there is one.
+    def restore(self, parts: Mapping[str, CheckpointPart]) -> tuple[Path, CheckpointState] | None:
+        """Load the newest complete checkpoint into the parts, if there is one.
 
-        What a crash left unfinished is removed. A folder that somebody made incomplete is laid
-        aside in `later/`.
-        Raises: ConfigError when it holds other parts, or where an incomplete folder is all that
-        there is.
+        Folders that a crash left unfinished are removed. Folders that somebody made incomplete are
+        moved to `later/`.
+        Raises: ConfigError when the checkpoint holds other parts, or when there are only incomplete
+        folders.
         """
         if self.folder.is_symlink():
             raise ConfigError(
                 f"{self.folder} is a symbolic link, which is not followed: set run.folder instead"
             )
-        saved = self.saved()
-        self._clear_up(self._folders() - saved.keys(), fresh=not saved)
-        if not saved:
+        complete = self.complete()
+        self._clear_up(self._folders() - complete.keys(), others_exist=bool(complete))
+        if not complete:
             return None
-        path, record = list(saved.items())[-1]
+        path, state = list(complete.items())[-1]
         try:
-            self._load(path, record, parts)
+            self._load(path, state, parts)
         except SpmdError as error:
-            # which an earlier one has as well
-            if len(saved) > 1 and not isinstance(error, (ConfigError, DataError)):
-                before = list(saved.values())[-2].next_step
+            # a wrong config or data set is wrong for an earlier checkpoint too
+            if len(complete) > 1 and not isinstance(error, (ConfigError, DataError)):
+                before = list(complete.values())[-2].next_step
                 advice = f"spmd-rl rewind {self.folder.parent} {before}"
                 error.args = (
                     f"{error}; `{advice}` and the same command go on from the checkpoint before",
                 )
             raise
-        return path, record
+        return path, state
 
-    def _clear_up(self, incomplete: Iterable[Path], fresh: bool) -> None:
+    def _clear_up(self, incomplete: Iterable[Path], others_exist: bool) -> None:
         for path in sorted(incomplete):
-            parts = [
-                entry.name
-                for entry in path.iterdir()
-                if entry.is_dir() and not entry.name.startswith(".")
-            ]
-            if (path / UNFINISHED).is_file() or not parts:
-                folders.remove(path)
-            elif fresh:
+            subfolders = [entry.name for entry in path.iterdir() if entry.is_dir()]
+            parts = [name for name in subfolders if not name.startswith(".")]
+            if (path / UNFINISHED_FILE).is_file() or not parts:
+                atomic_write.remove_folder(path)
+            elif not others_exist:
                 raise ConfigError(
-                    f"{path} holds {', '.join(sorted(parts))} but is incomplete, and there is no other checkpoint: "
+                    f"{path} holds {', '.join(sorted(parts))} but is incomplete, "
+                    "and there is no other checkpoint: "
                     "put back what is missing, or move the folder away to start at step 1"
                 )
             else:
-                print(f"{path} is incomplete and was moved to {lay_aside(path)}", flush=True)
+                print(f"{path} is incomplete and was moved to {move_to_later(path)}", flush=True)
 
-    def _load(self, path: Path, record: Record, parts: Mapping[str, Part]) -> None:
+    def _load(
+        self, path: Path, state: CheckpointState, parts: Mapping[str, CheckpointPart]
+    ) -> None:
         for name, part in parts.items():
-            if name not in {*record.roles, *record.stored, *record.states}:
+            if name not in {*state.roles, *state.stored, *state.states}:
                 raise ConfigError(
                     f"{path} was saved by another recipe: it has no state of '{name}'"
                 )
             if isinstance(part, Handle):
                 part.load.call(str(path / name))
-            elif isinstance(part, Stored):
-                check(path / name, record.checksums.get(name, {}))
+            elif isinstance(part, FolderPart):
+                check(path / name, state.checksums.get(name, {}))
                 part.load(str(path / name))
             else:
-                cast(Stateful, part).restore(record.states[name])
+                cast(StatePart, part).restore(state.states[name])
 
     def _folders(self) -> set[Path]:
         entries = self.folder.iterdir() if self.folder.is_dir() else ()
         return {
             path
             for path in entries
-            if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+            if FOLDER_NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
         }
 
-    def _write(self, target: Path, record: Record, parts: Mapping[str, Part]) -> None:
-        (target / UNFINISHED).touch()
+    def _write(
+        self, target: Path, state: CheckpointState, parts: Mapping[str, CheckpointPart]
+    ) -> None:
+        (target / UNFINISHED_FILE).touch()
         roles = {name: part for name, part in parts.items() if isinstance(part, Handle)}
         pending = [handle.save.start(str(target / name)) for name, handle in roles.items()]
         for name, part in parts.items():
             if name in roles:
-                record.roles[name] = dict(roles[name].placement.axes)
-            elif isinstance(part, Stored):
-                record.stored.append(name)
+                state.roles[name] = dict(roles[name].placement.axes)
+            elif isinstance(part, FolderPart):
+                state.stored.append(name)
                 part.save(str(target / name))
-                record.checksums[name] = checksums(target / name)
+                state.checksums[name] = checksums(target / name)
             else:
-                record.states[name] = cast(Stateful, part).state()
+                state.states[name] = cast(StatePart, part).state()
         for call in pending:
             call.wait()
-        self._writing = [handle for handle in roles.values() if "saved" in handle.endpoints]
-        unfinished = target / f".{STATE_FILE}.part"
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
-        _flush(
-            [unfinished, *(path for name in record.stored for path in (target / name).rglob("*"))]
-        )
-        os.replace(unfinished, target / STATE_FILE)
-        self._open = target
+        self._savers = list(roles.values())
+        temporary = target / f".{STATE_FILE}.part"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+        stored = [path for name in state.stored for path in (target / name).rglob("*")]
+        _flush([temporary, *stored])
+        os.replace(temporary, target / STATE_FILE)
+        self._unfinished = target
 
 
-def lay_aside(path: Path) -> Path:
-    """Move a checkpoint's folder to `later/` beside it, under the first free name like its own;
-    returns where it is.
+def move_to_later(path: Path) -> Path:
+    """Move a checkpoint's folder to `later/` beside it; return its new path.
+
+    It keeps its name, with a number behind it where that name is taken.
     """
-    aside = path.parent / LATER
-    aside.mkdir(exist_ok=True)
-    names = (
-        aside / f"{path.name}{suffix}"
-        for suffix in ("", *(f".{number}" for number in range(1, 1_000_000)))
-    )
-    return path.rename(next(name for name in names if not name.exists()))
+    later = path.parent / LATER_FOLDER
+    later.mkdir(exist_ok=True)
+    target = later / path.name
+    numbers = itertools.count(1)
+    while target.exists():
+        target = later / f"{path.name}.{next(numbers)}"
+    return path.rename(target)
 
 
-def best_first(saved: Mapping[Path, Record]) -> list[Path]:
-    """Those with a reward, the highest first, and the newest of equals."""
-    rewards = [(record.reward, path) for path, record in saved.items() if record.reward is not None]
+def best_first(checkpoints: Mapping[Path, CheckpointState]) -> list[Path]:
+    """Return the checkpoints that have a reward, the highest first, and the newest of equals."""
+    rewards = [
+        (state.reward, path) for path, state in checkpoints.items() if state.reward is not None
+    ]
     return [path for _, path in sorted(rewards, reverse=True)]
 
 
-def _read(path: Path) -> Record | None:
-    """The record of a checkpoint, None while it is not whole."""
+def _read_state(path: Path) -> CheckpointState | None:
+    """Return the state of a checkpoint; None while it is not complete."""
     try:
-        record = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=Record)
+        state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=CheckpointState)
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, RecursionError) as error:
         problem = f"{path / STATE_FILE} is no checkpoint's state: {error}"
         raise ConfigError(f"{problem}; remove {path} to go on from the one before it") from error
-    return (
-        record if all((path / name).is_dir() for name in (*record.roles, *record.stored)) else None
-    )
+    folders_of_parts = [path / name for name in (*state.roles, *state.stored)]
+    return state if all(folder.is_dir() for folder in folders_of_parts) else None
 
 
 def _flush(paths: Iterable[Path]) -> None:
-    """Let what the system still holds of these files reach the disk, before a name or an end relies
-    on it.
-    """
+    """Have the system write the content of these files to the disk."""
     for path in paths:
         if path.is_file():
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: most readers take altered bytes for what was written."""
+"""Checksums of a checkpoint's files, since most readers do not notice altered bytes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ CHUNK_BYTES = 1 << 24
 
 
 def checksums(folder: Path) -> dict[str, int]:
-    """The CRC-32 of every file in `folder` and below, by its path there."""
+    """Return the CRC-32 of every file in `folder` and below, by its path relative to `folder`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): checksum(path) for path in files}
 
 
 def check(folder: Path, expected: Mapping[str, int], rank: int = 0, num_ranks: int = 1) -> None:
-    """Raises: SpmdError naming a file that is not as it was written. Each of `num_ranks` looks at
+    """Compare the files in `folder` with their expected checksums; each of `num_ranks` ranks checks
     its share.
+
+    Raises: SpmdError naming a file that is missing or was altered.
     """
     for name in sorted(expected)[rank::num_ranks]:
         path = folder / name
@@ -30,7 +32,7 @@ def check(folder: Path, expected: Mapping[str, int], rank: int = 0, num_ranks: i
 
 
 def checksum(path: Path) -> int:
-    """The CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

@@ -1,5 +1,5 @@
-"""The controller's process: it waits for the workers, runs the recipe, and ends both with one
-account of it.
+"""Main function of the controller's process: it waits for the workers, runs the recipe, and ends
+both with one error message.
 """
 
 from __future__ import annotations
@@ -12,108 +12,118 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel import secret
 from spmd_rl.controller.controller import Controller
-from spmd_rl.controller.lifecycle import exit_message
 from spmd_rl.controller.lifecycle.controller_process import Lifeline
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.lifecycle.stacks import StackServer
+from spmd_rl.controller.lifecycle.shutdown import mark_done
+from spmd_rl.controller.lifecycle.stack_server import StackServer
 from spmd_rl.controller.run.recipe import Invocation, Recipe, load_recipe, run_config
-from spmd_rl.controller.run.steps import Observer
+from spmd_rl.controller.run.steps import RunObserver
 from spmd_rl.errors import ConfigError, DiskError, RemoteError, SpmdError
 from spmd_rl.mesh.world import World
 
-Watch = Callable[[RunConfig, Any, int], Observer]
-Complete = Callable[[Any, int], Any]
+MakeObserver = Callable[[RunConfig, Any, int], RunObserver]
+PlanSettings = Callable[[Any, int], Mapping[str, Mapping[str, Any]]]
 
-CLOSE_S = 5.0
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+OBSERVER_CLOSE_S = 5.0  # how long the observer of a failed run may take
+DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def run_controller(
-    lifeline: Lifeline, address: str, invocation: Invocation, watch: Watch, complete: Complete
+    lifeline: Lifeline,
+    address: str,
+    invocation: Invocation,
+    make_observer: MakeObserver,
+    plan_settings: PlanSettings,
 ) -> int:
     """Serve one run, from loading the recipe to the exit code.
 
-    `watch(run, cfg, world_size)` makes its observer; `complete(cfg, world_size)` is the config that
-    the recipe gets, with what is known now that the world is.
+    `make_observer(run, cfg, world_size)` returns the observer of the run. `plan_settings(cfg,
+    world_size)` returns the settings that it adds to what the recipe spawns, by placement.
     Blocks: as long as the recipe runs.
     """
-    board: Dispatcher | None = None
-    observer: Observer | None = None
+    dispatcher: Dispatcher | None = None
+    observer: RunObserver | None = None
     error: SpmdError | None = None
     try:
         recipe = load_recipe(invocation.recipe)
         cfg = recipe.configure(invocation)
-        board = _open(lifeline, address, cfg)
-        world_size = board.roster.world_size
-        observer = watch(run_config(cfg), cfg, world_size)
-        board.farewell.leave_screen = observer.leave_screen
-        _run(recipe, complete(cfg, world_size), board, observer, lifeline.folder)
-    except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, sys.exit too: the run's last words
+        dispatcher = _open(lifeline, address, cfg)
+        world_size = dispatcher.roster.world_size
+        observer = make_observer(run_config(cfg), cfg, world_size)
+        dispatcher.final_message.leave_screen = observer.leave_screen
+        planned = plan_settings(cfg, world_size)
+        controller = Controller(run_config(cfg), dispatcher, observer, planned)
+        _run(recipe, cfg, controller, dispatcher, observer, lifeline.folder)
+    except BaseException as raised:  # noqa: BLE001  a recipe may raise anything, even SystemExit
         error = explain(raised, invocation.verbose)
-    if board is not None:
-        board.stop(error)
+    if dispatcher is not None:
+        dispatcher.stop(error)
     if error is not None:
-        lifeline.last_words(error)  # for a rank 0 that had not come yet
+        lifeline.send_final_message(error)  # for a rank 0 that has not joined yet
         _close(observer, lifeline, error.exit_code)
     lifeline.close()
     if error is not None:
         return error.exit_code
-    exit_message.mark_done()
+    mark_done()
     return 0
 
 
 def _open(lifeline: Lifeline, address: str, cfg: Any) -> Dispatcher:
-    key = secret.given()
+    key = secret.from_environment()
     if key is None:
         raise ConfigError(
-            "the controller was started without a secret: it is rank 0 that starts it"
+            "the controller was started without a secret: start the run with `spmd-rl run`"
         )
     generation = secrets.randbits(63)
-    size, keys = World.from_env().size, secret.derive(key)
-    board = Dispatcher(
-        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.leave
+    size, keys = World.from_env().size, secret.derive_keys(key)
+    dispatcher = Dispatcher(
+        run_config(cfg), size, address, keys, generation, lifeline.socket, lifeline.exit
     )
-    board.take_signals(signal.SIGTERM, signal.SIGINT)
-    lifeline.announce(board.endpoint, generation)
-    return board
+    dispatcher.catch_signals(signal.SIGTERM, signal.SIGINT)
+    lifeline.announce(dispatcher.endpoint, generation)
+    return dispatcher
 
 
-def _run(recipe: Recipe, cfg: Any, board: Dispatcher, observer: Observer, private: Path) -> None:
-    run = run_config(cfg)
-    with contextlib.closing(StackServer(private, run.path, board.stacks)):
-        board.wait_for_all()
-        with board.recipe_clock.running(time.monotonic()):
-            controller = Controller(run, board, observer)
+def _run(
+    recipe: Recipe,
+    cfg: Any,
+    controller: Controller,
+    dispatcher: Dispatcher,
+    observer: RunObserver,
+    private: Path,
+) -> None:
+    with contextlib.closing(StackServer(private, controller.run_folder, dispatcher.stacks)):
+        dispatcher.wait_for_all()
+        with dispatcher.recipe_deadline.running(time.monotonic()):
             recipe.main(controller, cfg)
             controller.close()
         observer.close()
 
 
-def _close(observer: Observer | None, lifeline: Lifeline, exit_code: int) -> None:
-    """Let the observer of a failed run draw its last, when the workers have ended already; it has
-    `CLOSE_S`.
+def _close(observer: RunObserver | None, lifeline: Lifeline, exit_code: int) -> None:
+    """Close the observer of a failed run, after the workers have ended.
+
+    Blocks: for `OBSERVER_CLOSE_S` at most; then the process ends.
     """
-    limit = threading.Timer(CLOSE_S, lifeline.leave, [exit_code])
-    limit.daemon = True
-    limit.start()
-    # a full disk, or whatever else ended the run, must not hide why it ended
+    timer = threading.Timer(OBSERVER_CLOSE_S, lifeline.exit, [exit_code])
+    timer.daemon = True
+    timer.start()
+    # An error here, such as a full disk, must not hide why the run ended.
     with contextlib.suppress(Exception):
         if observer is not None:
             observer.close()
-    limit.cancel()
+    timer.cancel()
 
 
 def explain(raised: BaseException, verbose: bool) -> SpmdError:
-    """The error as the run's one sentence; the traceback of what nobody foresaw goes to stderr
-    before it.
-    """
+    """Return an exception as the one error of the run; print the traceback of an unexpected one."""
     if isinstance(raised, RemoteError):
         print(raised.remote_traceback, file=sys.stderr, flush=True)
     elif verbose or not (isinstance(raised, SpmdError) or _names_a_file(raised)):
@@ -122,7 +132,7 @@ def explain(raised: BaseException, verbose: bool) -> SpmdError:
     if isinstance(raised, SpmdError):
         return raised
     if _names_a_file(raised):
-        kind = DiskError if raised.errno in NO_ROOM else SpmdError
+        kind = DiskError if raised.errno in DISK_ERRNOS else SpmdError
         return kind(f"{raised.filename}: {raised.strerror}")
     frame = traceback.extract_tb(raised.__traceback__)[-1]
     return SpmdError(
@@ -131,5 +141,5 @@ def explain(raised: BaseException, verbose: bool) -> SpmdError:
 
 
 def _names_a_file(raised: BaseException) -> TypeGuard[OSError]:
-    """Whether the system says it all: a disk is full, a folder is not ours."""
+    """Whether this is an error of the system about a file, which needs no traceback."""
     return isinstance(raised, OSError) and bool(raised.filename and raised.strerror)

@@ -1,4 +1,4 @@
-"""From the words of a command line to a recipe and its config."""
+"""Recipe and its config, from the words of a command line."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True)
 class Invocation:
-    """What was asked for: `RECIPE [--config F.toml] [--nproc N] [--max-restarts N] [--verbose]
-    [--a.b=c ...]`.
+    """The parsed words of `spmd-rl run RECIPE [--config F.toml] [--nproc N] [--max-restarts N]
+    [--verbose] [--a.b=c ...]`.
     """
 
     recipe: str
@@ -43,12 +43,10 @@ class Invocation:
 
     @property
     def name(self) -> str:
-        """The recipe's own: `grpo`, `my.module`'s last word, or that of a file without its `.py`."""
-        return (
-            Path(self.recipe).stem
-            if self.recipe.endswith(".py")
-            else self.recipe.rpartition(".")[2]
-        )
+        """The recipe's name without folders or packages: `grpo` of `recipes/grpo.py`."""
+        if self.recipe.endswith(".py"):
+            return Path(self.recipe).stem
+        return self.recipe.rpartition(".")[2]
 
     @classmethod
     def parse(cls, words: list[str]) -> Invocation:
@@ -59,20 +57,16 @@ class Invocation:
         parser.add_argument("--nproc", type=int)
         parser.add_argument("--max-restarts", type=int, default=0)
         parser.add_argument("--verbose", action="store_true")
-        known, rest = parser.parse_known_args(words)
-        for name, count, least in (
-            ("--nproc", known.nproc, 1),
-            ("--max-restarts", known.max_restarts, 0),
-        ):
-            if count is not None and count < least:
-                raise ConfigError(f"{name}={count}: expected {least} or more")
+        flags, rest = parser.parse_known_args(words)
+        _require_at_least("--nproc", flags.nproc, 1)
+        _require_at_least("--max-restarts", flags.max_restarts, 0)
         return cls(
-            known.recipe,
-            known.config,
-            known.nproc,
-            known.max_restarts,
-            known.verbose,
-            _overrides(rest),
+            recipe=flags.recipe,
+            config=flags.config,
+            nproc=flags.nproc,
+            max_restarts=flags.max_restarts,
+            verbose=flags.verbose,
+            overrides=_overrides(rest),
         )
 
 
@@ -85,8 +79,9 @@ class Recipe:
     check: Callable[[Any], None] | None
 
     def configure(self, invocation: Invocation) -> Any:
-        """The config as the invocation gives it; a run without a name has the recipe's. Raises:
-        ConfigError.
+        """Return the config of an invocation; a run without a name gets the recipe's name.
+
+        Raises: ConfigError.
         """
         cfg = load(self.config, invocation.config, invocation.overrides)
         run = run_config(cfg)
@@ -95,7 +90,10 @@ class Recipe:
         return dataclasses.replace(cfg, run=dataclasses.replace(run, name=invocation.name))
 
     def accept(self, invocation: Invocation) -> Any:
-        """The config, which the recipe has checked. Raises: ConfigError, or what the recipe raises."""
+        """Return the config, checked by the recipe.
+
+        Raises: ConfigError, or what the recipe raises.
+        """
         cfg = self.configure(invocation)
         if self.check is not None:
             self.check(cfg)
@@ -103,14 +101,15 @@ class Recipe:
 
 
 def run_config(cfg: Any) -> RunConfig:
-    """The `run` section of a recipe's config, or the defaults."""
+    """Return the `run` section of a recipe's config, or the defaults."""
     run = getattr(cfg, "run", None)
     return run if isinstance(run, RunConfig) else RunConfig()
 
 
 def make_importable(recipe: str) -> str:
-    """The module name of a recipe, which is a path, a module or a shipped name; after this it can
-    be imported.
+    """Return the module name of a recipe, and add its folder to `sys.path` if needed.
+
+    A recipe is a path, a module or the name of a shipped recipe.
 
     Raises: ConfigError when there is no such recipe.
     """
@@ -126,16 +125,11 @@ def make_importable(recipe: str) -> str:
     for name in (f"{SHIPPED}.{recipe}", recipe):
         if _exists(name):
             return name
-    beside = [
-        module.name for module in pkgutil.iter_modules(importlib.import_module(SHIPPED).__path__)
-    ]
-    shipped = [
-        name for name in beside if hasattr(importlib.import_module(f"{SHIPPED}.{name}"), "Config")
-    ]
-    near = difflib.get_close_matches(recipe, shipped, 1)
-    hint = (
-        f"did you mean {near[0]}?" if near else f"shipped ones are {', '.join(shipped) or 'none'}"
-    )
+    shipped = _shipped_recipes()
+    if near := difflib.get_close_matches(recipe, shipped, 1):
+        hint = f"did you mean {near[0]}?"
+    else:
+        hint = f"shipped ones are {', '.join(shipped) or 'none'}"
     raise ConfigError(f"there is no recipe '{recipe}': {hint} (a path must end in .py)")
 
 
@@ -146,7 +140,7 @@ def load_recipe(recipe: str) -> Recipe:
     except SyntaxError as error:
         where, kind = f"{error.filename}:{error.lineno}", type(error).__name__
         raise ConfigError(f"{where}: {kind}: {error.msg}{source_line(error)}") from error
-    except SystemExit as error:  # it would end this process as if all were done
+    except SystemExit as error:  # would end this process with exit code 0
         raise ConfigError(
             f"{recipe} is no recipe: importing it ends the process (sys.exit, {error})"
         ) from error
@@ -160,12 +154,26 @@ def load_recipe(recipe: str) -> Recipe:
 
 
 def _check_file(module: ModuleType, recipe: str) -> None:
-    """A recipe's file name must not be that of a module which is found before it."""
+    """Raises: ConfigError when Python found another module under the name of the recipe's file."""
     found = getattr(module, "__file__", None)
     if recipe.endswith(".py") and (
         found is None or Path(found).resolve() != Path(recipe).resolve()
     ):
         raise ConfigError(f"{recipe} has the name of another module, {found}: rename it")
+
+
+def _require_at_least(flag: str, count: int | None, least: int) -> None:
+    if count is not None and count < least:
+        raise ConfigError(f"{flag}={count}: expected {least} or more")
+
+
+def _shipped_recipes() -> list[str]:
+    """Return the names of the package's recipes: its modules that have a Config."""
+    package = importlib.import_module(SHIPPED)
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    return [
+        name for name in names if hasattr(importlib.import_module(f"{SHIPPED}.{name}"), "Config")
+    ]
 
 
 def _exists(name: str) -> bool:
@@ -176,13 +184,13 @@ def _exists(name: str) -> bool:
 
 
 def _overrides(words: list[str]) -> list[str]:
-    """`--a.b=c` and `--a.b c` as "a.b=c"; a flag without a value as "=true"."""
-    found: list[str] = []
+    """Return `--a.b=c` and `--a.b c` as "a.b=c", and a flag without a value as "a.b=true"."""
+    settings: list[str] = []
     for word in words:
         if word.startswith("--"):
-            found.append(word[2:])
-        elif found and "=" not in found[-1]:
-            found[-1] += f"={word}"
+            settings.append(word[2:])
+        elif settings and "=" not in settings[-1]:
+            settings[-1] += f"={word}"
         else:
             raise ConfigError(f"cannot read '{word}': settings are written --a.b=c")
-    return [word if "=" in word else f"{word}=true" for word in found]
+    return [setting if "=" in setting else f"{setting}=true" for setting in settings]

@@ -1,1 +1,1 @@
-"""Attention over packed sequences and over a paged KV cache."""
+"""Attention over packed sequences and over a paged KV cache; `backend.py` chooses the kernels."""

@@ -1,11 +1,10 @@
-"""Attention on NVIDIA GPUs where FlashAttention-4 does not run: one softmax over keys in ascending
-blocks.
+"""Blocked attention on NVIDIA GPUs where FlashAttention-4 does not run.
 
-A program takes a tile of one sequence's query rows through the blocks of keys from the first to the
-last that one of them sees. The tile depends on the head size and the type of numbers alone, so a
-row's maxima, sums and products are made along the same trees in every call, and a block that a row
-does not see changes nothing of it. As in FlashAttention (Dao et al.,
-https://arxiv.org/abs/2205.14135), sums are scaled down whenever a greater score comes.
+A program takes a tile of one sequence's query rows through the blocks of keys, from the first to
+the last that one of the rows sees. The tile depends on head size and dtype alone. So a row's
+maxima, sums and products follow the same trees in every call, and a block that a row does not see
+leaves it unchanged. Sums are scaled down whenever a greater score comes.
+Source: Dao et al., FlashAttention (2022), https://arxiv.org/abs/2205.14135.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -25,7 +24,7 @@ LARGE_HEAD = 128
 
 
 class BlockTile(NamedTuple):
-    """What one program has at a time."""
+    """Sizes of a program: query rows, keys of a block, warps, and stages of the load pipeline."""
 
     rows: int
     keys: int
@@ -34,7 +33,7 @@ class BlockTile(NamedTuple):
 
 
 def block_tile(dtype: torch.dtype, dim: int) -> BlockTile:
-    """Such as fits the shared memory that every GPU since Ampere has."""
+    """Return a tile that fits the shared memory of every GPU since Ampere."""
     if dtype == torch.float32:  # no tensor core multiplies it exactly
         return BlockTile(16, 32, 4, 1)
     return BlockTile(64, 64, 4, 2 if dim <= LARGE_HEAD else 1)
@@ -43,12 +42,12 @@ def block_tile(dtype: torch.dtype, dim: int) -> BlockTile:
 def attend_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor, num_used: int, scale: float
 ) -> Tensor:
-    """Softmax(q k^T) v in float32, with weights rounded to the values' type, and one rounding of
-    the result.
+    """Compute softmax(q k^T) v in float32.
 
-    Shape: q [K, B, R, D], k and v [K, B, S, D], visible [B, R] (how many keys a row sees, from the
-    first; 1 to S); returns [K, B, R, D], rows from `num_used` on unset. Keys that no row of a tile
-    sees are not read.
+    Weights are rounded to the values' dtype, and the result once. Keys that no row of a tile sees
+    are not read.
+    Shape: q [K, B, R, D], k and v [K, B, S, D]. visible [B, R] is how many keys a row sees, from
+    the first; 1 to S. Returns [K, B, R, D], unset in rows from `num_used` on.
     """
     q, k, v, visible = map(dense, (q, k, v, visible))
     num_heads, batch, num_rows, dim = q.shape

@@ -1,6 +1,4 @@
-"""What a decoding step reads, made on the GPU from the rows' state in one launch: no step waits for
-the host.
-"""
+"""Inputs of a decoding step, made on the GPU in one launch, so that no step waits for the host."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
 from __future__ import annotations
@@ -18,8 +16,9 @@ BLOCK = 128
 
 
 class DecodeInputs(NamedTuple):
-    """Shape: all [B]; int64, but `num_keys` int32. `within` is the position in the answer of the
-    token to be drawn.
+    """Inputs of a decoding step. Shape: all [B] int64, but `num_keys` int32.
+
+    `within` is the position in the answer of the token to be drawn.
     """
 
     tokens: Tensor
@@ -37,11 +36,10 @@ def decode_inputs(
     pages: Tensor,
     page_size: int,
 ) -> DecodeInputs:
-    """Each row's newest token, with its place in the cache; moves `positions` on by one for the
-    next step.
+    """Return each row's newest token and its slot in the cache, and add 1 to `positions`.
 
-    A slot that no row uses names the last entry of `newest`, which is nobody's: its K/V is written
-    nowhere (slot -1).
+    An entry that no row uses names the last entry of `newest`, which belongs to no row: its K/V is
+    not written (slot -1).
     Shape: newest [num_rows + 1] int64; rows, positions and answer_starts [B] int64; pages [B, P]
     int32.
     """
@@ -57,8 +55,8 @@ def decode_inputs(
 
 @triton.jit
 def _inputs(
-    newest, rows, positions, answer_starts, pages, tokens, at, within, slots, num_keys, batch, nobody, width,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    newest, rows, positions, answer_starts, pages, tokens, at, within, slots, num_keys,
+    batch, nobody, width, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = entry < batch

@@ -1,9 +1,8 @@
 """FlashAttention-4 for packed sequences and for pages of a cache.
 
-Both call the same kernel with an explicit mask and one split, or for one new token that kernel
-built otherwise (`flash_decode_cute`): so a query's bits depend on its own history alone (measured
-on Hopper, docs/numerics.md). Without it, or for head sizes that were not verified, our own kernel
-attends (attention_triton.py), which is slower; `contract` says which one runs.
+Both call the same kernel with an explicit mask and one split. For one new token that kernel is
+rebuilt (`flash_decode_cute`). So a query's bits depend on its own history alone, as measured on
+Hopper (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -16,39 +15,32 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.attention.flash_decode import TILE, decode_attention
+from spmd_rl.kernels.attention.flash_decode import decode_attention
+from spmd_rl.kernels.attention.flash_tile import TILE
+from spmd_rl.kernels.runtime.capability import HOPPER
 from spmd_rl.kernels.runtime.padding import padded_rows
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.kernels.runtime.versions import installed
 
-Where = dict[str, Any]  # arguments by which the package finds each sequence's queries and keys
-# not 80: equal forward, but 4.0.0b19 gives wrong gradients on Hopper
+VarlenArguments = dict[
+    str, Any
+]  # arguments by which the package finds each sequence's queries and keys
+# Heads of 80 are left out: the forward pass agrees, but 4.0.0b19 gives wrong gradients on Hopper.
 FLASH_HEAD_DIMS = (32, 64, 96, 128)
 
 
 @cache
 def flash_version() -> str | None:
-    """The installed FlashAttention-4, if the GPU is the generation that it was verified on."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    """Return the version of FlashAttention-4 if it is installed and the GPU is a Hopper."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != HOPPER:
         return None
     return installed("flash-attn-4")
 
 
-def flash_takes(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    exact = dtype == torch.bfloat16 and head_dim in FLASH_HEAD_DIMS
-    return exact and device.type == "cuda" and flash_version() is not None
-
-
-def check_split(tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises: ConfigError if attention in splits of so many tokens (0: uncut) is asked for where it
-    cannot run.
-    """
-    if tokens and not flash_takes(head_dim, dtype, device):
-        raise ConfigError(
-            f"attention_split = {tokens} needs flash-attn-4 installed, bfloat16 on a Hopper GPU, and heads of "
-            f"{', '.join(map(str, FLASH_HEAD_DIMS))}; here are {dtype} on {device.type} and heads of {head_dim}"
-        )
+def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether FlashAttention-4 was verified for such heads here, bit for bit."""
+    verified = dtype == torch.bfloat16 and head_dim in FLASH_HEAD_DIMS
+    return verified and device.type == "cuda" and flash_version() is not None
 
 
 def flash_forward(
@@ -59,15 +51,17 @@ def flash_forward(
     log_sum: Tensor | None = None,
     *,
     causal: bool,
-    **where: Any,
+    **varlen: Any,
 ) -> None:
-    """Attention of each query to its keys, found by `where`, into `out` and, if wanted, `log_sum`
-    [H, T] fp32.
+    """Attend from each query to its keys, which the arguments `varlen` locate.
+
+    The output is written to `out`, and the logs of the softmaxes' denominators to `log_sum` [H, T]
+    fp32 if it is given.
     """
-    # the public function does not take a result
+    # The public function does not write into a given tensor.
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    # without a mask the package would take other key blocks for heads of 96
+    # Without a mask the package would take other key blocks for heads of 96.
     tile = None if causal else (128, TILE[1])
     _flash_attn_fwd(
         q.detach(),
@@ -78,12 +72,12 @@ def flash_forward(
         tile_mn=tile,
         out=out,
         lse=log_sum,
-        **where,
+        **varlen,
     )
 
 
-class Laid:
-    """Sequences laid end to end; the padding of a call is one more."""
+class SequenceBounds:
+    """Where sequences that lie end to end begin; a call's padding is one more sequence."""
 
     def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
         ends = np.cumsum(lengths)
@@ -91,8 +85,8 @@ class Laid:
         self.longest = int(lengths.max())
         self.bounds = to_int32([0, *ends, padded_rows(self.num_tokens)], device)
 
-    def where(self, num_rows: int) -> Where:
-        """Shape: `num_rows` is the number of tokens or that padded to the row tile."""
+    def arguments(self, num_rows: int) -> VarlenArguments:
+        """Return the arguments for `num_rows` rows: the tokens, or these padded to the row tile."""
         padding = num_rows - self.num_tokens
         bounds, longest = self.bounds if padding else self.bounds[:-1], max(self.longest, padding)
         return {
@@ -110,26 +104,26 @@ class PackedFlash:
     """
 
     def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
-        self.laid = Laid(lengths, device)
+        self.bounds = SequenceBounds(lengths, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from flash_attn.cute import flash_attn_varlen_func
 
-        repeats = torch.are_deterministic_algorithms_enabled()  # in the backward pass
-        where = self.laid.where(len(q))
+        deterministic = torch.are_deterministic_algorithms_enabled()  # for the backward pass
+        bounds = self.bounds.arguments(len(q))
         out: Tensor = flash_attn_varlen_func(
-            q, k, v, causal=True, num_splits=1, deterministic=repeats, **where
+            q, k, v, causal=True, num_splits=1, deterministic=deterministic, **bounds
         )[0]
         return out
 
 
 class PagedFlash:
-    """Each new token to its sequence's pages up to itself.
+    """Attention of each new token to its sequence's pages, up to itself.
 
-    Shape: q [T', H, D] of which the first `num_tokens` rows count, the result being unset beyond
-    them; keys and values [num_pages, page_size, K, D]; `pages` [B, P] and `num_keys` [B] int32 on
-    the device; `bounds` [B + 1] int32, where each sequence's new tokens begin and end; `longest`
-    new tokens in a sequence at most.
+    Shape: q [T', H, D], of which the first `num_tokens` rows count; the result is unset beyond
+    them. Keys and values are [num_pages, page_size, K, D]. `pages` [B, P], `num_keys` [B] and
+    `bounds` [B + 1] are int32 on the device: `bounds` says where each sequence's new tokens begin
+    and end. No sequence has more than `longest` new tokens.
     """
 
     def __init__(
@@ -158,19 +152,21 @@ class PagedFlash:
 
 
 class DecodeFlash:
-    """One new token of each sequence to its pages; nothing is read on the host.
+    """Attention of one new token of each sequence to its pages, without a read on the host.
 
-    Shape: as `PagedFlash`, with B for `num_tokens`; `handed_out` as in `decode_attention`.
+    Shape: as `PagedFlash`, with B for `num_tokens`; `tile_counter` as in `decode_attention`.
     """
 
-    def __init__(self, pages: Tensor, num_keys: Tensor, handed_out: Tensor) -> None:
+    def __init__(self, pages: Tensor, num_keys: Tensor, tile_counter: Tensor) -> None:
         self.pages = pages
         self.num_keys = num_keys
-        self.handed_out = handed_out
+        self.tile_counter = tile_counter
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out, new = q.new_empty(q.shape), slice(len(self.num_keys))
-        decode_attention(q[new], keys, values, self.pages, self.num_keys, self.handed_out, out[new])
+        decode_attention(
+            q[new], keys, values, self.pages, self.num_keys, self.tile_counter, out[new]
+        )
         return out
 
 
@@ -179,16 +175,17 @@ def flash_of_chunks(
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
     page_size: int,
-    handed_out: Tensor,
+    tile_counter: Tensor,
     device: torch.device,
 ) -> PagedFlash | DecodeFlash:
-    """`lengths` new tokens after `starts` old ones; a table's entries past its sequence may hold
-    anything.
+    """Return the kernel for `lengths` new tokens after `starts` old ones.
+
+    Entries of a page table past the end of its sequence may hold anything.
     """
     pages = to_int32(pages_in_use(page_table, starts + lengths, page_size), device)
     num_keys = to_int32(starts + lengths, device)
     if lengths.max() == 1:
-        return DecodeFlash(pages, num_keys, handed_out)
+        return DecodeFlash(pages, num_keys, tile_counter)
     bounds = to_int32([0, *np.cumsum(lengths)], device)
     return PagedFlash(pages, num_keys, bounds, int(lengths.sum()), int(lengths.max()))
 
@@ -196,7 +193,7 @@ def flash_of_chunks(
 def pages_in_use(
     page_table: NDArray[np.int64], ends: NDArray[np.int64], page_size: int
 ) -> NDArray[np.int64]:
-    """`page_table` with a sequence's first page for all beyond its end."""
+    """Return `page_table` with a sequence's first page in place of all beyond its end."""
     used = -(-ends // page_size)
     return np.where(np.arange(page_table.shape[1]) < used[:, None], page_table, page_table[:, :1])
 

@@ -1,4 +1,4 @@
-"""FlashAttention-4 for decoding: one new token a sequence over its pages."""
+"""FlashAttention-4 for decoding: one new token of each sequence attends to its pages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from spmd_rl.kernels.attention.flash_tile import TILE
 from spmd_rl.kernels.runtime.versions import has_flash
-
-TILE = (64, 128)  # the fewest query rows that the tensor cores take, and the key blocks of training
-BOX_ROWS = 32  # keys or values of a page that are copied at a time
 
 
 def decode_attention(
@@ -19,18 +17,18 @@ def decode_attention(
     values: Tensor,
     pages: Tensor,
     num_keys: Tensor,
-    handed_out: Tensor,
+    tile_counter: Tensor,
     out: Tensor,
     log_sum: Tensor | None = None,
 ) -> None:
-    """Each query over the first keys of its pages, S times over other pages, into `out` and, if
-    wanted, `log_sum`.
+    """Attend from each query to the first keys of its pages, for S rows of pages each.
 
-    `pages`, `num_keys` and all keys and values but each sequence's newest may be read early
-    (`overlap_triton`). Without keys `log_sum` is minus infinity.
+    The output goes to `out`, and the log of the softmax's denominator to `log_sum` if it is given:
+    minus infinity where there are no keys. `pages`, `num_keys`, and all keys and values but each
+    sequence's newest may be read early (`pdl`).
     Shape: q [B, H, D]; keys and values [num_pages, page_size, K, D]; pages [B * S, P] and num_keys
-    [B * S] int32; out [B * S, H, D]; log_sum [B * S, H] fp32. handed_out [1] int32 is zero before
-    and after; calls that may run at the same time need one each.
+    [B * S] int32; out [B * S, H, D]; log_sum [B * S, H] fp32. tile_counter [1] int32 is zero before
+    and after. Calls that may run at the same time need a counter each.
     """
     (heads, dim), kv_heads = q.shape[1:], keys.shape[2]
     if keys.shape[1] == TILE[1] and heads // kv_heads <= TILE[0] and has_flash():
@@ -39,12 +37,12 @@ def decode_attention(
         num_sms = _num_sms(q.device)
         blocks = 2 if len(pages) * kv_heads > num_sms else 1
         run = compiled_decoding(blocks, num_sms, dim, log_sum is not None, len(pages) > len(q))
-        # The queries of a head of keys are a tile's rows.
+        # The queries of one key-value head are the rows of a tile.
         q, out = (x.view(-1, kv_heads, heads // kv_heads, dim).transpose(1, 2) for x in (q, out))
         log_sum = None if log_sum is None else log_sum.view(-1, kv_heads, heads // kv_heads)
-        run(q, keys, values, out, log_sum, num_keys, pages, handed_out)
+        run(q, keys, values, out, log_sum, num_keys, pages, tile_counter)
         return
-    # the public function does not take a tile
+    # The public function does not take a tile size.
     from flash_attn.cute.interface import _flash_attn_fwd
 
     _flash_attn_fwd(

@@ -1,8 +1,7 @@
-"""Merging what a query found in several ranges of keys: their results weighted by their sums, in a
-fixed order.
+"""Merge of attention over several ranges of keys, weighted by their softmax denominators.
 
-Weights and sums are float32 with one rounding at the end; ranges are added first to last. The
-result of a single range is returned as it is.
+Weights and sums are float32 with one rounding at the end. Ranges are added from first to last. The
+result of a single range is returned unchanged.
 """
 
 from __future__ import annotations
@@ -11,23 +10,25 @@ import torch
 from torch import Tensor
 
 
-def merge_ranges(
+def merge_states(
     partial: Tensor,
     log_sum: Tensor,
     rows: Tensor,
     out: Tensor,
     merged_log_sum: Tensor | None = None,
 ) -> None:
-    """The softmax over all ranges of each query, into `out` and, if wanted, `merged_log_sum`.
+    """Write each query's attention over all its ranges to `out`.
 
-    Shape: partial [P, H, D] with log_sum [P, H] fp32; rows [T, N], where the results of each
-    query's ranges lie, -1 for none, the first always there; out [T, H, D], merged_log_sum [T, H]
+    `log_sum` holds the logs of the ranges' softmax denominators. `merged_log_sum` receives those of
+    all ranges together, if it is given.
+    Shape: partial [P, H, D], log_sum [P, H] fp32. rows [T, N] says where the results of a query's
+    ranges lie, -1 for none; the first range is always there. out [T, H, D], merged_log_sum [T, H]
     fp32.
     """
     if partial.is_cuda:
-        from spmd_rl.kernels.attention.merge_states_triton import merge_ranges_gpu
+        from spmd_rl.kernels.attention.merge_states_triton import merge_states_gpu
 
-        merge_ranges_gpu(partial, log_sum, rows, out, merged_log_sum)
+        merge_states_gpu(partial, log_sum, rows, out, merged_log_sum)
         return
     present = (rows >= 0).unsqueeze(-1)
     log_sums = log_sum[rows.clamp(min=0)].masked_fill(~present, -torch.inf)

@@ -1,9 +1,7 @@
-"""Merging ranges of keys on NVIDIA GPUs: a program for each query head, the same for trainer and
-engine.
-"""
+"""Merge of attention states on NVIDIA GPUs: one program for each query head."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
-# tuples grow in unrolled loops:
+# Tuples grow in unrolled loops.
 # mypy: disable-error-code="assignment, misc, unreachable"
 from __future__ import annotations
 
@@ -14,12 +12,10 @@ from torch import Tensor
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
 
 
-def merge_ranges_gpu(
+def merge_states_gpu(
     partial: Tensor, log_sum: Tensor, rows: Tensor, out: Tensor, merged_log_sum: Tensor | None
 ) -> None:
-    """Shape: as `merge_ranges`; partial and out contiguous. `rows` is read early
-    (`overlap_triton`).
-    """
+    """Shape: as `merge_states`, with partial and out contiguous. `rows` is read early (`pdl`)."""
     heads, dim = partial.shape[1:]
     merged = log_sum if merged_log_sum is None else merged_log_sum
     _merge[(len(rows), heads)](
@@ -34,7 +30,7 @@ def _merge(
     partial, log_sum, rows, out, merged, sum_row, sum_head, merged_row, merged_head, heads,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, RANGES: tl.constexpr, WITH_LOG_SUM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """All loads are under way before the first is used."""
+    """Issue all loads before the first result is used."""
     query, head, column = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, DIM_BLOCK)
     places, log_sums, parts = (), (), ()
     for i in tl.static_range(RANGES):

@@ -1,13 +1,12 @@
-"""Which of cuBLAS's ways to multiply a shape the contract takes, if any: the fastest that was seen
-to have its bits.
+"""Choice of the fastest cuBLAS algorithm that has the contract's bits for a shape.
 
-A way that says it cuts K is none of them. Others are compared with the reference kernel twice: for
-ordinary data, then for data whose halves cancel, so that nothing but the rounding of the chain is
-left. As all that pass give the same bits, it does not matter that another process may find another
-one the fastest.
+An algorithm that says it cuts K is left out. The others are compared with the reference kernel
+twice: for ordinary data, then for data whose halves cancel, so that only the chain's rounding is
+left. All that pass give the same bits, so another process may find another one the fastest.
 
-A way is one kernel for all numbers of rows, so it is compared for the most and the least that it
-will have. The two that are left of a race meet alone in the end: what ran before decides the clock.
+An algorithm is one kernel for all numbers of rows, so it is compared for the most and for the
+fewest rows that it will have. The last two of a race meet alone, because what ran before decides on
+the GPU's clock.
 """
 
 from __future__ import annotations
@@ -19,31 +18,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.linear.cublaslt import Refused, Shape, Way, proposed
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape, Unsupported, propose_algorithms
 from spmd_rl.kernels.linear.tiles import REFERENCE
 from spmd_rl.kernels.runtime.cuda_graph import capture
 from spmd_rl.kernels.runtime.interleaved_timing import seconds
 
 COMPARED_ROWS = 1024
-ROUNDS = ((9, 4), (41, 2), (41, 1))  # turns of each way, and how many of the fastest go on
-# what a graph of calls takes at about the pace of an H200, so that its launch is little beside it
+ROUNDS = ((9, 4), (41, 2), (41, 1))  # timed turns of each, and how many of the fastest go on
+# A graph of calls takes about this long on an H200, so that its launch does not count.
 TURN_S = 1e-3
 BYTES_PER_S, FLOPS_PER_S = 4e12, 8e14
 MOST_CALLS = 64
-L2_ROOM = 2  # weights of so many times the L2 cache, one after the other, come out of memory
+L2_MULTIPLE = 2  # weights that fill the L2 cache this often are read from memory
 
 
 @torch.no_grad()
-def choose(shape: Shape, least_rows: int, ours: Way) -> Way | None:
-    """A way for `least_rows` up to those of the shape.
+def choose(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
+    """Choose an algorithm for `least_rows` up to the shape's number of rows.
 
-    None where `ours` is the fastest, no other way has its bits, or the GPU has no memory left to
-    compare them in, with a warning. Not while a graph is recorded.
+    Returns None where `ours` is the fastest, where no algorithm has its bits, and with a warning
+    where the GPU has no memory left to compare them. Must not run while a graph is recorded.
 
-    Raises: Refused where cuBLAS does not take what it proposed for the shape itself.
+    Raises: Unsupported where cuBLAS does not take what it proposed for the shape itself.
     """
     try:
-        ways = [way for way in proposed(shape) if way.splits <= 1 and proves_equal(way, shape)]
+        ways = [
+            way
+            for way in propose_algorithms(shape)
+            if way.splits <= 1 and has_reference_bits(way, shape)
+        ]
         if least_rows != shape.rows:
             ways = [way for way in ways if _serves(way, shape._replace(rows=least_rows))]
         best = fastest([ours, *ways], shape) if ways else ours
@@ -56,18 +59,16 @@ def choose(shape: Shape, least_rows: int, ours: Way) -> Way | None:
     return None if best is ours else best
 
 
-def _serves(way: Way, shape: Shape) -> bool:
-    """Whether a way that was proposed for more rows has the bits for those of the shape, and
-    multiplies them at all.
-    """
+def _serves(way: Gemm, shape: Shape) -> bool:
+    """Return whether an algorithm for more rows also has the bits for those of `shape`."""
     try:
-        return proves_equal(way, shape)
-    except Refused:
+        return has_reference_bits(way, shape)
+    except Unsupported:
         return False
 
 
-def proves_equal(way: Way, shape: Shape) -> bool:
-    """Whether `way` gives the reference kernel's bits for this shape."""
+def has_reference_bits(gemm: Gemm, shape: Shape) -> bool:
+    """Return whether `gemm` gives the reference kernel's bits for this shape."""
     from spmd_rl.kernels.linear.triton_gemm import matmul_into
 
     x, weight, bias, out = _operands(shape)
@@ -77,12 +78,12 @@ def proves_equal(way: Way, shape: Shape) -> bool:
         if cancelling:
             x[:, k // 2 :] = -x[:, : k - k // 2]
             weight[:, k // 2 :] = weight[:, : k - k // 2]
-        way(out, x, weight, bias)
+        gemm(out, x, weight, bias)
         for start in range(0, shape.rows, COMPARED_ROWS):
-            some = x[start : start + COMPARED_ROWS]
-            found, right = out[start : start + COMPARED_ROWS], expected[: len(some)]
-            matmul_into(right, some, weight, bias, REFERENCE)
-            if not torch.equal(found.view(bits), right.view(bits)):
+            part = x[start : start + COMPARED_ROWS]
+            found, reference = out[start : start + COMPARED_ROWS], expected[: len(part)]
+            matmul_into(reference, part, weight, bias, REFERENCE)
+            if not torch.equal(found.view(bits), reference.view(bits)):
                 return False
     return True
 
@@ -98,21 +99,20 @@ def _operands(shape: Shape) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     return x, weight, bias, x.new_empty(rows, n, dtype=out_dtype)
 
 
-def fastest(ways: Sequence[Way], shape: Shape) -> Way:
-    """By median time, in turns (`turns`), for weights that lie in memory; recorded, as decoding
-    steps are.
+def fastest(ways: Sequence[Gemm], shape: Shape) -> Gemm:
+    """Return the fastest by median time, in interleaved turns, from recorded graphs.
 
-    Ways that are close to each other part only when they keep the GPU busy for long, as its clock
-    then falls.
+    Weights are read from memory, as decoding steps do. Close candidates part only when they keep
+    the GPU busy for long, as its clock falls then.
     """
     x, weight, bias, out = _operands(shape)
     one_s = max(weight.nbytes / BYTES_PER_S, 2 * shape.rows * weight.numel() / FLOPS_PER_S)
     calls = min(max(int(TURN_S / one_s), 1), MOST_CALLS)
     cache_bytes = torch.cuda.get_device_properties(shape.device).L2_cache_size
-    num_copies = min(-(-L2_ROOM * cache_bytes // weight.nbytes), calls) - 1
+    num_copies = min(-(-L2_MULTIPLE * cache_bytes // weight.nbytes), calls) - 1
     weights = [weight, *(weight.clone() for _ in range(num_copies))]
 
-    def work(way: Way) -> None:
+    def work(way: Gemm) -> None:
         for call in range(calls):
             way(out, x, weights[call % len(weights)], bias)
 

@@ -1,7 +1,6 @@
-"""The ways in which cuBLAS would multiply, through cublasLt's C interface; torch takes the first of
-its own.
+"""Algorithms that cuBLAS proposes for a GEMM, through cublasLt's C interface.
 
-The constants are those of cublasLt.h.
+torch takes the first of its own list. The constants are those of cublasLt.h.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ COMPUTE_FP32, FP32, BF16 = 68, 0, 14
 TRANSPOSE_FIRST, TRANSPOSED = 3, 1
 EPILOGUE, ADD_BIAS, BIAS, BIAS_TYPE = 7, 4, 8, 26
 MAX_WORKSPACE, REDUCTIONS, NO_REDUCTION = 1, 3, 0
-MIN_ALIGNMENTS = range(5, 9)  # of both factors, of what is added, and of the result
+MIN_ALIGNMENTS = range(5, 9)  # of both factors, of the addend, and of the result
 ALIGNMENT = 16  # bytes
 INVALID, NOT_SUPPORTED = 7, 15
-SPLITS = 2  # of a proposal's own account
-COLUMNS = 3  # of a layout
-MOST = 32
+SPLITS = 2  # attribute of an algorithm: into how many parts it cuts K
+COLUMNS = 3  # attribute of a matrix layout
+MOST_ALGORITHMS = 32
 ONE, ZERO = c_float(1), c_float(0)
 
-Way = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
+Gemm = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # takes out, x, weight, bias
 
 
-class Refused(RuntimeError):
-    """What is asked for is nothing that cublasLt does: nothing has run, and another way may."""
+class Unsupported(RuntimeError):
+    """cublasLt cannot do what is asked. Nothing has run; another algorithm may do it."""
 
 
 class Shape(NamedTuple):
-    """x @ weight.T + bias, of x [rows, k], weight [n, k] and bias [n], all bf16, in `out_dtype`,
-    bf16 or fp32.
+    """Sizes and dtypes of x @ weight.T + bias.
+
+    Shape: x [rows, k], weight [n, k] and bias [n], all bf16; the result is bf16 or fp32.
     """
 
     n: int
@@ -50,10 +50,10 @@ class Shape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Proposed:
-    """One of cuBLAS's ways, and into how many parts it cuts K, by its own word; 0 if it has none."""
+class CublasAlgorithm:
+    """An algorithm, and into how many parts it says that it cuts K; 0 where it does not say."""
 
-    multiply: Way
+    multiply: Gemm
     splits: int
 
     def __call__(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -70,28 +70,27 @@ class _Proposal(ctypes.Structure):
     )
 
 
-def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
-    """What cuBLAS proposes if a way may use so many bytes, best first as it thinks, each way once;
-    nothing where cublasLt is not to be had.
+def propose_algorithms(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[CublasAlgorithm]:
+    """Return the algorithms that cuBLAS proposes for these sizes of workspace, without repeats.
 
-    With none it is asked for ways that keep no partial sums, and so do not split K. A way
-    multiplies any number of rows by the kernel that it has for those of the shape. The ways of one
-    answer share what they are called with: no two of them may run at a time, nor be called from two
-    threads. Each takes contiguous operands at whole multiples of 16 bytes, whose widths and types
-    it does not check, and launches on torch's stream.
+    They are ordered by cuBLAS's own estimate. The list is empty where cublasLt is not available.
 
-    Raises: Refused, and RuntimeError with the status of a call that fails; so does each way, the
-    first for numbers of rows that its kernel does not take.
+    With a workspace of 0 bytes, cuBLAS is asked for algorithms that keep no partial sums, and so do
+    not split K. An algorithm multiplies any number of rows by its kernel for those of the shape.
+    The algorithms of one answer share their call's arguments: no two of them may run at a time, nor
+    be called from two threads. Each takes contiguous operands at multiples of 16 bytes, whose
+    widths and dtypes it does not check, and launches on torch's stream.
+
+    Raises: Unsupported, and RuntimeError with the status of a call that fails. So does each
+    algorithm: Unsupported for numbers of rows that its kernel does not take.
     """
     if _library() is None:
         return []
     n, k, rows, has_bias, out_dtype, device = shape
-    # To cuBLAS matrices lie column by column: out.T [n, rows] = (weight as [k, n]).T @ (x as [k,
+    # cuBLAS reads matrices column by column: out.T [n, rows] = (weight as [k, n]).T @ (x as [k,
     # rows]).
-    handle, operation = (
-        _handle(device),
-        _created("cublasLtMatmulDescCreate", c_int(COMPUTE_FP32), c_int(FP32)),
-    )
+    handle = _handle(device)
+    operation = _created("cublasLtMatmulDescCreate", c_int(COMPUTE_FP32), c_int(FP32))
     _set("Desc", operation, TRANSPOSE_FIRST, c_int(TRANSPOSED))
     if has_bias:
         some = torch.empty(n, dtype=torch.bfloat16, device=device)
@@ -105,7 +104,7 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
     of_out = _layout(BF16 if out_dtype == torch.bfloat16 else FP32, n, rows)
     workspace = torch.empty(max(workspaces), dtype=torch.uint8, device=device)
 
-    def way(proposal: _Proposal) -> Way:
+    def gemm_of(proposal: _Proposal) -> Gemm:
         def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             if bias is not None:
                 _set("Desc", operation, BIAS, _address(bias))
@@ -127,7 +126,7 @@ def proposed(shape: Shape, workspaces: Sequence[int] = (0,)) -> list[Proposed]:
         for size in workspaces
         for one in _proposals(handle, operation, of_weight, of_x, of_out, size)
     }
-    return [Proposed(way(one), _splits(one)) for one in different.values()]
+    return [CublasAlgorithm(gemm_of(one), _splits(one)) for one in different.values()]
 
 
 def _proposals(
@@ -138,37 +137,41 @@ def _proposals(
     of_out: c_void_p,
     workspace_bytes: int,
 ) -> list[_Proposal]:
-    found, count, wishes = (_Proposal * MOST)(), c_int(0), _wishes(workspace_bytes)
+    found, count, preference = (
+        (_Proposal * MOST_ALGORITHMS)(),
+        c_int(0),
+        _preference(workspace_bytes),
+    )
     _call(
         "cublasLtMatmulAlgoGetHeuristic",
-        *(handle, operation, of_weight, of_x, of_out, of_out, wishes),
-        *(c_int(MOST), found, byref(count)),
+        *(handle, operation, of_weight, of_x, of_out, of_out, preference),
+        *(c_int(MOST_ALGORITHMS), found, byref(count)),
         accepted=(0, NOT_SUPPORTED),
     )
-    _call("cublasLtMatmulPreferenceDestroy", wishes)
+    _call("cublasLtMatmulPreferenceDestroy", preference)
     return [one for one in found[: count.value] if one.status == 0]
 
 
 def _splits(proposal: _Proposal) -> int:
-    """0 where it does not say."""
-    said, written = c_int(0), c_size_t(0)
-    size = c_size_t(ctypes.sizeof(said))
+    """Return into how many parts an algorithm cuts K; 0 where it does not say."""
+    value, written = c_int(0), c_size_t(0)
+    size = c_size_t(ctypes.sizeof(value))
     _call(
         "cublasLtMatmulAlgoConfigGetAttribute",
-        *(byref(proposal), c_int(SPLITS), byref(said), size, byref(written)),
+        *(byref(proposal), c_int(SPLITS), byref(value), size, byref(written)),
         accepted=(0, INVALID, NOT_SUPPORTED),
     )
-    return said.value
+    return value.value
 
 
-def _wishes(workspace_bytes: int) -> c_void_p:
-    wishes = _created("cublasLtMatmulPreferenceCreate")
-    _set("Preference", wishes, MAX_WORKSPACE, c_uint64(workspace_bytes))
+def _preference(workspace_bytes: int) -> c_void_p:
+    preference = _created("cublasLtMatmulPreferenceCreate")
+    _set("Preference", preference, MAX_WORKSPACE, c_uint64(workspace_bytes))
     for attribute in MIN_ALIGNMENTS:
-        _set("Preference", wishes, attribute, c_uint32(ALIGNMENT))
+        _set("Preference", preference, attribute, c_uint32(ALIGNMENT))
     if not workspace_bytes:
-        _set("Preference", wishes, REDUCTIONS, c_uint32(NO_REDUCTION))
-    return wishes
+        _set("Preference", preference, REDUCTIONS, c_uint32(NO_REDUCTION))
+    return preference
 
 
 def _set(
@@ -208,13 +211,13 @@ def _created(name: str, *arguments: Any) -> c_void_p:
 def _call(name: str, *arguments: Any, accepted: tuple[int, ...] = (0,)) -> None:
     status = getattr(_library(), name)(*arguments)
     if status not in accepted:
-        kind = Refused if status in (INVALID, NOT_SUPPORTED) else RuntimeError
+        kind = Unsupported if status in (INVALID, NOT_SUPPORTED) else RuntimeError
         raise kind(f"{name}: status {status}")
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The one that torch has loaded; None for a torch that has it built in."""
+    """Return the library that torch has loaded; None for a torch that has it built in."""
     name = f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}"
     try:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)

@@ -1,14 +1,17 @@
-"""Matrix products of few rows by large weights on NVIDIA Hopper: rings whose blocks share the
-weight.
+"""GEMMs of few rows by large weights on NVIDIA Hopper, in CuTe DSL, in equal shares of the weight.
 
-What `linear_gluon` does, early ask and all, but with a warp for the copies alone, and with shares
-of any multiple of 4 or 8 rows of either side: so nearly all multiprocessors get an equal one, and
-what goes through shared memory is least. Two blocks with the same rows of the weight form a
-cluster: each asks for its turn of the tiles, and both get them all. The last share ends where the
-weight does: it may overlap the one before, with the same bits.
+Like the kernel in `gluon.py` it asks for the weight early and keeps a ring of stages on their way.
+It differs in three ways:
 
-Half of the ring is asked for before the wait: more of the weight would keep x waiting, which comes
-the same way.
+- One warp does nothing but copy.
+- A block's share may be any multiple of 4 or 8 rows of either operand. So nearly all
+  multiprocessors get an equal share, and the least goes through shared memory.
+- Two blocks with the same rows of the weight form a cluster. They take turns in asking for its
+  tiles, and both get them all.
+
+The last share ends where the weight does. It may overlap the share before, with the same bits. Half
+of the ring is asked for before the wait: more of the weight would delay x, which is copied the same
+way.
 """
 
 from __future__ import annotations
@@ -25,47 +28,36 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from torch import Tensor
 
 from spmd_rl.kernels.linear.cute_assembly import after_wait
-from spmd_rl.kernels.linear.cute_epilogue import WARPS, Results
+from spmd_rl.kernels.linear.cute_copies import RingCopies
+from spmd_rl.kernels.linear.cute_epilogue import WARPS, Epilogue
 from spmd_rl.kernels.linear.tiles import PART, UNIT, WGMMA_ROWS, Share
-from spmd_rl.kernels.runtime.cute_cache import kept
-
-# blocks of a cluster, which lies within a group of 16 or 18 multiprocessors: fours leave some of
-# them idle
-PAIR = 2
-READ_ONCE = 0x12F0000000000000  # L2's policy that CUTLASS calls EVICT_FIRST
+from spmd_rl.kernels.runtime.cute_cache import cached_on_disk
 
 
 def shared_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, share: Share, gated: bool = False
 ) -> None:
-    """What `linear_triton.matmul_into` does, for bf16 matrices of 16-byte aligned rows, and K in
-    whole parts.
+    """Multiply as `triton_gemm.matmul_into` does.
 
-    `out` may be fp32 where no product is `gated`, which is slower and for tests: rounding hides
-    most of what differs.
+    Operands are bf16 with 16-byte aligned rows, and K a multiple of `PART`. `out` may be fp32 where
+    the product is not `gated`: that is slower and for tests, as rounding hides most differences.
 
-    Raises: ValueError when the shares are too low or too high for the weight, or what is gated
-    should not be rounded.
+    Raises: ValueError for shares that do not cover the weight, and for a gated product in fp32.
     """
     if gated and out.dtype != torch.bfloat16:
         raise ValueError(f"a gated product rounds to bfloat16, not to {out.dtype}")
     if not share.n <= out.shape[1] <= share.n * share.most_shares:
         raise ValueError(f"{share.most_shares} shares of {share.n} rows are no {out.shape[1]}")
-    run = compiled_product(tuple(share), bias is not None, gated, out.dtype == torch.bfloat16)
-    run(
-        weight,
-        x,
-        out,
-        bias if bias is None else bias.contiguous(),
-        torch.cuda.is_current_stream_capturing(),
-    )
+    run = compiled_matmul(tuple(share), bias is not None, gated, out.dtype == torch.bfloat16)
+    bias = None if bias is None else bias.contiguous()
+    run(weight, x, out, bias, torch.cuda.is_current_stream_capturing())
 
 
-@kept  # type: ignore[untyped-decorator]
-def compiled_product(
+@cached_on_disk  # type: ignore[untyped-decorator]
+def compiled_matmul(
     share: tuple[Any, ...], has_bias: bool, gated: bool, rounds: bool
 ) -> Callable[..., None]:
-    """The kernel (weight, x, out, bias, early)."""
+    """Compile the kernel, which takes (weight, x, out, bias, early)."""
     m, n, k, width = (cute.sym_int() for _ in range(4))
     bias = cute.runtime.make_fake_tensor(BFloat16, (width,), stride=(1,)) if has_bias else None
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
@@ -79,24 +71,22 @@ def compiled_product(
             ((m, width), BFloat16 if rounds else Float32),
         )
     )
-    product = Product(Share(*share), 2 if gated else 1)
-    product.kernel.set_name_prefix(product.name())
-    return cute.compile(
-        product, *matrices, bias, Boolean(False), stream, options="--enable-tvm-ffi"
-    )
+    matmul = SharedMatmul(Share(*share), 2 if gated else 1)
+    matmul.kernel.set_name_prefix(matmul.name())
+    return cute.compile(matmul, *matrices, bias, Boolean(False), stream, options="--enable-tvm-ffi")
 
 
-class Product:
+class SharedMatmul:
+    """The kernel for one share; `halves` is 2 for a gated product, whose weight has two halves."""
+
     def __init__(self, share: Share, halves: int) -> None:
         self.share, self.halves, self.parts = share, halves, share.k // PART
-        self.cluster = min(share.blocks, PAIR)
-        self.results = Results(share, halves)
-        # A stage of a low tile for many rows of x comes in one copy, others in their parts.
-        low = share.n == share.padded < WGMMA_ROWS and halves == 1
-        self.box = self.parts if low and share.m * share.blocks >= WGMMA_ROWS else 1
+        self.copies = RingCopies(share, halves)
+        self.cluster = self.copies.cluster
+        self.epilogue = Epilogue(share, halves)
 
     def name(self) -> str:
-        """A prefix for the kernel's that tells a stage's tile and their number, for profiles."""
+        """Return a prefix of the kernel's name in profiles: its tile and the number of stages."""
         m, n, k, stages, *_ = self.share
         return f"shared_matmul_{m}x{n}x{k}x{stages}" + "_x_first" * self.share.swap
 
@@ -107,22 +97,21 @@ class Product:
         share, count = self.share, self.share.stages * self.parts
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         x_layout = cute.tile_to_shape(atom, (share.m, PART, count), (0, 1, 2))
-        # What lies behind a tile is read where wgmma takes more rows; their sums are not stored.
-        tall = cute.tile_to_shape(atom, (self.results.tall, PART), (0, 1))
+        # Where wgmma takes more rows than a tile has, it reads what lies behind the tile. The sums
+        # of those rows are not stored.
+        tall = cute.tile_to_shape(atom, (self.epilogue.tall, PART), (0, 1))
         stages = cute.make_layout(count, stride=self.halves * share.padded * PART)
         operand = cute.make_composed_layout(tall.inner, 0, cute.append(tall.outer, stages))
         w_tiles = cute.make_layout(
             (share.n, PART, count * self.halves), stride=(PART, 1, share.padded * PART)
         )
         w_layout = cute.make_composed_layout(tall.inner, 0, w_tiles)
-        copy, copy_to_all = (
-            cpasync.CopyBulkTensorTileG2SOp(),
-            cpasync.CopyBulkTensorTileG2SMulticastOp(),
-        )
+        copy = cpasync.CopyBulkTensorTileG2SOp()
+        copy_to_all = cpasync.CopyBulkTensorTileG2SMulticastOp()
         w_copy = copy if const_expr(self.cluster == 1) else copy_to_all
-        w_atom, w_tma = self.copying(w_copy, weight, tall.inner, share.n, share.padded)
-        x_atom, x_tma = self.copying(copy, x, tall.inner, share.m, share.m)
-        tile = WGMMA_ROWS, self.results.tile[1]
+        w_atom, w_tma = self.copies.copying(w_copy, weight, tall.inner, share.n, share.padded)
+        x_atom, x_tma = self.copies.copying(copy, x, tall.inner, share.m, share.m)
+        tile = WGMMA_ROWS, self.epilogue.tile[1]
         mma = hopper.make_trivial_tiled_mma(
             BFloat16, BFloat16, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1), tile
         )
@@ -137,37 +126,11 @@ class Product:
             use_pdl=True,
         )
 
-    def tiles(self, rows: int, padded: int, halves: int = 1) -> Any:
-        """Layout of a ring's tiles [rows, PART, copies]; where a copy brings several, [rows, PART,
-        tiles, copies].
-        """
-        box = (self.box,) if self.box > 1 else ()
-        shape = (rows, PART, *box, self.share.stages * self.parts * halves // self.box)
-        return cute.make_layout(
-            shape, stride=(PART, 1, padded * PART, self.box * padded * PART)[: len(shape)]
-        )
-
-    def copying(
-        self, op: Any, matrix: Any, swizzle: Any, rows: int, padded: int
-    ) -> tuple[Any, Any]:
-        """Copies from so many rows of `matrix` [M, K] to a ring, and the matrix as they see it: [M,
-        K] or in parts.
-        """
-        tiles = self.tiles(rows, padded)
-        one = cute.select(tiles, list(range(cute.rank(tiles) - 1)))
-        if const_expr(self.box > 1):
-            shape = matrix.shape[0], PART, matrix.shape[1] // PART
-            matrix = cute.make_tensor(
-                matrix.iterator, cute.make_layout(shape, stride=(matrix.stride[0], 1, PART))
-            )
-        return cpasync.make_tiled_tma_atom(
-            op, matrix, cute.make_composed_layout(swizzle, 0, one), one.shape
-        )
-
     @cute.kernel  # type: ignore[untyped-decorator]
     def kernel(
-        self, w_atom: Any, weight: Any, x_atom: Any, x: Any, out: Any, bias: Any, early: Boolean, mma: Any,
-        w_layout: cute.ComposedLayout, x_layout: cute.ComposedLayout, operand: cute.ComposedLayout,
+        self, w_atom: Any, weight: Any, x_atom: Any, x: Any, out: Any, bias: Any, early: Boolean,
+        mma: Any, w_layout: cute.ComposedLayout, x_layout: cute.ComposedLayout,
+        operand: cute.ComposedLayout,
     ) -> None:  # fmt: skip
         share = self.share
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -178,7 +141,7 @@ class Product:
         empty = smem.allocate_array(cutlass.Int64, share.stages)
         w_ring = smem.allocate_array(BFloat16, cute.cosize(w_layout.outer), byte_alignment=1024)
         x_ring = smem.allocate_array(BFloat16, cute.cosize(x_layout.outer), byte_alignment=1024)
-        staged = self.results.room(smem, w_ring)
+        staged = self.epilogue.staging(smem, w_ring)
         if warp_index == 0:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(share.stages):
@@ -200,111 +163,29 @@ class Product:
             halves = [
                 cute.domain_offset((row, *[0] * (cute.rank(weight) - 1)), weight) for row in rows
             ]
-            w_tiles = cute.make_tensor(w_pointer, self.tiles(share.n, share.padded, self.halves))
-            w_ends = [self.ends(w_atom, half, w_tiles, 0) for half in halves]
-            x_ends = [
-                self.ends(
-                    x_atom,
-                    x,
-                    cute.make_tensor(x_tiles.iterator, self.tiles(share.m, share.m)),
-                    block_m,
-                )
-            ]
-            self.produce(w_atom, w_ends, x_atom, x_ends, full, empty, steps, early)
+            w_tiles = cute.make_tensor(
+                w_pointer, self.copies.tiles(share.n, share.padded, self.halves)
+            )
+            w_ends = [self.copies.ends(w_atom, half, w_tiles, 0) for half in halves]
+            x_stages = cute.make_tensor(x_tiles.iterator, self.copies.tiles(share.m, share.m))
+            x_ends = [self.copies.ends(x_atom, x, x_stages, block_m)]
+            self.copies.produce(w_atom, w_ends, x_atom, x_ends, full, empty, steps, early)
         else:
             w_operand = cute.make_tensor(
                 w_pointer, w_layout.outer if const_expr(share.swap) else operand.outer
             )
             both = (x_tiles, w_operand) if const_expr(share.swap) else (w_operand, x_tiles)
             total = self.consume(mma, both, full, empty, steps)
-            self.results.finish(mma, total, staged, out, bias, first, cute.size(x, mode=[0]))
-
-    def ends(self, atom: Any, matrix: Any, tiles: Any, block: Any) -> Any:
-        """Where copies of a block's tiles go to, and where they come from."""
-        *box, _ = tiles.shape
-        one = cute.local_tile(matrix, tuple(box), (block, *[0] * (len(box) - 2), None))
-        groups = (cute.group_modes(each, 0, len(box)) for each in (tiles, one))
-        return cpasync.tma_partition(atom, 0, cute.make_layout(1), *groups)
-
-    @cute.jit  # type: ignore[untyped-decorator]
-    def produce(
-        self,
-        w_atom: Any,
-        w_ends: Any,
-        x_atom: Any,
-        x_ends: Any,
-        full: Any,
-        empty: Any,
-        steps: Int32,
-        early: Boolean,
-    ) -> None:
-        stages, asked = self.share.stages, self.share.early
-        cute.arch.griddepcontrol_launch_dependents()
-        if not early:
-            cute.arch.griddepcontrol_wait()
-        for step in cutlass.range_constexpr(asked):
-            if step < steps:
-                self.copy_weight(w_atom, w_ends, step, step, full)
-        cute.arch.griddepcontrol_wait()
-        for step in cutlass.range_constexpr(stages):
-            if step < steps:
-                if const_expr(step >= asked):
-                    self.copy_weight(w_atom, w_ends, step, step, full)
-                self.copy(x_atom, x_ends, step, step, full)
-        slot, phase = Int32(0), Int32(0)
-        for step in cutlass.range(stages, steps, unroll=1):
-            cute.arch.mbarrier_wait(empty + slot, phase)
-            self.copy_weight(w_atom, w_ends, step, slot, full)
-            self.copy(x_atom, x_ends, step, slot, full)
-            slot += 1
-            if slot == stages:
-                slot, phase = Int32(0), phase ^ 1
-
-    @cute.jit  # type: ignore[untyped-decorator]
-    def copy_weight(self, atom: Any, ends: Any, step: Int32, slot: Int32, full: Any) -> None:
-        """A step's tiles to all blocks of the cluster, by the one whose turn it is. Each expects
-        them and x's.
-        """
-        with cute.arch.elect_one():
-            rows = self.halves * self.share.n + self.share.m
-            cute.arch.mbarrier_arrive_and_expect_tx(full + slot, 2 * self.share.k * rows)
-        if const_expr(self.cluster == 1):
-            self.copy(atom, ends, step, slot, full, policy=READ_ONCE)
-        else:
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-            if step % self.cluster == rank:
-                self.copy(
-                    atom, ends, step, slot, full, cutlass.Int16((1 << self.cluster) - 1), READ_ONCE
-                )
-
-    def copy(
-        self,
-        atom: Any,
-        ends: Any,
-        step: Any,
-        slot: Any,
-        full: Any,
-        to_all: Any = None,
-        policy: int | None = None,
-    ) -> None:
-        copies = self.parts // self.box
-        policy = None if policy is None else cutlass.Int64(policy)
-        for part in range(copies):
-            for half, (to, source) in enumerate(ends):
-                at = (slot * copies + part) * len(ends) + half
-                one = source[None, step * copies + part], to[None, at]
-                cute.copy(
-                    atom, *one, tma_bar_ptr=full + slot, mcast_mask=to_all, cache_policy=policy
-                )
+            self.epilogue.finish(mma, total, staged, out, bias, first, cute.size(x, mode=[0]))
 
     @cute.jit  # type: ignore[untyped-decorator]
     def consume(self, mma: Any, both: Any, full: Any, empty: Any, steps: Int32) -> Any:
-        """The chain over K: rows of the weight by rows of x, or of x by the weight's, float32."""
+        """Sum over K in one chain, in float32: rows of the weight by rows of x, or the reverse."""
         share, lane = self.share, cute.arch.lane_idx()
         of_thread = mma.get_slice(cute.arch.thread_idx()[0])
         first = mma.make_fragment_A(of_thread.partition_A(both[0]))
         second = mma.make_fragment_B(of_thread.partition_B(both[1]))
-        total = cute.make_rmem_tensor(of_thread.partition_shape_C(self.results.tile), Float32)
+        total = cute.make_rmem_tensor(of_thread.partition_shape_C(self.epilogue.tile), Float32)
         total.fill(0.0)
         cute.arch.griddepcontrol_wait()
         slot, phase, before, ready = Int32(0), Int32(0), Int32(0), Boolean(False)

@@ -1,4 +1,4 @@
-"""Assembly in the products of `linear_cute`, for what the CuTe DSL has no words for."""
+"""Inline assembly for the kernel in `cute.py`, where the CuTe DSL has no operation of its own."""
 
 from __future__ import annotations
 
@@ -8,27 +8,32 @@ from cutlass import Float32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-SILU_TIMES = """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; add.rn.f32 t, t, 0f3F800000;
-div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"""  # what Triton makes of x / (1 + exp(-x)) * y
+# the instructions that Triton makes of x / (1 + exp(-x)) * y
+SILU_TIMES = (
+    "{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.f32 t, t; "
+    "add.rn.f32 t, t, 0f3F800000; div.full.f32 t, $1, t; mul.rn.f32 $0, t, $2; }"
+)
 
 
 def after_wait(number: Any) -> Any:
-    """The same, which the compiler does not read before the wait; where it does, it waits after
-    each wgmma.
+    """Return `number`, hidden from the compiler until here.
+
+    If the compiler saw a sum read before the wait, it would wait after each wgmma.
     """
     return _assembly("", "=f,0", number)
 
 
 def silu_times(gate: Any, up: Any) -> Any:
+    """Return SiLU(gate) * up, with Triton's bits."""
     return _assembly(SILU_TIMES, "=f,f,f", gate, up)
 
 
 @dsl_user_op  # type: ignore[untyped-decorator]
 def _assembly(text: str, registers: str, *numbers: Any, loc: Any = None, ip: Any = None) -> Any:
-    given = [number.ir_value(loc=loc, ip=ip) for number in numbers]
+    operands = [number.ir_value(loc=loc, ip=ip) for number in numbers]
     options = {
         "has_side_effects": True,
         "is_align_stack": False,
         "asm_dialect": llvm.AsmDialect.AD_ATT,
     }
-    return Float32(llvm.inline_asm(T.f32(), given, text, registers, **options))
+    return Float32(llvm.inline_asm(T.f32(), operands, text, registers, **options))

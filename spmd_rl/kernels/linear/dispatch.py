@@ -1,8 +1,9 @@
-"""Which matrix products go to cuBLAS on NVIDIA GPUs, and which to our kernels.
+"""Dispatch of GEMMs on NVIDIA GPUs: to cuBLAS or to our kernels.
 
-cuBLAS is the faster for many rows. It is called only where one of its ways has the contract's bits
-(`linear_library`) and is the fastest: for the numbers of rows that decoding has most, and from 512
-on, where all up to the next power of two share a way. Other products go to our kernels.
+cuBLAS is faster for many rows. It is called only where one of its algorithms has the contract's
+bits (cublas.py) and is the fastest. It is tried for the numbers of rows that decoding has most, and
+from 512 rows on, where all numbers of rows up to the next power of two share an algorithm. Other
+products go to our kernels.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear.cublas import choose
-from spmd_rl.kernels.linear.cublaslt import Refused, Shape, Way
-from spmd_rl.kernels.linear.linear import HOPPER
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape, Unsupported
 from spmd_rl.kernels.linear.tiles import (
     Share,
     choose_gated_tile,
@@ -23,22 +23,24 @@ from spmd_rl.kernels.linear.tiles import (
     choose_share,
     choose_tile,
 )
+from spmd_rl.kernels.runtime.capability import HOPPER
 from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.runtime.versions import has_dsl
 
-# rows of a product: weight rows above which cuBLAS may be the faster
-WHOLE = {256: 2048, 128: 2048, 64: 65536}
-# of other products that cuBLAS may be the faster for, and of one call of it
-LEAST_ROWS, MOST_ROWS = 512, 16384
+# Below LEAST_ROWS cuBLAS is tried only for these numbers of rows, and for weights of more rows than
+# the value.
+CUBLAS_BATCHES = {256: 2048, 128: 2048, 64: 65536}
+LEAST_ROWS = 512
+MOST_ROWS = 16384  # of one call
 
-_chosen: dict[Shape, Way | None] = {}
+_chosen: dict[Shape, Gemm | None] = {}
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """x @ weight.T + bias with fp32 accumulators and one rounding to `out_dtype`.
+    """Return x @ weight.T + bias with fp32 accumulators and one rounding to `out_dtype`.
 
     While a CUDA graph is recorded, no kernel of it may write the weight. The first product of a
-    shape may take a fraction of a second, in which cuBLAS's ways are compared.
+    shape may take a fraction of a second, in which cuBLAS's algorithms are compared.
 
     Shape: x [M, K], weight [N, K] and bias [N] bf16; returns [M, N]. Raises: ValueError for other
     operands.
@@ -47,7 +49,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
     for operand, shape in (x, (len(x), k)), (weight, (n, k)), (bias, (n,)):
         if operand is not None and (operand.shape != shape or operand.dtype != torch.bfloat16):
             raise ValueError(
-                f"{list(operand.shape)} {operand.dtype}: no operand of a product with [{n}, {k}] bfloat16"
+                f"{list(operand.shape)} {operand.dtype}: "
+                f"no operand of a product with [{n}, {k}] bfloat16"
             )
     x, out = dense(x), x.new_empty(len(x), n, dtype=out_dtype)
     for start in range(0, len(x), MOST_ROWS):
@@ -57,20 +60,23 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtyp
 
 
 def _matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if (way := _library_way(x, weight, bias, out.dtype)) is not None:
+    if (gemm := _cublas_gemm(x, weight, bias, out.dtype)) is not None:
         try:
-            way(out, x, dense(weight), None if bias is None else dense(bias))
-        except Refused as error:  # ours has the same bits
+            gemm(out, x, dense(weight), None if bias is None else dense(bias))
+        except Unsupported as error:  # our kernel has the same bits
             warnings.warn(f"a slower kernel multiplies {len(x)} rows: {error}", stacklevel=3)
         else:
             return
-    ours_into(out, x, weight, bias)
+    own_matmul_into(out, x, weight, bias)
 
 
-def ours_into(
+def own_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool = False
 ) -> None:
-    """`linear_triton.matmul_into`, or what has its bits and is faster for these shapes."""
+    """Multiply by the fastest of our kernels for these shapes; all have the same bits.
+
+    Arguments are those of `triton_gemm.matmul_into`.
+    """
     (num_rows, k), n = x.shape, out.shape[1]
     share, ring = _share(out, x, weight, gated), choose_ring(num_rows, n, k, gated)
     if share is not None:
@@ -89,8 +95,9 @@ def ours_into(
 
 
 def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> Share | None:
-    """Chosen where results go to memory in units of 16 bytes, and the package for such kernels is
-    there.
+    """Choose a share for the CuTe kernel, or None where that kernel is slower or cannot run.
+
+    It stores units of 16 bytes, and needs the package that it is written in.
     """
     share = choose_share(x.shape[0], out.shape[1], x.shape[1], gated)
     if share is None or out.dtype != torch.bfloat16 or out.stride(0) % 8 or out.data_ptr() % 16:
@@ -99,8 +106,9 @@ def _share(out: Tensor, x: Tensor, weight: Tensor, gated: bool) -> Share | None:
 
 
 def _may_be_early(weight: Tensor) -> bool:
-    """A weight that would be copied first is one that a kernel of a graph writes, which no ring
-    must read early.
+    """Return whether a ring may read the weight before its kernel's wait.
+
+    A weight that must be copied first is written by a kernel of the graph, so no ring may.
     """
     return weight.is_contiguous() and weight.data_ptr() % 16 == 0 and _has_wgmma(weight.device)
 
@@ -110,16 +118,23 @@ def _has_wgmma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
-def _library_way(
+def _cublas_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Way | None:
+) -> Gemm | None:
     (n, k), rows = weight.shape, len(x)
-    if n % 8 or k % 8 or n <= WHOLE.get(rows, 0) or (rows < LEAST_ROWS and rows not in WHOLE):
+    if (
+        n % 8
+        or k % 8
+        or n <= CUBLAS_BATCHES.get(rows, 0)
+        or (rows < LEAST_ROWS and rows not in CUBLAS_BATCHES)
+    ):
         return None
     most = 1 << (rows - 1).bit_length()
     shape = Shape(n, k, most, bias is not None, out_dtype, x.device)
     if shape not in _chosen:
         if torch.cuda.is_current_stream_capturing():
             return None
-        _chosen[shape] = choose(shape, most // 2 + 1 if most > LEAST_ROWS else most, ours_into)
+        _chosen[shape] = choose(
+            shape, most // 2 + 1 if most > LEAST_ROWS else most, own_matmul_into
+        )
     return _chosen[shape]

@@ -1,13 +1,13 @@
-"""Matrix products of few rows on NVIDIA Hopper, for chains of kernels recorded in a CUDA graph.
+"""GEMMs of few rows on NVIDIA Hopper in Gluon, for kernels that follow each other in a CUDA graph.
 
-A program asks for the first tiles of its weight before it waits for the kernel before it, and keeps
-a deep ring of tiles on their way from then on, so memory is not idle between two products. Tiles of
-the weight are the first operand of wgmma, rows of x the second. Each element has one ascending
-chain over K, and the bits of `linear_triton`.
+A program asks for the first tiles of its weight before it waits for the kernel ahead. From then on
+it keeps a deep ring of tiles on their way, so memory is not idle between two products. Tiles of the
+weight are the first operand of wgmma, rows of x the second. Each element has one ascending chain
+over K, with the bits of `triton_gemm`.
 
 Asking early is allowed only while a graph is recorded, and only for a weight that no kernel of the
-graph writes: what wrote it before has ended when the graph begins. Elsewhere the weight is asked
-for after the wait.
+graph writes: whatever wrote it has ended when the graph begins. Elsewhere the weight is asked for
+after the wait.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -40,41 +40,44 @@ BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth
 def ring_matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, ring: Ring, gated: bool = False
 ) -> None:
-    """What `linear_triton.matmul_into` does, for bf16 operands that are dense, and K in whole
-    parts.
+    """Multiply as `triton_gemm.matmul_into` does.
+
+    Operands are bf16 and dense, and K a multiple of `PART`.
     """
     (m, k), n = x.shape, out.shape[1]
     steps = triton.cdiv(k, ring.k)
     _ring_matmul[(triton.cdiv(m, ring.m) * triton.cdiv(n, ring.n),)](
         _in_parts(x, ring.m, ring.k), _in_parts(weight, ring.n, ring.k),
         out if bias is None else bias.contiguous(), out, m, n, k, out.stride(0),
-        torch.cuda.is_current_stream_capturing(), bias is not None, gated, ring.late and ring.stages < steps,
-        ring.m, ring.n, ring.k // PART, min(ring.stages, steps),
+        torch.cuda.is_current_stream_capturing(), bias is not None, gated,
+        ring.late and ring.stages < steps, ring.m, ring.n, ring.k // PART, min(ring.stages, steps),
         num_warps=ring.warps, enable_fp_fusion=not gated, **overlapping(),
     )  # fmt: skip
 
 
 def _in_parts(matrix: Tensor, height: int, width: int) -> TensorDescriptor:
-    """For copies of [height, width], which lie in shared memory as [width / PART, height, PART].
+    """Describe `matrix` for copies of [height, width].
 
-    What is missing of them is zero, and costs no memory traffic.
+    They lie in shared memory as [width / PART, height, PART]. What lies beyond the matrix is zero
+    and costs no memory traffic.
     """
     num_rows, k = matrix.shape
     shape, strides = [k // PART, num_rows, PART], [PART, k, 1]
     return TensorDescriptor(matrix, shape, strides, [width // PART, height, PART], BOX.value)
 
 
-def _named(proxy) -> str:
-    """A name that tells a stage's tile and their number, for profiles."""
-    of = proxy.constants
-    return f"_ring_matmul_{of['TILE_M']}x{of['TILE_N']}x{of['PARTS'] * PART}x{of['STAGES']}"
+def _kernel_name(proxy) -> str:
+    """Name the kernel in profiles after its tile and the number of stages."""
+    constants = proxy.constants
+    m, n, k = constants["TILE_M"], constants["TILE_N"], constants["PARTS"] * PART
+    return f"_ring_matmul_{m}x{n}x{k}x{constants['STAGES']}"
 
 
-@gluon.jit(do_not_specialize=["m", "k", "early"], repr=_named)
+@gluon.jit(do_not_specialize=["m", "k", "early"], repr=_kernel_name)
 def _ring_matmul(
     x, weight, bias, out, m, n, k, out_stride, early,
-    HAS_BIAS: gl.constexpr, GATED: gl.constexpr, LATE: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    HAS_BIAS: gl.constexpr, GATED: gl.constexpr, LATE: gl.constexpr, TILE_M: gl.constexpr,
+    TILE_N: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ) -> None:  # fmt: skip
     HALVES: gl.constexpr = 2 if GATED else 1
     # rows that `_part` reads behind the last tile
@@ -88,24 +91,14 @@ def _ring_matmul(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     tiles_m = gl.cdiv(m, TILE_M)
-    first_row, first_column = (
-        gl.program_id(0) % tiles_m * TILE_M,
-        gl.program_id(0) // tiles_m * TILE_N,
-    )
+    first_row = gl.program_id(0) % tiles_m * TILE_M
+    first_column = gl.program_id(0) // tiles_m * TILE_N
     steps = gl.cdiv(k, PARTS * WIDTH)
 
-    if not LATE:
-        gdc_launch_dependents()
-    if early == 0:
-        gdc_wait()
-    for step in gl.static_range(STAGES):
-        _expect(x, weight, ready.index(step), step < steps, HALVES)
-        _copy_weight(
-            weight, weights, ready.index(step), step, step, step < steps, first_column, n, HALVES
-        )
-    gdc_wait()
-    for step in gl.static_range(STAGES):
-        _copy(x, [step * PARTS, first_row, 0], ready.index(step), rows.index(step), step < steps)
+    _fill(
+        x, weight, rows, weights, ready, early, steps, first_row, first_column, n,
+        HALVES, PARTS, STAGES, LATE,
+    )  # fmt: skip
 
     shape: gl.constexpr = [max(TILE_N, HEIGHT), TILE_M]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, TILE_M, 16])
@@ -116,46 +109,73 @@ def _ring_matmul(
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
         for part in gl.static_range(PARTS):
             b = _part(rows.index(slot), part, TILE_M, TILE_M).permute((1, 0))
-            total = warpgroup_mma(
-                _part(weights.index(slot * HALVES), part, TILE_N, shape[0]), b, total, is_async=True
-            )
+            a = _part(weights.index(slot * HALVES), part, TILE_N, shape[0])
+            total = warpgroup_mma(a, b, total, is_async=True)
             if GATED:
                 a = _part(weights.index(slot * HALVES + 1), part, TILE_N, shape[0])
                 up_total = warpgroup_mma(a, b, up_total, is_async=True)
             if part == 0:
-                # the stage before is read: ask anew
                 total, up_total = _all_but(HALVES, total, up_total, GATED)
                 total, up_total = warpgroup_mma_init(total), warpgroup_mma_init(up_total)
-                later = step + (STAGES - 1)
-                wanted, freed = (step > 0) & (later < steps), later % STAGES
-                _expect(x, weight, ready.index(freed), wanted, HALVES)
-                _copy_weight(
-                    weight,
-                    weights,
-                    ready.index(freed),
-                    later,
-                    freed,
-                    wanted,
-                    first_column,
-                    n,
-                    HALVES,
-                )
-                _copy(
-                    x, [later * PARTS, first_row, 0], ready.index(freed), rows.index(freed), wanted
-                )
-                if LATE:
-                    _let_next_begin(later == steps - 1)
+                _refill(
+                    x, weight, rows, weights, ready, step, steps, first_row, first_column, n,
+                    HALVES, PARTS, STAGES, LATE,
+                )  # fmt: skip
     total, up_total = _all_but(0, total, up_total, GATED)
     if GATED:
-        total, up_total = (
-            total.to(gl.bfloat16).to(gl.float32),
-            up_total.to(gl.bfloat16).to(gl.float32),
-        )
-        total = total / (1.0 + gl.exp(-total)) * up_total
+        total = _gated(total, up_total)
+    _store(total, bias, out, m, n, out_stride, first_row, first_column, HAS_BIAS, TILE_N, layout)
 
-    within = gl.arange(0, shape[0], gl.SliceLayout(1, layout))
+
+@gluon.jit
+def _fill(
+    x, weight, rows, weights, ready, early, steps, first_row, first_column, n,
+    HALVES: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
+) -> None:  # fmt: skip
+    """Ask for the tiles of all stages: the weight's before the wait if allowed, x's after it."""
+    if not LATE:
+        gdc_launch_dependents()
+    if early == 0:
+        gdc_wait()
+    for step in gl.static_range(STAGES):
+        bar, wanted = ready.index(step), step < steps
+        _ask_weight(x, weight, weights, bar, step, step, wanted, first_column, n, HALVES)
+    gdc_wait()
+    for step in gl.static_range(STAGES):
+        _copy(x, [step * PARTS, first_row, 0], ready.index(step), rows.index(step), step < steps)
+
+
+@gluon.jit
+def _refill(
+    x, weight, rows, weights, ready, step, steps, first_row, first_column, n,
+    HALVES: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr,
+) -> None:  # fmt: skip
+    """Ask for the tiles that follow those of the stage before `step`, which has been read."""
+    later = step + (STAGES - 1)
+    wanted, freed = (step > 0) & (later < steps), later % STAGES
+    bar = ready.index(freed)
+    _ask_weight(x, weight, weights, bar, later, freed, wanted, first_column, n, HALVES)
+    _copy(x, [later * PARTS, first_row, 0], bar, rows.index(freed), wanted)
+    if LATE:
+        _let_next_begin(later == steps - 1)
+
+
+@gluon.jit
+def _gated(gate, up) -> gl.tensor:
+    """Return SiLU(gate) * up, both rounded before."""
+    gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
+    return gate / (1.0 + gl.exp(-gate)) * up
+
+
+@gluon.jit
+def _store(
+    total, bias, out, m, n, out_stride, first_row, first_column,
+    HAS_BIAS: gl.constexpr, TILE_N: gl.constexpr, layout: gl.constexpr,
+) -> None:  # fmt: skip
+    """Add the bias to the sums [rows of the weight, rows of x], round and store them."""
+    within = gl.arange(0, total.shape[0], gl.SliceLayout(1, layout))
     column = first_column + within
-    row = first_row + gl.arange(0, TILE_M, gl.SliceLayout(0, layout))
+    row = first_row + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
     stored = (within < TILE_N) & (column < n)
     if HAS_BIAS:
         total += gl.load(bias + column, mask=stored, other=0.0).to(gl.float32)[:, None]
@@ -171,7 +191,7 @@ def _let_next_begin(now) -> None:
 
 @gluon.jit
 def _all_but(PENDING: gl.constexpr, total, up_total, GATED: gl.constexpr) -> gl.tuple:
-    """The accumulators once no more than the last `PENDING` steps into them are under way."""
+    """Return the accumulators once at most the last `PENDING` steps into them are under way."""
     if GATED:
         total, up_total = warpgroup_mma_wait(PENDING, (total, up_total))
     else:
@@ -181,14 +201,11 @@ def _all_but(PENDING: gl.constexpr, total, up_total, GATED: gl.constexpr) -> gl.
 
 
 @gluon.jit
-def _expect(x, weight, bar, wanted, HALVES: gl.constexpr) -> None:
-    mbarrier.expect(bar, x.block_type.nbytes + HALVES * weight.block_type.nbytes, wanted)
-
-
-@gluon.jit
-def _copy_weight(
-    weight, weights, bar, step, slot, wanted, first_column, n, HALVES: gl.constexpr
+def _ask_weight(
+    x, weight, weights, bar, step, slot, wanted, first_column, n, HALVES: gl.constexpr
 ) -> None:
+    """Announce a step's bytes of x and of the weight, and ask for the weight's."""
+    mbarrier.expect(bar, x.block_type.nbytes + HALVES * weight.block_type.nbytes, wanted)
     for half in gl.static_range(HALVES):
         at = [step * weight.block_type.shape[0], half * n + first_column, 0]
         _copy(weight, at, bar, weights.index(slot * HALVES + half), wanted)
@@ -204,8 +221,9 @@ def _copy(matrix, at, bar, to, wanted) -> None:
 def _part(
     tile, part: gl.constexpr, HEIGHT_OF_PART: gl.constexpr, TALL: gl.constexpr
 ) -> gl.shared_memory_descriptor:
-    """One part of K of a tile, and what lies behind it where wgmma takes more rows; their sums are
-    not stored.
+    """Return one part of K of a tile.
+
+    Where wgmma takes more rows, it includes what lies behind the part; those sums are not stored.
     """
     parts = tile._reinterpret(
         gl.bfloat16, [tile.shape[0] // HEIGHT_OF_PART, HEIGHT_OF_PART, WIDTH], FLAT

@@ -10,14 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels.linear.cpu import linear_on_cpu
+from spmd_rl.kernels.runtime.capability import BLACKWELL, HOPPER
 from spmd_rl.kernels.runtime.differentiable import call
-
-HOPPER = 9  # the compute capability on which tiles were seen to be free
-ROOMY = (HOPPER, 10)  # and Blackwell for data centres
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, one rounding to x's dtype. On GPUs the promise is for bf16.
+    """Return x @ weight.T + bias, rounded once to x's dtype. On GPUs the promise is for bf16.
 
     Shape: x [T, K], weight [N, K], bias [N]; returns [T, N].
     """
@@ -29,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T with the fp32 accumulators as the result (the language-model head).
+    """Return x @ weight.T in fp32, as accumulated: the product of the language-model head.
 
     Shape: x [M, K], weight [V, K]; returns [M, V] in fp32.
     """
@@ -41,16 +39,20 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def is_exact(x: Tensor) -> bool:
-    """Whether products of x keep the contract's chain on its GPU."""
+    """Return whether products of x keep the contract's chain of sums on its GPU."""
     return x.is_cuda and keeps_chain(x.dtype, x.device)
 
 
 @cache
 def keeps_chain(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the contract's kernel multiplies `dtype` on a GPU: its tiles need 227 KiB of shared
-    memory.
+    """Return whether the contract's kernel multiplies `dtype` on a GPU.
+
+    Its tiles need 227 KiB of shared memory.
     """
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in ROOMY
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (
+        HOPPER,
+        BLACKWELL,
+    )
 
 
 class _Linear(torch.autograd.Function):

@@ -1,8 +1,7 @@
-"""Which tile or ring a matrix product takes. Only speed depends on it
-(benchmarks/kernels/tune_gemm.py, on an H200).
+"""Tile, ring or share of a GEMM. Only speed depends on it, not bits.
 
-Few rows leave only the weight's width to spread over the processor: so the narrower the weight, the
-narrower the tile.
+The tables were tuned on an H200 (benchmarks/kernels/tune_gemm.py). With few rows of x, only the
+weight's width can be spread over the processor. So the narrower the weight, the narrower the tile.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ T = TypeVar("T")
 
 
 class Tile(NamedTuple):
-    """What a program handles at a time, and how.
+    """Sizes of a program of `triton_gemm`.
 
-    `m` rows of x, `n` rows of the weight, `k` steps of K; `warps`; `stages` of the load pipeline;
-    `swap` multiplies weight by x instead of x by weight, so that few rows of x fill the tensor
-    cores' narrow side.
+    A step takes `m` rows of x, `n` rows of the weight and `k` of K, with `warps` warps and `stages`
+    of the load pipeline. `swap` multiplies weight by x instead of x by weight, so that few rows of
+    x fill the narrow side of the tensor cores.
     """
 
     m: int
@@ -32,10 +31,9 @@ class Tile(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """What a program of `linear_gluon` handles: `stages` of `k` steps lie in shared memory or are
-    on their way.
+    """Sizes of a program of `gluon`: `stages` steps of `k` are in shared memory or on their way.
 
-    `late` lets the next kernel begin once the last stage was asked for, not at once.
+    `late` lets the next kernel begin when the last stage was asked for, not at once.
     """
 
     m: int
@@ -47,12 +45,11 @@ class Ring(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a block of `linear_cute` handles, as a `Ring`; so many `blocks` have the same rows of
-    the weight.
+    """Sizes of a block of `cute`, as in `Ring`; `blocks` blocks have the same rows of the weight.
 
-    Every multiprocessor gets a block at most: as many shares as the weight needs, the last of which
-    may overlap. `early` stages of the weight are asked for before the kernel in front has ended.
-    `swap` multiplies x by the weight, so that it is x of which wgmma takes 64 rows at a time.
+    A multiprocessor gets one block at most. There are as many shares as the weight needs, and the
+    last one may overlap. `early` stages of the weight are asked for before the kernel ahead has
+    ended. `swap` multiplies x by the weight, so that wgmma takes 64 rows of x at a time.
     """
 
     m: int
@@ -69,33 +66,32 @@ class Share(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """The rows of shared memory that a tile of the weight takes: its swizzle repeats every
-        eight.
-        """
+        """Rows of shared memory for a tile of the weight; its swizzle repeats every eight rows."""
         return _rounded(self.n, 1)
 
 
-# a ring's steps of K come in whole parts: 128 bytes, the width of a swizzled tile in shared memory
+# Steps of K of a ring are multiples of this: 128 bytes, the width of a swizzled tile.
 PART = 64
-# a weight of so much comes in shares, or in tiles that gain nothing by beginning early
+# Weights of this size take shares, or tiles that gain nothing by beginning early.
 LARGE_BYTES = 24 << 20
-FEW_BYTES = 20 << 20  # the least for shares with fewer rows of x than dozens
-# weights with more rows are the head's, whose product is long beside its two ends
+FEW_ROWS_BYTES = 20 << 20  # least size of a weight for shares with few rows of x
+# Weights with more rows are those of heads. Their product is long, so its two ends do not count.
 HEAD_ROWS = 1 << 15
-SHARED_ROWS = range(1, 257)  # of x
-# of rows of x, with which smaller weights come in shares too, if they have some rows
+SHARED_ROWS = range(1, 257)  # numbers of rows of x that shares are for
+# With these numbers of rows of x, smaller weights take shares too, from this width on.
 DOZENS = range(33, 65)
 DOZENS_BYTES, DOZENS_WIDTH = 8 << 20, 2560
-# with more rows of x, cuBLAS or tiles are as good for weights of more rows than this
+# With more rows of x, cuBLAS or tiles are as good for weights of more rows than this.
 SHARED_WIDTH = 4096
-SHARED_BYTES = 224 << 10  # of shared memory for a block's stages
+SHARED_BYTES = 224 << 10  # shared memory for a block's stages
 STAGE_BYTES = 32 << 10  # a longer stage arrives late, a shorter one costs more barriers
 MULTIPROCESSORS = 132
-WGMMA_ROWS = 64  # of its first operand
-COLUMNS = 192  # of so many rows that a block adds up; with more, each reads too much of x
-# a share's rows are multiples of the one, or of the other where wgmma takes them at once
+WGMMA_ROWS = 64  # rows of wgmma's first operand
+COLUMNS = 192  # most columns of sums of a block; with more, each block reads too much of x
+# A share's rows are multiples of UNIT, or of LOW_UNIT where one wgmma takes them all.
 UNIT, LOW_UNIT = 8, 4
-BUCKETS = (8, 16)  # numbers of rows that take the same shares; then multiples of
+# Up to these numbers of rows of x, and then up to each multiple of BUCKET, shares are the same.
+BUCKETS = (8, 16)
 BUCKET = 32
 REFERENCE = Tile(128, 128, 64, 8, 3)
 ANY = 1 << 31
@@ -144,7 +140,7 @@ TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
         (ANY, Tile(128, 256, 64, 8, 4)),
     ),
 }
-# The same for both halves of a gated product, where one kernel for them is the faster; `n` counts
+# The same for both halves of a gated product, where one kernel for them is faster. `n` counts the
 # rows of one half.
 GATED_TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     16: ((4096, Tile(16, 64, 128, 4, 6, swap=True)), (ANY, Tile(16, 64, 128, 4, 3, swap=True))),
@@ -152,8 +148,8 @@ GATED_TILES: dict[int, tuple[tuple[int, Tile], ...]] = {
     64: ((4096, Tile(64, 32, 128, 4, 6)), (ANY, Tile(64, 64, 64, 4, 4, swap=True))),
     128: ((4096, Tile(64, 64, 128, 4, 4, swap=True)),),
 }
-# Row bucket: rings for small weights up to so many rows, for those of heads and, above 64 rows of
-# x, for all.
+# Row bucket: rings for weights up to so many rows, if these are small or heads, and for all weights
+# above 64 rows of x.
 RINGS: dict[int, tuple[tuple[int, Ring], ...]] = {
     8: (
         (1024, Ring(8, 32, 512, 5)),
@@ -186,7 +182,7 @@ RINGS: dict[int, tuple[tuple[int, Ring], ...]] = {
     128: ((1024, Ring(32, 64, 256, 4)), (2560, Ring(64, 64, 128, 6))),
     256: ((1024, Ring(64, 64, 128, 6)),),
 }
-# Weights that want another ring than others of their width: bucket, n, k.
+# Weights that take another ring than others of their width: bucket, n, k.
 RINGS_OF: dict[tuple[int, int, int], Ring] = {
     (8, 4096, 1024): Ring(8, 64, 128, 8),
     (16, 4096, 1024): Ring(16, 64, 128, 8),
@@ -211,8 +207,9 @@ def choose_gated_tile(m: int, n: int) -> Tile | None:
 
 
 def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
-    """For a weight of [n, k], or of [2 n, k]; None where a tile is the faster, or K comes in no
-    whole parts.
+    """Choose a ring for a weight [n, k] or, if gated, [2 n, k].
+
+    Returns None where a tile is faster, or K is not a multiple of `PART`.
     """
     if k % PART or _is_large(n, k, gated):
         return None
@@ -222,9 +219,12 @@ def choose_ring(m: int, n: int, k: int, gated: bool = False) -> Ring | None:
 
 
 def choose_share(m: int, n: int, k: int, gated: bool = False) -> Share | None:
-    """For a weight of [n, k], or of [2 n, k]; None for small weights, heads, and too large shares."""
+    """Choose a share for a weight [n, k] or, if gated, [2 n, k].
+
+    Returns None for small weights, heads, and shares that would be too large.
+    """
     fits = m in SHARED_ROWS and (m < DOZENS.stop or n <= SHARED_WIDTH)
-    least = FEW_BYTES if m < DOZENS.start else LARGE_BYTES
+    least = FEW_ROWS_BYTES if m < DOZENS.start else LARGE_BYTES
     if m in DOZENS and n >= DOZENS_WIDTH:
         least = DOZENS_BYTES
     if not fits or not _is_large(n, k, gated, least) or k % PART or n % UNIT:
@@ -242,14 +242,13 @@ def _is_large(n: int, k: int, gated: bool, least: int = LARGE_BYTES) -> bool:
 
 @cache
 def _best_share(m: int, n: int, halves: int) -> Share | None:
-    """The equal shares that cost a multiprocessor least."""
-    ways = [(1, False)]
-    if m not in BUCKETS:  # what a block reads of so few rows is little beside the weight
-        ways += [(2, False), (2, True), (4, True)]
-    found = [
-        share for blocks, swap in ways if (share := _share(m, n, halves, blocks, swap)) is not None
-    ]
-    return min(found, key=lambda share: _cost(share, halves), default=None)
+    """Return the equal shares that cost a multiprocessor least."""
+    layouts = [(1, False)]
+    if m not in BUCKETS:  # with so few rows, a block reads little of x
+        layouts += [(2, False), (2, True), (4, True)]
+    shares = [_share(m, n, halves, blocks, swap) for blocks, swap in layouts]
+    possible = [share for share in shares if share is not None]
+    return min(possible, key=lambda share: _cost(share, halves), default=None)
 
 
 def _share(m: int, n: int, halves: int, blocks: int, swap: bool) -> Share | None:
@@ -266,9 +265,11 @@ def _share(m: int, n: int, halves: int, blocks: int, swap: bool) -> Share | None
 
 
 def _cost(share: Share, halves: int) -> int:
-    """Rows of operands that pass through shared memory: all come in, and wgmma reads its second for
-    every 64 rows of its first. With many rows of x multiplying counts too: as long as two rows for
-    each of the second's."""
+    """Return how many rows of operands pass through shared memory.
+
+    All rows come in once, and wgmma reads its second operand for every 64 rows of its first. With
+    many rows of x, multiplying counts too: as much as two rows for each of the second operand's.
+    """
     height = halves * share.n
     first, second = (share.m, height) if share.swap else (height, share.m)
     multiplied = 2 * second if share.m * share.blocks > WGMMA_ROWS else 0
@@ -276,7 +277,7 @@ def _cost(share: Share, halves: int) -> int:
 
 
 def _rounded(n: int, parts: int, unit: int = UNIT) -> int:
-    """A part's size, in whole units."""
+    """Return the size of one of `parts` equal parts of n, in whole units."""
     return -(-n // (parts * unit)) * unit
 
 
@@ -285,5 +286,5 @@ def _choose(table: Mapping[int, tuple[tuple[int, T], ...]], m: int, n: int) -> T
 
 
 def _bucket(table: Mapping[int, object], m: int) -> int:
-    """The table's key for so many rows; 0 where they are more than any."""
+    """Return the table's key for m rows, or 0 where m is above all keys."""
     return next((rows for rows in table if m <= rows), 0)

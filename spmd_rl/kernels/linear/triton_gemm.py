@@ -1,9 +1,9 @@
-"""Matrix products on NVIDIA GPUs with one ascending chain over K for every output element.
+"""GEMM in Triton on NVIDIA GPUs, with one ascending chain over K for every output element.
 
-The tile is free: on Hopper, mma.sync and wgmma round alike, and so does a product taken the other
-way round (measured, docs/numerics.md). So small batches take narrow tiles and large ones wide
-tiles, with the same bits. What is not free is the chain: no split of K, ever. Rows, columns and
-steps of K beyond the matrices are read as zeros.
+The tile is free: on Hopper, mma.sync and wgmma round alike, and so does the transposed product
+(measured, docs/numerics.md). So small batches take narrow tiles and large batches wide ones, with
+the same bits. The chain is not free: K is never split. Rows, columns and steps of K beyond the
+matrices are read as zeros.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -21,18 +21,17 @@ from spmd_rl.kernels.runtime.padding import dense
 from spmd_rl.kernels.runtime.pdl import overlapping, wait
 
 ROW_GROUP = 8
-COPY_UNIT = 8  # the copy engine moves rows of whole 16-byte units
+COPY_UNIT = 8  # numbers in 16 bytes: the copy engine moves rows of whole units
 
 
 def matmul_into(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, gated: bool = False
 ) -> None:
-    """out = x @ weight.T + bias, accumulated in fp32, with one rounding to out's dtype.
+    """Write x @ weight.T + bias to `out`, accumulated in fp32 and rounded once to out's dtype.
 
-    Where it is `gated`, the weight's halves make a gate and what SiLU of it multiplies, both
-    rounded before; no bias.
-    Shape: out [M, N] with contiguous rows, x [M, K], weight [N, K], or [2 N, K] where it is gated,
-    bias [N].
+    If `gated`, the weight's halves make a gate and an up projection, which are rounded. The result
+    is SiLU(gate) * up, without bias.
+    Shape: out [M, N] with contiguous rows, x [M, K], weight [N, K] or if gated [2 N, K], bias [N].
     """
     (m, k), n = x.shape, out.shape[1]
     if k % COPY_UNIT:
@@ -47,13 +46,14 @@ def matmul_into(
     )  # fmt: skip
 
 
-def _named(proxy) -> str:
-    """A name that tells the tile, for profiles."""
-    of = proxy.constants
-    return f"_matmul_{of['TILE_M']}x{of['TILE_N']}x{of['TILE_K']}" + "_swap" * bool(of["SWAP"])
+def _kernel_name(proxy) -> str:
+    """Name the kernel in profiles after its tile."""
+    constants = proxy.constants
+    m, n, k = constants["TILE_M"], constants["TILE_N"], constants["TILE_K"]
+    return f"_matmul_{m}x{n}x{k}" + "_swap" * bool(constants["SWAP"])
 
 
-@triton.jit(do_not_specialize=["m", "k"], repr=_named)
+@triton.jit(do_not_specialize=["m", "k"], repr=_kernel_name)
 def _matmul(
     x, weight, bias, out, m, n, k, out_stride,
     HAS_BIAS: tl.constexpr, GATED: tl.constexpr, SWAP: tl.constexpr,

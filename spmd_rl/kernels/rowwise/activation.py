@@ -1,8 +1,8 @@
 """SiLU(gate) * up, in fp32 with one rounding.
 
-The sigmoid is spelled out: torch's CPU sigmoid and SiLU use another exponential for the last
-elements of a buffer than for the rest (measured on torch 2.13), so their bits depend on where a row
-lies.
+The sigmoid is spelled out. torch's CPU sigmoid and SiLU use another exponential for the last
+elements of a buffer than for the rest (measured on torch 2.13), so their bits depend on a row's
+position.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.differentiable import call
-from spmd_rl.kernels.runtime.recompute import remakable
+from spmd_rl.kernels.runtime.recompute import recomputable
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """Shape: gate and up [T, F], perhaps halves of one tensor; returns [T, F], contiguous."""
+    """Shape: gate and up [T, F], which may be halves of one tensor; returns [T, F], contiguous."""
     out = call(_SiluMul, gate, up)
-    remakable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
+    recomputable([out], lambda: [_SiluMul.apply(gate.detach(), up.detach())])
     return out
 
 
@@ -43,7 +43,10 @@ class _SiluMul(torch.autograd.Function):
 
             return silu_mul_backward(grads[0], *ctx.saved_tensors)
         gate, up, denominator = ctx.saved_tensors
-        sigmoid, grad = denominator.reciprocal_(), grads[0].float()  # nobody else has it
+        sigmoid, grad = (
+            denominator.reciprocal_(),
+            grads[0].float(),
+        )  # in place: it is used only here
         silu = sigmoid * gate
         slope = torch.lerp(silu, silu.new_ones(()), sigmoid)
         return slope.mul_(grad).mul_(up).to(gate.dtype), silu.mul_(grad).to(up.dtype)

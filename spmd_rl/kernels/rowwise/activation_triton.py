@@ -14,7 +14,7 @@ BLOCK = 1024
 
 
 def silu_mul_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """Shape: gate and up [T, F], rows apart as they like."""
+    """Shape: gate and up [T, F], with any stride between rows."""
     gate, up = _rows(gate), _rows(up)
     out = gate.new_empty(gate.shape)
     num_rows, columns = gate.shape
@@ -33,7 +33,7 @@ def silu_mul_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, contiguous."""
+    """Return the gradients of gate and up, contiguous."""
     grad, gate, up = grad.contiguous(), _rows(gate), _rows(up)
     grad_gate, grad_up = torch.empty_like(grad), torch.empty_like(grad)
     num_rows, columns = gate.shape

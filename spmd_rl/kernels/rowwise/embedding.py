@@ -1,8 +1,7 @@
-"""Embedding: each token's row of a table, copied. There is no arithmetic, so a row's bits are the
-table's.
+"""Embedding: a copy of each token's row of a table, without arithmetic.
 
-On GPUs torch's kernel is launched plainly: those after it may read early what was made before it
-(`overlap_triton`).
+On GPUs torch's kernel is launched plainly, so later kernels may read early what existed before it
+(`pdl`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from torch import Tensor
 
 
 def embed(ids: Tensor, weight: Tensor) -> Tensor:
-    """Row `ids` of the weight, differentiable in the weight.
+    """Return rows `ids` of the weight, differentiable in the weight.
 
     Shape: ids [...] int64, weight [V, C]; returns [..., C]. Raises: IndexError, on the CPU, for an
     id outside [0, V).

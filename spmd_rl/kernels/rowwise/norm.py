@@ -1,5 +1,6 @@
-"""RMS norm with Hugging Face's rounding points: statistics in fp32, n = cast(x * rstd), y =
-cast(weight * n).
+"""RMS norm with Hugging Face's rounding points.
+
+Statistics are in fp32, n = cast(x * rstd), y = cast(weight * n).
 """
 
 from __future__ import annotations
@@ -10,23 +11,22 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.differentiable import call
-from spmd_rl.kernels.runtime.recompute import remakable
+from spmd_rl.kernels.runtime.recompute import recomputable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension. The statistics reduce along it alone, so a row's bits are its
-    own.
+    """Normalise the last dimension, along which alone statistics are taken.
 
     Shape: x [..., C], weight [C].
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
     """
     normed = call(_RmsNorm, x, weight, eps)
-    remakable([normed], lambda: [_RmsNorm.apply(x.detach(), weight, eps)])
+    recomputable([normed], lambda: [_RmsNorm.apply(x.detach(), weight, eps)])
     return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of the sum residual + x, which is rounded first; returns (normed, summed).
+    """Return (`rms_norm` of the rounded sum residual + x, that sum).
 
     Shape: x and residual [..., C], weight [C]. Raises: ValueError where the two differ in shape.
     """
@@ -34,7 +34,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         raise ValueError(f"a sum of {list(x.shape)} and {list(residual.shape)}")
     if x.is_cuda:
         normed, summed = call(_AddRmsNorm, x, residual, weight, eps)
-        remakable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])
+        recomputable([normed], lambda: [_RmsNorm.apply(summed.detach(), weight, eps)])
         return normed, summed
     summed = residual + x
     return rms_norm(summed, weight, eps), summed

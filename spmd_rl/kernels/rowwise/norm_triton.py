@@ -60,7 +60,7 @@ def _launch_forward(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, grad_x: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x, to which `grad_x` is added, and of weight."""
+    """Return the gradients of x, plus `grad_x` if given, and of weight."""
     grad, x, weight = dense(grad), dense(x), dense(weight)
     rows, block = norm_tile(x.shape[-1])
     rows *= 4 if rows > 1 else 1
@@ -69,16 +69,14 @@ def rms_norm_backward(
     out = torch.empty_like(x)
     partial = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
     _backward[(programs,)](
-        grad, x, weight, rstd, None if grad_x is None else dense(grad_x), out, partial, len(rstd), num_tiles,
-        x.shape[-1], rows, block, num_warps=NUM_WARPS,
+        grad, x, weight, rstd, None if grad_x is None else dense(grad_x), out, partial,
+        len(rstd), num_tiles, x.shape[-1], rows, block, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out, partial.sum(0).to(weight.dtype)
 
 
 def norm_tile(size: int) -> tuple[int, int]:
-    """Rows of a program, and their padded length. Part of the contract: it fixes the tree of the
-    sum.
-    """
+    """Return a program's rows, and their padded length, which fixes the tree of a row's sum."""
     block = triton.next_power_of_2(size)
     return max(1, TILE_ELEMENTS // block), block
 

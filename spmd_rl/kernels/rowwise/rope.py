@@ -1,6 +1,4 @@
-"""Rotary positions: one fp32 table of cosines and sines, made on the host, used by trainer and
-engine alike.
-"""
+"""Rotary positions, from one fp32 table of cosines and sines that the host makes."""
 
 from __future__ import annotations
 
@@ -9,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.attention.kv_write import KvPlace, write_kv
+from spmd_rl.kernels.rowwise.kv_write import KvSlots, write_kv
 from spmd_rl.kernels.rowwise.norm import rms_norm
+from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.differentiable import call
-from spmd_rl.kernels.runtime.recompute import remakable
+from spmd_rl.kernels.runtime.recompute import recomputable
 
 
 def rope_table(inv_freq: Tensor, num_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency.
+    """Return the cosines and sines of position * frequency.
 
     Shape: inv_freq [D/2] fp32; returns two tensors [num_positions, D/2] fp32.
     """
@@ -33,61 +32,39 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return call(_Rope, x, *_over_heads(cos, sin))
 
 
-def qk_norm_rope(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of every head, where both weights are given, then `rope`; on NVIDIA GPUs one
-    kernel, with those bits.
+def qk_norm_rope(q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Apply `rms_norm` to every head, if there is one, then `rope`.
 
-    There it reads positions, and a place's slots, early (`overlap_triton`).
-    Shape: q [T, H, D] and k [T, K, D], perhaps parts of one tensor; weights [D]; positions [T]; cos
-    and sin the whole table [P, D/2]. Returns two contiguous tensors. Raises: ValueError for
-    different numbers of tokens.
+    On NVIDIA GPUs one kernel does both, with the same bits; it reads positions and slots early
+    (`pdl`). Shape: q [T, H, D] and k [T, K, D], which may be slices of one tensor. Returns two
+    contiguous tensors. Raises: ValueError for different numbers of tokens.
     """
-    _check_tokens(q, k, positions)
+    _check_tokens(q, k, rotary.positions)
     if q.is_cuda:
-        rest = q_weight, k_weight, eps, positions, cos, sin
-        turned: tuple[Tensor, Tensor] = call(_QkNormRope, q, k, *rest)
-        remakable(turned, lambda: _QkNormRope.apply(q.detach(), k.detach(), *rest))
-        return turned
-    if q_weight is not None and k_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    cos, sin = cos.index_select(0, positions), sin.index_select(0, positions)
-    factors = _over_heads(cos, sin)
+        rotated: tuple[Tensor, Tensor] = call(_QkNormRope, q, k, *norm, *rotary)
+        recomputable(rotated, lambda: _QkNormRope.apply(q.detach(), k.detach(), *norm, *rotary))
+        return rotated
+    if norm.q_weight is not None and norm.k_weight is not None:
+        q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
+    positions, cos, sin = rotary
+    factors = _over_heads(cos.index_select(0, positions), sin.index_select(0, positions))
     return call(_Rope, q, *factors), call(_Rope, k, *factors)
 
 
 def qk_norm_rope_into(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    place: KvPlace,
+    q: Tensor, k: Tensor, v: Tensor, norm: QkNorm, rotary: Rotary, target: KvSlots
 ) -> Tensor:
-    """`qk_norm_rope`, then `write_kv` of what became of k, and of v; without gradients. On NVIDIA
-    GPUs one kernel.
+    """Apply `qk_norm_rope`, write the keys and `v` into the cache, and return the queries.
 
-    Shape: as there; returns the queries.
+    It has no gradients. On NVIDIA GPUs it is one kernel. Shape: as `qk_norm_rope` and `write_kv`.
     """
-    _check_tokens(q, k, positions)
+    _check_tokens(q, k, rotary.positions)
     if q.is_cuda:
         from spmd_rl.kernels.rowwise.rope_triton import qk_norm_rope_into_pages
 
-        return qk_norm_rope_into_pages(q, k, v, q_weight, k_weight, eps, positions, cos, sin, place)
-    q, k = qk_norm_rope(q, k, q_weight, k_weight, eps, positions, cos, sin)
-    write_kv(*place, k, v)
+        return qk_norm_rope_into_pages(q, k, v, norm, rotary, target)
+    q, k = qk_norm_rope(q, k, norm, rotary)
+    write_kv(*target, k, v)
     return q
 
 
@@ -97,9 +74,9 @@ def _check_tokens(q: Tensor, k: Tensor, positions: Tensor) -> None:
 
 
 def _over_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, 1, D]: what a head is multiplied by, and what its swapped halves are.
+    """Return the factors of a head and of its swapped halves. Shape: [T, 1, D] each.
 
-    Over the whole width, because loops over a half of each head are short.
+    They have the whole width, because loops over half of each head are short.
     """
     return torch.cat((cos, cos), dim=-1).unsqueeze(1), torch.cat((-sin, sin), dim=-1).unsqueeze(1)
 
@@ -123,33 +100,26 @@ class _Rope(torch.autograd.Function):
 
 
 class _QkNormRope(torch.autograd.Function):
-    """On NVIDIA GPUs, one kernel each way."""
+    """One kernel forward and one backward, on NVIDIA GPUs.
+
+    Autograd sees tensors only as arguments of their own: `inputs` are a `QkNorm` and a `Rotary`.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        eps: float,
-        positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
         from spmd_rl.kernels.rowwise.rope_triton import qk_norm_rope_forward
 
-        ctx.save_for_backward(q, k, q_weight, k_weight, positions, cos, sin)
-        ctx.eps = eps
-        return qk_norm_rope_forward(q, k, q_weight, k_weight, eps, positions, cos, sin)
+        norm, rotary = QkNorm(*inputs[:3]), Rotary(*inputs[3:])
+        ctx.save_for_backward(q, k, norm.q_weight, norm.k_weight, *rotary)
+        ctx.eps = norm.eps
+        return qk_norm_rope_forward(q, k, norm, rotary)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from spmd_rl.kernels.rowwise.rope_triton import qk_norm_rope_backward
 
-        q, k, q_weight, k_weight, positions, cos, sin = ctx.saved_tensors
+        q, k, q_weight, k_weight, *rotary = ctx.saved_tensors
+        norm = QkNorm(q_weight, k_weight, ctx.eps)
         grad_q, grad_k = grads
-        found = qk_norm_rope_backward(
-            grad_q, grad_k, q, k, q_weight, k_weight, ctx.eps, positions, cos, sin
-        )
+        found = qk_norm_rope_backward(grad_q, grad_k, q, k, norm, Rotary(*rotary))
         return *found, None, None, None, None

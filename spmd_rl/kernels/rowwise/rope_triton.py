@@ -1,9 +1,9 @@
-"""Norm of every query and key head and rotary positions on NVIDIA GPUs, in one kernel each way.
+"""Norm and rotation of query and key heads on NVIDIA GPUs, in one kernel each way.
 
 A program of the forward pass takes heads of one token, as many at a time as the norm's tile has
-rows, and sums each along the norm's tree. The half that a column is turned with is read a second
-time, from the nearest cache. Keys may go straight to their pages, and the values with them.
-Positions and slots are read early (`overlap_triton`).
+rows, and sums each along the norm's tree. It reads the other half of a head a second time, from the
+nearest cache. Keys may go straight to their pages, and values with them. Positions and slots are
+read early (`pdl`).
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -14,51 +14,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_rl.kernels.attention.kv_write import KvPlace
+from spmd_rl.kernels.rowwise.kv_write import KvSlots
 from spmd_rl.kernels.rowwise.norm_triton import NUM_WARPS, norm_tile
+from spmd_rl.kernels.rowwise.rope_inputs import QkNorm, Rotary
 from spmd_rl.kernels.runtime.padding import dense, dense_heads
 from spmd_rl.kernels.runtime.pdl import let_next_begin, overlapping, wait
 
-MANY_TOKENS = 1024  # from here on tokens alone fill the processor
+MANY_TOKENS = 1024  # from here on one program for each token fills the processor
 MAX_BACKWARD_PROGRAMS = 2048
 
 
 def qk_norm_rope_forward(
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary
 ) -> tuple[Tensor, Tensor]:
     """Shape: as `rope.qk_norm_rope`."""
     q, k = dense_heads(q), dense_heads(k)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    _launch_forward(
-        q, k, None, q_weight, k_weight, eps, positions, cos, sin, q_out, k_out, None, None
-    )
+    _launch_forward(q, k, None, norm, rotary, q_out, k_out)
     return q_out, k_out
 
 
 def qk_norm_rope_into_pages(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    place: KvPlace,
+    q: Tensor, k: Tensor, v: Tensor, norm: QkNorm, rotary: Rotary, target: KvSlots
 ) -> Tensor:
     """Shape: as `rope.qk_norm_rope_into`."""
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     out = q.new_empty(q.shape)
-    keys, values, slots = place
-    _launch_forward(q, k, v, q_weight, k_weight, eps, positions, cos, sin, out, keys, values, slots)
+    _launch_forward(q, k, v, norm, rotary, out, target)
     return out
 
 
@@ -66,51 +48,41 @@ def _launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    norm: QkNorm,
+    rotary: Rotary,
     q_out: Tensor,
-    keys: Tensor,
-    values: Tensor | None,
-    slots: Tensor | None,
+    k_out: Tensor | KvSlots,
 ) -> None:
+    """Launch the forward kernel, which writes keys to `k_out`, and values too if it has slots."""
     (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
     heads, block = norm_tile(dim)
     groups = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads) * (1 if v is None else 2)
+    keys, values, slots = k_out if isinstance(k_out, KvSlots) else (k_out, None, None)
     _forward[(num_tokens, groups if num_tokens < MANY_TOKENS else 1)](
-        q, k, v, _dense(q_weight), _dense(k_weight), positions, cos, sin, q_out, keys, values, slots,
-        q.stride(0), k.stride(0), 0 if v is None else v.stride(0), eps, 0 if slots is None else len(slots), groups,
-        q_heads, k_heads, dim, heads, block, num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
+        q, k, v, _dense(norm.q_weight), _dense(norm.k_weight), *rotary, q_out, keys, values, slots,
+        q.stride(0), k.stride(0), 0 if v is None else v.stride(0), norm.eps,
+        0 if slots is None else len(slots), groups, q_heads, k_heads, dim, heads, block,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
 
 
 def qk_norm_rope_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    q: Tensor,
-    k: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    grad_q: Tensor, grad_k: Tensor, q: Tensor, k: Tensor, norm: QkNorm, rotary: Rotary
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gradients of q, k and their weights."""
-    q, k, q_weight, k_weight = dense_heads(q), dense_heads(k), _dense(q_weight), _dense(k_weight)
+    """Return the gradients of q, k and the norm's weights."""
+    q, k = dense_heads(q), dense_heads(k)
+    q_weight, k_weight = _dense(norm.q_weight), _dense(norm.k_weight)
     (num_tokens, q_heads, dim), k_heads = q.shape, k.shape[1]
     heads, block = norm_tile(dim)
+    q_tile = min(2 * heads, triton.next_power_of_2(q_heads))
+    k_tile = min(2 * heads, triton.next_power_of_2(k_heads))
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     programs = min(num_tokens, MAX_BACKWARD_PROGRAMS)
     partial = q.new_empty(2, programs, dim, dtype=torch.float32)
     _backward[(programs,)](
-        dense(grad_q), dense(grad_k), q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial,
-        q.stride(0), k.stride(0), num_tokens, eps, q_heads, k_heads,
-        min(2 * heads, triton.next_power_of_2(q_heads)), min(2 * heads, triton.next_power_of_2(k_heads)),
-        dim, block, num_warps=NUM_WARPS,
+        dense(grad_q), dense(grad_k), q, k, q_weight, k_weight, *rotary, q_out, k_out, partial,
+        q.stride(0), k.stride(0), num_tokens, norm.eps, q_heads, k_heads, q_tile, k_tile, dim,
+        block, num_warps=NUM_WARPS,
     )  # fmt: skip
     if q_weight is None or k_weight is None:
         return q_out, k_out, None, None
@@ -124,13 +96,11 @@ def _dense(weight: Tensor | None) -> Tensor | None:
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _forward(
-    q, k, v, q_weight, k_weight, positions, cos, sin, q_out, keys, values, slots, q_stride, k_stride, v_stride, eps,
-    num_slots, groups, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    q, k, v, q_weight, k_weight, positions, cos, sin, q_out, keys, values, slots,
+    q_stride, k_stride, v_stride, eps, num_slots, groups, Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Programs share a token's groups of heads: first those of queries, then of keys, then of
-    values.
-    """
+    """Share a token's groups of heads among programs: those of queries, keys, then values."""
     token = tl.program_id(0).to(tl.int64)
     let_next_begin()
     slot = token
@@ -142,35 +112,15 @@ def _forward(
         key_group = group - tl.cdiv(Q_HEADS, HEADS)
         value_group = key_group - tl.cdiv(K_HEADS, HEADS)
         if key_group < 0:
-            _turn(
-                q + token * q_stride,
-                q_out,
-                q_weight,
-                token,
-                group,
-                c,
-                s,
-                eps,
-                Q_HEADS,
-                DIM,
-                HEADS,
-                BLOCK,
-            )
+            _rotate(
+                q + token * q_stride, q_out, q_weight, token, group, c, s, eps,
+                Q_HEADS, DIM, HEADS, BLOCK,
+            )  # fmt: skip
         elif value_group < 0:
-            _turn(
-                k + token * k_stride,
-                keys,
-                k_weight,
-                slot,
-                key_group,
-                c,
-                s,
-                eps,
-                K_HEADS,
-                DIM,
-                HEADS,
-                BLOCK,
-            )
+            _rotate(
+                k + token * k_stride, keys, k_weight, slot, key_group, c, s, eps,
+                K_HEADS, DIM, HEADS, BLOCK,
+            )  # fmt: skip
         elif values is not None:
             column = value_group * HEADS * DIM + tl.arange(0, HEADS * BLOCK)
             inside = (column < tl.minimum(value_group * HEADS + HEADS, K_HEADS) * DIM) & (slot >= 0)
@@ -179,11 +129,11 @@ def _forward(
 
 
 @triton.jit
-def _turn(
+def _rotate(
     x, out, weight, row, group, c, s, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A group of a token's heads, to a row of `out`, or nowhere if that is negative."""
+    """Norm and rotate a group of a token's heads; store nothing if the row is negative."""
     column = tl.arange(0, BLOCK)
     partner = (column + DIM // 2) % DIM
     head = group * HEADS + tl.arange(0, HEADS)
@@ -214,7 +164,7 @@ def _rounded(value, like) -> tl.tensor:
 def _angles(
     positions, cos, sin, token, DIRECTION: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """cos [BLOCK], and sin with the sign that the other half is taken with."""
+    """Return cosines [BLOCK], and sines with the sign of the other half."""
     column = tl.arange(0, BLOCK)
     at = tl.load(positions + token).to(tl.int64) * (DIM // 2) + column % (DIM // 2)
     c = tl.load(cos + at, mask=column < DIM, other=0.0)
@@ -224,9 +174,9 @@ def _angles(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _backward(
-    grad_q, grad_k, q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial, q_stride, k_stride,
-    num_tokens, eps, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr,
+    grad_q, grad_k, q, k, q_weight, k_weight, positions, cos, sin, q_out, k_out, partial,
+    q_stride, k_stride, num_tokens, eps, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
+    Q_TILE: tl.constexpr, K_TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     column = tl.arange(0, BLOCK)
     q_sum, k_sum = tl.zeros((Q_TILE, BLOCK), tl.float32), tl.zeros((K_TILE, BLOCK), tl.float32)
@@ -234,39 +184,15 @@ def _backward(
         token = tl.cast(one, tl.int64)
         c, s = _angles(positions, cos, sin, token, -1, DIM, BLOCK)
         for first in tl.static_range(0, Q_HEADS, Q_TILE):
-            q_sum += _turn_back(
-                grad_q,
-                q,
-                q_out,
-                q_weight,
-                token,
-                first,
-                q_stride,
-                c,
-                s,
-                eps,
-                Q_HEADS,
-                DIM,
-                Q_TILE,
-                BLOCK,
-            )
+            q_sum += _rotate_back(
+                grad_q, q, q_out, q_weight, token, first, q_stride, c, s, eps,
+                Q_HEADS, DIM, Q_TILE, BLOCK,
+            )  # fmt: skip
         for first in tl.static_range(0, K_HEADS, K_TILE):
-            k_sum += _turn_back(
-                grad_k,
-                k,
-                k_out,
-                k_weight,
-                token,
-                first,
-                k_stride,
-                c,
-                s,
-                eps,
-                K_HEADS,
-                DIM,
-                K_TILE,
-                BLOCK,
-            )
+            k_sum += _rotate_back(
+                grad_k, k, k_out, k_weight, token, first, k_stride, c, s, eps,
+                K_HEADS, DIM, K_TILE, BLOCK,
+            )  # fmt: skip
     if q_weight is not None:
         at = partial + tl.program_id(0) * DIM + column
         tl.store(at, tl.sum(q_sum, axis=0), mask=column < DIM)
@@ -274,11 +200,11 @@ def _backward(
 
 
 @triton.jit
-def _turn_back(
+def _rotate_back(
     grad, x, out, weight, token, first, stride, c, s, eps,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Stores the gradient of x; returns that of the weight, head by head."""
+    """Store the gradient of x, and return that of the weight for each head."""
     head, column = first + tl.arange(0, HEADS), tl.arange(0, BLOCK)
     inside = (head < NUM_HEADS)[:, None] & (column < DIM)[None, :]
     at = (token * NUM_HEADS + head)[:, None] * DIM

@@ -1,9 +1,8 @@
-"""A 64-bit hash of every row's bits, so that two forward passes can be compared without keeping
-either.
+"""64-bit hash of every row's bits, to compare two forward passes without keeping either.
 
-A row's hash is the sum, modulo 2**64, of mix(column, bits) over its elements: a function of its own
-bits, in any layout and any order of threads. bfloat16 is hashed as the float32 number that it is,
-so equal numbers of the two agree.
+A row's hash is the sum, modulo 2**64, of mix(column, bits) over its elements. It is a function of
+the row's bits, in any layout and any order of threads. bfloat16 is hashed as the equal float32, so
+equal numbers of the two dtypes agree.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ CHUNK_ELEMENTS = 1 << 22
 
 
 def row_hashes(x: Tensor) -> Tensor:
-    """No host synchronisation: it can be captured in a CUDA graph. Shape: x [M, C] fp32 or bf16;
-    returns [M] int64.
+    """Return each row's hash, without host synchronisation, so that a CUDA graph can hold it.
+
+    Shape: x [M, C] fp32 or bf16; returns [M] int64.
     """
     if x.is_cuda:
         from spmd_rl.kernels.rowwise.row_hash_triton import row_hashes as on_gpu
@@ -30,8 +30,7 @@ def row_hashes(x: Tensor) -> Tensor:
 
 
 def write_row_hashes(x: Tensor, rows: Tensor, table: Tensor) -> None:
-    """The hash of each row i of `x` into entry `rows[i]` of `table`; on NVIDIA GPUs a single
-    launch.
+    """Write the hash of each row i of `x` to `table[rows[i]]`; a single launch on NVIDIA GPUs.
 
     Shape: x [M, C] fp32 or bf16, rows [M] int64, table [N] int64.
     """
@@ -44,7 +43,7 @@ def write_row_hashes(x: Tensor, rows: Tensor, table: Tensor) -> None:
 
 
 def wide_bits(x: Tensor) -> Tensor:
-    """The bits of `x` as float32, int32."""
+    """Return the bits of `x` as float32, in int32."""
     x = x.contiguous()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).to(torch.int32) << 16

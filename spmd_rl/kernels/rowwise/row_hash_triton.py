@@ -1,4 +1,4 @@
-"""Hashes of rows on NVIDIA GPUs: one program a row, the same integers as on the CPU."""
+"""Hashes of rows on NVIDIA GPUs: one program for each row, with the CPU's integers."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
 from __future__ import annotations

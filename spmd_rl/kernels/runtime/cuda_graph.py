@@ -1,4 +1,4 @@
-"""Work of a GPU recorded as a CUDA graph, to be replayed without its launches."""
+"""Recording of GPU work as a CUDA graph, to be replayed without its launches."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ Outputs = TypeVar("Outputs")
 def record(
     work: Callable[[], Outputs], memory: GraphMemory
 ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """Do `work` once, which compiles what is not compiled yet, then `capture` it with all of the
-    GPU's memory that torch does not need."""
+    """Run `work` once, so that its kernels are compiled, then `capture` it.
+
+    All GPU memory that torch does not need is freed for the graph.
+    """
     work()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -27,11 +29,11 @@ def record(
 def capture(
     work: Callable[[], Outputs], memory: GraphMemory
 ) -> tuple[torch.cuda.CUDAGraph, Outputs]:
-    """`work`, whose kernels are loaded, as a graph; `memory` is shared between graphs that never
-    run at the same time.
+    """Record `work`, whose kernels are loaded, as a graph.
 
-    Python's collector rests meanwhile: letting go of other graphs or of device memory would end the
-    recording. Other threads may allocate, and wait for streams of their own.
+    `memory` is shared between graphs that never run at the same time. Python's garbage collector is
+    off meanwhile, because freeing other graphs or device memory would end the recording. Other
+    threads may allocate, and wait for streams of their own.
     """
     torch.cuda.synchronize()
     graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
@@ -51,7 +53,5 @@ def capture(
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """One for all recordings: memory that graphs share is reused on the stream that it was taken
-    on.
-    """
+    """Return the one stream of all recordings, as graphs' shared memory is reused on one stream."""
     return torch.cuda.Stream(device)

@@ -1,6 +1,4 @@
-"""Compiled kernels in CuTe DSL, kept on disk beside the user's other caches under a digest of what
-they are made of.
-"""
+"""Disk cache of compiled CuTe DSL kernels, keyed by a digest of their sources."""
 
 from __future__ import annotations
 
@@ -9,8 +7,8 @@ from pathlib import Path
 
 import quack.cache
 
-# The package would take a folder of /tmp, which another user could make first, and load code from
-# there.
+# The package's default is a folder of /tmp, which another user could create first, and from which
+# code would be loaded.
 quack.cache.CACHE_DIR = quack.cache.CACHE_DIR or str(Path.home() / ".cache" / "quack")
 quack.cache.EXTRA_SOURCE_DIRS += sorted(
     room for room in Path(__file__).parents[1].iterdir() if room.is_dir()
@@ -20,4 +18,4 @@ if (flash := find_spec("flash_attn")) is not None:
         Path(root) / "cute" for root in flash.submodule_search_locations or ()
     ]
 
-kept = quack.cache.jit_cache  # by the name of a function that compiles, and its arguments
+cached_on_disk = quack.cache.jit_cache  # keyed by the compiling function's name and its arguments

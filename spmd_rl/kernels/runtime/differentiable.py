@@ -1,5 +1,6 @@
-"""Calling an op that brings its own gradient: without one wanted, autograd's bookkeeping costs more
-than a small op.
+"""Calls of ops with their own gradient that skip autograd where none is wanted.
+
+Autograd's bookkeeping costs more time than a small op.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import torch
 from torch.autograd import Function
 
 
-class _Forgetful(SimpleNamespace):
-    """Stands in for the context of a forward pass that no backward pass follows."""
+class _NoBackward(SimpleNamespace):
+    """Context of a forward pass that no backward pass follows."""
 
     needs_input_grad = (False,)
 
@@ -22,9 +23,7 @@ class _Forgetful(SimpleNamespace):
 
 
 def call(function: type[Function], *inputs: Any) -> Any:
-    """`function` of `inputs`: by autograd where gradients are enabled, else its forward alone, with
-    the same bits.
-    """
+    """Apply `function` through autograd where gradients are enabled, else its forward alone."""
     if torch.is_grad_enabled():
         return function.apply(*inputs)
-    return function.forward(_Forgetful(), *inputs)
+    return function.forward(_NoBackward(), *inputs)

@@ -1,7 +1,7 @@
-"""Times of works on a GPU that take turns, in a new order each time.
+"""Timing of several pieces of GPU work that take turns, in a new order each turn.
 
-A GPU that draws all the power it may has a lower clock, and what ran before decides by how much: in
-one order, the same kernel twice among others differed by up to 6 % on an H200.
+A GPU at its power limit lowers its clock, and what ran before decides by how much. In a fixed
+order, the same kernel measured twice among others differed by up to 6 % on an H200.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 
 def seconds(works: Sequence[Callable[[], object]], turns: int, warm_up: int) -> list[float]:
-    """Median time of each between two events; the first `warm_up` turns do not count."""
+    """Return each one's median time between two events, without the first `warm_up` turns."""
     times: list[list[float]] = [[] for _ in works]
-    for turn, index in in_new_orders(len(works), warm_up + turns):
+    for turn, index in shuffled_turns(len(works), warm_up + turns):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         works[index]()
@@ -27,8 +27,8 @@ def seconds(works: Sequence[Callable[[], object]], turns: int, warm_up: int) -> 
     return [statistics.median(found) for found in times]
 
 
-def in_new_orders(count: int, turns: int) -> Iterator[tuple[int, int]]:
-    """Every index below `count` once a turn, as (turn, index); the same orders whenever asked."""
+def shuffled_turns(count: int, turns: int) -> Iterator[tuple[int, int]]:
+    """Yield (turn, index), each index below `count` once a turn; the same orders in each call."""
     draw = random.Random(0)
     for turn in range(turns):
         for index in draw.sample(range(count), count):

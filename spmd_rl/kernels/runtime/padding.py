@@ -1,8 +1,8 @@
-"""The row tile: every contract op on the CPU sees its rows in multiples of 16.
+"""Padding to the row tile: every contract op on the CPU sees its rows in multiples of 16.
 
-BLAS libraries take another code path, with another order of sums, for a handful of rows. From 8
-rows up the bits of a row were measured not to depend on how many rows there are; padding to 16
-keeps all calls there.
+For a handful of rows, BLAS libraries take another code path with another order of sums. From 8 rows
+up, the bits of a row were measured not to depend on the number of rows. Padding to 16 keeps all
+calls there.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW_TILE = 16
-# K is taken in fours; in products of few columns a row's place in its tile decides on what is left
+# K is padded to a multiple of 4: a remainder would be summed differently by a row's place in its
+# tile.
 COLUMN_UNIT = 4
 
 
 def padded_rows(num_rows: int) -> int:
-    """The least multiple of the row tile that holds `num_rows`, and at least one tile."""
+    """Return the least multiple of the row tile that holds `num_rows`, at least one tile."""
     return max(1, -(-num_rows // ROW_TILE)) * ROW_TILE
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """`x` [T, ...] with zero rows appended up to a multiple of the tile; `x` itself where none are
-    missing.
-    """
+    """Append zero rows to `x` [T, ...] up to a multiple of the tile; `x` itself if it is one."""
     missing = padded_rows(x.shape[0]) - x.shape[0]
     if missing == 0:
         return x
@@ -32,31 +31,33 @@ def pad_rows(x: Tensor) -> Tensor:
 
 
 def pad_columns(x: Tensor) -> Tensor:
-    """`x` [..., C] with zero columns appended up to a multiple of the unit; `x` itself where none
-    are missing.
-    """
+    """Append zero columns to `x` [..., C] up to a multiple of the unit; `x` itself if it is one."""
     missing = -x.shape[-1] % COLUMN_UNIT
     return F.pad(x, (0, missing)) if missing else x
 
 
-def cut_rows(x: Tensor, num_rows: int) -> Tensor:
-    """The first rows of `x`; `x` itself if that is all, because the gradient of even a whole slice
-    is a copy.
+def unpad_rows(x: Tensor, num_rows: int) -> Tensor:
+    """Return the first rows of `x`.
+
+    If that is all, return `x` itself: the gradient of even a full slice is a copy.
     """
     return x if x.shape[0] == num_rows else x[:num_rows]
 
 
 def dense(x: Tensor) -> Tensor:
-    """`x` contiguous and 16-byte aligned: GPU compilers choose a kernel's layout, and so its sums,
-    by alignment.
+    """Return `x` contiguous and 16-byte aligned.
+
+    GPU compilers choose a kernel's layout by alignment, and so the order of its sums.
     """
     x = x.contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 
 
 def dense_heads(x: Tensor) -> Tensor:
-    """`x` [T, H, D] as it is where its heads lie side by side in 16-byte aligned rows, as in a part
-    of a joint projection; else `dense`."""
+    """Return `x` [T, H, D] itself if its heads lie side by side in aligned rows, else `dense`.
+
+    A slice of a joint projection is of this kind.
+    """
     num_heads, dim = x.shape[1:]
     side_by_side = x.stride(2) == 1 and (x.stride(1) == dim or num_heads == 1)
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and dim % 16 == 0

@@ -1,16 +1,15 @@
-"""Kernels that begin while the one before them still runs (programmatic dependent launch, NVIDIA
-Hopper and newer).
+"""Programmatic dependent launch: kernels that begin while the one ahead still runs.
 
-Such a kernel is launched with `overlapping()` and calls `wait()` in every program: before it reads
-what an earlier kernel may have written (`linear_gluon` says why weights are not), and before it
-writes anything. By then the next kernel may begin in turn. A kernel ends only after it has waited,
-so whoever has waited for the last one has waited for all before it. Other kernels on the stream
-neither see nor break any of this; nor do GPUs that lack it.
+NVIDIA Hopper and newer have it; on other GPUs nothing changes. Such a kernel is launched with
+`overlapping()` and calls `wait()` in every program. It does so before it reads what an earlier
+kernel may have written (linear/gluon.py says why weights are exempt), and before it writes
+anything. From then on the next kernel may begin. A kernel ends only after it has waited, so waiting
+for the last kernel is waiting for all before it. Other kernels on the stream are not affected.
 
-A kernel launched plainly begins when all before it have ended, and nothing overlaps it. What was
-there before the last such kernel may therefore be read before `wait()`: in a step of the network
-that is the look-up of embeddings, so positions, lengths, pages and the keys of earlier steps are
-such.
+A kernel that is launched plainly begins when all before it have ended, and nothing overlaps it. So
+what existed before the last such kernel may be read before `wait()`. In a step of the network that
+kernel is the embedding lookup. Positions, lengths, pages and the keys of earlier steps may
+therefore be read early.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -26,7 +25,7 @@ from triton.runtime import driver
 
 @cache
 def overlapping() -> dict[str, bool]:
-    """Options for the launch of a kernel that calls `wait`."""
+    """Return the launch options of a kernel that calls `wait`."""
     target = driver.active.get_current_target()
     return {"launch_pdl": True} if target.backend == "cuda" and target.arch >= 90 else {}
 
@@ -39,9 +38,7 @@ def let_next_begin() -> None:
 
 @triton.jit
 def wait() -> None:
-    """Let the next kernel begin, and go on once all earlier ones have ended and their results can
-    be read.
-    """
+    """Let the next kernel begin, and wait until all earlier ones have ended."""
     let_next_begin()
     if cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()

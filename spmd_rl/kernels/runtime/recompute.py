@@ -1,8 +1,8 @@
-"""Outputs of cheap ops that the backward pass makes again instead of keeping.
+"""Recomputation of cheap ops' outputs in the backward pass, instead of keeping them.
 
 Norms, rotary positions and activations cost little time and most of a layer's memory. Each such op
-says how its output is made; within `remaking`, whoever would keep that output for the backward pass
-keeps the recipe. What the recipe reads, the op keeps for its own gradient anyhow.
+registers how its output is made. Within `recomputing`, autograd keeps that recipe in place of the
+output. What the recipe reads is kept anyway, for the op's own gradient.
 """
 
 from __future__ import annotations
@@ -16,45 +16,47 @@ from torch import Tensor
 Recipe = Callable[[], Sequence[Tensor]]
 
 
-class _Making:
-    """One recipe, and what it made while somebody still has to fetch a part."""
+class _Recomputation:
+    """A recipe, and its outputs while some of them are still to be fetched."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.num_waiting = 0
-        self.made: Sequence[Tensor] = ()
+        self.outputs: Sequence[Tensor] = ()
 
     def fetch(self, part: int, shape: torch.Size) -> Tensor:
-        if not self.made:
+        if not self.outputs:
             with torch.no_grad():
-                self.made = self.recipe()
-        tensor = self.made[part].view(shape)
+                self.outputs = self.recipe()
+        tensor = self.outputs[part].view(shape)
         self.num_waiting -= 1
         if self.num_waiting <= 0:
-            self.made = ()
+            self.outputs = ()
         return tensor
 
 
 class _Recorder:
-    """Holds the outputs while it records, so that their addresses name them."""
+    """The registered outputs, kept alive so that their addresses identify them."""
 
     def __init__(self) -> None:
         self.outputs: list[Tensor] = []
-        self.known: dict[tuple[int, int], tuple[_Making, int]] = {}
+        self.recipes: dict[tuple[int, int], tuple[_Recomputation, int]] = {}
 
     def note(self, outputs: Sequence[Tensor], recipe: Recipe) -> None:
-        making = _Making(recipe)
+        recomputation = _Recomputation(recipe)
         for part, output in enumerate(outputs):
             self.outputs.append(output)
-            self.known[output.data_ptr(), output.numel()] = making, part
+            self.recipes[output.data_ptr(), output.numel()] = recomputation, part
 
     def forget(self) -> None:
         self.outputs.clear()
-        self.known.clear()
+        self.recipes.clear()
 
-    def pack(self, tensor: Tensor) -> Tensor | tuple[_Making, int, torch.Size]:
+    def pack(self, tensor: Tensor) -> Tensor | tuple[_Recomputation, int, torch.Size]:
         found = (
-            self.known.get((tensor.data_ptr(), tensor.numel())) if tensor.is_contiguous() else None
+            self.recipes.get((tensor.data_ptr(), tensor.numel()))
+            if tensor.is_contiguous()
+            else None
         )
         if found is None:
             return tensor
@@ -62,26 +64,27 @@ class _Recorder:
         return *found, tensor.shape
 
 
-def _unpack(packed: Tensor | tuple[_Making, int, torch.Size]) -> Tensor:
+def _unpack(packed: Tensor | tuple[_Recomputation, int, torch.Size]) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    making, part, shape = packed
-    return making.fetch(part, shape)
+    recomputation, part, shape = packed
+    return recomputation.fetch(part, shape)
 
 
 _recorder: _Recorder | None = None
 
 
-def remakable(outputs: Sequence[Tensor], recipe: Recipe) -> None:
-    """Say that `recipe` makes these outputs, contiguous tensors, again."""
+def recomputable(outputs: Sequence[Tensor], recipe: Recipe) -> None:
+    """Register `recipe`, which makes these outputs again; they must be contiguous."""
     if _recorder is not None:
         _recorder.note(outputs, recipe)
 
 
 @contextmanager
-def remaking() -> Iterator[None]:
-    """Within, remakable outputs are not kept for the backward pass. Best around one layer: they
-    live until its end.
+def recomputing() -> Iterator[None]:
+    """Within, keep no recomputable outputs for the backward pass.
+
+    Best around one layer: the outputs live until its end.
     """
     global _recorder
     outer, _recorder = _recorder, (recorder := _Recorder())
@@ -90,4 +93,4 @@ def remaking() -> Iterator[None]:
             yield
     finally:
         _recorder = outer
-        recorder.forget()  # whatever was packed holds on to the hooks, and so to the recorder
+        recorder.forget()  # packed tensors keep the hooks alive, and so the recorder

@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to the device."""
+"""Copies of numpy arrays from the host to the device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch import Tensor
 
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of `array` on `device`, queued there without waiting for what it is doing; on the CPU
-    perhaps no copy.
-    """
+    """Return a copy of `array` on `device`, queued without waiting; on the CPU perhaps no copy."""
     host = torch.from_numpy(np.ascontiguousarray(array))
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,6 @@
-"""The packages that our kernels in CuTe DSL are built on, in the versions that they were seen to
-work with.
+"""Versions of the packages that our CuTe DSL kernels are built on and were verified with.
 
-With another version, or without one, the package's own kernel or one in Triton takes their place,
+With another version, or without a package, the package's own kernel or one in Triton runs instead,
 with equal bits.
 """
 
@@ -16,20 +15,20 @@ FLASH = {"flash-attn-4": "4.0.0b19", **DSL}
 
 @cache
 def has_dsl() -> bool:
-    return _are_there(DSL)
+    return _are_installed(DSL)
 
 
 @cache
 def has_flash() -> bool:
-    return _are_there(FLASH)
+    return _are_installed(FLASH)
 
 
-def _are_there(versions: dict[str, str]) -> bool:
+def _are_installed(versions: dict[str, str]) -> bool:
     return all(installed(package) == verified for package, verified in versions.items())
 
 
 def installed(package: str) -> str | None:
-    """The version that is installed; None where there is none."""
+    """Return the installed version, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

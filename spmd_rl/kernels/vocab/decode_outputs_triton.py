@@ -1,8 +1,6 @@
-"""What a decoding step leaves, in one launch: its tokens where the next step reads them, and all of
-it for the host.
+"""Outputs of a decoding step, in one launch: for the next step, and for the host.
 
-The host's memory is written by the kernel itself: copies behind a graph would keep the next graph
-waiting.
+The kernel itself writes the host's memory: copies behind a graph would delay the next graph.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -26,32 +24,23 @@ def decode_outputs(
     host_logprobs: Tensor,
     turn: Tensor,
 ) -> None:
-    """Remember each row's token as its newest, put both into the host's row `turn` modulo T, and
-    move `turn` on.
+    """Store each row's token as its newest, and all results in the host's row `turn` modulo T.
 
-    Shape: tokens and rows [B] int64, logprobs [B] fp32; newest [num_rows + 1] int64; pinned memory
-    of the host, tokens [T, N] int64 and log-probs [T, N] fp32 with B <= N; turn [1] int64.
+    `turn` is then increased by 1.
+    Shape: tokens and rows [B] int64, logprobs [B] fp32; newest [num_rows + 1] int64. Pinned host
+    memory: tokens [T, N] int64 and log-probs [T, N] fp32 with B <= N. turn [1] int64.
     """
     _outputs[(1,)](
-        tokens, logprobs, rows, newest, host_tokens, host_logprobs, turn, len(rows), *host_tokens.shape,
-        BLOCK, **overlapping(),
+        tokens, logprobs, rows, newest, host_tokens, host_logprobs, turn, len(rows),
+        *host_tokens.shape, BLOCK, **overlapping(),
     )  # fmt: skip
 
 
 @triton.jit
 def _outputs(
-    tokens,
-    logprobs,
-    rows,
-    newest,
-    host_tokens,
-    host_logprobs,
-    turn,
-    batch,
-    turns,
-    width,
+    tokens, logprobs, rows, newest, host_tokens, host_logprobs, turn, batch, turns, width,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     wait()
     now = tl.load(turn) % turns
     for start in range(0, batch, BLOCK):

@@ -1,9 +1,9 @@
-"""The language-model head down to log-probabilities, with its gradient found on the way.
+"""Language-model head down to log-probabilities, whose gradient is found in the forward pass.
 
-The gradient of a token's log-probability towards its logits is known but for one factor, the
-gradient of the loss towards that log-probability. So the forward pass turns each chunk of fp32
-logits into those slopes, rounded to the weight's dtype, and forgets it; the backward pass is two
-products, whose rows take the factor.
+The gradient of a token's log-probability towards its logits is known up to one factor: the gradient
+of the loss towards that log-probability. So the forward pass turns each chunk of fp32 logits into
+these slopes, rounded to the weight's dtype, and drops the logits. The backward pass is two
+products, whose rows are scaled by the factor.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def head_logprobs(
     inv_temperature: Tensor,
     num_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs` of `logits`, on NVIDIA GPUs, with no more than `num_rows` rows of them at
-    once.
+    """Return `token_logprobs` of the head's logits, on NVIDIA GPUs.
 
-    `logits` multiplies rows of `hidden` with `weight` (`linear_fp32`). For the backward pass, which
-    takes it for that product, [M, V] of the weight's dtype are kept.
+    At most `num_rows` rows of logits exist at once. `logits` multiplies rows of `hidden` with
+    `weight` (`linear_fp32`); the backward pass assumes that product. It keeps slopes [M, V] in the
+    weight's dtype.
 
     Shape: hidden [M, C], weight [V, C], targets [M] int64, inv_temperature [M] fp32; returns two
     tensors [M] fp32.
@@ -60,12 +60,12 @@ class _HeadLogprobs(torch.autograd.Function):
         slopes = hidden.new_empty(len(hidden) if keeps else 0, len(weight), dtype=weight.dtype)
         for start in range(0, len(hidden), num_rows):
             part = slice(start, start + num_rows)
-            given = logits(hidden[part]), targets[part], inv_temperature[part]
+            inputs = logits(hidden[part]), targets[part], inv_temperature[part]
             logprob[part], entropy[part], norms = logprob_forward(
-                *given, NUM_VOCAB_SHARDS, VOCAB_CHUNK
+                *inputs, NUM_VOCAB_SHARDS, VOCAB_CHUNK
             )
             if keeps:
-                logprob_backward(one[part], *given, norms, slopes[part])
+                logprob_backward(one[part], *inputs, norms, slopes[part])
         ctx.save_for_backward(hidden, weight, slopes)
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy

@@ -1,8 +1,8 @@
-"""Log-probability of chosen tokens: the one op that both the sampler and the trainer end in.
+"""Log-probability of chosen tokens: the last op of both the sampler and the trainer.
 
-z = logits * invT. The maximum m is exact; s = sum exp(z - m) is taken over eight virtual vocabulary
-shards in chunks of at most 1,024, each sum along a contiguous dimension of fixed length; log p =
-(z_t - m) - log s. The shape of that sum depends on the vocabulary alone.
+z = logits * invT. The maximum m is exact. s = sum exp(z - m) is taken over eight virtual vocabulary
+shards, in chunks of at most 1,024; each sum runs along a contiguous dimension of fixed length.
+log p = (z_t - m) - log s. The shape of that sum depends on the vocabulary alone.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from spmd_rl.kernels.runtime.padding import dense
 
 NUM_VOCAB_SHARDS = 8
 VOCAB_CHUNK = 1024
-TEMPERATURE_RULE = "logits * (1 / T), rounded to float32"  # another name for any other rule
+TEMPERATURE_RULE = "logits * (1 / T), rounded to float32"  # rename it when the rule changes
 
 
 def token_logprobs(
     logits: Tensor, targets: Tensor, inv_temperature: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` and entropy of each row, both at the row's temperature.
+    """Return the log-probability of `targets` and the entropy of each row, at its temperature.
 
-    Differentiable in `logits` through the log-probability; the entropy is a measurement and carries
-    no gradient.
+    Only the log-probability is differentiable in `logits`: the entropy is a measurement.
 
     Shape: logits [M, V] fp32, targets [M] int64, inv_temperature [M] fp32; returns two tensors [M]
     fp32.

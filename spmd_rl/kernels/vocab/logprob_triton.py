@@ -1,9 +1,8 @@
-"""Log-probabilities on NVIDIA GPUs.
+"""Log-probabilities on NVIDIA GPUs, in three small kernels.
 
-Three small kernels: the maximum of each (row, vocabulary shard); its sum of exp(z - m), lane by
-lane over chunks of 1,024 and then along one tree; and the eight shards of a row added in ascending
-order. The gradient is recomputed from the logits, so beside them only a row's maximum and sum are
-kept.
+They find the maximum of each (row, vocabulary shard); its sum of exp(z - m), lane by lane over
+chunks of 1,024 and then along one tree; and the sum of a row's eight shards in ascending order. The
+gradient is recomputed from the logits, so only a row's maximum and sum are kept beside them.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -23,9 +22,7 @@ GRADIENT_BLOCK = 4096
 def logprob_forward(
     logits: Tensor, targets: Tensor, inv_temperature: Tensor, num_shards: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability [M], entropy [M], and each row's maximum and sum [2, M] for the backward
-    pass.
-    """
+    """Return log-probability [M], entropy [M], and each row's maximum and sum [2, M]."""
     num_rows, vocab = logits.shape
     shape = shard_shape(vocab, num_shards, chunk)
     maxima = logits.new_empty(num_rows, num_shards)
@@ -39,8 +36,9 @@ def logprob_forward(
 
 
 def shard_shape(vocab: int, num_shards: int, chunk: int) -> dict[str, int | bool]:
-    """Options for the launch of a kernel that calls `sum_shard`: all that the order of its
-    additions depends on.
+    """Return the launch options of a kernel that calls `sum_shard`.
+
+    The order of its additions depends on nothing else.
     """
     shard = triton.cdiv(vocab, num_shards)
     return {
@@ -54,7 +52,7 @@ def shard_shape(vocab: int, num_shards: int, chunk: int) -> dict[str, int | bool
 def combined(
     logits: Tensor, targets: Tensor, inv_temperature: Tensor, maxima: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `logprob_forward` returns, of what `sum_shard` has made of each shard.
+    """Return what `logprob_forward` returns, from the sums of each shard.
 
     Shape: `maxima` [M, any] cover each row's logits * inv_temperature; sums [2, M, shards].
     """
@@ -66,8 +64,9 @@ def combined(
     )
     splits = maxima.shape[1]
     _combine[(num_rows,)](
-        logits, targets, inv_temperature, maxima, sums[0], sums[1], logprob, entropy, norms[0], norms[1],
-        vocab, splits, NUM_SHARDS=sums.shape[2], BLOCK=triton.next_power_of_2(splits), num_warps=1,
+        logits, targets, inv_temperature, maxima, sums[0], sums[1], logprob, entropy,
+        norms[0], norms[1], vocab, splits, NUM_SHARDS=sums.shape[2],
+        BLOCK=triton.next_power_of_2(splits), num_warps=1,
         enable_fp_fusion=False, **overlapping(),
     )  # fmt: skip
     return logprob, entropy, norms
@@ -81,7 +80,7 @@ def logprob_backward(
     norms: Tensor,
     out: Tensor,
 ) -> None:
-    """Writes the gradient of the logits [M, V] to `out`, contiguous."""
+    """Write the gradient of the logits [M, V] to `out`, which is contiguous."""
     num_rows, vocab = logits.shape
     _gradient[(num_rows, triton.cdiv(vocab, GRADIENT_BLOCK))](
         grad.contiguous(),
@@ -132,19 +131,9 @@ def _shard_sums(
     wait()
     at = row * tl.num_programs(1) + shard
     sum_shard(
-        logits,
-        inv_temperature,
-        maxima,
-        sums + at,
-        weighted + at,
-        row,
-        shard,
-        vocab,
-        splits,
-        BLOCK,
-        SHARD,
-        CHUNK,
-    )
+        logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits,
+        BLOCK, SHARD, CHUNK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -152,9 +141,7 @@ def sum_shard(
     logits, inv_temperature, maxima, summed, weighted, row, shard, vocab, splits,
     BLOCK: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Leave a shard's sums of exp(z - m) and of exp(z - m) * (z - m), where m is the greatest of a
-    row's `maxima`.
-    """
+    """Store a shard's sums of exp(z - m) and exp(z - m) * (z - m); m is the row's maximum."""
     scale = tl.load(inv_temperature + row)
     maximum = _maximum(maxima, row, splits, BLOCK)
     total, first_moment = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
@@ -175,8 +162,8 @@ def sum_shard(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine(
-    logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, row_max, row_sum, vocab, splits,
-    NUM_SHARDS: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, inv_temperature, maxima, sums, weighted, logprob, entropy, row_max,
+    row_sum, vocab, splits, NUM_SHARDS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     wait()

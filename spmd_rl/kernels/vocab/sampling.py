@@ -1,9 +1,8 @@
-"""Sampling with keyed randomness: a token's draw is a function of (seed, prompt, sample, position)
-and nothing else.
+"""Sampling with keyed randomness: a draw depends on (seed, prompt, sample, position) alone.
 
-Gumbel-max over the filtered distribution. The noise of vocabulary entry i of a row is made from the
-SplitMix64 output number i of a generator seeded by the row's key, so neither the batch nor the
-order of requests enters.
+It is Gumbel-max over the filtered distribution. The noise of a row's vocabulary entry i is made
+from output number i of a SplitMix64 generator that is seeded by the row's key. So neither the batch
+nor the order of requests matters.
 """
 
 from __future__ import annotations
@@ -14,21 +13,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels.runtime.splitmix import GAMMA, mix_, next64, shift_right, signed
+from spmd_rl.kernels.vocab.filters import filter_scores_
 from spmd_rl.kernels.vocab.logprob import token_logprobs
 
-# new for other draws
+# rename it when draws change
 RANDOM_SCHEME = "SplitMix64, Gumbel noise of 32 bits in float64, nuclei in whole 2^-40ths"
-FILTERED_ENTRIES = 1 << 22  # at a time: sorting takes some 49 bytes an entry
-# of the likeliest entry's share: sums of whole numbers, whose order does not matter
-NUCLEUS_UNITS = 2.0**40
 
 
 def stream_bases(
     seed: int | NDArray[np.int64], uid: NDArray[np.int64], index: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """What the keys of a sample's tokens are made from, one 64-bit number a row.
+    """Return the 64-bit number from which the keys of a sample's tokens are made, one a row.
 
-    Shape: arrays [M]. `uid` is the prompt's, `index` the sample's within its group.
+    Shape: arrays [M]. `uid` is the prompt's, and `index` the sample's within its group.
     """
     base = next64(np.broadcast_to(np.asarray(seed, dtype=np.int64), uid.shape).view(np.uint64))
     return _next(_next(base, uid), index).view(np.int64)
@@ -37,7 +34,7 @@ def stream_bases(
 def stream_keys(
     seed: int, uid: NDArray[np.int64], index: NDArray[np.int64], position: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """One 64-bit key a row: `position_keys` of `stream_bases`, on the host.
+    """Return a 64-bit key for each row: `position_keys` of `stream_bases`, on the host.
 
     Shape: arrays [M]. `position` is the token's within the response.
     """
@@ -49,15 +46,15 @@ def _next(key: NDArray[np.uint64], part: NDArray[np.int64]) -> NDArray[np.uint64
 
 
 def position_keys(bases: Tensor, positions: Tensor) -> Tensor:
-    """The key of each row's token at `positions` of the response.
+    """Return the key of each row's token at `positions` of the response.
 
-    Shape: both [M] int64, or such that broadcast; returns int64.
+    Shape: both [M] int64, or broadcastable; returns int64.
     """
     return mix_(bases + (positions + 1) * signed(GAMMA))
 
 
 def gumbel_noise(keys: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise for every vocabulary entry of every row.
+    """Return standard Gumbel noise for every vocabulary entry of every row.
 
     Shape: keys [M] int64; returns [M, V] fp32. With v = (bits + 1/2) / 2^32 the noise is
     -log(-log1p(-v)), so that the upper tail keeps all 32 bits.
@@ -80,13 +77,13 @@ def sample_and_score(
     min_p: Tensor | None = None,
     given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` with the keys of `positions`, and `token_logprobs` of what was drawn.
+    """Draw tokens with the keys of `positions`, and return them with their log-probabilities.
 
     On NVIDIA GPUs without filters the logits are read twice, and nothing depends on the host.
-    Tokens that are `given` stand for what was drawn, and go through the same kernels.
+    Tokens that are `given` replace what was drawn, and go through the same kernels.
 
-    Shape: as there; bases, positions and given [M] int64; returns tokens [M] int64 and
-    log-probabilities [M] fp32.
+    Shape: as `sample_tokens` and `token_logprobs`; bases, positions and given [M] int64; returns
+    tokens [M] int64 and log-probabilities [M] fp32.
     """
     if logits.is_cuda and top_k is None and top_p is None and min_p is None:
         from spmd_rl.kernels.vocab.sampling_triton import gumbel_argmax_and_logprob
@@ -136,65 +133,16 @@ def sample_tokens(
     return (scores * inv_temperature.unsqueeze(1) + noise).argmax(dim=1)
 
 
-def distances(scores: Tensor) -> Tensor:
-    """1 and how far each entry lies below the greatest: their order is what filters go by, and of
-    equals that of ids.
-
-    So entries within 2^-24 of the greatest are equal to it, and top-k of 1 takes the lowest id of
-    these.
-    Shape: [M, V] fp32.
-    """
-    return scores.amax(dim=1, keepdim=True) - scores + 1
-
-
 def _filtered(
     logits: Tensor,
     inv_temperature: Tensor,
     greedy: Tensor | None,
     filters: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """logits * inv_temperature with what the filters reject at minus infinity; greedy rows as they
-    are.
-    """
+    """Return logits * inv_temperature, minus infinity where filters reject; greedy rows as is."""
     if logits.is_cuda:
         from spmd_rl.kernels.vocab.filter_triton import filtered
 
         return filtered(logits, inv_temperature, greedy, *filters)
-    scores = _filter(logits * inv_temperature.unsqueeze(1), filters)
+    scores = filter_scores_(logits * inv_temperature.unsqueeze(1), *filters)
     return scores if greedy is None else torch.where(greedy.unsqueeze(1), logits, scores)
-
-
-def _filter(scores: Tensor, filters: tuple[Tensor | None, ...]) -> Tensor:
-    """`scores`, in place, with the entries that the filters reject at minus infinity; some rows at
-    a time.
-    """
-    num_rows, vocab = scores.shape
-    step = max(1, FILTERED_ENTRIES // vocab)
-    for start in range(0, num_rows, step):
-        rows = slice(start, start + step)
-        some = scores[rows]
-        some.masked_fill_(
-            _rejected(some, *(None if one is None else one[rows] for one in filters)), -torch.inf
-        )
-    return scores
-
-
-def _rejected(
-    scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
-) -> Tensor:
-    """Shape: as `scores`, bool."""
-    ordered, order = distances(scores).sort(dim=1, stable=True)
-    rank = torch.arange(scores.shape[1], device=scores.device)
-    dropped = torch.zeros_like(scores, dtype=torch.bool)
-    if top_k is not None:
-        dropped |= (top_k.unsqueeze(1) > 0) & (rank >= top_k.unsqueeze(1))
-    terms = (1 - ordered).exp().masked_fill(dropped, 0.0)  # of the likeliest entry 1
-    if top_p is not None:
-        shares = (terms.double() * NUCLEUS_UNITS).long()
-        sums = shares.cumsum(dim=1)
-        enough = (top_p.double() * sums[:, -1].double()).ceil().long()
-        reached = sums - shares >= enough.unsqueeze(1)
-        dropped |= reached & (rank > 0) & (top_p.unsqueeze(1) < 1)
-    if min_p is not None:
-        dropped |= terms < min_p.unsqueeze(1)
-    return torch.zeros_like(dropped).scatter_(1, order, dropped)

@@ -1,12 +1,13 @@
-"""Gumbel-max on NVIDIA GPUs: noise is made, used and forgotten in registers.
+"""Gumbel-max on NVIDIA GPUs, whose noise exists only in registers.
 
-The noise -log(-log1p(-v)) is defined in float64, which is slow to make for a whole vocabulary. But
--log1p(-v) >= v, so it is at most -log(v), and next to that where it is great. A pass with this
-bound in float32, raised by far more than its error, leaves the highest bound of each block of the
-vocabulary. Rounding is monotone, so no entry of a block comes out above the bound of its block.
-Then a program a row goes through the block with the highest bound again, with exact noise, and
-through others as long as their bounds reach the best so far: hardly ever one. It does so beside the
-sums of the log-prob, which need nothing but the maxima that the first pass has come across.
+The noise -log(-log1p(-v)) is defined in float64, which is slow to compute for a whole vocabulary.
+But -log1p(-v) >= v, so the noise is at most -log(v), and close to it where it is great. A first
+pass computes this bound in float32, raised by far more than its error, and stores the highest bound
+of each block of the vocabulary. Rounding is monotone, so no entry of a block exceeds that bound.
+
+Then a program for each row computes exact noise for the block with the highest bound, and for
+others as long as their bounds reach the best entry so far: hardly ever one. It runs beside the sums
+of the log-prob, which need only the maxima that the first pass has found.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators
@@ -33,18 +34,18 @@ GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 def gumbel_argmax(
     scores: Tensor, inv_temperature: Tensor, keys: Tensor, greedy: Tensor | None
 ) -> Tensor:
-    """argmax of scores * inv_temperature + noise(keys), or of plain scores in greedy rows; ties to
-    the lowest id.
+    """Return the argmax of scores * inv_temperature + noise(keys), or of scores in greedy rows.
 
-    Shape: scores [M, V] fp32, all else [M]; returns [M] int64.
+    Ties go to the lowest id. Shape: scores [M, V] fp32, all else [M]; returns [M] int64.
     """
     scores = dense(scores)
     num_rows, vocab = scores.shape
     bounds, _ = _bounds(scores, inv_temperature, keys, None, greedy)
     drawn = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     _draw[(num_rows,)](
-        scores, inv_temperature, keys, None, greedy, bounds, drawn, vocab,
-        BLOCK, triton.next_power_of_2(bounds.shape[1]), num_warps=4, enable_fp_fusion=False, **overlapping(),
+        scores, inv_temperature, keys, None, greedy, bounds, drawn, vocab, BLOCK,
+        triton.next_power_of_2(bounds.shape[1]), num_warps=4, enable_fp_fusion=False,
+        **overlapping(),
     )  # fmt: skip
     return drawn
 
@@ -57,7 +58,7 @@ def gumbel_argmax_and_logprob(
     greedy: Tensor | None,
     given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The draw, or the tokens that are `given` instead, and their log-probability.
+    """Return the drawn tokens, or those that are `given` instead, and their log-probability.
 
     Shape: logits [M, V] fp32, all else [M]; returns [M] int64 and [M] fp32.
     """
@@ -82,8 +83,9 @@ def _bounds(
     positions: Tensor | None,
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """What no entry of a block comes out above [M, blocks], and maxima of scores * inv_temperature
-    [M, any].
+    """Return upper bounds of each block's entries [M, blocks], and maxima [M, any].
+
+    The maxima are those of scores * inv_temperature.
     """
     num_rows, vocab = scores.shape
     blocks = triton.cdiv(vocab, BLOCK)
@@ -99,17 +101,9 @@ def _bounds(
 
 @triton.jit(do_not_specialize=["blocks_each"])
 def _bound(
-    scores,
-    inv_temperature,
-    keys,
-    positions,
-    greedy,
-    bounds,
-    maxima,
-    vocab,
-    blocks_each,
+    scores, inv_temperature, keys, positions, greedy, bounds, maxima, vocab, blocks_each,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wait()
     key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, row)
@@ -132,25 +126,18 @@ def _bound(
 
 @triton.jit
 def _draw(
-    scores,
-    inv_temperature,
-    keys,
-    positions,
-    greedy,
-    bounds,
-    drawn,
-    vocab,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
+    scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+) -> None:  # fmt: skip
     wait()
     _draw_row(scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab, BLOCK, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _draw_and_sum(
-    logits, inv_temperature, keys, positions, greedy, bounds, drawn, maxima, sums, weighted, vocab, splits,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_SHARDS: tl.constexpr, SHARD: tl.constexpr, CHUNK: tl.constexpr,
+    logits, inv_temperature, keys, positions, greedy, bounds, drawn, maxima, sums, weighted,
+    vocab, splits, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, NUM_SHARDS: tl.constexpr,
+    SHARD: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     row, shard = tl.program_id(0).to(tl.int64), NUM_SHARDS - tl.program_id(1)
     wait()
@@ -161,37 +148,17 @@ def _draw_and_sum(
     else:
         at = row * NUM_SHARDS + shard
         sum_shard(
-            logits,
-            inv_temperature,
-            maxima,
-            sums + at,
-            weighted + at,
-            row,
-            shard,
-            vocab,
-            splits,
-            BLOCKS,
-            SHARD,
-            CHUNK,
-        )
+            logits, inv_temperature, maxima, sums + at, weighted + at, row, shard, vocab, splits,
+            BLOCKS, SHARD, CHUNK,
+        )  # fmt: skip
 
 
 @triton.jit
 def _draw_row(
-    scores,
-    inv_temperature,
-    keys,
-    positions,
-    greedy,
-    bounds,
-    drawn,
-    vocab,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
-    """Looks through blocks, the highest bound first, as long as one may hold a better entry or an
-    equal lower one.
-    """
+    scores, inv_temperature, keys, positions, greedy, bounds, drawn, vocab,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+) -> None:  # fmt: skip
+    """Search blocks, the highest bound first, while one may hold a better or equal lower entry."""
     row, block = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCKS)
     key, scale, is_greedy = _settings(inv_temperature, keys, positions, greedy, row)
     blocks = tl.cdiv(vocab, BLOCK)
@@ -219,7 +186,7 @@ def _draw_row(
 def _settings(
     inv_temperature, keys, positions, greedy, row
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A row's key, scale, and whether it is greedy."""
+    """Return a row's key and scale, and whether it is greedy."""
     key = tl.load(keys + row).to(tl.uint64)
     if positions is not None:
         key = _mix(key + (tl.load(positions + row) + 1).to(tl.uint64) * GAMMA)
@@ -231,8 +198,9 @@ def _settings(
 
 @triton.jit
 def _mix(x) -> tl.tensor:
-    """64 random bits of a state; the states of a key are key + (count + 1) * GAMMA, as in
-    `sampling.position_keys`.
+    """Return 64 random bits of a state.
+
+    The states of a key are key + (count + 1) * GAMMA, as in `sampling.position_keys`.
     """
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -241,17 +209,17 @@ def _mix(x) -> tl.tensor:
 
 @triton.jit
 def _noise(state) -> tl.tensor:
-    """As `sampling.gumbel_noise`."""
+    """Return the noise of `sampling.gumbel_noise`."""
     v = ((_mix(state) >> 32).to(tl.uint32).to(tl.float64) + 0.5) * 2.0**-32
     return (-tl.log(-libdevice.log1p(-v))).to(tl.float32)
 
 
 @triton.jit
 def _noise_bound(state) -> tl.tensor:
-    """MARGIN - log(bits / 2^32), by the processor's own logarithm, whose error is below 1e-5 here.
+    """Return MARGIN - log(bits / 2^32), by the processor's logarithm, whose error is below 1e-5.
 
-    Of `_mix` this needs the upper half, but not the last step, which moves no bits below 2^31, and
-    none by more than 1.
+    It needs the upper half of `_mix`, without the last step: that step changes no bits below 2^31,
+    and none by more than 1.
     """
     x = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     x ^= x >> 27

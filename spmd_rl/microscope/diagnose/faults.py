@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels import PagedAttention, linear_fp32, sample_and_score, silu_mul
+from spmd_rl.kernels import PagedAttention, TokenAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
-from spmd_rl.kernels.attention.flash_ranges import flash_ranges
+from spmd_rl.kernels.attention.flash_partial import flash_partial
 from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
 from spmd_rl.model.fused_projections import FusedProjections
-from spmd_rl.model.network import Attend
 
 NUM_PROCESSORS = 132  # of an H200; an automatic split wants a piece of work for each
 SPLIT_BLOCK = 64  # the fewest keys of a split
@@ -57,14 +56,14 @@ def split_k_gate_up(engine_pass: EnginePass) -> None:
 
 def _join(engine_pass: EnginePass, module: Any) -> None:
     """Join the projections with `module`'s in halves, also whenever the engine joins them again."""
-    model, join = engine_pass.model, engine_pass.model.join_projections
+    model, join = engine_pass.model, engine_pass.model.fuse_projections
 
     def joined() -> None:
         join()
         module.joined = InHalves(**vars(module.joined))
 
-    model.join_projections = joined  # type: ignore[method-assign]
-    model.lay_out_projections()
+    model.fuse_projections = joined  # type: ignore[method-assign]
+    model.pack_projections()
     joined()
 
 
@@ -152,10 +151,10 @@ def library_logprob(engine_pass: EnginePass) -> None:
     engine_pass.sampler = draw
 
 
-class AutoSplits:
+class AutoSplits(TokenAttention):
     """Attention that merges decoding rows from ranges of keys; the batch says how many."""
 
-    def __init__(self, replay: EngineReplay, attend: Attend) -> None:
+    def __init__(self, replay: EngineReplay, attend: TokenAttention) -> None:
         assert isinstance(attend, PagedAttention)
         self.attend = attend
         self.step = replay.step
@@ -182,7 +181,7 @@ class AutoSplits:
         for part in range(max_splits):
             start, length = _part_bounds(part, num_keys, splits)
             k, v = _cut(keys, start), _cut(values, start)
-            part_out, log_sum = flash_ranges(q[:batch], k, v, length)
+            part_out, log_sum = flash_partial(q[:batch], k, v, length)
             outs.append(part_out)
             log_sums.append(log_sum.masked_fill((part >= splits)[:, None], -torch.inf))
         merged = torch.where((splits > 1)[:, None, None], merge(outs, log_sums), out[:batch])

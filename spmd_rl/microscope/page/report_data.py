@@ -21,7 +21,7 @@ from spmd_rl.microscope.examine import (
 )
 from spmd_rl.microscope.page.html_page import render
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
-from spmd_rl.observe.files import write_whole
+from spmd_rl.observe.atomic_write import write_atomically
 
 MAX_CHARACTERS, MAX_KERNELS = 200, 12  # characters of a text, kernels of an op
 
@@ -34,8 +34,8 @@ def write_report(examination: Examination, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     setup, data = examination.setup, as_data(examination)
     name = "-".join(setup.names) + (f".{setup.planted}" if setup.planted else "")
-    write_whole(folder / f"{name}.json", _as_json(data))
-    write_whole(folder / f"{name}.html", render(data))
+    write_atomically(folder / f"{name}.json", _as_json(data))
+    write_atomically(folder / f"{name}.html", render(data))
     return folder / f"{name}.html"
 
 

@@ -19,9 +19,9 @@ from spmd_rl.rollout.engine import SamplingConfig
 class ReplaySequence:
     """One sequence; an engine would decode its `response` token by token.
 
-    `drawn_as` is (uid, index) of the sample that it was. Of `sampling`, what ends a sample does not
-    count. `text` is the text of the prompt, `recorded` the log-probs that were kept with the
-    response; either may be unknown.
+    `drawn_as` is (uid, index) of the sample that it was, and `seed` that of its draws. Of
+    `sampling`, what ends a sample does not count. `text` is the text of the prompt, `recorded` the
+    log-probs that were kept with the response; either may be unknown.
     """
 
     name: str
@@ -31,6 +31,7 @@ class ReplaySequence:
     drawn_as: tuple[int, int] | None = None
     text: str = ""
     recorded: NDArray[np.float32] | None = None
+    seed: int = 0
 
     @property
     def temperature(self) -> float:

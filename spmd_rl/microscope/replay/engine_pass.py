@@ -18,16 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels import sample_and_score
+from spmd_rl.kernels import TokenAttention, sample_and_score
 from spmd_rl.kernels.runtime.upload import upload
 from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.hooks import hook_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
-from spmd_rl.model.network import Attend, CausalLM
-from spmd_rl.rollout.engine import EngineConfig, Request
-from spmd_rl.rollout.native.auto_sizes import settle
+from spmd_rl.model.network import CausalLM
+from spmd_rl.rollout.engine import NativeEngineConfig, Request
+from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.replay import ReplayEngine, ReplayStep
 
@@ -52,13 +52,13 @@ class EnginePass:
     name = "engine"
     rows_are_distinct = False
 
-    def __init__(self, model: CausalLM, cfg: EngineConfig) -> None:
+    def __init__(self, model: CausalLM, cfg: NativeEngineConfig) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self.cfg = replace(cfg, dtype=str(next(model.parameters()).dtype).removeprefix("torch."))
         self.split = cfg.attention_split
-        self.wrap_attention: Callable[[EngineReplay, Attend], Attend] = lambda replay, attend: (
-            attend
+        self.wrap_attention: Callable[[EngineReplay, TokenAttention], TokenAttention] = (
+            lambda replay, attend: attend
         )
         self.sampler: Sampler = sample_and_score
         self.facts: dict[str, int] = {}
@@ -172,13 +172,14 @@ def requests(case: ReplayCase) -> Iterator[Request]:
             stop=(),
             stop_ids=(),
         )
-        yield Request(*request_name(case, number), sequence.prompt.astype(np.int32), sampling)
+        name, prompt = request_name(case, number), sequence.prompt.astype(np.int32)
+        yield Request(*name, prompt, sampling, seed=sequence.seed)
 
 
-def sized(path: EnginePass, case: ReplayCase) -> EngineConfig:
+def sized(path: EnginePass, case: ReplayCase) -> NativeEngineConfig:
     """Return the config, with just enough pages for `case` if it leaves their number open."""
-    cfg = settle(path.cfg, path.model.spec, path.device)
     if path.cfg.num_pages:
-        return cfg
+        return path.cfg
+    page_size = choose_sizes(path.cfg, path.model.spec, path.device).page_size
     one_more = len(case.sequences)  # an admission leaves a page for each running row
-    return replace(cfg, num_pages=int((-(-case.lengths // cfg.page_size)).sum()) + one_more)
+    return replace(path.cfg, num_pages=int((-(-case.lengths // page_size)).sum()) + one_more)

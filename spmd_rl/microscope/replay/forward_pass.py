@@ -22,10 +22,15 @@ from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.hf import load_weights
 from spmd_rl.model.hf_reference import attention_through, reference_model
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import shared_prefix
-from spmd_rl.train.fsdp2 import Scorer
-from spmd_rl.train.microbatch import inverse_temperature, lay_out, num_needed, split
+from spmd_rl.train.microbatch import (
+    inverse_temperature,
+    lay_out,
+    num_micro_batches,
+    split_sequences,
+)
 from spmd_rl.types.batch import Batch
 
 
@@ -92,21 +97,21 @@ class TrainerPass:
     def run(self, case: ReplayCase, tap: Tap) -> None:
         batch = _batch(case)
         lengths = batch.lengths.tolist()
-        parts = split(lengths, num_needed(lengths, self.max_tokens))
+        parts = split_sequences(lengths, num_micro_batches(lengths, self.max_tokens))
         self.facts = {"micro-batches": len(parts)}
         with hook_model(self.model, tap.observe):
             for part in parts:
-                self._run_micro_batch(case, tap, batch.take(part))
+                self._run_micro_batch(case, tap, batch.select(part))
 
     def _run_micro_batch(self, case: ReplayCase, tap: Tap, batch: Batch) -> None:
-        pieces = (
-            shared_prefix.shared(batch) if self.device.type == "cpu" else shared_prefix.whole(batch)
-        )
+        on_cpu = self.device.type == "cpu"
+        layout = (shared_prefix.pack_shared if on_cpu else shared_prefix.pack_whole)(batch)
         rows = np.concatenate([case.offsets[n] + np.arange(case.lengths[n]) for n in batch.index])
         scored = torch.from_numpy(rows[np.flatnonzero(batch.mask) - 1]).to(self.device)
-        laid = pieces.place >= 0
+        is_computed = layout.position >= 0
         computed, locations = (
-            torch.from_numpy(array[laid]).to(self.device) for array in (rows, pieces.place)
+            torch.from_numpy(array[is_computed]).to(self.device)
+            for array in (rows, layout.position)
         )
         tap.begin_forward(computed, locations, scored)
         logprobs, _ = self.scorer(lay_out(batch, self.device))
@@ -125,7 +130,7 @@ def _batch(case: ReplayCase) -> Batch:
         mask=np.repeat(np.tile([False, True], len(sizes)), sizes.reshape(-1)),
         weight=zeros,
         advantages=zeros,
-        roll_logprobs=zeros,
+        rollout_logprobs=zeros,
         versions=np.full(case.num_rows, -1, np.int32),
         temperature=np.array([sequence.temperature for sequence in case.sequences], np.float32),
         index=np.arange(len(sizes), dtype=np.int32),

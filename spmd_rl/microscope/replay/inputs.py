@@ -17,8 +17,8 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
-from spmd_rl.observe.jsonl import lines, parse
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.jsonl import numbered_lines, parse_json
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.rollout.engine import SamplingConfig
 
 DEFAULT_SAMPLES = 8
@@ -107,7 +107,7 @@ def case_of_samples(
         key: settings.get("sampling", {}).get(key)
         for key in ("temperature", "top_p", "top_k", "min_p")
     }
-    drawn["seed"] = settings.get("run", {}).get("seed")
+    seed = settings.get("run", {}).get("seed", 0)
     sampling = SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
     prompts = _encoded(tokenizer, [sample.prompt for sample in samples], model, special)
     sequences = [
@@ -119,6 +119,7 @@ def case_of_samples(
             (sample.prompt_uid, sample.index),
             sample.prompt,
             sample.logprobs,
+            seed,
         )
         for sample, prompt in zip(samples, prompts, strict=True)
     ]
@@ -212,8 +213,8 @@ def _first_of_each(samples: Sequence[RecordedSample]) -> list[RecordedSample]:
 def _read_samples(file: Path) -> dict[str, RecordedSample]:
     """Return the samples of one step that have tokens, by name."""
     rows = {}
-    for number, line in lines(file):
-        row = parse(f"{file}:{number}", line)
+    for number, line in numbered_lines(file):
+        row = parse_json(f"{file}:{number}", line)
         try:
             sample = _parse_sample(row)
         except (ValueError, KeyError, TypeError, OverflowError) as error:

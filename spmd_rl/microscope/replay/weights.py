@@ -62,7 +62,7 @@ def sampling_weights(
 
 def _find_checkpoint(run: Path, version: int) -> Path | None:
     """Return a trainer's folder in the checkpoint before the step that pushed `version`."""
-    for path, record in Checkpoints(run / "checkpoints", 1, 0).saved().items():
+    for path, record in Checkpoints(run / "checkpoints", 1, 0).complete().items():
         if record.next_step != version:
             continue
         for file in path.glob(f"*/{INDEX_FILE}"):

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from spmd_rl.kernels import PagedAttention
+from spmd_rl.kernels import PagedAttention, TokenAttention
 from spmd_rl.microscope.taps.points import BEFORE, Point
 from spmd_rl.model.fused_projections import FusedProjections
-from spmd_rl.model.network import Attend, CausalLM
+from spmd_rl.model.network import CausalLM
 
 Observe = Callable[[Point, Tensor], Tensor]
 
@@ -94,14 +93,24 @@ class _HookedProjections(FusedProjections):
         ]
 
 
-def _hooked_attention(attend: Attend, observe: Observe) -> Attend:
+def _hooked_attention(attend: TokenAttention, observe: Observe) -> TokenAttention:
     if isinstance(attend, PagedAttention):
         return _HookedPagedAttention(attend, observe)
-    return partial(_attend_observed, attend, observe)
+    return _HookedAttention(attend, observe)
+
+
+class _HookedAttention(TokenAttention):
+    """Attention with hooks on its queries, keys, values and outputs."""
+
+    def __init__(self, attend: TokenAttention, observe: Observe) -> None:
+        self._attend, self._observe = attend, observe
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attend_observed(self._attend, self._observe, layer, q, k, v)
 
 
 def _attend_observed(
-    attend: Attend, observe: Observe, layer: int, q: Tensor, k: Tensor, v: Tensor
+    attend: TokenAttention, observe: Observe, layer: int, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     q, k, v = (observe(Point(layer, op), x) for op, x in zip("qkv", (q, k, v), strict=True))
     return observe(Point(layer, "attention"), attend(layer, q, k, v))

@@ -1,8 +1,8 @@
-"""The page itself: markup, style and scripts, put into one file together with the data.
+"""The report page: markup, style, scripts and data in one file.
 
-What a model wrote is data and stays data. It enters the page as JSON in which no character can open
-or close a tag, the scripts put it on the screen as text only, and a content security policy runs no
-script but these and reaches no network.
+The text of a model is hostile input. It enters the page as JSON in which no character can open or
+close a tag, and the scripts show it as text only. A content security policy allows no other script
+and no network access.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SCRIPTS = (
 
 
 def render(data: dict[str, Any]) -> str:
-    """The whole page for what `build.gather` gathered."""
+    """Return the page for the data of `build.gather`."""
     style, script = _text("style.css"), _script()
     parts = {
         "title": html.escape(data["title"]),
@@ -44,7 +44,7 @@ def render(data: dict[str, Any]) -> str:
 
 
 def as_json(data: Any) -> str:
-    """JSON that is safe inside a script element: no markup, no line separators, ASCII only."""
+    """Return JSON that is safe inside a script element: ASCII without markup characters."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -54,7 +54,7 @@ def _script() -> str:
 
 
 def _hash(content: str) -> str:
-    """The name by which a content security policy admits `content`."""
+    """Return the hash by which a content security policy allows `content`."""
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 

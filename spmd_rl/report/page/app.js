@@ -1,4 +1,4 @@
-// Put the page together.
+// Build the page.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const several = data.runs.length > 1;
@@ -44,24 +44,25 @@ function summary(run) {
   const made = new Date(data.made_unix_s * 1000).toISOString().slice(0, 16).replace("T", " ");
   return [
     `${number(steps)} ${steps === 1 ? "step" : "steps"}`,
-    run.wall_s === null ? null : `in ${duration(run.wall_s)}${earlier(run)}`,
-    `page made ${made} UTC`,
+    run.wall_s === null ? null : `in ${duration(run.wall_s)}${timeBeforeStep1(run)}`,
+    `page written ${made} UTC`,
   ]
     .filter(Boolean)
     .join(" · ");
 }
 
-// What of the time passed before step 1, and in which phases.
-function earlier(run) {
+// How much of the time passed before step 1, and in which phases.
+function timeBeforeStep1(run) {
   const { all, ...phases } = run.before;
   if (all === undefined) return "";
   const named = Object.entries(phases)
     .filter(([, seconds]) => seconds >= 0.01 * all)
-    .map(([name, seconds]) => `, ${duration(seconds)} of them in the phase ${name}`);
-  return ` (${duration(all)} before step 1${named.join("")})`;
+    .map(([name, seconds]) => `${duration(seconds)} of ${name}`);
+  const inPhases = named.length ? `, with ${named.join(", ")}` : "";
+  return ` (${duration(all)} of it before step 1${inPhases})`;
 }
 
-// What the run was made of.
+// Model, data, machine and versions of the run.
 function facts(run) {
   const known = Object.entries(run.about);
   if (!known.length) return null;
@@ -97,7 +98,7 @@ document.body.append(
     timeline.node,
     samples.node,
     settingsSection(data),
-    el("footer", {}, "Made by spmd-rl report from the run folder's own files."),
+    el("footer", {}, "Written by spmd-rl report from the files of the run folder."),
   ),
 );
 view.onPick = (step) => {

@@ -1,9 +1,9 @@
-// What the charts have across: steps, minutes since the run began, or tokens trained on.
+// The x axis of the charts: steps, minutes since the run started, or trained tokens.
 
 const AXES = {
   steps: { title: "steps", text: () => "" },
   minutes: { title: "wall-clock minutes", text: (value) => `${number(value, 3)} min` },
-  tokens: { title: "tokens trained on", text: (value) => `${short(value)} tokens` },
+  tokens: { title: "trained tokens", text: (value) => `${short(value)} tokens` },
 };
 
 // The axes that every run has values for.
@@ -11,16 +11,17 @@ function axesOf(data) {
   return Object.keys(AXES).filter((axis) => axis === "steps" || data.runs.every((run) => run.curves.ends[axis]));
 }
 
-// Where each point of a series ends, and where it is drawn.
+// Where each point of a series ends on the axis.
 function endsOn(axis, series) {
   return axis === "steps" ? series.last : series.ends[axis];
 }
 
-function placesOn(axis, series) {
+// Where each point of a series is drawn on the axis.
+function positionsOn(axis, series) {
   return axis === "steps" ? series.last.map((last, i) => (series.first[i] + last) / 2) : series.ends[axis];
 }
 
-// From where to where a series reaches. Steps before step 1 are in sight only where it has values there.
+// The first and last position of a series. Warm-up steps count only if it has values there.
 function extentOn(axis, series) {
   if (axis !== "steps") return [0, series.ends[axis].at(-1)];
   const early = (i) => series.last[i] < 1,
@@ -33,7 +34,7 @@ function extentOn(axis, series) {
 function axisChoice(data, view) {
   const axes = axesOf(data);
   if (axes.length < 2) return null;
-  const choice = el("select", { "aria-label": "x axis", change: () => view.across(choice.value) });
+  const choice = el("select", { "aria-label": "x axis", change: () => view.setAxis(choice.value) });
   axes.forEach((axis) => choice.append(el("option", { value: axis }, AXES[axis].title)));
   return el("label", {}, "x axis ", choice);
 }

@@ -1,7 +1,7 @@
-// One chart of one panel. All charts share `view`: the axis, the part of it in sight, the place under the pointer.
+// One chart, which draws one panel. All charts share a `view`.
 //
-// A panel has a title, a unit and series; a series has a label, a colour, the steps `first` to `last` that each point
-// covers, where it ends on the other axes, their `mean`, and where a point covers several steps their `low` and `high`.
+// A panel has a title, a unit and series. A series has a label, a colour and points. Point i covers the steps `first[i]`
+// to `last[i]`, has their `mean`, and also `low` and `high` if it covers several. `ends` are its ends on the other axes.
 
 const HEIGHT = 170,
   LEFT = 46,
@@ -49,7 +49,7 @@ class Chart {
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.lines = this.series.map((s) => ({
       ...s,
-      x: placesOn(this.view.axis, s),
+      x: positionsOn(this.view.axis, s),
       ends: endsOn(this.view.axis, s),
       extent: extentOn(this.view.axis, s),
       smooth: smoothed(s.mean, this.panel.stacked ? 0 : this.view.smoothing),
@@ -82,12 +82,12 @@ class Chart {
     [this.a, this.b] = a === b ? [a - 1, b + 1] : [a, b];
     const values = this.lines.flatMap((line) =>
       this.panel.stacked
-        ? line.top.filter((_, i) => line === this.lines.at(-1) && this.sees(line.x[i]))
+        ? line.top.filter((_, i) => line === this.lines.at(-1) && this.isVisible(line.x[i]))
         : [line.mean, line.low || [], line.high || []].flatMap((ys) =>
-            ys.filter((v, i) => v !== null && this.sees(line.x[i])),
+            ys.filter((v, i) => v !== null && this.isVisible(line.x[i])),
           ),
     );
-    let [low, high] = values.length ? (this.panel.whole ? span : usual)(values) : [0, 1];
+    let [low, high] = values.length ? (this.panel.whole ? span : spanWithoutOutliers)(values) : [0, 1];
     this.beyond = values.length && span(values)[1] > high ? span(values)[1] : null;
     if (this.panel.floor !== undefined) low = Math.min(low, this.panel.floor);
     if (this.panel.share && low >= 0 && high <= 1 && high > 0.5) [low, high] = [0, 1];
@@ -98,7 +98,7 @@ class Chart {
     this.y = (value) => TOP + (1 - (value - this.low) / (this.high - this.low)) * (HEIGHT - TOP - BOTTOM);
   }
 
-  sees(at) {
+  isVisible(at) {
     return this.a <= at && at <= this.b;
   }
 
@@ -153,7 +153,7 @@ class Chart {
     return found;
   }
 
-  // A value between two that are missing is a dot.
+  // A value between two missing ones is drawn as a dot.
   path(xs, ys) {
     const known = (i) => i >= 0 && i < ys.length && ys[i] !== null;
     let d = "",
@@ -180,7 +180,7 @@ class Chart {
       .join("L")}Z`;
   }
 
-  // Show the values at the place under the pointer, wherever that is, or else the last ones.
+  // Show the values at the position of the pointer, which may be over another chart, or else the last values.
   point() {
     const at = this.view.at,
       keys = [];
@@ -229,14 +229,14 @@ class Chart {
     }
   }
 
-  placeOf(event) {
+  positionOf(event) {
     const x = event.clientX - this.svg.getBoundingClientRect().left;
     const share = Math.min(1, Math.max(0, (x - LEFT) / (this.width - LEFT - RIGHT)));
     const at = this.a + share * (this.b - this.a);
     return this.view.axis === "steps" ? Math.round(at) : at;
   }
 
-  // The step that ends next on the axis.
+  // The step at a position on the axis.
   stepAt(at) {
     if (this.view.axis === "steps" || !this.lines.length) return at;
     const { ends, last } = this.lines[0],
@@ -245,7 +245,7 @@ class Chart {
   }
 
   move(event) {
-    const at = this.placeOf(event);
+    const at = this.positionOf(event);
     this.view.point(at);
     if (this.pressed === undefined) return;
     const [left, right] = span([this.x(this.pressed), this.x(at)]);
@@ -253,11 +253,11 @@ class Chart {
     this.drag.setAttribute("width", right - left);
   }
   press(event) {
-    this.pressed = this.placeOf(event);
+    this.pressed = this.positionOf(event);
     this.svg.setPointerCapture(event.pointerId);
   }
   release(event) {
-    const [a, b] = span([this.pressed, this.placeOf(event)]);
+    const [a, b] = span([this.pressed, this.positionOf(event)]);
     this.pressed = undefined;
     this.drag.setAttribute("width", 0);
     if ((b - a) / (this.b - this.a) > 0.02 && b > a) this.view.zoom([a, b]);

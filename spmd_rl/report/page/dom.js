@@ -1,4 +1,4 @@
-// Elements and numbers. Every text on the page goes through `el`, which only ever makes text nodes of it.
+// Elements and numbers. Every text on the page goes through `el`, which makes only text nodes of it.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,7 +21,7 @@ function fill(node, attributes, children) {
   return node;
 }
 
-// A colour by its name in the style sheet, as the canvas wants it.
+// The value of a colour variable of the style sheet, for a canvas.
 function colour(name) {
   const probe = el("i", { paint: { color: `var(${name})` }, hidden: "" });
   document.body.append(probe);
@@ -77,7 +77,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-// A list to choose from with a button to either side; `options` are [value, text].
+// A list to choose from, with buttons for the previous and the next. `options` are [value, text].
 function picker(name, options, chosen, onPick) {
   const select = el("select", { "aria-label": name, change: () => go(select.selectedIndex) });
   options.forEach(([value, text]) => select.append(el("option", { value }, text)));

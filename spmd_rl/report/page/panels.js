@@ -1,9 +1,9 @@
-// Which metrics go on which chart. Their titles and colours come with the data, so that curves.png has the same ones.
+// Charts and the metrics they show. Colours come with the data, so that curves.png has the same.
 
 const PHASES = ["rollout", "train", "sync", "sleep", "wake"];
-const PART = "reward/"; // before the name of what a reward function returns beside the reward
+const PART = "reward/"; // prefix of the parts of a reward
 
-// A line is [metric, label]; a third entry "dashed" draws it so.
+// A line is [metric, label], or [metric, label, "dashed"].
 const PANELS = [
   {
     title: "Reward",
@@ -47,7 +47,7 @@ const PANELS = [
     ],
   },
   {
-    title: "Ratios of trainer to engine",
+    title: "Trainer / engine ratios",
     share: true,
     floor: 0,
     lines: [
@@ -55,12 +55,12 @@ const PANELS = [
       ["onpolicy/chi2", "chi-square"],
     ],
   },
-  { title: "Loss of the warm-up", lines: [["warmup/loss", "loss"]] },
+  { title: "Warm-up loss", lines: [["warmup/loss", "loss"]] },
   { title: "Loss", lines: [["train/loss", "loss"]] },
   { title: "Gradient norm", floor: 0, lines: [["train/grad_norm", "before clipping"]] },
   { title: "Learning rate", floor: 0, lines: [["train/lr", "rate"]] },
   {
-    title: "Age of the samples",
+    title: "Sample age",
     unit: "weight versions",
     floor: 0,
     lines: [
@@ -89,13 +89,13 @@ const PANELS = [
     unit: "tokens",
     floor: 0,
     lines: [
-      ["train/tokens", "trained on"],
+      ["train/tokens", "trained"],
       ["onpolicy/compared_tokens", "compared"],
     ],
   },
   { title: "Time per warm-up step", unit: "s", floor: 0, lines: [["time/warmup", "whole step"]] },
-  { title: "Time of the reward function", unit: "s", floor: 0, lines: [["time/reward", "slowest rank"]] },
-  { title: "Time to copy a checkpoint", unit: "s", floor: 0, lines: [["time/save", "on the step's path"]] },
+  { title: "Reward function time", unit: "s", floor: 0, lines: [["time/reward", "slowest rank"]] },
+  { title: "Checkpoint time", unit: "s", floor: 0, lines: [["time/save", "copy, while steps wait"]] },
   {
     title: "Utilisation",
     floor: 0,
@@ -111,7 +111,7 @@ function panelsOf(data) {
   return data.runs.length === 1 ? panelsOfOne(data, data.runs[0]) : panelsOfMany(data);
 }
 
-// Related metrics share a chart; what is not in PANELS gets one of its own.
+// Related metrics share a chart. A metric that is not in PANELS has its own.
 function panelsOfOne(data, run) {
   const columns = { ...run.curves.columns, "time/other": otherTime(run.curves.columns) };
   const panels = PANELS.map((panel) => ({
@@ -120,7 +120,7 @@ function panelsOfOne(data, run) {
       .filter(([metric]) => columns[metric])
       .map(([metric, label, style]) => ({
         ...columns[metric],
-        ...placed(run),
+        ...pointsOf(run),
         metric,
         label,
         run: 0,
@@ -130,26 +130,26 @@ function panelsOfOne(data, run) {
   })).filter((panel) => panel.series.length);
   const shown = new Set([...PANELS.flatMap((panel) => panel.lines.map(([metric]) => metric)), "time/step"]);
   const own = Object.keys(columns).filter((metric) => columns[metric] && !shown.has(metric));
-  return panels.concat(own.map((metric) => lonely(data, metric)));
+  return panels.concat(own.map((metric) => singleMetric(data, metric)));
 }
 
-// Where the points of a run's curves lie.
-function placed({ curves }) {
+// The steps and axis positions of a run's points.
+function pointsOf({ curves }) {
   return { first: curves.first, last: curves.last, ends: curves.ends };
 }
 
-// A chart a metric, a line a run.
+// For several runs: one chart a metric, with one line a run.
 function panelsOfMany(data) {
   const all = new Set(data.runs.flatMap((run) => Object.keys(run.curves.columns)));
-  return [...all].map((metric) => lonely(data, metric));
+  return [...all].map((metric) => singleMetric(data, metric));
 }
 
-function lonely(data, metric) {
+function singleMetric(data, metric) {
   const known = data.metrics[metric] || {},
     like = PANELS.find((panel) => panel.lines.some(([name]) => name === metric)) || {};
   const series = data.runs.map((run, i) => ({
     ...run.curves.columns[metric],
-    ...placed(run),
+    ...pointsOf(run),
     metric,
     label: data.runs.length > 1 ? run.name : "value",
     run: i,
@@ -166,10 +166,10 @@ function lonely(data, metric) {
   };
 }
 
-// Words for a metric of ours; one that a recipe logs has the name that its author chose.
+// Known metrics have a label. A metric that only a recipe logs is shown by its name.
 function titleOf(data, metric) {
   if (data.metrics[metric]) return data.metrics[metric].label;
-  return metric.startsWith(PART) ? `Beside the reward: ${metric.slice(PART.length)}` : metric;
+  return metric.startsWith(PART) ? `Reward part: ${metric.slice(PART.length)}` : metric;
 }
 
 function partColour(data, metric) {
@@ -177,7 +177,7 @@ function partColour(data, metric) {
   return data.part_colours[parts.indexOf(metric) % data.part_colours.length] || "--c0";
 }
 
-// Charts without a value other than 0 take one line together.
+// Charts whose values are all 0 are listed in one line.
 function isZero(panel) {
   return panel.series.every((s) => [s.mean, s.low || [], s.high || []].flat().every((v) => v === null || v === 0));
 }
@@ -189,7 +189,7 @@ function zeroLine(panels) {
   return el("p", { class: "sub zeros" }, `${start} 0 throughout: ${titles.join(", ")}.`);
 }
 
-// What of a step's time no phase accounts for.
+// The time of a step outside all phases.
 function otherTime(columns) {
   if (!columns["time/step"]) return undefined;
   const phases = PHASES.map((phase) => columns[`time/${phase}`]).filter(Boolean);
@@ -207,7 +207,7 @@ function curvesSection(data, view) {
       "Curves",
       "",
       [],
-      empty("No step has ended yet: ", el("code", {}, "metrics.jsonl"), " is empty."),
+      empty("No step has finished yet: ", el("code", {}, "metrics.jsonl"), " is empty."),
     );
   const slider = el("input", {
     type: "range",
@@ -229,7 +229,7 @@ function curvesSection(data, view) {
   const most = Math.max(...data.runs.map((run) => run.curves.num_steps)),
     points = Math.max(...data.runs.map((run) => run.curves.first.length));
   const note =
-    points < most ? `a point is the mean of ${Math.ceil(most / points)} steps, the band their lowest to highest` : "";
+    points < most ? `each point is the mean of ${Math.ceil(most / points)} steps, the band their lowest and highest value` : "";
   const hint = "drag to zoom, click to go to a step" + (note ? `; ${note}` : "");
   return section(
     "curves",

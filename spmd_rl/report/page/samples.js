@@ -1,8 +1,8 @@
-// The samples of one prompt, side by side, each token as dark as it was unlikely.
+// The samples of one prompt side by side. A token is the darker the less likely it was.
 
-const NEVER = 5; // nats: a log-prob of -5 and below has the full colour
+const DARKEST = 5; // nats: log-probs of -5 and below have the full colour
 
-function tone(reward, low, high) {
+function rewardColour(reward, low, high) {
   if (reward === null || reward === undefined) return "var(--soft)";
   const share = high > low ? (reward - low) / (high - low) : reward > 0 ? 1 : 0;
   return `color-mix(in oklab, var(--good) ${Math.round(100 * share)}%, var(--bad))`;
@@ -11,20 +11,20 @@ function tone(reward, low, high) {
 function tokenNode(sample, i) {
   const piece = sample.pieces[i],
     logprob = sample.logprobs[i] ?? null;
-  const strength = logprob === null ? 0 : Math.min(1, -logprob / NEVER) * 70;
+  const strength = logprob === null ? 0 : Math.min(1, -logprob / DARKEST) * 70;
   const version = sample.versions.length > 1 ? sample.versions[i] : sample.versions[0];
-  const about = [
+  const details = [
     `token ${sample.tokens[i]}`,
     logprob === null ? null : `log-prob ${number(logprob)}`,
     logprob === null ? null : `p ${(100 * Math.exp(logprob)).toPrecision(3)} %`,
-    version === undefined ? null : `weights ${version}`,
+    version === undefined ? null : `weights version ${version}`,
   ];
   const special = sample.known && /^<[|/]?[\w|]+[|]?>$/.test(piece);
   return el(
     "span",
     {
       class: special ? "t special" : "t",
-      "data-about": about.filter(Boolean).join("\n"),
+      "data-about": details.filter(Boolean).join("\n"),
       paint: { background: strength > 1 ? `color-mix(in srgb, var(--heat) ${strength.toFixed(0)}%, transparent)` : "" },
     },
     piece.split("\n").flatMap((line, j) => (j ? [el("i", { class: "nl" }), `\n${line}`] : line)),
@@ -32,13 +32,13 @@ function tokenNode(sample, i) {
 }
 
 function answerNode(sample, low, high) {
-  const each = mean(sample.logprobs.filter((v) => v !== null));
+  const meanLogprob = mean(sample.logprobs.filter((v) => v !== null));
   const tokens = sample.tokens.length ? sample.pieces.map((_, i) => tokenNode(sample, i)) : [sample.pieces.join("")];
   if (sample.left_out_at !== undefined)
     tokens.splice(
       sample.left_out_at,
       0,
-      el("span", { class: "gap" }, `… ${number(sample.num_tokens - sample.pieces.length)} tokens not in this page …`),
+      el("span", { class: "gap" }, `… ${number(sample.num_tokens - sample.pieces.length)} tokens left out …`),
     );
   const parts = Object.entries(sample.parts).filter(([name]) => name !== "reward");
   const versions = sample.versions.length ? span(sample.versions) : [];
@@ -50,7 +50,7 @@ function answerNode(sample, low, high) {
       {},
       el(
         "span",
-        { class: "badge reward", "--tone": tone(sample.reward, low, high) },
+        { class: "badge reward", "--tone": rewardColour(sample.reward, low, high) },
         `reward ${number(sample.reward)}`,
       ),
       el(
@@ -60,11 +60,11 @@ function answerNode(sample, low, high) {
       ),
       el(
         "span",
-        { class: "more", title: versions.length ? `made by weights ${[...new Set(versions)].join(" to ")}` : "" },
+        { class: "more", title: versions.length ? `drawn by weights version ${[...new Set(versions)].join(" to ")}` : "" },
         [
           `#${sample.index}`,
           `${number(sample.num_tokens)} tokens`,
-          each === null ? null : `${number(Number(each.toFixed(3)))} nats each`,
+          meanLogprob === null ? null : `mean log-prob ${number(Number(meanLogprob.toFixed(3)))}`,
         ]
           .filter(Boolean)
           .join(" · "),
@@ -133,7 +133,7 @@ function samplesSection(data) {
         .filter(Boolean)
         .flatMap((node) => [node, " "]),
     );
-    note.textContent = remark(chosen, steps.length, all);
+    note.textContent = leftOutNote(chosen, steps.length, all);
     body.replaceChildren(
       overview(chosen.groups, state.group, (group) => show({ group })),
       ...groupNodes(chosen.groups[state.group], state.order),
@@ -146,16 +146,16 @@ function samplesSection(data) {
   };
 }
 
-function remark(step, shown, all) {
-  const here = step.groups.reduce((sum, group) => sum + group.samples.length, 0);
+function leftOutNote(step, shown, all) {
+  const numHere = step.groups.reduce((sum, group) => sum + group.samples.length, 0);
   const few = [
-    here < step.num_samples ? `${here} of the step's ${number(step.num_samples)} samples` : "",
+    numHere < step.num_samples ? `${numHere} of the step's ${number(step.num_samples)} samples` : "",
     shown < all ? `${shown} of ${number(all)} steps` : "",
   ].filter(Boolean);
-  return few.length ? `here: ${few.join(", ")}; all are in samples/` : "";
+  return few.length ? `shown: ${few.join(", ")}; the run folder has all in samples/` : "";
 }
 
-// Every prompt of the step as a button, its samples as squares in the colours of their rewards.
+// A button for every prompt of the step, with a square in the colour of its reward for each sample.
 function overview(groups, chosen, onPick) {
   const [low, high] = span([0, 1, ...groups.flatMap(rewardsOf)]);
   return el(
@@ -170,7 +170,7 @@ function overview(groups, chosen, onPick) {
           title: group.prompt.trim().slice(-200),
           click: () => onPick(i),
         },
-        group.samples.map((sample) => el("i", { "--tone": tone(sample.reward, low, high) })),
+        group.samples.map((sample) => el("i", { "--tone": rewardColour(sample.reward, low, high) })),
       ),
     ),
   );
@@ -186,7 +186,7 @@ function groupNodes(group, order) {
   const sorted = [...group.samples].sort((a, b) =>
     order === "reward" ? (b.reward ?? -Infinity) - (a.reward ?? -Infinity) : a[order] - b[order],
   );
-  const guessed = group.samples.some((s) => s.tokens.length && !s.known);
+  const boundariesGuessed = group.samples.some((s) => s.tokens.length && !s.known);
   return [
     el(
       "div",
@@ -195,18 +195,18 @@ function groupNodes(group, order) {
       el(
         "div",
         {},
-        el("div", { class: "label" }, "expected"),
+        el("div", { class: "label" }, "reference answer"),
         el("div", { class: "text", dir: "auto" }, group.answer || "–"),
         el("div", { class: "label" }, `mean reward ${number(mean(rewards))} of ${group.samples.length}`),
       ),
       el(
         "div",
         { class: "label" },
-        "certain ",
+        "token colours: certain ",
         el("span", { class: "scale" }),
-        ` log-prob ≤ −${NEVER}`,
-        guessed
-          ? " · no tokenizer at hand: the texts are cut evenly, so colours are near their tokens, not on them"
+        ` log-prob ≤ −${DARKEST}`,
+        boundariesGuessed
+          ? " · without a tokenizer, texts are cut evenly, so a colour may be off its token"
           : "",
       ),
     ),

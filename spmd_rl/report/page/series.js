@@ -1,11 +1,11 @@
-// Plain arithmetic on the values of curves; null is a value that is not known.
+// Arithmetic on the values of curves, where null is a missing value.
 
 function span(values) {
   return values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
 }
 
-// The extent of `values` but for the few that lie far outside the rest and would flatten it.
-function usual(values) {
+// The extent of `values` without a few outliers, which would flatten the rest.
+function spanWithoutOutliers(values) {
   const sorted = [...values].sort((a, b) => a - b),
     at = (share) => sorted[Math.round(share * (sorted.length - 1))];
   const [low, high] = [at(0.02), at(0.98)],
@@ -21,7 +21,7 @@ function lastKnown(values) {
   return values.findLastIndex((v) => v !== null);
 }
 
-// Exponential mean of the points so far, without the pull towards a first value.
+// Exponential moving average, with bias correction.
 function smoothed(values, weight) {
   if (!weight) return values;
   let sum = 0,

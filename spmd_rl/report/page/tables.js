@@ -1,4 +1,4 @@
-// Figures, settings and plan.
+// Tables: key figures, settings and plan.
 
 const percent = (value) => (value === null ? "–" : `${Number((100 * value).toPrecision(3))} %`);
 const FORMATS = {
@@ -54,7 +54,7 @@ function card(figure, value, unit, how, mood = "") {
   );
 }
 
-// All figures of several runs; what is clearly the best of a row stands out.
+// Key figures of several runs. A value that is clearly the best of its row is highlighted.
 function figuresTable(data) {
   const rows = data.figures.map((figure, i) => {
     const values = data.runs.map((run) => run.figures[i]);
@@ -88,7 +88,7 @@ function figuresTable(data) {
 }
 
 function differencesTable(data) {
-  if (!data.differences.length) return empty("The runs were given the same settings.");
+  if (!data.differences.length) return empty("All runs have the same settings.");
   return table(
     "",
     ["setting", ...data.runs.map((run) => run.name)],
@@ -164,7 +164,7 @@ function settingsSection(data) {
   return section("settings", "Config and plan", "as given, and as resolved", [search], body);
 }
 
-// Nested data as lines that unfold.
+// Nested data as a tree that can be unfolded.
 function tree(key, value, open) {
   const isLeaf = value === null || typeof value !== "object",
     name = el("span", { class: "k" }, `${key} `);

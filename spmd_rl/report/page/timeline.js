@@ -1,4 +1,4 @@
-// What every process did within one step: a row a depth, lanes grouped by process.
+// The spans of every process within one step: one row a depth, lanes grouped by process.
 
 const GUTTER = 168,
   ROW = 20,
@@ -85,10 +85,10 @@ class Timeline {
       pen.fillStyle = this.colours["--grid"];
       pen.fillRect(0, top - GAP / 2, this.width, 1);
       pen.fillStyle = this.colours["--ink"];
-      pen.fillText(fitting(pen, lane.process, 84), 8, top + 14);
+      pen.fillText(shortened(pen, lane.process, 84), 8, top + 14);
     }
     pen.fillStyle = this.colours["--soft"];
-    pen.fillText(fitting(pen, lane.lane === "MainThread" ? "main" : lane.lane, 66), 98, top + 14);
+    pen.fillText(shortened(pen, lane.lane === "MainThread" ? "main" : lane.lane, 66), 98, top + 14);
     pen.save();
     pen.beginPath();
     pen.rect(GUTTER, 0, this.width - GUTTER - 8, 1e5);
@@ -110,7 +110,7 @@ class Timeline {
     this.boxes.push({ left, right: left + Math.max(3, width), top: y, name, lane, start, length, args });
     if (width < 30) return;
     this.pen.fillStyle = this.colours["--card"];
-    this.pen.fillText(fitting(this.pen, name, width - 9), left + 5, y + 13);
+    this.pen.fillText(shortened(this.pen, name, width - 9), left + 5, y + 13);
   }
 
   move(event) {
@@ -134,7 +134,7 @@ class Timeline {
     const where = [box.lane.process, box.lane.host && `on ${box.lane.host}`, box.lane.lane].filter(Boolean).join(" ");
     this.tip.replaceChildren(
       el("b", {}, `${box.name}  ${microseconds(box.length)}`),
-      el("span", {}, [`${where}, ${microseconds(box.start)} into the step`, ...args].join("\n")),
+      el("span", {}, [`${where}, ${microseconds(box.start)} after the start of the step`, ...args].join("\n")),
     );
     this.tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - this.tip.offsetWidth - 8)}px`;
     this.tip.style.top = `${Math.min(event.clientY + 14, window.innerHeight - this.tip.offsetHeight - 8)}px`;
@@ -161,7 +161,7 @@ function spanColour(name, args) {
   return SPAN_COLOURS[hash % SPAN_COLOURS.length];
 }
 
-function fitting(pen, text, width) {
+function shortened(pen, text, width) {
   if (pen.measureText(text).width <= width) return text;
   let length = text.length;
   while (length > 1 && pen.measureText(`${text.slice(0, length)}…`).width > width) length--;
@@ -171,7 +171,7 @@ function fitting(pen, text, width) {
 function timelineSection(data) {
   const runs = data.runs.map((run, i) => [i, run.name]).filter(([i]) => data.runs[i].timeline.steps.length);
   if (!runs.length) {
-    const words = "No process recorded a trace. Where a run is traced, this shows what each rank did, step by step.";
+    const words = "This run has no trace. With run.trace = true, this section shows what each rank did in a step.";
     return { node: section("timeline", "Timeline", "", [], empty(words)) };
   }
   const tools = el("span"),
@@ -193,7 +193,7 @@ function timelineSection(data) {
     note.textContent = [
       microseconds(step.length_us),
       step.num_left_out ? `without its ${number(step.num_left_out)} shortest spans` : null,
-      choices.length < recorded.num_steps ? `${choices.length} of ${number(recorded.num_steps)} steps are here` : null,
+      choices.length < recorded.num_steps ? `${choices.length} of ${number(recorded.num_steps)} steps are shown` : null,
       "drag to zoom",
     ]
       .filter(Boolean)

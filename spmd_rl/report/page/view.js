@@ -1,4 +1,4 @@
-// What all charts share: the axis, the part of it in sight, the place under the pointer, the smoothing, the runs left out.
+// State that all charts share: axis, visible range, pointer position, smoothing, hidden runs.
 
 class View {
   constructor(numSteps) {
@@ -21,7 +21,7 @@ class View {
       this.charts.forEach((chart) => chart.point());
     });
   }
-  across(axis) {
+  setAxis(axis) {
     this.axis = axis;
     this.at = null;
     this.zoom(null);

@@ -1,54 +1,72 @@
-"""Automatic sizes: page size, step size and number of pages that the config leaves at 0."""
+"""Sizes of a native engine: those that its config sets, and those that it leaves to the machine."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import as_size, kv_budget, kv_pages, kv_token_bytes
-from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, EngineConfig
+from spmd_rl.rollout.engine import GPU_STEP_TOKENS, NativeEngineConfig
 
 CPU_POOL_BYTES = 1 << 30
-# Pages take at most this share of a GPU's free memory if the ledger did not count the rest.
+# of a GPU's free memory, for the pages of an engine that no plan has counted
 FREE_SHARE = 0.4
-PAGE_SIZE = 16
 CPU_STEP_TOKENS = 2048
 
 
-def settle(cfg: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
-    """Return `cfg` with a number for every size that it leaves at 0, and with a dtype."""
-    cfg = replace(cfg, dtype=dtype_of(cfg.dtype, device))
-    flash = flash_takes(spec.head_dim, getattr(torch, cfg.dtype), device)
-    step_tokens = max(cfg.max_batch, GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
-    cfg = replace(
-        cfg,
-        page_size=cfg.page_size or (GPU_PAGE_SIZE if flash else PAGE_SIZE),
-        max_step_tokens=cfg.max_step_tokens or step_tokens,
-    )
-    return replace(cfg, num_pages=cfg.num_pages or auto_pages(spec, cfg, device))
+@dataclass(frozen=True)
+class EngineSizes:
+    """A number for every size that a config may leave at 0, and the type of the keys and values."""
+
+    dtype: torch.dtype
+    page_size: int
+    num_pages: int
+    max_step_tokens: int
 
 
-def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
-    """Return the ledger's number of pages, within the memory that there is for them.
+def choose_sizes(
+    cfg: NativeEngineConfig, spec: ModelSpec, device: torch.device, reserved_bytes: int = 0
+) -> EngineSizes:
+    """Return the sizes of an engine on `device`.
 
-    `cfg` has its dtype and its page size set.
+    `reserved_bytes` is the memory that the plan counts beside the engine's pages; 0: not counted.
     """
-    item_bytes = getattr(torch, cfg.dtype).itemsize
-    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
-    budget = _gpu_budget(cfg, device) if device.type == "cuda" else CPU_POOL_BYTES
+    dtype: torch.dtype = getattr(torch, dtype_of(cfg.dtype, device))
+    backend = attention_backend(spec.head_dim, dtype, device)
+    step_tokens = max(cfg.max_batch, GPU_STEP_TOKENS if device.type == "cuda" else CPU_STEP_TOKENS)
+    page_size = cfg.page_size or backend.default_page_size
+    num_pages = cfg.num_pages or auto_pages(spec, cfg, device, dtype, page_size, reserved_bytes)
+    return EngineSizes(dtype, page_size, num_pages, cfg.max_step_tokens or step_tokens)
+
+
+def auto_pages(
+    spec: ModelSpec,
+    cfg: NativeEngineConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    page_size: int,
+    reserved_bytes: int = 0,
+) -> int:
+    """Return the ledger's number of pages, as far as there is memory for them.
+
+    A model whose longest context does not fit gets one context of pages anyhow, and a warning.
+    """
+    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype.itemsize)
+    on_gpu = device.type == "cuda"
+    budget = _gpu_budget(cfg, device, reserved_bytes) if on_gpu else CPU_POOL_BYTES
     pages = kv_pages(
         token_bytes,
-        cfg.page_size,
+        page_size,
         context=spec.max_positions,
         batch=cfg.max_batch,
         budget_bytes=budget,
     )
-    if (num_bytes := pages * cfg.page_size * token_bytes) > budget:
+    if (num_bytes := pages * page_size * token_bytes) > budget:
         room = f"beside all else there is room for {as_size(max(budget, 0))} of keys and values"
         warnings.warn(
             f"{room}, and one context of {spec.max_positions} tokens takes {as_size(num_bytes)}",
@@ -57,15 +75,12 @@ def auto_pages(spec: ModelSpec, cfg: EngineConfig, device: torch.device) -> int:
     return pages
 
 
-def _gpu_budget(cfg: EngineConfig, device: torch.device) -> int:
-    """Return the bytes left for pages.
-
-    They are what is left beside all that the ledger counts, or beside what is in use now, whichever
-    is less.
+def _gpu_budget(cfg: NativeEngineConfig, device: torch.device, reserved_bytes: int) -> int:
+    """Return the bytes left for pages beside what is reserved, or what is in use now if that is
+    more.
     """
-    torch.cuda.empty_cache()  # memory that torch keeps for later is free too
+    torch.cuda.empty_cache()  # memory that torch's allocator keeps for later counts as free
     free_bytes, capacity_bytes = torch.cuda.mem_get_info(device)
-    left = kv_budget(
-        capacity_bytes, cfg.memory_fraction, max(cfg.beside_bytes, capacity_bytes - free_bytes)
-    )
-    return left if cfg.beside_bytes else min(left, int(free_bytes * FREE_SHARE))
+    in_use_bytes = capacity_bytes - free_bytes
+    left = kv_budget(capacity_bytes, cfg.memory_fraction, max(reserved_bytes, in_use_bytes))
+    return left if reserved_bytes else min(left, int(free_bytes * FREE_SHARE))

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from spmd_rl.errors import ResidencyError, SpmdError
 from spmd_rl.kernels import KvCache, sample_and_score
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import EngineConfig, Request, StepOutput
-from spmd_rl.rollout.native.auto_sizes import settle
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, StepOutput
+from spmd_rl.rollout.native.auto_sizes import choose_sizes
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.kv_memory import KvMemory
 from spmd_rl.rollout.native.model_runner import ModelRunner, SampledTokens
@@ -56,34 +56,35 @@ class NativeEngine:
     def __init__(
         self,
         model: CausalLM,
-        cfg: EngineConfig,
+        cfg: NativeEngineConfig,
         device: torch.device,
         *,
         decode: Callable[[tuple[int, ...]], str] | None = None,
         sampler: Sampler = sample_and_score,
+        reserved_bytes: int = 0,
     ) -> None:
         self.model = model
         self.spec = spec = model.spec
-        self.cfg = cfg = settle(cfg, spec, device)
+        self.cfg = cfg
+        self.sizes = sizes = choose_sizes(cfg, spec, device, reserved_bytes)
         self.device = device
         self.version: int | None = None
-        self._async_scheduling = cfg.cuda_graphs and flash_takes(
-            spec.head_dim, getattr(torch, cfg.dtype), device
-        )
-        self.table = SequenceTable(cfg.max_batch, spec.max_positions, cfg.page_size)
+        backend = attention_backend(spec.head_dim, sizes.dtype, device)
+        self._async_scheduling = cfg.cuda_graphs and backend.fits_cuda_graphs
+        self.table = SequenceTable(cfg.max_batch, spec.max_positions, sizes.page_size)
         self.scheduler = Scheduler(
             self.table,
-            PagePool(cfg.num_pages),
-            max_step_tokens=cfg.max_step_tokens,
+            PagePool(sizes.num_pages),
+            max_step_tokens=sizes.max_step_tokens,
             prefix_cache=cfg.prefix_cache,
             eos_ids=spec.eos_ids,
             separate_prefill=self._async_scheduling,
         )
         if self._async_scheduling:
-            model.lay_out_projections()
+            model.pack_projections()
         self._sampler = sampler
         self._stop_checker = StopChecker(self.table, decode)
-        self._validator = RequestValidator(spec, max_kv_tokens=cfg.num_pages * cfg.page_size)
+        self._validator = RequestValidator(spec, max_kv_tokens=sizes.num_pages * sizes.page_size)
         self._num_steps = 0
         self._num_generated = 0
         self._kv_memory = KvMemory(device)
@@ -121,7 +122,7 @@ class NativeEngine:
     def new_version(self, version: int) -> None:
         self.version = version
         if self._async_scheduling:
-            self.model.join_projections()
+            self.model.fuse_projections()
         self.scheduler.discard_kv(version)
 
     def outdate(self) -> None:
@@ -148,9 +149,7 @@ class NativeEngine:
         return LocalTensors.whole(dict(self.model.named_parameters()))
 
     def contract(self) -> dict[str, str | int]:
-        return self.model.contract(
-            self.device, getattr(torch, self.cfg.dtype), self.cfg.attention_split
-        )
+        return self.model.contract(self.device, self.sizes.dtype, self.cfg.attention_split)
 
     def stats(self) -> dict[str, int]:
         runner = self._runner
@@ -159,7 +158,7 @@ class NativeEngine:
             "num_generated_tokens": self._num_generated,
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting),
-            "num_pages": self.cfg.num_pages,
+            "num_pages": self.sizes.num_pages,
             "num_evictions": self.scheduler.pool.num_evictions,
             "num_graphs": runner.num_graphs if runner else 0,
             "kv_bytes": runner.cache.num_bytes if runner and self._kv_memory.is_mapped else 0,
@@ -169,11 +168,11 @@ class NativeEngine:
     def _new_runner(self) -> ModelRunner:
         cache = KvCache(
             num_layers=self.spec.num_layers,
-            num_pages=self.cfg.num_pages,
-            page_size=self.cfg.page_size,
+            num_pages=self.sizes.num_pages,
+            page_size=self.sizes.page_size,
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
-            dtype=getattr(torch, self.cfg.dtype),
+            dtype=self.sizes.dtype,
             device=self.device,
             allocate=self._kv_memory.allocate,
             split=self.cfg.attention_split,

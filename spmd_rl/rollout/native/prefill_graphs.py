@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PagedAttention
-from spmd_rl.kernels.attention.flash import PagedFlash
 from spmd_rl.kernels.runtime.cuda_graph import GraphMemory, record
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.native.graph_inputs import GraphInputs, InputFields
@@ -84,9 +83,13 @@ class PrefillGraphs:
 
     def _compute(self, inputs: dict[str, Tensor]) -> Tensor:
         """Do the work of one step, as it is recorded."""
-        size = len(inputs["tokens"])
-        kernel = PagedFlash(inputs["pages"], inputs["num_keys"], inputs["bounds"], size, size)
-        attend = PagedAttention(self._cache, inputs["slots"], kernel)
+        attend = PagedAttention.prefill(
+            self._cache,
+            pages=inputs["pages"],
+            num_keys=inputs["num_keys"],
+            bounds=inputs["bounds"],
+            slots=inputs["slots"],
+        )
         return self._model(inputs["tokens"], inputs["positions"], attend)
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import InFlightStep, NativeEngine
 from spmd_rl.rollout.native.model_runner import ModelRunner
@@ -43,7 +43,7 @@ class ReplayEngine(NativeEngine):
     def __init__(
         self,
         model: CausalLM,
-        cfg: EngineConfig,
+        cfg: NativeEngineConfig,
         device: torch.device,
         *,
         sampler: Sampler,
@@ -54,16 +54,16 @@ class ReplayEngine(NativeEngine):
 
     @property
     def num_pages(self) -> int:
-        return self.cfg.num_pages
+        return self.sizes.num_pages
 
     @property
     def page_size(self) -> int:
-        return self.cfg.page_size
+        return self.sizes.page_size
 
     @property
     def max_forward_tokens(self) -> int:
         """The most tokens that one forward pass takes, with the padding of recorded graphs."""
-        return max(self.cfg.max_step_tokens, self.cfg.max_batch, *PREFILL_SIZES)
+        return max(self.sizes.max_step_tokens, self.cfg.max_batch, *PREFILL_SIZES)
 
     def _launch(
         self, plan: StepPlan, samples: NDArray[np.bool_], runner: ModelRunner, version: int

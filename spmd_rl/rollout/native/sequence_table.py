@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spmd_rl.kernels import stream_bases
-from spmd_rl.kernels.attention.splits import ranges
+from spmd_rl.kernels.runtime.ragged import offsets_within
 from spmd_rl.rollout.engine import ALL_TOKENS, Request
 
 NO_STOP_ID = -1
@@ -137,7 +137,7 @@ class SequenceTable:
 
     def _write_sampling(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
         sampling = request.sampling
-        self.seed[row] = sampling.seed
+        self.seed[row] = request.seed
         self.inv_temperature[row] = np.float32(1) / np.float32(sampling.scored_temperature)
         self.greedy[row] = sampling.temperature == 0
         self.top_k[row] = sampling.top_k
@@ -231,7 +231,7 @@ class SequenceTable:
         index = np.array(rows, dtype=np.int64)
         first = self.prompt_length[index]
         sizes = self.host_length(index) - first
-        answers = np.repeat(index, sizes), np.repeat(first, sizes) + ranges(sizes)
+        answers = np.repeat(index, sizes), np.repeat(first, sizes) + offsets_within(sizes)
         tokens, logprobs = self.tokens[answers], self.logprobs[answers]
         versions = self.versions[answers]
         self.sequence_id[index] = NO_SEQUENCE
@@ -242,5 +242,5 @@ class SequenceTable:
             assert old is not None
             self.requests[row] = None
             answer = tokens[start:end], logprobs[start:end], versions[start:end]
-            removed.append(Request(old.uid, old.index, old.prompt, old.sampling, *answer))
+            removed.append(Request(old.uid, old.index, old.prompt, old.sampling, *answer, old.seed))
         return removed

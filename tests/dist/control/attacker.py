@@ -1,9 +1,8 @@
-"""Another user of the host: told of open ports, it writes to every key-value store of torch behind
-them.
+"""Another user of the host, who writes to every key-value store of torch behind open ports.
 
-It says where the controller is, as rank 0 does, and names an address of its own. Each line of its
-input holds ports; each line of its output holds those that took what it wrote, and how often its
-own address has been dialled.
+It writes an address of its own as the controller's, as rank 0 does. Each line of its input holds
+ports. Each line of its output holds the ports that accepted what it wrote, and how often its own
+address has been dialled.
 """
 
 import json
@@ -22,7 +21,7 @@ NOBODY = 65534
 
 
 def write_to(port: int, lie: str) -> bool:
-    """Whether a store listens there and has taken the lie."""
+    """Return whether a store listens there and has accepted the lie."""
     try:
         store = TCPStore(
             "127.0.0.1", port, is_master=False, timeout=PATIENCE, wait_for_workers=False
@@ -35,7 +34,10 @@ def write_to(port: int, lie: str) -> bool:
 
 
 def become_nobody(folder: Path) -> None:
-    """Only root can; its interpreter may lie where nobody else can read it, so this is done late."""
+    """Become another user, if this is root's process.
+
+    That user may not be able to read the interpreter's files, so it comes after all imports.
+    """
     if os.geteuid() == 0:
         os.chown(folder, NOBODY, NOBODY)
         os.setgroups([])

@@ -1,4 +1,4 @@
-"""A recipe that goes wrong in the way its config names, for the tests beside it."""
+"""Recipe that fails in the way its config names, for the tests beside it."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective, local
 from spmd_rl.errors import DataError
 from spmd_rl.mesh.split import RoleSplit
-from spmd_rl.types.samples import Prompt
+from spmd_rl.types.prompts import Prompt
 
 
 class Actor(Role):

@@ -1,4 +1,4 @@
-"""Starting runs for tests, each in a process group of its own that is gone when its test ends."""
+"""Fixtures that start runs, each in a process group that ends with its test."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
-    """Start a command in `tmp_path`, heeding a terminal that closes; at the end, its whole process
-    group ends.
-    """
+    """Start a command in `tmp_path` that obeys SIGHUP; its process group ends with the test."""
     started: list[subprocess.Popen[str]] = []
-    # whatever started these tests may ignore it
+    # the process that started these tests may ignore it
     inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     def run(command: list[str]) -> subprocess.Popen[str]:
@@ -65,8 +63,9 @@ def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Start]:
 
 @pytest.fixture
 def launch(tmp_path: Path, environment: dict[str, str]) -> Iterator[Launch]:
-    """Start `spmd-rl` with these words in `tmp_path`, without its imports; at the end, its whole
-    process group ends.
+    """Start `spmd-rl` in `tmp_path`, forked from a process that has imported torch.
+
+    Its whole process group ends with the test.
     """
     launched: list[Launched] = []
 
@@ -101,26 +100,24 @@ def spmd_rl() -> list[str]:
 
 @pytest.fixture
 def torchrun() -> list[str]:
-    """The chaos recipe under torchrun itself."""
+    """Return the command that runs the chaos recipe under torchrun itself."""
     return [*TORCHRUN, "-m", "spmd_rl", "run", CHAOS]
 
 
 @pytest.fixture
 def spmd_rl_with_heartbeats() -> list[str]:
-    """The chaos recipe by `spmd-rl run`, whose rendezvous is let go of in the thread of its
-    heartbeat.
-    """
+    """Return the command for a launcher whose rendezvous is released by its heartbeat's thread."""
     return [sys.executable, str(Path(__file__).with_name("heartbeat.py")), "run", CHAOS]
 
 
 @pytest.fixture
-def torchrun_with_a_stranger(tmp_path: Path) -> list[str]:
-    """The same, but rank 1 holds a secret of its own."""
+def torchrun_with_two_secrets(tmp_path: Path) -> list[str]:
+    """Return the same command, where rank 1 holds a secret of its own."""
     entry = tmp_path / "stranger.py"
     entry.write_text(
         "import os, sys\n"
         "os.environ['SPMD_RL_SECRET'] = ('ab' if os.environ['RANK'] == '1' else 'cd') * 32\n"
-        "from spmd_rl.cli.main import rank_main\n"
+        "from spmd_rl.cli.rank import rank_main\n"
         "sys.exit(rank_main())\n"
     )
     return [*TORCHRUN, str(entry), "run", CHAOS]

@@ -1,4 +1,4 @@
-"""`spmd-rl` with a sooner heartbeat of torch's rendezvous, which is then the last to let go of it."""
+"""`spmd-rl` with a faster heartbeat of torch's rendezvous, whose thread then releases it last."""
 
 import sys
 import threading
@@ -9,8 +9,8 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from spmd_rl.cli.main import main
 
-SOONER = 50  # torch's five seconds are a tenth of one
-NOBODY_ELSE = 2  # references to what a function holds, one of them for the asking
+SOONER = 50  # times faster than torch's five seconds
+NOBODY_ELSE = 2  # references to the handler: the variable here, and the argument of getrefcount
 beating: list[threading.Thread] = []
 
 

@@ -1,10 +1,11 @@
-"""A recipe that pushes weights between two toy roles, for the tests beside it."""
+"""Recipe that pushes weights between two toy roles, for the tests beside it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.capabilities import Sleeper, WeightSink, WeightSource
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.role_context import RoleContext
@@ -13,22 +14,24 @@ from spmd_rl.mesh.split import Split
 ROWS, COLUMNS = 6, 4
 
 
-class Source(Role):
+class Source(Role, WeightSource):
     """Holds its rows of one tensor."""
 
     def __init__(self, cfg: "Config", context: RoleContext) -> None:
         import torch
 
         super().__init__(cfg, context)
-        self.tell: Callable[[], None] = lambda: None
+        self.before_change: Callable[[], None] = lambda: None
         self.rows = torch.zeros(-(-ROWS // context.size), COLUMNS)
 
-    def before_change(self, tell: Callable[[], None]) -> None:
-        self.tell = tell
+    def call_before_change(self, callback: Callable[[], None]) -> None:
+        self.before_change = callback
+
+    def on_weights_pushed(self, version: int) -> None: ...
 
     @collective
     def fill(self, value: float) -> None:
-        self.tell()
+        self.before_change()
         self.rows.fill_(value + self.context.rank)
 
     def weight_source(self) -> Any:
@@ -39,7 +42,7 @@ class Source(Role):
         return LocalTensors({"w": LocalTensor((ROWS, COLUMNS), box, self.rows)})
 
 
-class Sink(Role):
+class Sink(Role, WeightSink, Sleeper):
     """Holds the whole tensor."""
 
     def __init__(self, cfg: "Config", context: RoleContext) -> None:
@@ -54,10 +57,10 @@ class Sink(Role):
 
         return LocalTensors.whole({"w": self.whole})
 
-    def on_weights(self, version: int) -> None:
+    def on_weights_received(self, version: int) -> None:
         self.version = version
 
-    def outdate(self) -> None:
+    def on_weights_stale(self) -> None:
         self.version = -3
 
     @collective

@@ -1,4 +1,4 @@
-"""What another user of the host gains who knows every open port of a run: nothing."""
+"""Attack by another user of the host, who knows every open port of a run: it gains nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LISTENING = "0A"
 
 
 class Attacker:
-    """A process that attacks the ports it is told of: of another user, if these tests are root's."""
+    """A process that attacks given ports, as another user if the tests run as root."""
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Attacker:
 
 @pytest.fixture
 def attacker() -> Iterator[Attacker]:
-    # pytest's own belongs to this user alone
+    # the folder of pytest belongs to this user alone
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         attacker = Attacker(Path(folder))
         yield attacker
@@ -62,7 +62,7 @@ def attacker() -> Iterator[Attacker]:
 
 
 def process_tree(root: int) -> set[int]:
-    """The living descendants of a process, and itself."""
+    """Return the pids of a process and its living descendants."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -78,11 +78,11 @@ def process_tree(root: int) -> set[int]:
 
 
 def open_ports(root: int) -> set[int]:
-    """The TCP ports that a process and its descendants listen on."""
+    """Return the TCP ports that a process and its descendants listen on."""
     sockets = set()
     for pid in process_tree(root):
         for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):  # it is closed by now
+            with contextlib.suppress(OSError):  # it has been closed
                 sockets.add(os.readlink(link))
     ports = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -95,7 +95,7 @@ def open_ports(root: int) -> set[int]:
 def attack_until_the_end(
     attacker: Attacker, process: Launched | subprocess.Popen[str]
 ) -> list[dict[str, Any]]:
-    """Attack all that is open, again and again."""
+    """Attack all open ports again and again until the run ends."""
     attempts = []
     while running(process):
         attempts.append(attacker.attack(open_ports(process.pid)))

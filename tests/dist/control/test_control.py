@@ -1,6 +1,4 @@
-"""Real ranks under torchrun: what works, and that everything that breaks ends in seconds with one
-sentence.
-"""
+"""Real ranks under torchrun: calls work, and every failure ends a run soon, in one sentence."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ Process = subprocess.Popen[str] | Launched
 Start = Callable[[list[str]], subprocess.Popen[str]]
 Launch = Callable[..., Launched]
 LAST_RESORT_S = 600.0
-NEVER = "--run.lost_after_s=100000"  # nobody is lost because of silence
+NEVER = "--run.lost_after_s=100000"  # no rank is lost because it is silent
 
 
 def outcome(process: Process) -> tuple[int, str, str]:
-    """Exit code, stdout, and the last line of stderr, which is the run's sentence."""
+    """Return exit code, stdout, and the last line of stderr, which is the run's sentence."""
     out, err = process.communicate(timeout=LAST_RESORT_S)
     lines = err.strip().splitlines()
     assert lines.count(lines[-1]) == 1 if lines else True, "the sentence is said once"
@@ -141,7 +139,7 @@ def test_deadline_saves_all_stacks(chaos: Launch, tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_leaves_the_stacks_of_the_others(chaos: Launch, tmp_path: Path) -> None:
-    """Also when the call's deadline passes while the stacks for it are being gathered."""
+    """They are saved too when the call's deadline passes while they are being gathered."""
     process = chaos("hang", "--run.lost_after_s=4", "--run.deadline_s=3")
     os.kill(report(process)["ranks"][1], signal.SIGSTOP)
     code, _, last = outcome(process)
@@ -178,7 +176,7 @@ def test_any_death_ends_all(chaos: Launch, victim: int | str, sentence: str) -> 
 
 
 def test_ranks_that_all_stopped_are_named_in_the_last_line(chaos: Launch) -> None:
-    """Nobody but the controller can say why: the launcher would add what became of them."""
+    """Only the controller can say why: the launcher would only add how the ranks ended."""
     process = chaos("hang", "--run.lost_after_s=3")
     pids = report(process)
     for pid in pids["ranks"]:
@@ -269,9 +267,7 @@ def test_ending_the_controller_ends_the_run_in_order(chaos: Launch) -> None:
 def test_a_batch_script_knows_a_run_that_is_over_from_ranks_that_left(
     start: Start, torchrun: list[str], environment: dict[str, str], tmp_path: Path, scenario: str
 ) -> None:
-    """torchrun ends with exit code 0 in either case, so the controller says on stderr why the run
-    is over.
-    """
+    """torchrun ends with exit code 0 either way, so that the controller says why on stderr."""
     environment["SPMD_RL_DONE_FILE"] = str(tmp_path / "done")
     one_rank = [word.replace("--nproc-per-node=2", "--nproc-per-node=1") for word in torchrun]
     code, _, last = outcome(
@@ -294,15 +290,15 @@ def test_a_signal_to_one_rank_names_that_rank_and_the_signal(
     os.kill(pids["ranks"][rank], number)
     code, _, last = outcome(process)
     assert code == 128 + number, last
-    said = rf"the run was ended from outside: rank {rank} \(host \S+, pid {pids['ranks'][rank]}\) got {number.name}"
-    assert re.fullmatch(said, last)
+    who = rf"rank {rank} \(host \S+, pid {pids['ranks'][rank]}\)"
+    assert re.fullmatch(rf"the run was ended from outside: {who} got {number.name}", last)
     assert all(map(gone, [pids["controller"], *pids["ranks"]]))
 
 
 def test_sigquit_shows_the_stacks_and_the_run_goes_on(chaos: Launch) -> None:
     process = chaos("hang")
     pids = report(process)
-    for pid in (process.pid, *pids["ranks"]):  # as a terminal sends it to all of them
+    for pid in (process.pid, *pids["ranks"]):  # a terminal sends it to all of them
         os.kill(pid, signal.SIGQUIT)
     shown = ""
     while "==== controller ====" not in shown:
@@ -350,8 +346,8 @@ def test_nothing_of_the_launcher_speaks_last(
     assert last == "the run was ended from outside: every rank got SIGTERM"
 
 
-def test_wrong_secret(start: Start, torchrun_with_a_stranger: list[str]) -> None:
-    process = start(torchrun_with_a_stranger)
+def test_wrong_secret(start: Start, torchrun_with_two_secrets: list[str]) -> None:
+    process = start(torchrun_with_two_secrets)
     _, err = process.communicate(timeout=LAST_RESORT_S)
     assert process.returncode != 0
     assert "rank 1 and the controller" in err

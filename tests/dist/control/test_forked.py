@@ -1,4 +1,4 @@
-"""What a rank has forked shares its sockets, and must not hide its death."""
+"""A process that a rank forked shares its sockets, and must not hide the rank's death."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def test_the_death_of_a_rank_that_forked(
     os.close(alive)
     for child in pids[1::2]:
         os.kill(child, signal.SIGKILL)
-    (said,) = process.communicate(timeout=LAST_RESORT_S)[
-        1
-    ].splitlines()  # not the launcher's guess, and the truth after it
+    _, err = process.communicate(timeout=LAST_RESORT_S)
+    (said,) = err.splitlines()  # and not the launcher's sentence beside it
     assert said.startswith(f"lost rank {num_ranks - 1} (")
     assert process.returncode == 1

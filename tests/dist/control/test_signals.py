@@ -1,6 +1,4 @@
-"""A signal at any moment of a run's start or end: one sentence, the exit code that the docs
-promise, and no wait.
-"""
+"""Signals at any moment of a run: one sentence, the documented exit code, and no wait."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def test_the_launcher_while_it_starts(
     recipe = AT_AN_IMPORT.format(module=module, number=number.name)
     code, err = ended(start, spmd_rl, tmp_path, recipe)
     if number == signal.SIGHUP and not moment:
-        number = signal.SIGTERM  # what the ranks are told
+        number = signal.SIGTERM  # the signal that the ranks get
     assert err == [f"the run was ended by {number.name}{moment}"]
     assert code == 128 + number
     assert not list(tmp_path.glob("spmd_rl-*")), "torchrun's logs"
@@ -129,7 +127,7 @@ def test_a_rank_while_it_starts(start: Start, spmd_rl: list[str], tmp_path: Path
 
 
 def test_a_rank_that_leaves_heeds_it(launch: Callable[..., Launched], tmp_path: Path) -> None:
-    """Else torchrun, which sent it, waits for a rank that waits for torchrun."""
+    """Otherwise torchrun, which sent the signal, waits for a rank that waits for torchrun."""
     (tmp_path / "signalled.py").write_text(IN_THE_LAST_MOMENT)
     process = launch("run", "signalled.py", "--nproc=1")
     _, err = process.communicate(timeout=600)

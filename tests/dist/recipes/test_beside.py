@@ -15,19 +15,23 @@ from tests.dist.recipes.conftest import EXAMPLE
 pytestmark = pytest.mark.dist
 
 TOLD = """
-from dataclasses import replace
-
 import spmd_rl as rl
 from spmd_rl.recipes.grpo import Config
 
 class Told(rl.Role):
+    def __init__(
+        self, cfg: rl.NativeEngineConfig, context: rl.RoleContext, reserved_bytes: int = 0
+    ) -> None:
+        super().__init__(cfg, context)
+        self.reserved_bytes = reserved_bytes
+
     @rl.collective
-    def beside_bytes(self) -> int:
-        return self.cfg.beside_bytes
+    def reserved(self) -> int:
+        return self.reserved_bytes
 
 def main(ctl, cfg):
-    told = ctl.spawn(Told, replace(cfg.engine, model=cfg.model), on=ctl.world.split(cfg.split).infer)
-    (ctl.run_folder / "told").write_text(str(told.beside_bytes.call()))
+    told = ctl.spawn(Told, cfg.engine, on=ctl.world.split(cfg.split).infer)
+    (ctl.run_folder / "told").write_text(str(told.reserved.call()))
 """
 
 
@@ -35,11 +39,11 @@ def test_an_engine_is_told_what_is_beside_it(run: Any, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(TOLD)
     counted = resolve(
         load(Config, None, [f"model={EXAMPLE / 'model'}", "data=none.jsonl"]), 2
-    ).beside_bytes()
+    ).reserved_bytes()
     for _ in range(2):  # the second run takes the folder of the first for one of the same config
         ended = run("told.py", nproc=2)
         assert ended.code == 0, ended.sentence
         assert int((ended.folder / "told").read_text()) == counted > 0
-    assert "beside_bytes" not in (ended.folder / "config.toml").read_text()
+    assert "reserved_bytes" not in (ended.folder / "config.toml").read_text()
     given = run("told.py", "--engine.num_pages=9", nproc=2, name="given")
     assert (given.code, (given.folder / "told").read_text()) == (0, "0")

@@ -55,7 +55,7 @@ class Config:
 
 class Sleeper(rl.Role):
     @rl.collective
-    def sleep(self) -> None:
+    def doze(self) -> None:
         Path("asleep").touch()
         time.sleep(60)
 
@@ -63,13 +63,20 @@ class Sleeper(rl.Role):
     def save(self, folder: str) -> None: ...
 
     @rl.collective
+    def wait_until_saved(self) -> None: ...
+
+    @rl.collective
     def load(self, folder: str) -> None: ...
+
+    @rl.local
+    def resume_differences(self) -> list[str]:
+        return []
 
 def main(ctl, cfg):
     sleeper = ctl.spawn(Sleeper, cfg, on=ctl.world.split({"sleeper": rl.RoleSplit()}).sleeper)
     for step in ctl.steps(1, ctl.resume(sleeper=sleeper)):
         (ctl.run_folder / "asleep").touch()
-        sleeper.sleep.call()
+        sleeper.doze.call()
 """
 
 
@@ -91,7 +98,7 @@ def kill_controller(launcher: int, mark: str) -> None:
 
 def kill_launcher(launcher: int, mark: str) -> None:
     os.kill(launcher, signal.SIGKILL)
-    processes.await_end(mark, 60)
+    processes.wait_for_end(mark, 60)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +235,8 @@ def test_ctrl_c_leaves_the_last_words_on_the_terminal(tmp_path: Path) -> None:
         lines[next(i for i, line in enumerate(lines) if line.startswith("the run was ended")) :]
     )
     assert re.fullmatch(
-        r"the run was ended from outside: every rank got SIGINT; the same command goes on after step \d+",
+        r"the run was ended from outside: every rank got SIGINT; "
+        r"the same command goes on after step \d+",
         last,
     )
     assert sum("runs/r" in line and "╭" in line for line in lines) == 1, (

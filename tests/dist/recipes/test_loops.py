@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.observe.timeline import read_spans, trace_files, write_chrome
 from spmd_rl.report.spans import read_timeline
 
@@ -162,7 +162,7 @@ def test_mixed_split(run: Any) -> None:
 
 
 def test_one_step_ahead(run: Any) -> None:
-    """Samples lag one version from the second step on; those of the first are compared bit for bit."""
+    """Samples lag one version from the second step on; the first step's are compared."""
     ended = run("grpo_async", "--steps=4", *DISJOINT, nproc=2)
     assert ended.code == 0, ended.sentence
     assert [row["version/lag_max"] for row in ended.metrics] == [0, 1, 1, 1]
@@ -171,7 +171,7 @@ def test_one_step_ahead(run: Any) -> None:
 
 
 SELDOM = """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import spmd_rl as rl
 from spmd_rl.recipes import grpo
@@ -182,15 +182,17 @@ class Config(grpo.Config):
 
 def main(ctl, cfg):
     roles = ctl.world.split(cfg.split)
-    trainer = ctl.spawn(rl.Trainer, replace(cfg.trainer, model=cfg.model), on=roles.train)
-    rollout = ctl.spawn(rl.Rollout, replace(cfg.engine, model=cfg.model, reward=cfg.reward), on=roles.infer)
+    trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
+    settings = {"model": cfg.model, "reward": cfg.reward}
+    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **settings)
     weights = ctl.link(trainer, rollout, alias=cfg.alias)
-    prompts = rl.Prompts(replace(cfg.prompts, path=cfg.data), rl.load_tokenizer(cfg.model))
+    prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))
     for step in ctl.steps(cfg.steps):
         if step.index % 2 == 0:
             weights.push(version=step.index)
         groups = rollout.generate.call(prompts.next(cfg.prompts_per_step), cfg.sampling)
-        step.log(groups, trainer.train_step.call(rl.pack(groups, rl.group_advantage(groups)), rl.grpo_loss))
+        batch = rl.pack(groups, rl.group_advantage(groups))
+        step.log(groups, trainer.train_step.call(batch, rl.grpo_loss))
 """
 
 
@@ -258,11 +260,15 @@ class Slow(rl.Role):
         self.folder = Path(folder)
 
     @rl.collective
-    def saved(self) -> None:
+    def wait_until_saved(self) -> None:
         self.folder.mkdir()
 
     @rl.collective
     def load(self, folder: str) -> None: ...
+
+    @rl.local
+    def resume_differences(self) -> list[str]:
+        return []
 
 def main(ctl, cfg):
     slow = ctl.spawn(Slow, cfg, on=ctl.world.split({"slow": rl.RoleSplit()}).slow)

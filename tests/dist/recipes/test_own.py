@@ -63,7 +63,5 @@ def test_a_reward_without_a_difference_is_told_and_the_tokenizers_end_is_enough(
     (tmp_path / "flat.py").write_text("def flat(prompt, sample):\n    return 0.5\n")
     ended = run("grpo", f"--model={folder}", f"--reward={tmp_path / 'flat.py'}:flat", "--steps=4")
     assert ended.code == 0
-    assert ended.sentence.startswith(
-        "3 steps in which all samples of every prompt had the same reward"
-    )
+    assert ended.sentence.startswith("in 3 steps, all samples of every prompt had the same reward")
     assert min(row["rollout/truncated"] for row in ended.metrics) < 1

@@ -100,7 +100,7 @@ def test_a_child_that_stays_is_named_and_ended(run: Any, tmp_path: Path) -> None
     pid = int((tmp_path / "stays").read_text())
     assert ended.code == 0, ended.sentence
     assert (
-        f"what the ranks forked still ran after the run, and was ended: pid {pid} ("
+        f"processes that the ranks forked still ran after the run and were killed: pid {pid} ("
         in ended.sentence
     )
     assert not Path(f"/proc/{pid}").exists() or processes.state(pid) == "Z"

@@ -1,4 +1,4 @@
-"""What the kernels' tests share: the row counts of the contract, test data, and comparison by bits."""
+"""Shared parts of the kernels' tests: row counts, test data, and comparison by bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _bits(x: Tensor) -> Tensor:
 
 @pytest.fixture(scope="session")
 def unequal() -> Callable[[Tensor, Tensor], int]:
-    """How many elements differ in any bit."""
+    """Return a function that counts the elements that differ in any bit."""
     return lambda x, y: int((_bits(x) != _bits(y)).sum())
 
 

@@ -1,6 +1,4 @@
-"""Data and paged sequences of the attention tests (tests/unit/kernels) on a GPU, in bfloat16 unless
-told.
-"""
+"""Data and paged sequences of tests/unit/kernels on a GPU, in bfloat16 by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The matrix products of Qwen3, and one that breaks the contract, for the tests of this folder."""
+"""Matrix products of Qwen3, and one that breaks the contract."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Widths = tuple[int, ...]  # rows of each weight
 
 
 def layer(name: str) -> dict[str, tuple[Widths, int]]:
-    """Of a layer: the projections that have one input, and its size."""
+    """Return a layer's projections that have one input, and the input's size."""
     hidden, inner, _, heads, kv_heads, _ = QWEN3[name]
     width, kv_width = heads * HEAD_DIM, kv_heads * HEAD_DIM
     return {
@@ -23,12 +23,12 @@ def layer(name: str) -> dict[str, tuple[Widths, int]]:
 
 
 def shapes() -> list[tuple[int, int]]:
-    """(N, K) of 0.6B, 4B and 8B, joined and apart."""
+    """Return (N, K) of 0.6B, 4B and 8B, fused and separate."""
     products = [product for name in QWEN3 for product in layer(name).values()]
     return sorted({(n, k) for widths, k in products for n in (*widths, sum(widths))})
 
 
 def split_in_two(x: Tensor, weight: Tensor) -> Tensor:
-    """Two chains over K, each half as long."""
+    """Multiply in two chains over K, each half as long."""
     half = x.shape[1] // 2
     return linear_fp32(x[:, :half], weight[:, :half]) + linear_fp32(x[:, half:], weight[:, half:])

@@ -1,7 +1,6 @@
-"""Packed training attention against paged decoding and chunked prefill on a GPU, bit for bit; both
-against float64.
+"""Packed training, paged decoding and chunked prefill have the same bits on a GPU.
 
-All keys at once, and in splits of a fixed size.
+All agree with float64. Keys are seen all at once, and in splits of a fixed size.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import PagedAttention, contract
-from spmd_rl.kernels.attention.flash import flash_takes
-from spmd_rl.kernels.attention.flash_decode import BOX_ROWS, decode_attention
+from spmd_rl.kernels.attention.flash import flash_supports
+from spmd_rl.kernels.attention.flash_decode import decode_attention
+from spmd_rl.kernels.attention.flash_tile import BOX_ROWS
 from tests.gpu.kernels.paged_case import Paged, qkv
 from tests.unit.kernels.paged_case import Heads, oracle, packed
 
@@ -24,7 +24,7 @@ SPLIT, SPLIT_LENGTHS = 256, [1, 255, 256, 257, 300, 511, 512, 513, 700, 1500, 64
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_takes(128, torch.bfloat16, DEVICE):
+    if not flash_supports(128, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 
@@ -47,7 +47,7 @@ def test_chunks_equal_packed(heads: Heads, page_size: int, poison: bool, unequal
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128])
 @pytest.mark.parametrize("heads", HEADS)
 def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
-    """One token at a time from a prefix of any length, all sequences together."""
+    """Decode one token at a time after a prefix of any length, all sequences together."""
     lengths = [130, 3, 257, 128, 64, 40]
     data = qkv(sum(lengths), heads)
     decoded = Paged(lengths, heads, page_size).decoding(data, 20)
@@ -59,8 +59,10 @@ def test_decode_equals_packed(heads: Heads, page_size: int, unequal) -> None:
 )
 @pytest.mark.parametrize("heads", HEADS)
 def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, unequal) -> None:
-    """Fewer tiles than SMs and many more, of few pages and many, from a graph, beside poison; one
-    changed key is seen, and no unused row read."""
+    """Replay a graph with fewer tiles than SMs and with many more, beside poison.
+
+    A changed key is seen, and no unused row is read.
+    """
     lengths = np.random.default_rng(2).integers(1, longest, batch).tolist()
     data, last = qkv(sum(lengths), heads), torch.from_numpy(np.cumsum(lengths) - 1).to(DEVICE)
     paged = Paged(lengths, heads, 128, poison=True)
@@ -102,9 +104,7 @@ def test_recorded_decode_equals_packed(heads: Heads, batch: int, longest: int, u
 @pytest.mark.parametrize(("times", "more"), [(1, 0), (1, 1), (2, 0), (2, 1), (5, 0)])
 @pytest.mark.parametrize("heads", [Heads(2, 1, 64), Heads(9, 1, 64), Heads(64, 1, 128)])
 def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) -> None:
-    """Calls in a row that share a counter, with nothing between them, time and again; the counter
-    wrong is seen.
-    """
+    """Calls in a row share a counter, with nothing between them. A wrong counter is seen."""
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     size = times * sms + more
     lengths = np.random.default_rng(3).integers(3, 700, size).tolist()
@@ -112,7 +112,10 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
     paged = Paged(lengths, heads, 128)
     paged.step(dict(enumerate(lengths)), *data)
     table = np.stack([np.pad(pages, (0, 6 - len(pages)), mode="edge") for pages in paged.tables])
-    pages, handed_out = torch.from_numpy(table.astype(np.int32)).to(DEVICE), paged.cache.handed_out
+    pages, tile_counter = (
+        torch.from_numpy(table.astype(np.int32)).to(DEVICE),
+        paged.cache.tile_counter,
+    )
     rows = [torch.from_numpy(ends - 1 - back).to(DEVICE) for back in range(3)]
     queries = [data[0][row] for row in rows]
     counts = [
@@ -122,7 +125,7 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
 
     def decode() -> None:
         for q, num_keys, out in zip(queries, counts, outs, strict=True):
-            decode_attention(q, *paged.cache.layers[0], pages, num_keys, handed_out, out)
+            decode_attention(q, *paged.cache.layers[0], pages, num_keys, tile_counter, out)
 
     decode()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -138,9 +141,9 @@ def test_every_tile_is_handed_out(heads: Heads, times: int, more: int, unequal) 
 
     for _ in range(20):
         assert replay() == 0
-        assert handed_out.item() == 0
+        assert tile_counter.item() == 0
     if size > 2 * sms:
-        handed_out.fill_(size - 2 * sms)  # as if all had been taken that no block begins with
+        tile_counter.fill_(size - 2 * sms)  # as if all had been taken that no block begins with
         assert replay() > 0
 
 
@@ -155,7 +158,7 @@ def test_no_keys() -> None:
     )
     log_sum = torch.empty(2, heads.query, device=DEVICE)
     keys, values = paged.cache.layers[0]
-    decode_attention(q, keys, values, pages, num_keys, paged.cache.handed_out, out, log_sum)
+    decode_attention(q, keys, values, pages, num_keys, paged.cache.tile_counter, out, log_sum)
     group = heads.query // heads.key
     key, value = (one[0, 0].repeat_interleave(group, dim=0) for one in (keys, values))
     assert torch.equal(out, torch.stack([torch.zeros_like(value), value]))
@@ -222,9 +225,7 @@ LONG = Heads(32, 8, 128)  # as benchmarks/kernels/attention_decode.py times them
     ],
 )
 def test_split_decode_equals_packed(heads: Heads, lengths: list[int], split: int, unequal) -> None:
-    """From one graph, before and after the borders of splits, beside poison and with more splits
-    than any needs.
-    """
+    """Replay one graph around the borders of splits, beside poison, with spare splits."""
     data = qkv(sum(lengths), heads)
     paged = Paged(lengths, heads, 128, poison=True, split=split)
     paged.step(dict(enumerate(lengths)), *data)
@@ -257,7 +258,7 @@ def test_split_decode_equals_packed(heads: Heads, lengths: list[int], split: int
 
 @pytest.mark.parametrize("heads", SPLIT_HEADS)
 def test_splits_leave_short_sequences_alone(heads: Heads, unequal) -> None:
-    """And change long ones, another size otherwise: the controls."""
+    """Splits change long sequences, and another size changes them otherwise: the controls."""
     data = qkv(sum(SPLIT_LENGTHS), heads)
     cut, whole, other = (
         packed(*data, SPLIT_LENGTHS, heads, split) for split in (SPLIT, 0, 2 * SPLIT)
@@ -300,7 +301,7 @@ def test_control_other_kernel_fails(monkeypatch: pytest.MonkeyPatch, unequal) ->
     heads, lengths = HEADS[0], [300, 65]
     data = qkv(365, heads)
     expected = packed(*data, lengths, heads)
-    monkeypatch.setattr("spmd_rl.kernels.attention.packed.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.attention.backend.flash_supports", lambda *_: False)
     assert unequal(packed(*data, lengths, heads)[:365], expected) > 0
 
 

@@ -1,6 +1,4 @@
-"""Draws on a GPU where they are close: the entry with the greatest exact noise wins, and of equals
-the lowest.
-"""
+"""Close draws on a GPU: the greatest exact noise wins, and of equals the lowest id."""
 
 from __future__ import annotations
 
@@ -18,25 +16,26 @@ from spmd_rl.kernels import (
 )
 from spmd_rl.kernels.runtime.cuda_graph import record
 from spmd_rl.kernels.vocab import sampling
+from spmd_rl.kernels.vocab.filters import filter_scores_
 
 NUM_ROWS = 24
 VOCAB = 20011
 
 
 def _noise(vocab: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
-    """Bases and positions of rows, and the noise that belongs to them."""
+    """Return bases and positions of rows, and their noise."""
     bases = torch.arange(NUM_ROWS, device="cuda") * 0x1234567890ABCDEF
     positions = torch.arange(NUM_ROWS, device="cuda") * 7
     return bases, positions, gumbel_noise(position_keys(bases, positions), vocab)
 
 
 def _only(columns: Tensor, values: Tensor, vocab: int = VOCAB) -> Tensor:
-    """Logits of minus infinity but for some columns of each row."""
+    """Return logits of minus infinity, except in some columns of each row."""
     return torch.full((NUM_ROWS, vocab), -torch.inf, device="cuda").scatter_(1, columns, values)
 
 
 def _check(logits: Tensor, inv_temperature: float) -> Tensor:
-    """Draws, every other row greedy in a second call; returns what the first drew."""
+    """Check draws, in a second call with every other row greedy; return the first draws."""
     bases, positions, noise = _noise(logits.shape[1])
     keys, scale = (
         position_keys(bases, positions),
@@ -55,9 +54,7 @@ def _check(logits: Tensor, inv_temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("width", [8, 600, VOCAB])
 def test_near_ties_within_blocks_and_across(width: int) -> None:
-    """Sums that differ by a few roundings at most: wherever they lie, the exact noise decides, then
-    the lowest id.
-    """
+    """Sums differ by a few roundings at most. The exact noise decides, then the lowest id."""
     noise = _noise()[2]
     gaps = torch.randint(-3, 3, noise.shape, device="cuda") * 2.0**-20
     columns = torch.randint(width, (NUM_ROWS, 300), device="cuda") + (VOCAB - width) // 2
@@ -105,7 +102,7 @@ FILTERS = {
 
 
 def _rows(count: int, filters: dict[str, float]) -> dict[str, Tensor]:
-    """Every seventh row is off for each filter."""
+    """Return filters that are off in every seventh row."""
     off = torch.arange(count, device="cuda") % 7 == 3
     kinds = {"top_k": (0, torch.int64), "top_p": (1, torch.float32), "min_p": (0, torch.float32)}
     return {
@@ -117,9 +114,9 @@ def _rows(count: int, filters: dict[str, float]) -> dict[str, Tensor]:
 
 
 def _sorted(logits: Tensor, scale: Tensor, filters: dict[str, Tensor]) -> Tensor:
-    """What a sort leaves."""
-    return sampling._filter(
-        logits * scale[:, None], tuple(filters.get(name) for name in ("top_k", "top_p", "min_p"))
+    """Return what a sort leaves."""
+    return filter_scores_(
+        logits * scale[:, None], *(filters.get(name) for name in ("top_k", "top_p", "min_p"))
     )
 
 
@@ -164,7 +161,7 @@ def test_a_filtered_draw_is_the_greatest_of_what_is_left(filters: str) -> None:
 
 
 def test_a_recorded_filtered_draw() -> None:
-    """In a graph, over logits that come after it was recorded."""
+    """Replay a graph over logits that came after it was recorded."""
     bases, positions, _ = _noise()
     logits, scale = torch.randn(NUM_ROWS, VOCAB, device="cuda"), torch.ones(NUM_ROWS, device="cuda")
     rows = _rows(NUM_ROWS, FILTERS["all"])

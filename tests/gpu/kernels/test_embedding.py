@@ -1,6 +1,4 @@
-"""The embedding on a GPU: rows alone, on the trainer's side and the engine's, and its gradient
-against float64.
-"""
+"""The embedding on a GPU: rows alone, the trainer's and the engine's bits, and its gradient."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def test_rows(vocab: int, columns: int, rows, unequal, unequal_rows) -> None:
 
 @pytest.mark.parametrize(("vocab", "columns"), TABLES)
 def test_trainer_and_engine_read_the_same_bits(vocab: int, columns: int, rows, unequal) -> None:
-    """A trainer gathers its float32 masters in bfloat16; an engine has a table of its own that they
-    were put into.
-    """
+    """A trainer gathers float32 masters in bfloat16; an engine has a bfloat16 table of its own."""
     masters, tokens = rows("wide", vocab, columns, torch.float32), ids(NUM_TOKENS, vocab)
     trained = embed(tokens, masters.bfloat16().requires_grad_()).detach()
     table = torch.empty_like(masters, dtype=torch.bfloat16).copy_(masters)
@@ -58,9 +54,7 @@ def test_control_masters_cut_off_instead_of_rounded_fail(rows, unequal) -> None:
 
 @pytest.mark.parametrize("num_tokens", [5, 600, 16384])
 def test_gradient(num_tokens: int, rows) -> None:
-    """Tokens of one id add up; an id that never came has no gradient. Without one token it is
-    another gradient.
-    """
+    """Tokens of one id add up, and an id without tokens has no gradient."""
     table, tokens = rows("normal", 5003, 256).requires_grad_(), ids(num_tokens, 5003)
     push = rows("normal", num_tokens, 256)
     embed(tokens, table).backward(push)

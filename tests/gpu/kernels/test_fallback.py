@@ -1,6 +1,4 @@
-"""Attention without FlashAttention-4 on a GPU: right, and the same bits packed, in chunks and while
-decoding.
-"""
+"""Attention without FlashAttention-4 on a GPU: right, with the same bits packed and paged."""
 
 from __future__ import annotations
 
@@ -40,8 +38,7 @@ UNWRITTEN = 7.0  # what the cache holds before: nobody may see it
 
 @pytest.fixture(autouse=True)
 def _without_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    for side in ("packed", "paged"):
-        monkeypatch.setattr(f"spmd_rl.kernels.attention.{side}.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.attention.backend.flash_supports", lambda *_: False)
 
 
 def attend(
@@ -50,7 +47,7 @@ def attend(
     if way == "packed":
         return packed(*data, LENGTHS, heads)[:NUM_TOKENS]
     paged = Paged(LENGTHS, heads, page_size, dtype=data[0].dtype)
-    assert not paged.cache.flash
+    assert not paged.cache.backend.fits_cuda_graphs
     paged.cache.data.fill_(UNWRITTEN)
     return paged.decoding(data, 6) if way == "decoding" else paged.chunks(data, [1, 2, 7, 33, 64])
 
@@ -78,7 +75,7 @@ def test_pages_against_float64(heads: Heads, way: str, page_size: int, dtype: to
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_packed_and_its_gradients_against_float64(heads: Heads, dtype: torch.dtype) -> None:
-    """With rows of padding, which get no gradient."""
+    """Rows of padding get no gradient."""
     leaves = [x.requires_grad_() for x in qkv(padded_rows(NUM_TOKENS), heads, dtype=dtype)]
     exact = [x.requires_grad_() for x in wide(leaves)]
     out = packed(*leaves, LENGTHS, heads)[:NUM_TOKENS]
@@ -130,7 +127,7 @@ def test_alone_and_padded_equal_packed(heads: Heads, dtype: torch.dtype, unequal
 
 
 def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:
-    """A token alone is its own value, and a program for each key-value head."""
+    """A token alone attends to its own value, with a program for each key-value head."""
     heads, lengths = Heads(8, 8, 64), [1] * 9000
     q, k, v = qkv(len(lengths), heads)
     assert len(lengths) * heads.key > 65535
@@ -139,9 +136,7 @@ def test_more_sequences_than_a_grid_is_high(unequal: Unequal) -> None:
 
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_a_zero_has_the_sign_it_has_alone(dtype: torch.dtype, unequal: Unequal) -> None:
-    """Where the first keys' weights, of negative values, underflow, and all others' values are -0,
-    or not read.
-    """
+    """Weights of the first, negative values underflow; all other values are -0 or not read."""
     heads, seen = Heads(1, 1, 64), 100
     q, k, v = (torch.zeros(seen + 60, 1, heads.dim, dtype=dtype, device="cuda") for _ in range(3))
     q[:], k[:64], v[:64], v[64:] = 64.0, -64.0, -1.0, -0.0

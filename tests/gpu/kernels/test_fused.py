@@ -1,6 +1,4 @@
-"""Fused kernels on a GPU: the bits of the ops they are made of, whatever lies beside a row, and
-their gradients.
-"""
+"""Fused kernels on a GPU have the bits of the ops that they fuse, and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmd_rl.kernels import (
-    KvPlace,
+    KvSlots,
+    QkNorm,
+    Rotary,
     add_rms_norm,
     head_logprobs,
     linear,
@@ -22,7 +22,7 @@ from spmd_rl.kernels import (
     position_keys,
     qk_norm_rope,
     qk_norm_rope_into,
-    remaking,
+    recomputing,
     rms_norm,
     rope,
     rope_table,
@@ -53,9 +53,7 @@ HEADS = [
 
 
 class Joint:
-    """Queries, keys and values as parts of one projection, with all that `qk_norm_rope` needs
-    beside them.
-    """
+    """Queries, keys and values as slices of one projection, with the inputs of `qk_norm_rope`."""
 
     def __init__(
         self,
@@ -76,13 +74,16 @@ class Joint:
         table = rope_table(1.0 / 1e6 ** (torch.arange(0, self.dim, 2) / self.dim), 4096)
         self.cos, self.sin = (part.cuda() for part in table)
         self.positions = torch.arange(num_tokens, device="cuda") * 37 % 4096
+        self.rotary = Rotary(self.positions, self.cos, self.sin)
 
     def parts(self, x: Tensor) -> list[Tensor]:
         return [part.unflatten(1, (-1, self.dim)) for part in x.split(self.widths, 1)]
 
     def fused(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
         q, k, _ = self.parts(x)
-        turned = qk_norm_rope(q, k, *(weights or self.weights), EPS, positions, self.cos, self.sin)
+        turned = qk_norm_rope(
+            q, k, QkNorm(*(weights or self.weights), EPS), Rotary(positions, self.cos, self.sin)
+        )
         return torch.cat([one.flatten(1) for one in turned], 1)
 
     def apart(self, x: Tensor, positions: Tensor, weights: list[Tensor] | None = None) -> Tensor:
@@ -122,7 +123,7 @@ def test_heads(
     assert unequal(whole, joint.apart(joint.x, joint.positions)) == 0
     assert unequal(whole, joint.fused(joint.x, joint.positions.int())) == 0
     q, k, _ = (part.contiguous() for part in joint.parts(joint.x))
-    dense = qk_norm_rope(q, k, *joint.weights, EPS, joint.positions, joint.cos, joint.sin)
+    dense = qk_norm_rope(q, k, QkNorm(*joint.weights, EPS), joint.rotary)
     assert unequal(torch.cat([one.flatten(1) for one in dense], 1), whole) == 0
     assert (
         unequal_rows(
@@ -136,7 +137,7 @@ def test_heads(
 def test_heads_without_norm(heads: tuple[int, int, int], rows, unequal) -> None:
     joint = Joint(rows, 300, heads)
     q, k, _ = joint.parts(joint.x)
-    turned = qk_norm_rope(q, k, None, None, EPS, joint.positions, joint.cos, joint.sin)
+    turned = qk_norm_rope(q, k, QkNorm(None, None, EPS), joint.rotary)
     for one, part in zip(turned, (q, k), strict=True):
         assert unequal(one, rope(part, joint.cos[joint.positions], joint.sin[joint.positions])) == 0
 
@@ -227,7 +228,7 @@ def test_keys_and_values_go_to_their_slots(heads: tuple[int, int, int], rows, un
 def test_heads_go_to_their_pages(
     heads: tuple[int, int, int], num_tokens: int, normed: bool, rows, unequal
 ) -> None:
-    """The two ops in one, with tokens that have no slot and, at the end, tokens beyond all slots."""
+    """Some tokens have no slot, and the last tokens lie beyond all slots."""
     joint = Joint(rows, num_tokens, heads)
     q, k, v = joint.parts(joint.x)
     slots = torch.randperm(2000, device="cuda")[: num_tokens - 3]
@@ -235,10 +236,10 @@ def test_heads_go_to_their_pages(
     caches = torch.full(
         (2, 2, 125, 16, k.shape[1], k.shape[2]), torch.nan, dtype=torch.bfloat16, device="cuda"
     )
-    rest = *(joint.weights if normed else (None, None)), EPS, joint.positions, joint.cos, joint.sin
+    rest = QkNorm(*(joint.weights if normed else (None, None)), EPS), joint.rotary
     turned, keys = qk_norm_rope(q, k, *rest)
     write_kv(*caches[0], slots, keys, v)
-    assert unequal(qk_norm_rope_into(q, k, v, *rest, KvPlace(*caches[1], slots)), turned) == 0
+    assert unequal(qk_norm_rope_into(q, k, v, *rest, KvSlots(*caches[1], slots)), turned) == 0
     assert unequal(caches[1], caches[0]) == 0
     assert int(caches[1].isnan().all(-1).all(-1).sum()) == 2 * (2000 - num_tokens + 6)
 
@@ -259,9 +260,7 @@ def test_gated_product(half: int, k: int, num_rows: int, rows, unequal) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 16, 64, 256])
 def test_kernels_that_overlap_wait_for_each_other(num_rows: int, rows, unequal) -> None:
-    """A chain of products and small kernels, alone, and as a graph, against the same with a pause
-    after each.
-    """
+    """Compare a chain of products and small kernels, alone and in a graph, with paused runs."""
     weights = [rows("normal", 2 * 1024, 512) / 16, rows("normal", 512, 1024) / 8]
     scale, x = rows("normal", 1, 512)[0], rows("normal", num_rows, 512)
 
@@ -300,7 +299,7 @@ def test_keys_of_positions_are_those_of_the_host() -> None:
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 300])
 @pytest.mark.parametrize("vocab", [7, 5003, 151936])
 def test_draw_and_score_are_the_two_ops(vocab: int, num_rows: int, rows, unequal) -> None:
-    """Replayed from a graph whose positions move on, with rows of NaN at the end."""
+    """Replay a graph whose positions advance, with rows of NaN at the end."""
     logits, ids = rows("normal", num_rows + 3, vocab, torch.float32) * 3, np.arange(num_rows + 3)
     logits[num_rows:] = torch.nan
     scale, greedy = (
@@ -439,7 +438,11 @@ def test_remaking_keeps_less_and_gives_the_same_gradients(rows, unequal) -> None
         return linear(silu_mul(linear(normed, weight), linear(summed, weight)), weight[:, :512])
 
     results, kept = [], []
-    for context in (nullcontext(), nullcontext(), remaking()):  # the first one warms up the library
+    for context in (
+        nullcontext(),
+        nullcontext(),
+        recomputing(),
+    ):  # the first one warms up the library
         mine = [leaf.detach().clone().requires_grad_() for leaf in leaves]
         before = torch.cuda.memory_allocated()
         with context:

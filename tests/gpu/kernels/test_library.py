@@ -1,8 +1,7 @@
-"""cuBLAS multiplies a shape only in a way that was seen to give the reference kernel's bits, the
-fastest of them.
+"""cuBLAS runs only algorithms that have the reference kernel's bits, and the fastest of them.
 
-What the start-up check says of a way is held to another comparison, of other data; and where it
-refuses all or ours is faster, and while a graph is recorded, the product is ours.
+The start-up check is compared with another one, on other data. Our kernel runs where it refuses all
+algorithms, where ours is faster, and while a graph is recorded.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from benchmarks.cublas import LENT_BYTES, by_torch
 from spmd_rl.kernels.linear import cublas, dispatch
-from spmd_rl.kernels.linear.cublas import choose, proves_equal
-from spmd_rl.kernels.linear.cublaslt import Proposed, Shape, Way, proposed
-from spmd_rl.kernels.linear.dispatch import matmul, ours_into
+from spmd_rl.kernels.linear.cublas import choose, has_reference_bits
+from spmd_rl.kernels.linear.cublaslt import CublasAlgorithm, Gemm, Shape, propose_algorithms
+from spmd_rl.kernels.linear.dispatch import matmul, own_matmul_into
 from spmd_rl.kernels.linear.tiles import REFERENCE, Tile
 
 if torch.cuda.is_available():
@@ -58,11 +57,11 @@ def mirrored(x: Tensor, sign: int) -> Tensor:
     return torch.cat([half, sign * half.flip(1)], dim=1)
 
 
-def differing(way: Way, shape: Shape, rows: Rows, unequal: Unequal) -> int:
-    """Elements of `way`'s product that differ from the reference's, over data of several kinds.
+def differing(way: Gemm, shape: Shape, rows: Rows, unequal: Unequal) -> int:
+    """Count elements of `way`'s product that differ from the reference's, over several data.
 
-    Mirrored, the products of the second half take away what those of the first added up to, the
-    last first: what is left is the rounding, which even bf16 shows.
+    In mirrored data the second half's products cancel the first half's, the last first. Only the
+    rounding is left, which even bf16 shows.
     """
     n, k, m, has_bias, dtype, _ = shape
     count, out = 0, torch.empty(m, n, dtype=dtype, device=DEVICE)
@@ -82,8 +81,8 @@ def test_verdicts_are_those_of_another_comparison(
     verdicts = set()
     for one in SHAPES:
         shape = Shape(*one, has_bias, dtype, DEVICE)
-        for way in (by_torch, *proposed(shape, (0, LENT_BYTES))):
-            verdict = proves_equal(way, shape)
+        for way in (by_torch, *propose_algorithms(shape, (0, LENT_BYTES))):
+            verdict = has_reference_bits(way, shape)
             assert verdict == (differing(way, shape, rows, unequal) == 0), f"{shape}"
             verdicts.add(verdict)
     assert verdicts >= ({True} if has_bias else {True, False}), (
@@ -96,34 +95,36 @@ def test_without_memory_for_partial_sums_cublas_proposes_no_way_that_splits_k(
     dtype: torch.dtype,
 ) -> None:
     shapes = [Shape(*one, False, dtype, DEVICE) for one in SHAPES]
-    proposals = [(way, shape) for shape in shapes for way in proposed(shape)]
+    proposals = [(way, shape) for shape in shapes for way in propose_algorithms(shape)]
     assert len(proposals) > len(SHAPES)
-    assert [shape for way, shape in proposals if not proves_equal(way, shape)] == []
+    assert [shape for way, shape in proposals if not has_reference_bits(way, shape)] == []
 
 
 def test_each_way_is_proposed_once() -> None:
     shape = Shape(1024, 4096, 16384, False, BF16, DEVICE)
-    assert len(proposed(shape, (0, 0))) == len(proposed(shape)) > 1
+    assert len(propose_algorithms(shape, (0, 0))) == len(propose_algorithms(shape)) > 1
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_ways_that_are_refused_are_those_that_say_they_cut_k(dtype: torch.dtype) -> None:
     shapes = [Shape(*one, False, dtype, DEVICE) for one in SHAPES]
     said = {
-        (way.splits > 1, proves_equal(way, shape))
+        (way.splits > 1, has_reference_bits(way, shape))
         for shape in shapes
-        for way in proposed(shape, (LENT_BYTES,))
+        for way in propose_algorithms(shape, (LENT_BYTES,))
     }
     assert said == {(True, False), (False, True)}
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of what the library was asked to multiply, in a process that has chosen nothing
-    yet and whose own product is slow."""
+    """Record the shapes that the library multiplies, in a process that has chosen nothing yet.
+
+    Our own product is made slow.
+    """
     seen: list[torch.Size] = []
 
-    def watched(shape: Shape, least_rows: int, ours: Way) -> Way | None:
+    def watched(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
         way = choose(shape, least_rows, _ten_times(ours))
 
         def multiply(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -154,7 +155,7 @@ def test_large_products_go_to_the_library(
 def test_any_number_of_rows_goes_to_the_library_whole(
     n: int, k: int, dtype: torch.dtype, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
-    """A way chosen for the next power of two multiplies fewer rows by the same kernel."""
+    """An algorithm for the next power of two multiplies fewer rows by the same kernel."""
     weight = rows("normal", n, k)
     for m in (512, 515, 1025, 1663, 2049, 4001, 8193, 15903, 16384):
         x = rows("wide", m, k)
@@ -175,7 +176,9 @@ def test_refused_products_are_ours(
     unequal: Unequal,
 ) -> None:
     n, k = 6144, 4096
-    monkeypatch.setattr(cublas, "proposed", lambda shape: [Proposed(_split_in_two, 1)])
+    monkeypatch.setattr(
+        cublas, "propose_algorithms", lambda shape: [CublasAlgorithm(_split_in_two, 1)]
+    )
     x, weight = rows("normal", rows_of_x, k), rows("normal", n, k)
     assert unequal(matmul(x, weight, None, FP32), reference(x, weight, None, FP32)) == 0
     assert calls == []
@@ -193,7 +196,7 @@ def test_operands_at_odd_addresses_are_moved_first(
     assert calls == [odd[0].shape]
 
 
-@pytest.mark.parametrize("step", ["proves_equal", "fastest"])
+@pytest.mark.parametrize("step", ["has_reference_bits", "fastest"])
 def test_ours_multiplies_where_there_is_no_memory_to_compare(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,11 +214,11 @@ def test_ours_multiplies_where_there_is_no_memory_to_compare(
 def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(4096, 4096, 1024, False, BF16, DEVICE)
     slow = _ten_times(by_torch)
-    ways = [Proposed(slow, 1), Proposed(by_torch, 1), Proposed(slow, 1)]
-    monkeypatch.setattr(cublas, "proposed", lambda shape: ways)
+    ways = [CublasAlgorithm(slow, 1), CublasAlgorithm(by_torch, 1), CublasAlgorithm(slow, 1)]
+    monkeypatch.setattr(cublas, "propose_algorithms", lambda shape: ways)
     assert choose(shape, 513, slow) is ways[1]
     assert choose(shape, 513, lambda *given: None) is None
-    monkeypatch.setattr(cublas, "proposed", lambda shape: [Proposed(by_torch, 2)])
+    monkeypatch.setattr(cublas, "propose_algorithms", lambda shape: [CublasAlgorithm(by_torch, 2)])
     assert choose(shape, 513, slow) is None, (
         "what says that it cuts K is not asked whether it is fast"
     )
@@ -224,12 +227,12 @@ def test_the_fastest_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_chosen_while_a_graph_is_recorded(
     monkeypatch: pytest.MonkeyPatch, calls: list[torch.Size], rows: Rows, unequal: Unequal
 ) -> None:
-    """A graph recorded before has our product; the choice comes once, with the first call outside."""
+    """A graph recorded before has our product. The choice is made at the first call outside."""
     (n, k, m), asked = (1024, 2048, 512), []
     x, weight = rows("normal", m, k), rows("normal", n, k)
     expected = reference(x, weight, None, BF16)
 
-    def ask(shape: Shape, least_rows: int, ours: Way) -> Way | None:
+    def ask(shape: Shape, least_rows: int, ours: Gemm) -> Gemm | None:
         asked.append(shape)
         return (
             None if torch.cuda.is_current_stream_capturing() else watched(shape, least_rows, ours)
@@ -245,7 +248,7 @@ def test_nothing_is_chosen_while_a_graph_is_recorded(
 
     watched = dispatch.choose
     monkeypatch.setattr(dispatch, "choose", ask)
-    ours_into(torch.empty_like(expected), x, weight, None)  # compiles
+    own_matmul_into(torch.empty_like(expected), x, weight, None)  # compiles
     assert recorded() == 0
     assert (asked, dispatch._chosen) == ([], {})
     assert unequal(matmul(x, weight, None, BF16), expected) == 0
@@ -269,7 +272,7 @@ def test_other_operands_are_refused(k: int, bias: int, dtype: torch.dtype) -> No
         matmul(x, weight, torch.zeros(bias, dtype=BF16, device=DEVICE), BF16)
 
 
-def _ten_times(way: Way) -> Way:
+def _ten_times(way: Gemm) -> Gemm:
     def slow(*given: Tensor | None) -> None:
         for _ in range(10):
             way(*given)
@@ -308,9 +311,7 @@ def _rounded_before_the_bias(out: Tensor, x: Tensor, weight: Tensor, bias: Tenso
     ],
 )
 def test_control_another_chain_is_refused(
-    product: Way, has_bias: bool, dtype: torch.dtype, verdict: bool
+    product: Gemm, has_bias: bool, dtype: torch.dtype, verdict: bool
 ) -> None:
-    """In the library's place, another tile of the same chain passes; two chains, or two roundings,
-    do not.
-    """
-    assert proves_equal(product, Shape(1024, 1024, 128, has_bias, dtype, DEVICE)) is verdict
+    """Another tile of the same chain passes. Two chains, or two roundings, do not."""
+    assert has_reference_bits(product, Shape(1024, 1024, 128, has_bias, dtype, DEVICE)) is verdict

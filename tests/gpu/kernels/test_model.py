@@ -1,6 +1,4 @@
-"""Whole models in bf16 on a GPU: what the engine records while it decodes is what the training
-forward computes.
-"""
+"""Whole models in bf16 on a GPU: decode-time log-probs equal the training forward's."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache, PackedAttention, PagedAttention, token_logprobs
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.rollout.native.sequence_table import SequenceTable
 from tests.samples import Samples, finish
@@ -63,7 +61,7 @@ SPECS = {
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_takes(128, torch.bfloat16, DEVICE):
+    if not flash_supports(128, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 
@@ -84,31 +82,27 @@ def requests(vocab: int) -> list[Request]:
         np.concatenate([stem[:200], rng.integers(2, vocab, 41)]),
     ]
     shapes = [
-        SamplingConfig(max_tokens=90, seed=5, ignore_eos=True),
-        SamplingConfig(max_tokens=64, seed=5, temperature=0.7, ignore_eos=True),
-        SamplingConfig(
-            max_tokens=33, seed=5, temperature=1.3, top_k=50, top_p=0.9, ignore_eos=True
-        ),
-        SamplingConfig(max_tokens=20, seed=6, temperature=0.0, ignore_eos=True),
-        SamplingConfig(max_tokens=70, seed=6, ignore_eos=True),
+        SamplingConfig(max_tokens=90, ignore_eos=True),
+        SamplingConfig(max_tokens=64, temperature=0.7, ignore_eos=True),
+        SamplingConfig(max_tokens=33, temperature=1.3, top_k=50, top_p=0.9, ignore_eos=True),
+        SamplingConfig(max_tokens=20, temperature=0.0, ignore_eos=True),
+        SamplingConfig(max_tokens=70, ignore_eos=True),
     ]
     return [
-        Request(uid, index, prompt.astype(np.int32), sampling)
+        Request(uid, index, prompt.astype(np.int32), sampling, seed=5 + (uid > 2))
         for uid, (prompt, sampling) in enumerate(zip(prompts, shapes, strict=True))
         for index in range(6)
     ]
 
 
 def generate(model: CausalLM, wanted: list[Request], **cfg: object) -> tuple[Samples, dict]:
-    engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **cfg), DEVICE)
+    engine = NativeEngine(model, NativeEngineConfig(dtype="bfloat16", **cfg), DEVICE)
     engine.new_version(0)
     return finish(engine, wanted), engine.stats()
 
 
 def score(model: CausalLM, wanted: list[Request], samples: Samples) -> tuple[Tensor, Tensor]:
-    """Log-probs of all response tokens, packed: as the trainer computes them, and as the engine
-    recorded them.
-    """
+    """Return the log-probs of all response tokens: packed as a trainer's, and as recorded."""
     pairs = [(request, samples[request.uid, request.index]) for request in wanted]
     tokens = [
         np.concatenate([request.prompt, sample.tokens]).astype(np.int64)
@@ -155,7 +149,7 @@ def test_recorded_logprobs_equal_the_training_forward(name: str, page_size: int,
 
 @pytest.fixture
 def resumed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int]]:
-    """The sequences that engines have gone on with after a part of their answer."""
+    """Return the sequences that engines have resumed after a part of their answer."""
     names, put = set(), SequenceTable.add
 
     def puts(rows: SequenceTable, request: Request, *given: object, **named: object) -> int:
@@ -197,9 +191,7 @@ def test_any_batch_gives_the_same_samples() -> None:
 
 
 def test_graph_replay_equals_eager(unequal) -> None:
-    """One decode step of sequences of many lengths, captured and replayed twice over the cache it
-    writes to.
-    """
+    """Replay one decode step of many lengths twice, over the cache that it writes to."""
     model, lengths, page_size = build("qwen3"), np.array([1, 16, 127, 128, 300, 64, 33, 129]), 64
     cache = KvCache(
         num_layers=3, num_pages=64, page_size=page_size, num_kv_heads=4, head_dim=64,
@@ -242,7 +234,7 @@ def test_control_another_attention_on_one_side_fails(
 ) -> None:
     model, wanted = build("qwen3"), requests(QWEN3.vocab_size)
     samples, _ = generate(model, wanted)
-    monkeypatch.setattr("spmd_rl.kernels.attention.packed.flash_takes", lambda *_: False)
+    monkeypatch.setattr("spmd_rl.kernels.attention.backend.flash_supports", lambda *_: False)
     assert unequal(*(x.detach() for x in score(model, wanted, samples))) > 0
 
 
@@ -265,8 +257,9 @@ def test_logits_are_close_to_transformers(tmp_path) -> None:
     from spmd_rl.model.hf import load_weights
 
     config = transformers.Qwen3Config(
-        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=False,
+        vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=3,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+        max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     reference = transformers.AutoModelForCausalLM.from_config(config).eval()
     reference.save_pretrained(tmp_path)

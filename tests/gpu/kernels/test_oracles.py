@@ -1,6 +1,4 @@
-"""The GPU ops and their gradients against float64 on the CPU, and sampling against the torch
-version.
-"""
+"""GPU ops and gradients agree with float64 on the CPU, and sampling with the torch version."""
 
 from __future__ import annotations
 
@@ -137,7 +135,7 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 @pytest.mark.parametrize("second", [100 + 512, 101])
 def test_a_second_entry_near_the_top_is_not_lost(second: int) -> None:
-    """The runner-up of the estimates, in the same lane or another, wins if the exact noise says so."""
+    """The runner-up of the estimates wins if the exact noise says so, in any lane."""
     vocab, num_rows = 4096, 512
     ids = np.arange(num_rows)
     keys = torch.from_numpy(stream_keys(9, ids, ids, ids)).cuda()

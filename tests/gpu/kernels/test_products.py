@@ -1,6 +1,4 @@
-"""The products of a Qwen3 layer: joined as an engine has them, apart as a trainer has them, and a
-row at a time.
-"""
+"""Products of a Qwen3 layer, fused as in an engine, separate as in a trainer, and by row."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ APART |= {"down": ("down", 0)}
 
 
 def linears(weights: Sequence[Tensor]) -> list[Linear]:
-    """A module for each weight, in memory of its own."""
+    """Return a module for each weight, in memory of its own."""
     made = []
     for weight in weights:
         one = Linear(weight.shape[1], len(weight), bias=False, device="meta")
@@ -41,7 +39,7 @@ def linears(weights: Sequence[Tensor]) -> list[Linear]:
 
 
 def joined_and_apart(name: str, what: str, rows) -> tuple[FusedProjections, list[Linear]]:
-    """The same weights as an engine and as a trainer has them."""
+    """Return the same weights as an engine and as a trainer has them."""
     widths, k = layer(name)[what]
     weights = rows("normal", sum(widths), k).split(widths)
     engines = linears(weights)
@@ -57,9 +55,7 @@ def joined_and_apart(name: str, what: str, rows) -> tuple[FusedProjections, list
 def test_joined_weights_give_the_bits_of_their_parts(
     name: str, what: str, num_rows: int, rows, unequal
 ) -> None:
-    """With gradients wanted each part is a product of its own, as in a trainer; accumulators are
-    compared as well.
-    """
+    """With gradients each part is a product of its own. Accumulators are compared too."""
     joined, apart = joined_and_apart(name, what, rows)
     x = rows("normal", num_rows, joined.weight.shape[1])
     with torch.no_grad():

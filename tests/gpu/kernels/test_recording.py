@@ -1,4 +1,4 @@
-"""A graph is recorded whatever other threads do meanwhile: a checkpoint is written in one."""
+"""Graphs are recorded while other threads work, such as one that writes a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Products out of a ring have the bits of products of a tile: every ring of the tables, at edges,
-and in graphs.
-"""
+"""Products from a ring have the bits of products of a tile, at edges and in graphs."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import silu_mul
-from spmd_rl.kernels.linear.dispatch import ours_into
+from spmd_rl.kernels.linear.dispatch import own_matmul_into
 from spmd_rl.kernels.linear.tiles import (
     GATED_RINGS,
     REFERENCE,
@@ -34,9 +32,7 @@ def found(table: dict[int, tuple[tuple[int, Ring], ...]]) -> list[Ring]:
 
 
 def shares(gated: bool = False) -> list[Share]:
-    """For few rows and many, for one block of all, two and four, and for few and many rows of the
-    weight.
-    """
+    """Return shares for few and many rows of x and of the weight, and one, two and four blocks."""
     high = 9728 if gated else 24576
     few = ((1, 2560), (1, high), (16, 4096), (32, 2560), (64, 2560), (64, 3072), (64, high))
     found = [choose_share(m, n, 16384, gated) for m, n in (*few, (128, 2560), (256, 2560))]
@@ -68,7 +64,7 @@ def ringed(
     dtype: torch.dtype = torch.float32,
     gated: bool = False,
 ) -> Tensor:
-    """Beyond its rows and columns the result lies in poisoned memory, which must stay poisoned."""
+    """Multiply into poisoned memory, which must stay poisoned beyond the result."""
     from spmd_rl.kernels.linear.gluon import ring_matmul_into
 
     m, n = len(x), len(weight) // (2 if gated else 1)
@@ -170,15 +166,13 @@ def test_gated_shares(share: Share, rows, unequal) -> None:
 def test_a_recorded_chain_reads_weights_of_before_and_rows_of_the_kernel_before(
     num_rows: int, width: int, rows, unequal
 ) -> None:
-    """Every product reads what the one before it wrote; weights change between replays, as when new
-    ones arrive.
-    """
+    """Every product reads what the one before wrote; weights change between replays."""
     weights = [rows("normal", width, width) / width**0.5 for _ in range(16)]
     x, outs = rows("normal", num_rows, width), [rows("normal", num_rows, width) for _ in range(16)]
 
     def chain() -> None:
         for before, out, weight in zip([x, *outs], outs, weights, strict=False):
-            ours_into(out, before, weight, None)
+            own_matmul_into(out, before, weight, None)
 
     chain()
     graph = torch.cuda.CUDAGraph()
@@ -200,10 +194,10 @@ def test_a_weight_that_is_copied_first_takes_a_tile(
     x, weight = rows("normal", 8, 4096), rows("normal", 4096, 1024).t()
     monkeypatch.delattr("spmd_rl.kernels.linear.gluon.ring_matmul_into")
     out = x.new_empty(8, 1024)
-    ours_into(out, x, weight, None)
+    own_matmul_into(out, x, weight, None)
     assert unequal(out, tiled(x, weight, dtype=torch.bfloat16)) == 0
     with pytest.raises(ImportError):
-        ours_into(out, x, weight.contiguous(), None)
+        own_matmul_into(out, x, weight.contiguous(), None)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -212,10 +206,10 @@ def test_without_its_package_a_share_has_a_substitute(
 ) -> None:
     x, weight = rows("normal", 64, 4096) * 0.1, rows("normal", 8192, 4096)
     outs = [x.new_empty(64, 4096 if gated else 8192) for _ in range(2)]
-    ours_into(outs[0], x, weight, None, gated)
+    own_matmul_into(outs[0], x, weight, None, gated)
     monkeypatch.setattr("spmd_rl.kernels.linear.dispatch.has_dsl", lambda: False)
     monkeypatch.delattr("spmd_rl.kernels.linear.cute.shared_matmul_into")
-    ours_into(outs[1], x, weight, None, gated)
+    own_matmul_into(outs[1], x, weight, None, gated)
     assert unequal(*outs) == 0
 
 

@@ -1,8 +1,8 @@
-"""Row against batch on a GPU: every op gives a row the same bits whatever rows lie beside it.
+"""Every op on a GPU gives a row the same bits whatever rows lie beside it.
 
-Matrix products are compared in their fp32 accumulators, where a split of K changes nearly every
-element; rounded to bf16 it would change one in five hundred. The negative controls at the end are
-the same checks on ops that break the contract; they must fail them.
+Matrix products are compared in fp32 accumulators, where a split of K changes nearly every element;
+rounded to bf16 it would change one in five hundred. The negative controls at the end are the same
+checks on ops that break the contract. They must fail them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_head_of_a_large_vocabulary(k: int, kind: str, rows, unequal_rows) -> No
 @pytest.mark.parametrize("count", [2, 8, 17, 33, 64, 65, 128, 256, 512, 1000])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_rows_of_nan_stay_where_they_are(n: int, k: int, count: int, rows, unequal) -> None:
-    """Every other row is NaN: those between have their bits, and it has reached all of its own."""
+    """Every other row is NaN: the rows between keep their bits."""
     weight, x = rows("normal", n, k), rows("normal", count, k)
     poisoned = x.clone()
     poisoned[1::2] = torch.nan

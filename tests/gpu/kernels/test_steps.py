@@ -1,4 +1,4 @@
-"""The kernels around a decoding step, and the merge of ranges of keys, against numpy and float64."""
+"""Kernels around a decoding step, and the merge of ranges of keys, against numpy and float64."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.attention.merge_states import merge_ranges
+from spmd_rl.kernels.attention.merge_states import merge_states
 
 ABSENT = -1
 
 
 def _ranges(num_tokens: int, count: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Results with their log-sums in any order, of each token one range to `count`; what nobody
-    asks for is NaN.
-    """
+    """Return results with their log-sums in any order; what no token asks for is NaN."""
     generator = torch.Generator().manual_seed(count * dim)
     partial = torch.randn(num_tokens * count, heads, dim, generator=generator).bfloat16()
     log_sum = 4 * torch.randn(num_tokens * count, heads, generator=generator)
@@ -33,7 +31,7 @@ def test_merged_ranges_against_float64(count: int, dim: int) -> None:
     values = torch.where(there.unsqueeze(-1), partial[rows.clamp(min=0)].double(), 0)
     expected = (values * sums.softmax(1).unsqueeze(-1)).sum(1)
     out, merged = torch.empty(33, 4, dim).bfloat16().cuda(), torch.empty(4, 33).cuda().t()
-    merge_ranges(partial.cuda(), log_sum.t().contiguous().cuda().t(), rows.cuda(), out, merged)
+    merge_states(partial.cuda(), log_sum.t().contiguous().cuda().t(), rows.cuda(), out, merged)
     torch.testing.assert_close(out.cpu().double(), expected, rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(merged.cpu().double(), sums.logsumexp(1), rtol=1e-6, atol=2e-6)
     alone = (rows >= 0).sum(1) == 1
@@ -48,7 +46,7 @@ def test_control_a_range_left_out_is_seen() -> None:
     first_only = rows.clone()
     first_only[:, 1] = ABSENT
     for out, of in zip(outs, (rows, first_only), strict=True):
-        merge_ranges(partial, log_sum, of, out)
+        merge_states(partial, log_sum, of, out)
     several = (rows >= 0).sum(1) == 2
     assert several.any()
     assert not torch.equal(outs[0][several], outs[1][several])

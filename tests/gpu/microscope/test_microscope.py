@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import mismatch
 from spmd_rl.kernels import sample_and_score
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.kernels.rowwise.row_hash import row_hashes
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.diagnose.faults import plant
@@ -27,7 +27,7 @@ from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.samples import Sample
 
@@ -38,7 +38,7 @@ MIDDLE = mismatch.NUM_LAYERS // 2
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_takes(128, torch.bfloat16, DEVICE):
+    if not flash_supports(128, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 
@@ -117,7 +117,7 @@ def test_automatic_splits_where_flash_attention_does_not_run(
     folder: Path, case: ReplayCase
 ) -> None:
     """No bits are promised there, so beside the same engine without."""
-    cfg = EngineConfig(max_batch=64, max_step_tokens=512)
+    cfg = NativeEngineConfig(max_batch=64, max_step_tokens=512)
     path, plain = (EnginePass(load_model(folder, torch.float32, DEVICE), cfg) for _ in range(2))
     plant("auto-splits", path)
     first = compare(path, plain, case).first_introduced
@@ -224,7 +224,8 @@ def test_splits_on_one_side_are_named_and_on_both_agree(
     folder: Path, case: ReplayCase, trainer: TrainerPass
 ) -> None:
     path = EnginePass(
-        load_model(folder, torch.bfloat16, DEVICE), EngineConfig(max_batch=64, attention_split=128)
+        load_model(folder, torch.bfloat16, DEVICE),
+        NativeEngineConfig(max_batch=64, attention_split=128),
     )
     alike = TrainerPass(trainer.model, attention_split=128)
     assert compare(path, alike, case).results == ()
@@ -257,15 +258,15 @@ def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: Trai
     engine.new_version(0)
     prompt, sampling = (
         np.arange(2, 90, dtype=np.int32),
-        SamplingConfig(max_tokens=40, seed=5, ignore_eos=True),
+        SamplingConfig(max_tokens=40, ignore_eos=True),
     )
     for index in range(6):
-        engine.submit(Request(3, index, prompt, sampling))
+        engine.submit(Request(3, index, prompt, sampling, seed=5))
     samples: list[Sample] = []
     while engine.has_work:
         samples += engine.step().finished
     drawn = [
-        ReplaySequence(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index))
+        ReplaySequence(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index), seed=5)
         for one in samples
     ]
     case = ReplayCase(tuple(drawn))

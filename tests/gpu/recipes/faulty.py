@@ -15,8 +15,16 @@ __all__ = ["Config", "Faulty", "check", "main"]
 
 
 class Faulty(rl.Rollout):
-    def __init__(self, cfg: rl.EngineConfig, context: Any) -> None:
-        super().__init__(cfg, context)
+    def __init__(
+        self,
+        cfg: rl.NativeEngineConfig,
+        context: Any,
+        model: str,
+        reward: str = "",
+        seed: int = 0,
+        reserved_bytes: int = 0,
+    ) -> None:
+        super().__init__(cfg, context, model, reward, seed, reserved_bytes)
         from spmd_rl.microscope.diagnose.faults import split_k
 
         split_k(cast(Any, self.engine))  # it asks for no more than a model

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.timeout(400)
 
 SETTINGS = {
     "recomputed whole, in two optimizer steps": [
-        "--trainer.recompute=all",
+        "--trainer.backend.recompute=all",
         "--trainer.minibatches=2",
     ],
     "recomputed where cheap, attention in splits": [
         *(
-            "--trainer.recompute=cheap",
+            "--trainer.backend.recompute=cheap",
             "--trainer.attention_split=128",
             "--engine.attention_split=128",
         ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.model.network import CausalLM
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_engine, new_model, workload
 from tests.samples import Samples, finish
@@ -15,7 +15,7 @@ from tests.samples import Samples, finish
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_takes(SPEC.head_dim, torch.bfloat16, DEVICE):
+    if not flash_supports(SPEC.head_dim, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 

@@ -9,7 +9,7 @@ from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from tests.samples import Samples
 
@@ -46,10 +46,10 @@ def workload() -> list[Request]:
             stem[: 1 + 37 * uid % 300],
             SamplingConfig(
                 max_tokens=int(rng.integers(1, 200)),
-                seed=3,
                 ignore_eos=True,
                 **kinds[uid % len(kinds)],
             ),
+            seed=3,
         )
         for uid in range(12)
         for index in range(4)
@@ -58,7 +58,7 @@ def workload() -> list[Request]:
 
 def new_engine(model: CausalLM, **cfg: object) -> NativeEngine:
     settings = {"max_batch": 24, "page_size": 128, "max_step_tokens": 256, "num_pages": 200} | cfg
-    engine = NativeEngine(model, EngineConfig(dtype="bfloat16", **settings), DEVICE)
+    engine = NativeEngine(model, NativeEngineConfig(dtype="bfloat16", **settings), DEVICE)
     engine.new_version(0)
     return engine
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.kernels import PackedAttention, token_logprobs
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 from spmd_rl.types.samples import Sample
 from tests.gpu.rollout.graph_case import DEVICE, SPEC, new_model
@@ -43,7 +43,8 @@ def requests(first_uid: int = 0) -> list[Request]:
             first_uid + uid,
             index,
             stem[: 20 + 70 * uid],
-            SamplingConfig(max_tokens=60 + 7 * uid, seed=4, ignore_eos=True, **kind),
+            SamplingConfig(max_tokens=60 + 7 * uid, ignore_eos=True, **kind),
+            seed=4,
         )
         for uid, kind in enumerate(kinds)
         for index in range(3)
@@ -53,7 +54,7 @@ def requests(first_uid: int = 0) -> list[Request]:
 def in_flight(**cfg: object) -> NativeEngine:
     """An engine with the old weights, in the middle of every answer."""
     settings = {"max_batch": 32, "max_step_tokens": 256, "page_size": 16, "num_pages": 600} | cfg
-    engine = NativeEngine(new_model(OLD), EngineConfig(dtype="bfloat16", **settings), DEVICE)
+    engine = NativeEngine(new_model(OLD), NativeEngineConfig(dtype="bfloat16", **settings), DEVICE)
     engine.new_version(OLD)
     for request in requests():
         engine.submit(request)

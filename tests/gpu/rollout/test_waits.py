@@ -33,10 +33,10 @@ def waiting_raises() -> Iterator[None]:
 def decoding(model: CausalLM, num_rows: int, **cfg: object) -> NativeEngine:
     """An engine in the middle of so many answers, its graphs recorded."""
     engine, rng = new_engine(model, page_size=16, num_pages=400, **cfg), np.random.default_rng(4)
-    sampling = SamplingConfig(max_tokens=150, seed=3, ignore_eos=True)
+    sampling = SamplingConfig(max_tokens=150, ignore_eos=True)
     for uid in range(num_rows):
         engine.submit(
-            Request(uid, 0, rng.integers(2, SPEC.vocab_size, 40).astype(np.int32), sampling)
+            Request(uid, 0, rng.integers(2, SPEC.vocab_size, 40).astype(np.int32), sampling, seed=3)
         )
     for _ in range(20):
         progress = engine.step()

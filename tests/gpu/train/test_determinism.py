@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.kernels.attention.flash import flash_takes
+from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.train.determinism import deterministic
 
 DEVICE = torch.device("cuda")
@@ -23,13 +23,13 @@ REPEATS = 12
 
 @pytest.fixture(autouse=True)
 def _needs_flash() -> None:
-    if not flash_takes(64, torch.bfloat16, DEVICE):
+    if not flash_supports(64, torch.bfloat16, DEVICE):
         pytest.skip("needs FlashAttention-4 on a Hopper GPU")
 
 
 @contextmanager
 def company() -> Iterator[None]:
-    """Another stream keeps part of the GPU busy, so that blocks are scheduled otherwise each time."""
+    """Another stream keeps part of the GPU busy, so that blocks are scheduled differently."""
     stream, one = torch.cuda.Stream(), torch.randn(1024, 1024, device=DEVICE)
     with torch.cuda.stream(stream):
         for _ in range(20):

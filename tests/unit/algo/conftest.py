@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 MakeGroup = Callable[..., Group]
 

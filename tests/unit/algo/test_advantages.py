@@ -12,7 +12,8 @@ from hypothesis.extra.numpy import arrays
 
 from spmd_rl.algo.advantages import group_advantage, rloo_advantage
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 REWARDS = arrays(np.float64, st.integers(2, 12), elements=st.floats(-5, 5))
 
@@ -94,5 +95,5 @@ def test_a_group_goes_on_without_a_skipped_sample_and_an_emptied_one_teaches_not
         values = estimate([replace(left, skipped=["slow"]), emptied])
         np.testing.assert_array_equal(values[0], estimate([left])[0])
         assert values[1].shape == (0,)
-        with pytest.raises(ConfigError, match="at least 2"):
+        with pytest.raises(ConfigError, match="num_samples to 2 or more"):
             estimate([make_group([1])])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from spmd_rl.algo.group_metrics import group_metrics, is_flat
+from spmd_rl.algo.group_metrics import group_metrics, rewards_are_equal
 
 
 def test_by_hand(make_group) -> None:
@@ -50,7 +50,7 @@ def test_no_groups_say_nothing() -> None:
 def test_the_parts_of_a_reward_are_means_over_those_that_have_them(make_group) -> None:
     group = make_group([1, 0, 0])
     parts = [{"reward": 1.0, "form": 1.0, "late": 4.0}, {"reward": 0.0, "form": 0.0}, {}]
-    changed = [one.changed(parts=part) for one, part in zip(group.samples, parts, strict=True)]
+    changed = [one.replace(parts=part) for one, part in zip(group.samples, parts, strict=True)]
     got, plain = (
         group_metrics([replace(group, samples=changed)], version=0),
         group_metrics([group], version=0),
@@ -60,15 +60,17 @@ def test_the_parts_of_a_reward_are_means_over_those_that_have_them(make_group) -
 
 def test_a_part_never_stands_for_one_of_ours(make_group) -> None:
     group = make_group([1, 0])
-    posing = [one.changed(parts={"mean": 7.0}) for one in group.samples]
+    posing = [one.replace(parts={"mean": 7.0}) for one in group.samples]
     assert group_metrics([replace(group, samples=posing)], version=0)["reward/mean"] == 0.5
 
 
 def test_what_is_flat(make_group) -> None:
     emptied = replace(make_group([], uid=2), skipped=["slow", "slow"])
-    assert is_flat([make_group([1, 1]), emptied, make_group([0, 0, 0], uid=1), emptied])
-    assert not is_flat([make_group([1, 1]), make_group([0, 0, 1], uid=1)])
-    assert not is_flat([make_group([1]), make_group([1], uid=1)])  # nothing that could differ
-    assert not is_flat([make_group([float("nan")] * 2)])  # no rewards
-    assert not is_flat([emptied])
-    assert not is_flat([])
+    assert rewards_are_equal([make_group([1, 1]), emptied, make_group([0, 0, 0], uid=1), emptied])
+    assert not rewards_are_equal([make_group([1, 1]), make_group([0, 0, 1], uid=1)])
+    assert not rewards_are_equal(
+        [make_group([1]), make_group([1], uid=1)]
+    )  # nothing that could differ
+    assert not rewards_are_equal([make_group([float("nan")] * 2)])  # no rewards
+    assert not rewards_are_equal([emptied])
+    assert not rewards_are_equal([])

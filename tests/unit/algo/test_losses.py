@@ -14,18 +14,21 @@ from spmd_rl.errors import ContractError
 
 
 def _inputs(
-    lp: list[float], old: list[float], advantages: list[float], roll: list[float] | None = None
+    logprobs: list[float],
+    old_logprobs: list[float],
+    advantages: list[float],
+    rollout_logprobs: list[float] | None = None,
 ) -> LossInput:
     def tensor(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
     return LossInput(
-        lp=tensor(lp).requires_grad_(),
-        old=tensor(old),
-        roll=tensor(roll if roll is not None else old),
+        logprobs=tensor(logprobs).requires_grad_(),
+        old_logprobs=tensor(old_logprobs),
+        rollout_logprobs=tensor(rollout_logprobs if rollout_logprobs is not None else old_logprobs),
         advantages=tensor(advantages),
-        entropy=tensor([0.0] * len(lp)),
-        sequence=torch.zeros(len(lp), dtype=torch.int64),
+        entropy=tensor([0.0] * len(logprobs)),
+        sequence=torch.zeros(len(logprobs), dtype=torch.int64),
     )
 
 
@@ -36,7 +39,7 @@ def test_by_hand() -> None:
     np.testing.assert_allclose(loss.detach(), [-1.2, 0.8, -2.2], rtol=1e-12)
     assert measured["train/clip_frac"].tolist() == [1.0, 1.0, 0.0]
     loss.sum().backward()
-    np.testing.assert_allclose(out.lp.grad, [0.0, 0.0, -2.2], atol=1e-12)
+    np.testing.assert_allclose(out.logprobs.grad, [0.0, 0.0, -2.2], atol=1e-12)
 
 
 def test_clip_higher_moves_the_upper_bound_alone() -> None:
@@ -68,7 +71,7 @@ def test_against_numpy_in_float64(tokens: list[tuple[float, ...]], low: float, h
     ratio, engine_ratio = np.exp(lp - old), np.exp(lp - roll)
     np.testing.assert_allclose(grpo_loss(out, **knobs)[0].detach(), clipped(ratio), rtol=1e-12)
     np.testing.assert_allclose(
-        grpo_loss(out, **knobs, behaviour="roll")[0].detach(), clipped(engine_ratio), rtol=1e-12
+        grpo_loss(out, **knobs, behaviour="rollout")[0].detach(), clipped(engine_ratio), rtol=1e-12
     )
     weight = np.minimum(np.exp(old - roll), 2.0)
     np.testing.assert_allclose(
@@ -78,13 +81,13 @@ def test_against_numpy_in_float64(tokens: list[tuple[float, ...]], low: float, h
 
 def test_correcting_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="twice"):
-        grpo_loss(_inputs([0.0], [0.0], [1.0]), behaviour="roll", tis_cap=2.0)
+        grpo_loss(_inputs([0.0], [0.0], [1.0]), behaviour="rollout", tis_cap=2.0)
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
     out = _inputs([-1.0, -2.0], [-1.0, -2.0], [0.5, -3.0])
     grpo_loss(out)[0].sum().backward()
-    np.testing.assert_allclose(out.lp.grad, [-0.5, 3.0], rtol=1e-12)
+    np.testing.assert_allclose(out.logprobs.grad, [-0.5, 3.0], rtol=1e-12)
 
 
 def test_sft_is_cross_entropy() -> None:
@@ -102,26 +105,29 @@ def test_losses_take_an_empty_micro_batch() -> None:
     ("loss", "problem"),
     [
         (
-            lambda out: (out.lp.sum(), {}),
+            lambda out: (out.logprobs.sum(), {}),
             r"the loss as the shape \[\]: expected \[2\], a value for each token",
         ),
         (
-            lambda out: (out.lp.mean(0, keepdim=True), {}),
+            lambda out: (out.logprobs.mean(0, keepdim=True), {}),
             r"the loss as the shape \[1\]: expected \[2\]",
         ),
-        (lambda out: (out.lp, {"mine": out.lp.mean()}), r"mine as the shape \[\]: expected \[2\]"),
-        (lambda out: (out.lp, {"mine": 0.5}), r"mine as a float: expected \[2\]"),
         (
-            lambda out: out.lp,
+            lambda out: (out.logprobs, {"mine": out.logprobs.mean()}),
+            r"mine as the shape \[\]: expected \[2\]",
+        ),
+        (lambda out: (out.logprobs, {"mine": 0.5}), r"mine as a float: expected \[2\]"),
+        (
+            lambda out: out.logprobs,
             "returned a Tensor: expected two things, the loss of each token and a dict",
         ),
-        (lambda out: (out.lp, out.lp), "returned a tuple: expected two things"),
+        (lambda out: (out.logprobs, out.logprobs), "returned a tuple: expected two things"),
         (
-            lambda out: (out.lp, {"ratio": out.lp}),
+            lambda out: (out.logprobs, {"ratio": out.logprobs}),
             "measures 'ratio', which the trainer has: choose another name",
         ),
-        (lambda out: (out.lp, {"train/loss": out.lp}), "measures 'train/loss'"),
-        (lambda out: (out.lp, {"onpolicy/k1": out.lp}), "measures 'onpolicy/k1'"),
+        (lambda out: (out.logprobs, {"train/loss": out.logprobs}), "measures 'train/loss'"),
+        (lambda out: (out.logprobs, {"onpolicy/k1": out.logprobs}), "measures 'onpolicy/k1'"),
     ],
 )
 def test_a_loss_that_is_not_one_value_a_token_is_refused(loss: Any, problem: str) -> None:

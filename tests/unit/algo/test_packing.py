@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.algo.advantages import group_advantage
-from spmd_rl.algo.packing import Scores, pack, pack_sft
+from spmd_rl.algo.packing import SequenceLogprobs, pack, pack_sft
 from spmd_rl.errors import ConfigError, ContractError, DataError
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 
 def _groups(lengths: list[list[int]]) -> list[Group]:
@@ -56,7 +57,7 @@ def test_every_array_speaks_of_its_token() -> None:
     assert batch.lengths.tolist() == [3, 2, 5]
     assert batch.tokens.tolist() == [0, 0, 0, 0, 1, 0, 1, 10, 10, 10]
     assert batch.mask.tolist() == [False, True, True, False, True, False, False, True, True, True]
-    assert batch.roll_logprobs[batch.mask].tolist() == [0, 0, -1, -10, -10, -10]
+    assert batch.rollout_logprobs[batch.mask].tolist() == [0, 0, -1, -10, -10, -10]
     assert batch.versions.tolist() == [-1, 3, 3, -1, 3, -1, -1, 3, 3, 3]
     np.testing.assert_array_equal(batch.temperature, np.full(3, 0.7, np.float32))
     flat = np.concatenate(advantages).astype(np.float32)
@@ -92,13 +93,13 @@ def test_shards_hold_every_sequence_once_and_the_same_denominator(
     index = np.concatenate([shard.index for shard in shards])
     assert sorted(index.tolist()) == list(range(batch.num_sequences))
     assert {shard.denominator for shard in shards} == {batch.denominator}
-    restored = batch.take(index)
+    restored = batch.select(index)
     for name in (
         "tokens",
         "mask",
         "weight",
         "advantages",
-        "roll_logprobs",
+        "rollout_logprobs",
         "versions",
         "lengths",
         "temperature",
@@ -113,10 +114,10 @@ def test_scores_of_shards_join_in_the_batch_s_order(
 ) -> None:
     batch, _ = _batch(lengths)
     parts = [
-        Scores(-shard.tokens.astype(np.float32), shard.lengths, shard.index)
+        SequenceLogprobs(-shard.tokens.astype(np.float32), shard.lengths, shard.index)
         for shard in batch.shard(num_shards)
     ]
-    joined = Scores.join(parts)
+    joined = SequenceLogprobs.join(parts)
     np.testing.assert_array_equal(joined.logprobs, -batch.tokens.astype(np.float32))
     np.testing.assert_array_equal(joined.lengths, batch.lengths)
 
@@ -138,7 +139,7 @@ def test_bad_requests_are_refused() -> None:
     ones = [np.ones(2)]
     with pytest.raises(ContractError, match="one advantage for each sample"):
         pack(groups, [np.ones(1)])
-    with pytest.raises(ConfigError, match="token, sample, const; not 'mean'"):
+    with pytest.raises(ConfigError, match="token, sample or const, not 'mean'"):
         pack(groups, ones, aggregation="mean")
     with pytest.raises(ConfigError, match="max_response_tokens"):
         pack(groups, ones, aggregation="const")

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks compute on the host: shapes, the rollout's lengths, swapped operations."""
+"""Host side of the GPU benchmarks: shapes, the rollout's lengths, swapped operations."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import engine_cost, paths, proof_cost, record, rollout_vs_sglang
+from benchmarks import engine_cost, proof_cost, record, rollout_vs_sglang, train_variants
 from benchmarks.cublas import every_way
 from benchmarks.fsdp_overlap import overlap, union
 from benchmarks.grpo_proof import USED, broken_promises
 from benchmarks.kernels import decode_gemm, filters, layer_cases
 from benchmarks.shapes import QWEN3, write_config
-from spmd_rl.controller.contracts import FILE, followed
-from spmd_rl.kernels import token_logprobs, write_kv
+from spmd_rl.controller.contracts import CONTRACT_FILE, by_digest
+from spmd_rl.kernels import QkNorm, Rotary, token_logprobs, write_kv
+from spmd_rl.kernels.attention import token_attention
 from spmd_rl.kernels.linear import dispatch, swiglu
-from spmd_rl.kernels.linear.cublaslt import Shape, Way
+from spmd_rl.kernels.linear.cublaslt import Gemm, Shape
 from spmd_rl.model import network
 from spmd_rl.rollout.native.counters import SchedulerCounters
-from spmd_rl.train import learner
+from spmd_rl.train import on_policy
 from spmd_rl.train.metric_sums import MetricSums
 
 
@@ -40,7 +41,9 @@ def test_a_rollout_has_the_same_long_tail_every_time() -> None:
 
 
 def test_what_the_proof_used_is_counted() -> None:
-    assert set(USED.values()) - {field.name for field in fields(SchedulerCounters)} == {"num_graphs"}
+    assert set(USED.values()) - {field.name for field in fields(SchedulerCounters)} == {
+        "num_graphs"
+    }
 
 
 @pytest.mark.parametrize(
@@ -61,8 +64,8 @@ def test_a_proof_without_a_promise_is_seen(
     tmp_path: Path, other: dict[str, str], said: list[str]
 ) -> None:
     facts = {"dtype": "torch.bfloat16", "linear": "one ascending chain"}
-    kept = followed({"trainer": facts, "rollout": facts | other})
-    (tmp_path / FILE).write_text(json.dumps({"trainer->rollout": kept}))
+    kept = by_digest({"trainer": facts, "rollout": facts | other})
+    (tmp_path / CONTRACT_FILE).write_text(json.dumps({"trainer->rollout": kept}))
     broken = broken_promises(tmp_path)
     assert len(broken) == len(said)
     assert all(
@@ -72,16 +75,16 @@ def test_a_proof_without_a_promise_is_seen(
 
 
 def test_a_proof_without_a_link_is_seen(tmp_path: Path) -> None:
-    kept = followed({"trainer on rank 0": {"dtype": "torch.bfloat16"}})
-    (tmp_path / FILE).write_text(json.dumps({"trainer": kept}))
+    kept = by_digest({"trainer on rank 0": {"dtype": "torch.bfloat16"}})
+    (tmp_path / CONTRACT_FILE).write_text(json.dumps({"trainer": kept}))
     assert broken_promises(tmp_path) == ["no link kept what its ends follow"]
 
 
 def test_paths_swap_operations_and_put_them_back() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8)
     ours = network.rms_norm
-    with paths.PATHS["torch"]():
-        assert network.rms_norm is paths.torch_norm
+    with train_variants.VARIANTS["torch"]():
+        assert network.rms_norm is train_variants.torch_norm
         assert torch.allclose(network.rms_norm(x, weight, 1e-6), ours(x, weight, 1e-6), atol=1e-5)
     assert network.rms_norm is ours
 
@@ -100,13 +103,13 @@ def test_engines_free_of_the_contract_multiply_in_other_ways() -> None:
 def test_a_shape_is_raced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     raced = []
 
-    def first(ways: list[Way], shape: Shape) -> Way:
+    def first(ways: list[Gemm], shape: Shape) -> Gemm:
         raced.append(shape)
         return ways[0]
 
-    monkeypatch.setattr(paths, "fastest", first)
+    monkeypatch.setattr(train_variants, "fastest", first)
     weight, bias = torch.randn(16, 8), torch.randn(16)
-    product = paths.Race(every_way)
+    product = train_variants.Race(every_way)
     for rows, added in (4, None), (4, None), (4, bias), (8, None):
         x = torch.randn(rows, 8)
         found = product(x, weight, added, torch.float32)
@@ -196,14 +199,15 @@ def test_torch_operations_compute_what_ours_do() -> None:
     torch.manual_seed(0)
     q, k, weight = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(8)
     angles = torch.randn(16, 4)
-    rotary = torch.tensor([3, 0, 7, 7, 15]), angles.cos(), angles.sin()
+    rotary = Rotary(torch.tensor([3, 0, 7, 7, 15]), angles.cos(), angles.sin())
+    norm = QkNorm(weight, weight, 1e-6)
     for ours, theirs in (
-        (network.qk_norm_rope(q, k, weight, weight, 1e-6, *rotary), paths.torch_norm_rope),
-        (network.add_rms_norm(q, q, weight, 1e-6), paths.torch_add_norm),
+        (token_attention.qk_norm_rope(q, k, norm, rotary), train_variants.torch_norm_rope),
+        (network.add_rms_norm(q, q, weight, 1e-6), train_variants.torch_add_norm),
     ):
         given = (
-            (q, k, weight, weight, 1e-6, *rotary)
-            if theirs is paths.torch_norm_rope
+            (q, k, norm, rotary)
+            if theirs is train_variants.torch_norm_rope
             else (q, q, weight, 1e-6)
         )
         for one, other in zip(ours, theirs(*given), strict=True):
@@ -211,7 +215,7 @@ def test_torch_operations_compute_what_ours_do() -> None:
     logits, targets, scale = torch.randn(6, 50), torch.randint(50, (6,)), torch.rand(6) + 0.5
     for one, other in zip(
         token_logprobs(logits, targets, scale),
-        paths.torch_logprobs(logits, targets, scale),
+        train_variants.torch_logprobs(logits, targets, scale),
         strict=True,
     ):
         assert torch.allclose(one, other, atol=1e-5)
@@ -240,15 +244,17 @@ def test_time_that_two_streams_share() -> None:
 
 def test_a_step_without_the_comparison_has_the_same_sums() -> None:
     lp = torch.zeros(3)
-    micro = SimpleNamespace(versions=torch.tensor([1, 1, -1]), roll=torch.tensor([0.0, 1.0, 0.0]))
+    micro = SimpleNamespace(
+        versions=torch.tensor([1, 1, -1]), rollout_logprobs=torch.tensor([0.0, 1.0, 0.0])
+    )
     compared, left_out, leave_out = MetricSums(), MetricSums(), proof_cost.LeftOut()
     for _ in range(2):
-        learner._compare(lp, micro, 1, compared)
+        on_policy.compare_with_rollout(lp, micro, 1, compared)
         leave_out(lp, micro, 1, left_out)
     (names,) = compared._sums
     assert (compared._sums.keys(), compared._maxima.keys()) == (
         left_out._sums.keys(),
         left_out._maxima.keys(),
     )
-    assert compared._sums[names][names.index(learner.MISMATCHED)] == 2
+    assert compared._sums[names][names.index(on_policy.MISMATCHED)] == 2
     assert not any(value.any() for value in (left_out._sums[names], *left_out._maxima.values()))

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peer import Peer, cpu_seconds, family
+from benchmarks.peer import Peer, cpu_seconds, descendants
 
 ROOT = Path(__file__).parents[3]
 ENV = {"PYTHONPATH": str(ROOT)}
-COUNTS = "from benchmarks.peer import Laps\nlaps, n = Laps(), 0\nwhile True:\n    laps.lap(n=n)\n    n += 1\n"
+COUNTS = """\
+from benchmarks.peer import Laps
+laps, n = Laps(), 0
+while True:
+    laps.lap(n=n)
+    n += 1
+"""
 WORKS = COUNTS.replace("    n += 1\n", "    n += 1\n    sum(range(3_000_000))\n")
 
 
@@ -28,13 +34,13 @@ def test_laps_are_run_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_processor_time_is_counted_and_everything_ends(tmp_path: Path) -> None:
-    before = set(family(os.getpid()))
+    before = set(descendants(os.getpid()))
     with Peer(command(WORKS), ENV, tmp_path / "log") as peer:
         reply = peer.ask(laps=3)
-        started = set(family(os.getpid())) - before
+        started = set(descendants(os.getpid())) - before
         assert started
     assert reply["cpu_s"] > 0
-    assert not started & set(family(os.getpid()))
+    assert not started & set(descendants(os.getpid()))
     assert cpu_seconds(os.getpid()) > 0
 
 

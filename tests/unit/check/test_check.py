@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.check import check, clocks, facts, probe
-from spmd_rl.check.facts import Gpus, Probe, Skew
+from spmd_rl.check import clocks, facts, probe
+from spmd_rl.check.command import main
+from spmd_rl.check.facts import ClockSkew, Gpus, TrialResult
 from spmd_rl.errors import ConfigError
 from spmd_rl.mesh.world import World
 
@@ -33,8 +34,10 @@ def test_it_prints_a_line_a_finding_and_fails_with_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(probe, "gpus", lambda version: Gpus(2, "580.1", "13.0", ("H200", "H200")))
-    monkeypatch.setattr(probe, "run", lambda what: Probe(what == "ipc", f"tried {what}"))
-    assert check([f"--run.folder={tmp_path}"]) == 1
+    monkeypatch.setattr(
+        probe, "run_trial", lambda what: TrialResult(what == "ipc", f"tried {what}")
+    )
+    assert main([f"--run.folder={tmp_path}"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 13
     assert any(line.startswith("fail  nccl") and "tried nccl" in line for line in lines)
@@ -44,32 +47,32 @@ def test_it_prints_a_line_a_finding_and_fails_with_any(
 
 def test_without_failures_it_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "gpus", lambda version: Gpus(0, "", None))
-    monkeypatch.setattr(facts, "limits", lambda: facts.Limits(65536, None, 1 << 34, 0))
-    assert check([f"--run.folder={tmp_path}"]) == 0
+    monkeypatch.setattr(facts, "system_limits", lambda: facts.SystemLimits(65536, None, 1 << 34, 0))
+    assert main([f"--run.folder={tmp_path}"]) == 0
 
 
 def test_it_knows_no_other_words() -> None:
     with pytest.raises(ConfigError, match="--a"):
-        check(["--a.b=c"])
+        main(["--a.b=c"])
 
 
 def test_a_trial_that_hangs_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child(tmp_path, monkeypatch, "exec sleep 30")
-    assert probe.run("nccl", within_s=0.2) == Probe(False, "no result within 0.2 s")
+    assert probe.run_trial("nccl", within_s=0.2) == TrialResult(False, "no result within 0.2 s")
 
 
 def test_a_trial_that_crashes_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child(tmp_path, monkeypatch, "kill -SEGV $$")
-    assert probe.run("nccl") == Probe(False, "ended with exit code -11")
+    assert probe.run_trial("nccl") == TrialResult(False, "ended with exit code -11")
 
 
 def test_a_trial_that_complains_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child(tmp_path, monkeypatch, "echo Traceback >&2; echo 'RuntimeError: no' >&2; exit 1")
-    assert probe.run("ipc") == Probe(False, "RuntimeError: no")
+    assert probe.run_trial("ipc") == TrialResult(False, "RuntimeError: no")
 
 
 def test_gpus_are_as_the_child_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"cuda": "13.0", "names": ["H200", "H200"], "strangers": [[0, 1]], "error": ""}
+    told = {"cuda": "13.0", "names": ["H200", "H200"], "no_peer_access": [[0, 1]], "error": ""}
     child(tmp_path, monkeypatch, f"echo '{json.dumps(told)}'")
     monkeypatch.setattr(probe, "nvidia_devices", lambda: 2)
     found = probe.gpus("2.13.0")
@@ -80,7 +83,7 @@ def test_gpus_are_as_the_child_tells(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_clocks_are_compared_pairwise() -> None:
-    assert clocks.spread([10.0, 9.5, 12.0]) == Skew(2.5, "rank 1 to rank 2 of 3")
+    assert clocks.spread([10.0, 9.5, 12.0]) == ClockSkew(2.5, "rank 1 to rank 2 of 3")
 
 
 def test_ranks_meet_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from spmd_rl.check import facts
 
 
 def test_a_good_folder_passes_and_keeps_nothing(tmp_path: Path) -> None:
-    found = facts.folder(tmp_path / "not/yet/there")
+    found = facts.runs_folder(tmp_path / "not/yet/there")
     assert found.path == tmp_path
     assert (found.error, found.renames, found.keeps_modes) == ("", True, True)
     assert found.free_bytes > 0
@@ -20,14 +20,14 @@ def test_a_good_folder_passes_and_keeps_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_takes_no_file_says_why() -> None:
-    assert facts.folder(Path("/proc/runs")).error
+    assert facts.runs_folder(Path("/proc/runs")).error
 
 
 def test_a_rename_that_copies_nothing_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "replace", lambda old, new: None)
-    assert not facts.folder(tmp_path).renames
+    assert not facts.runs_folder(tmp_path).renames
 
 
 def test_a_file_system_without_modes_is_seen(
@@ -37,7 +37,7 @@ def test_a_file_system_without_modes_is_seen(
     monkeypatch.setattr(
         os, "open", lambda path, flags, mode=0o777, **rest: really(path, flags, 0o644, **rest)
     )
-    assert not facts.folder(tmp_path).keeps_modes
+    assert not facts.runs_folder(tmp_path).keeps_modes
 
 
 def test_this_clock_agrees_with_its_own_files(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_clock_that_is_off_is_measured(
 
 
 def test_loopback_works_here() -> None:
-    assert facts.ports().loopback_error == ""
+    assert facts.network().loopback_error == ""
 
 
 def test_the_drivers_version_is_the_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +64,11 @@ def test_the_drivers_version_is_the_number(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(facts, "DRIVER", version)
     assert facts.nvidia_driver() == ""
     version.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\nGCC 12.3.0\n"
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n"
+        "GCC 12.3.0\n"
     )
     assert facts.nvidia_driver() == "580.159.04"
 
 
 def test_limits_are_read() -> None:
-    assert facts.limits().nofile > 0
+    assert facts.system_limits().nofile > 0

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.check import findings
-from spmd_rl.check.facts import Folder, Gpus, Limits, Ports, Probe, Skew
-from spmd_rl.check.findings import GIB, Finding
+from spmd_rl.check.facts import ClockSkew, Gpus, Network, RunsFolder, SystemLimits, TrialResult
+from spmd_rl.check.findings import GIB, HostFinding
 
 NO_GPU = Gpus(num_devices=0, driver="", cuda=None)
 TWO = Gpus(num_devices=2, driver="580.1", cuda="13.0", names=("H200", "H200"))
-LIMITS = Limits(nofile=65536, memlock_bytes=None, shm_bytes=16 * GIB, num_infiniband=0)
-PORTS = Ports(host="node1", address="10.0.0.1", first_ephemeral=32768)
-FOLDER = Folder(Path("/shared/runs"), free_bytes=500 * GIB, renames=True, keeps_modes=True)
+LIMITS = SystemLimits(nofile=65536, memlock_bytes=None, shm_bytes=16 * GIB, num_infiniband=0)
+PORTS = Network(host="node1", address="10.0.0.1", first_ephemeral=32768)
+FOLDER = RunsFolder(Path("/shared/runs"), free_bytes=500 * GIB, renames=True, keeps_modes=True)
 JOB = {
     "SLURM_JOB_ID": "7",
     "SLURM_NNODES": "2",
     "SLURM_JOB_NODELIST": "n[1-2]",
     "SLURM_NODEID": "1",
 }
-BROKEN = Probe(False, "unhandled system error")
-FINE = Probe(True, "it works")
+BROKEN = TrialResult(False, "unhandled system error")
+FINE = TrialResult(True, "it works")
 
 
 CASES = [
@@ -46,7 +46,7 @@ CASES = [
     ("warn", "CUDA_VISIBLE_DEVICES", findings.driver(replace(TWO, names=(), hidden=True))),
     ("ok", "fewer", findings.peers(NO_GPU)),
     ("ok", "every pair", findings.peers(TWO)),
-    ("warn", "0-1", findings.peers(replace(TWO, strangers=((0, 1),)))),
+    ("warn", "0-1", findings.peers(replace(TWO, no_peer_access=((0, 1),)))),
     ("ok", "fewer", findings.nccl(None)),
     ("ok", "it works", findings.nccl(FINE)),
     ("fail", "unhandled system error", findings.nccl(BROKEN)),
@@ -67,16 +67,16 @@ CASES = [
     ("fail", "0.1 GiB", findings.shared_memory(replace(LIMITS, shm_bytes=64 << 20), 8)),
     ("warn", "0.1 GiB", findings.shared_memory(replace(LIMITS, shm_bytes=64 << 20), 1)),
     ("fail", "no /dev/shm", findings.shared_memory(replace(LIMITS, shm_bytes=None), 0)),
-    ("ok", "0.20 s", findings.clock(Skew(0.2, "rank 0 to rank 3 of 8"))),
-    ("warn", "rank 0 to rank 3", findings.clock(Skew(2.0, "rank 0 to rank 3 of 8"))),
-    ("fail", "chrony", findings.clock(Skew(300.0, "rank 0 to rank 3 of 8"))),
+    ("ok", "0.20 s", findings.clock(ClockSkew(0.2, "rank 0 to rank 3 of 8"))),
+    ("warn", "rank 0 to rank 3", findings.clock(ClockSkew(2.0, "rank 0 to rank 3 of 8"))),
+    ("fail", "chrony", findings.clock(ClockSkew(300.0, "rank 0 to rank 3 of 8"))),
     ("ok", "10.0.0.1", findings.ports(PORTS, 2)),
     ("fail", "ip link", findings.ports(replace(PORTS, loopback_error="refused"), 1)),
     ("warn", "no address", findings.ports(replace(PORTS, name_error="unknown"), 1)),
     ("ok", "127.0.1.1", findings.ports(replace(PORTS, address="127.0.1.1"), 1)),
     ("warn", "SPMD_RL_INTERFACE", findings.ports(replace(PORTS, address="127.0.1.1"), 2)),
     ("warn", "port 1024", findings.ports(replace(PORTS, first_ephemeral=1024), 1)),
-    ("ok", "not in a job", findings.slurm({}, 0, 2)),
+    ("ok", "not in a Slurm job", findings.slurm({}, 0, 2)),
     ("ok", "job 7 on 2 nodes", findings.slurm(JOB, 0, 8)),
     ("ok", "job 7", findings.slurm(JOB | {"SLURM_GPUS_ON_NODE": "4"}, 4, 64)),
     (
@@ -99,7 +99,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("level", "says", "finding"), CASES, ids=[f"{case[2].name}-{case[1]}" for case in CASES]
 )
-def test_finding(level: str, says: str, finding: Finding) -> None:
+def test_finding(level: str, says: str, finding: HostFinding) -> None:
     line = str(finding)
     assert line.startswith(f"{level:<4}  {finding.name}")
     assert says in line

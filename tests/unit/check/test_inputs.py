@@ -86,7 +86,8 @@ def test_empty_and_long_prompts(model: Path) -> None:
     with pytest.raises(DataError, match=r"data\.jsonl:2: prompt: the prompt is empty"):
         _check(model, [{"prompt": "1+1="}, {"prompt": ""}])
     with pytest.raises(
-        DataError, match=r"data\.jsonl:1: prompt: has 202 tokens, and the model's context of 128"
+        DataError,
+        match=r"data\.jsonl:1: prompt: the prompt has 202 tokens, but the model's context of 128",
     ):
         _check(model, [{"prompt": "1+" * 101}])
     _check(model, [{"prompt": "1+" * 101}], max_prompt_tokens=100)

@@ -1,4 +1,4 @@
-"""What `spmd-rl run` refuses itself, before any rank is started."""
+"""Checks that `spmd-rl run` makes before it starts any rank."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.cli import main
-from spmd_rl.config.load import dump_toml
+from spmd_rl.cli import command, rank
+from spmd_rl.cli.exit_code import run_guarded
+from spmd_rl.cli.main import dispatch
+from spmd_rl.config.dump import dump_toml
 from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
-from spmd_rl.observe.provenance import BEGAN_ENV
-from spmd_rl.observe.run_lock import claim, launching
+from spmd_rl.observe.provenance import START_TIME_ENV
+from spmd_rl.observe.run_lock import acquire_run_lock, launcher_lock
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
-    """How many ranks were started, each time."""
+    """Return a list that gets the number of ranks of each launch."""
     started: list[int] = []
 
     def launch(num_ranks: int, *rest: object) -> int:
         started.append(num_ranks)
         return 0
 
-    monkeypatch.setattr(main, "launch", launch)
+    monkeypatch.setattr(command, "launch", launch)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    # which a launcher sets, and the tests after this one must not see
-    monkeypatch.setenv(BEGAN_ENV, "")
+    # the launcher sets it, and later tests must not see it
+    monkeypatch.setenv(START_TIME_ENV, "")
     monkeypatch.chdir(tmp_path)
     return started
 
@@ -44,8 +46,8 @@ def run(*words: str) -> int:
         "--nproc=1",
     )
     given += ("--trainer.init=random",)
-    return main._guarded(
-        main._main, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words]
+    return run_guarded(
+        dispatch, ["run", "grpo", *given, f"--reward={EXAMPLE / 'reward.py'}:correct", *words]
     )
 
 
@@ -108,7 +110,7 @@ def test_the_folder_of_a_run_that_goes_on(
 ) -> None:
     folder = Path("runs/r")
     folder.mkdir(parents=True)
-    held = claim(folder)
+    held = acquire_run_lock(folder)
     assert run() == 2
     assert "another run is going on in runs/r (host " in capfd.readouterr().err
     os.close(held)
@@ -119,9 +121,9 @@ def test_the_folder_of_a_run_that_goes_on(
 def test_the_folder_of_a_run_that_begins(
     launched: list[int], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its controller is not there yet."""
+    """The run has no controller yet."""
     Path("runs/r").mkdir(parents=True)
-    with launching(Path("runs/r")):
+    with launcher_lock(Path("runs/r")):
         assert run() == 2
     assert "another run is going on in runs/r (host " in capfd.readouterr().err
     assert run() == 0
@@ -130,7 +132,7 @@ def test_the_folder_of_a_run_that_begins(
 
 @pytest.fixture
 def most_files() -> Iterator[int]:
-    """The system's limit on the open files of this process, which has room for 40 now."""
+    """Limit the open files of this process to 40, and return the system's limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, before[1]))
     yield before[1]
@@ -142,8 +144,8 @@ def test_a_low_limit_of_open_files_is_raised_as_far_as_allowed(
 ) -> None:
     assert run() == 0
     expected = (
-        main.OPEN_FILES
+        rank.MAX_OPEN_FILES
         if most_files == resource.RLIM_INFINITY
-        else min(most_files, main.OPEN_FILES)
+        else min(most_files, rank.MAX_OPEN_FILES)
     )
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, most_files)

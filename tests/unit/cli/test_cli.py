@@ -1,4 +1,4 @@
-"""What `spmd-rl` answers by itself: help, versions, mistakes in its own words, readers that leave."""
+"""Answers of `spmd-rl` itself: help, the version, mistyped commands, readers that have gone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import spmd_rl
-from spmd_rl.cli import main
+from spmd_rl.cli import command
+from spmd_rl.cli.exit_code import SPIN_COUNT, run_guarded
 from spmd_rl.cli.help import COMMANDS
+from spmd_rl.cli.main import dispatch, main
 from spmd_rl.controller.lifecycle.exit_message import ERROR_FILE_ENV
 from tests.laws.source import ROOT
 
@@ -20,17 +22,17 @@ MAIN = "import sys; from spmd_rl.cli.main import main; sys.exit(main())"
 
 
 def ended(*words: str) -> int:
-    """The exit code of `spmd-rl` with these words."""
+    """Return the exit code of `spmd-rl` with these words."""
     try:
-        return main._guarded(main._main, list(words))
-    except SystemExit as leaving:  # an argument parser's help
+        return run_guarded(dispatch, list(words))
+    except SystemExit as leaving:  # help of an argument parser
         return int(leaving.code or 0)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, flag: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """On stdout, whatever else is said."""
+    """Help goes to stdout, whatever the other words are."""
     for words in ([flag], ["grpo", flag], ["grpo", "--out", flag]):
         assert ended(command, *words) == 0
         out, err = capfd.readouterr()
@@ -42,9 +44,9 @@ def test_the_overview_has_every_command_in_a_line(capfd: pytest.CaptureFixture[s
     assert ended("--help") == 0
     out, err = capfd.readouterr()
     assert err == ""
-    for command, (_, meaning) in COMMANDS.items():
+    for name, entry in COMMANDS.items():
         assert any(
-            line.split()[:1] == [command] and line.endswith(meaning) for line in out.splitlines()
+            line.split()[:1] == [name] and line.endswith(entry.summary) for line in out.splitlines()
         )
     assert ended() == 2
     assert capfd.readouterr() == ("", out)
@@ -72,7 +74,8 @@ def test_help_of_run_names_the_recipes(words: list[str], capfd: pytest.CaptureFi
     [
         (
             ["--steps", "3"],
-            "there is no recipe '3': shipped ones are grpo, grpo_async, sft (a path must end in .py)",
+            "there is no recipe '3': shipped ones are grpo, grpo_async, sft "
+            "(a path must end in .py)",
         ),
         (["--steps=3"], "spmd-rl run: the following arguments are required: recipe"),
         (["--nproc", "2"], "spmd-rl run: the following arguments are required: recipe"),
@@ -95,7 +98,7 @@ def test_a_sentence_is_told_though_a_torchrun_around_is_gone(
 ) -> None:
     monkeypatch.setenv(ERROR_FILE_ENV, "/nonexistent/error.json")
     monkeypatch.setattr(sys, "argv", ["spmd-rl", "run", "gpro"])
-    assert main.main() == 2
+    assert main() == 2
     assert "there is no recipe 'gpro'" in capfd.readouterr().err
 
 
@@ -156,19 +159,20 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(
     def broken(words: list[str]) -> int:
         raise BrokenPipeError("of a socket")
 
-    monkeypatch.setattr(main, "_run", broken)
+    monkeypatch.setattr(command, "launch_run", broken)
     assert ended("run", "sft") == 1
     assert "of a socket" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, main.SPINS), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")],
+    [({}, SPIN_COUNT), ({"OMP_WAIT_POLICY": "active"}, None), ({"GOMP_SPINCOUNT": "7"}, "7")],
 )
 def test_threads_that_wait_give_their_core_away(given: dict[str, str], spins: str | None) -> None:
-    """It must be known before torch is loaded, which reads it once."""
+    """The variable must be set before torch is loaded, which reads it once."""
     code = (
-        "import os, sys; from spmd_rl.cli import main; main._guarded(lambda words: 0, []);"
+        "import os, sys; from spmd_rl.cli.exit_code import run_guarded;"
+        "run_guarded(lambda words: 0, []);"
         "assert 'torch' not in sys.modules; print(os.environ.get('GOMP_SPINCOUNT'))"
     )
     clean = {
@@ -197,9 +201,9 @@ def test_a_terminal_is_told_that_ranks_start(
     words: list[str],
     said: str,
 ) -> None:
-    monkeypatch.setattr(main, "launch", lambda *_: 0)
-    monkeypatch.setattr(main, "_open_many_files", lambda: None)
-    monkeypatch.setattr(main.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "launch", lambda *_: 0)
+    monkeypatch.setattr(command.rank, "raise_open_file_limit", lambda: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     demo = ROOT / "examples/arithmetic"
     inputs = [

@@ -1,6 +1,4 @@
-"""The folder of a run that somebody else has made, with links to files of ours: no command follows
-one to write.
-"""
+"""Run folders crafted by somebody else, with links to our files: no command writes through one."""
 
 from __future__ import annotations
 
@@ -15,18 +13,19 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from spmd_rl.controller.lifecycle.roster import Roster
 from spmd_rl.controller.lifecycle.snapshots import Snapshots
-from spmd_rl.controller.lifecycle.stacks import POINTER, StackServer
+from spmd_rl.controller.lifecycle.stack_server import POINTER_FILE, StackServer
 from spmd_rl.controller.run.command import main as rewind
 from spmd_rl.errors import ConfigError, SpmdError
 from spmd_rl.microscope.command import main as mismatch
-from spmd_rl.observe.metrics import MetricsLog, keep_until
-from spmd_rl.observe.run_folder import WRITTEN, RunFolder
-from spmd_rl.observe.run_lock import claim, refuse_live
+from spmd_rl.observe.command import main as trace
+from spmd_rl.observe.metrics_log import MetricsLog, drop_steps_after
+from spmd_rl.observe.run_folder import WRITTEN_BY_RUN, RunFolder
+from spmd_rl.observe.run_lock import acquire_run_lock, refuse_running_run
 from spmd_rl.observe.sinks import WeightsAndBiases
-from spmd_rl.observe.timeline import main as trace
 from spmd_rl.observe.trace import Trace
-from spmd_rl.report.build import main as report
+from spmd_rl.report.command import main as report
 from spmd_rl.report.curves import draw
 
 CONFIG = 'recipe = "grpo"\n'
@@ -35,7 +34,7 @@ HEADER = {"process": "rank 0", "rank": 0, "host": "h", "pid": 1, "began_unix_ns"
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """Files that nothing may change, named as a run names its own."""
+    """Return files that nothing may change, with the names that a run uses."""
     folder = tmp_path / "ours"
     for name in (
         "file",
@@ -52,7 +51,7 @@ def ours(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run of two steps, with two checkpoints and a trace."""
+    """Write a run of two steps, with two checkpoints and a trace."""
     folder = RunFolder.open(tmp_path / "run", CONFIG, {}).path
     (folder / "metrics.jsonl").write_text(
         '{"step": 1, "unix_s": 1.0}\n{"step": 2, "unix_s": 2.0}\n'
@@ -79,7 +78,7 @@ def digest(folder: Path) -> dict[str, str]:
 
 
 def attempt(act: Callable[[], object]) -> None:
-    """Do it, or refuse it with a sentence."""
+    """Run the command, or check that it refuses with a sentence."""
     try:
         act()
     except (SpmdError, OSError):
@@ -87,7 +86,7 @@ def attempt(act: Callable[[], object]) -> None:
 
 
 def replaced_by(link: Path, target: Path) -> None:
-    """Put a link to `target` where `link` is, whatever is there."""
+    """Replace whatever `link` is by a link to `target`."""
     if link.exists():
         link.rename(link.with_name(f"{link.name}.real"))
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -100,7 +99,7 @@ def commands(run: Path) -> list[Callable[[], object]]:
         lambda: trace([str(run)]),
         lambda: rewind([str(run), "1"]),
         lambda: mismatch([str(run)]),
-        lambda: refuse_live(run),
+        lambda: refuse_running_run(run),
         lambda: RunFolder.open(run, CONFIG, {}).drop_samples(0),
     ]
 
@@ -111,22 +110,24 @@ def log(path: Path) -> None:
 
 
 def parts_of_a_run(run: Path) -> list[Callable[[], object]]:
-    """What a live run does in its folder, one by one."""
+    """Return what a live run does in its folder, one by one."""
     rows = [{"step": 1, "reward/mean": 1.0}]
     private = run.parent / "private"
     private.mkdir()
     return [
         lambda: log(run / "metrics.jsonl"),
-        lambda: keep_until(run / "metrics.jsonl", 1),
+        lambda: drop_steps_after(run / "metrics.jsonl", 1),
         lambda: draw(rows, run / "curves.png", "title"),
-        lambda: Snapshots().save(run / "stacks", 1),
+        lambda: Snapshots(Roster(1, 20.0)).save(run / "stacks"),
         lambda: StackServer(private, run, str).close(),
         lambda: WeightsAndBiases(run, {}),
-        lambda: os.close(claim(run, wait_s=0.0)),
+        lambda: os.close(acquire_run_lock(run, wait_s=0.0)),
     ]
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN | {"checkpoints/later", "checkpoints/step_000002"}))
+@pytest.mark.parametrize(
+    "name", sorted(WRITTEN_BY_RUN | {"checkpoints/later", "checkpoints/step_000002"})
+)
 @pytest.mark.parametrize("target", ["", "file", "missing"])
 def test_no_command_leaves_the_folder(run: Path, ours: Path, name: str, target: str) -> None:
     before = digest(ours)
@@ -136,7 +137,7 @@ def test_no_command_leaves_the_folder(run: Path, ours: Path, name: str, target: 
     assert digest(ours) == before
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN))
+@pytest.mark.parametrize("name", sorted(WRITTEN_BY_RUN))
 def test_a_run_refuses_links_in_the_place_of_what_it_writes(
     run: Path, ours: Path, name: str
 ) -> None:
@@ -152,13 +153,13 @@ def test_a_run_refuses_links_in_the_place_of_what_it_writes(
         "curves.png",
         "stacks/rank_0.txt",
         "stacks/controller.txt",
-        POINTER,
+        POINTER_FILE,
         "wandb/run_id",
     ],
 )
 @pytest.mark.parametrize("target", ["file", "missing"])
 def test_no_part_of_a_run_leaves_the_folder(run: Path, ours: Path, name: str, target: str) -> None:
-    """Even where a link has appeared after the run began."""
+    """This holds even for a link that appears after the run began."""
     before = digest(ours)
     replaced_by(run / name, ours / target)
     for part in parts_of_a_run(run):
@@ -183,7 +184,7 @@ def test_spans_are_not_written_through_a_link(run: Path, ours: Path) -> None:
     spans = Trace(run / "traces", "rank 0", rank=0)
     with spans.span("x"):
         pass
-    with pytest.warns(UserWarning, match="tracing ends here"):
+    with pytest.warns(UserWarning, match="tracing stops here"):
         spans.close()
     assert digest(ours) == before
 

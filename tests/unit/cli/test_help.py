@@ -1,23 +1,18 @@
-"""What `spmd-rl run RECIPE --help` lists: every key that the recipe takes, each with a text."""
+"""Help of a recipe: `spmd-rl run RECIPE --help` lists every key that it takes, with a text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from spmd_rl.cli.help import of_recipe, settable, shipped
-from spmd_rl.config.load import describe, load
-from spmd_rl.config.rules import refuse_given
+from spmd_rl.cli.help import of_recipe, shipped
+from spmd_rl.config.describe import describe
 from spmd_rl.controller.run.recipe import load_recipe
-from spmd_rl.errors import ConfigError
 
 EXAMPLE = str(Path(__file__).parents[3] / "examples/arithmetic/recipe.py")
 RECIPES = [*shipped(), EXAMPLE]
-RL = {"trainer.model", "engine.model", "engine.reward", "prompts.path", "sampling.seed"}
-TAKEN = {"sft": {"trainer.model", "prompts.path"}}
 
 
 @dataclass(frozen=True)
@@ -32,10 +27,6 @@ class Bare:
     model: str  # a folder
     seed: int = 1  # of all
     part: Part = field(default_factory=Part)
-    given: ClassVar[dict[str, str]] = {"part.model": "model", "part.rate": "seed"}
-
-    def __post_init__(self) -> None:
-        refuse_given(self)
 
 
 def untold(config: type) -> list[str]:
@@ -57,25 +48,16 @@ def test_a_key_without_a_text_is_seen() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_a_recipe_takes_from_another_key_is_not_listed(recipe: str) -> None:
-    config = load_recipe(recipe).config
-    listed = {key.name for key in settable(config)}
-    left_out = {key.name for key in describe(config)} - listed
-    assert left_out == TAKEN.get(recipe, RL)
-    for name in left_out:
-        with pytest.raises(ConfigError, match="this recipe takes it from"):
-            load(config, None, {"model": "m", "data": "d", name: "7"})
+def test_every_key_is_listed_and_nothing_else(recipe: str) -> None:
     lines = of_recipe(recipe).splitlines()[1:]
-    assert {line.split("=")[0].removeprefix("  --") for line in lines} == listed
-
-
-def test_a_taken_number_is_seen() -> None:
-    assert [key.name for key in settable(Bare)] == ["model", "seed", "part.size"]
+    listed = [line.split("=")[0].removeprefix("  --") for line in lines]
+    assert listed == [key.name for key in describe(load_recipe(recipe).config)]
+    assert not {"trainer.model", "engine.model", "engine.reward", "sampling.seed"} & set(listed)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Its check reads what a key names."""
+    """A config whose check reads the file that a key names."""
 
     model: str
     steps: int = 3
@@ -85,7 +67,7 @@ class Reading:
 
 
 def test_a_recipe_that_looks_at_its_values_is_listed_whole() -> None:
-    assert [key.name for key in settable(Reading)] == ["model", "steps"]
+    assert [key.name for key in describe(Reading)] == ["model", "steps"]
 
 
 def test_a_line_of_help() -> None:

@@ -70,21 +70,27 @@ def test_a_count_that_cannot_work(recipe: str, setting: str, sentence: str) -> N
     assert sentence in str(told.value)
 
 
-TAKEN_FROM = {
-    "trainer.model=x": "trainer.model = 'x': this recipe takes it from 'model'; set that instead",
-    "prompts.path=x": "prompts.path = 'x': this recipe takes it from 'data'; set that instead",
-    "engine.model=x": "engine.model = 'x': this recipe takes it from 'model'; set that instead",
-    "engine.reward=x": "engine.reward = 'x': this recipe takes it from 'reward'; set that instead",
-    "sampling.seed=9": "sampling.seed = 9: this recipe takes it from 'run.seed'; set that instead",
+# of settings that belong to the recipe and not to a part of it
+NOT_OF_A_PART = {
+    "trainer.model=x": "unknown key 'trainer.model'; the nearest known key is 'model'",
+    "engine.model=x": "unknown key 'engine.model'; the nearest known key is 'model'",
+    "engine.reward=x": "unknown key 'engine.reward'; the nearest known key is 'reward'",
+    "trainer.wrap=x": "unknown key 'trainer.wrap'; the nearest known key is 'trainer.backend.wrap'",
+    "trainer.recompute=x": "unknown key 'trainer.recompute'; the nearest known key is "
+    "'trainer.backend.recompute'",
+    "engine.kind=vllm": "engine.kind: expected one of 'native', got 'vllm'",
+    "prompts.path=x": "unknown key 'prompts.path'",
+    "sampling.seed=9": "unknown key 'sampling.seed'; the nearest known keys are 'run.seed', "
+    "'prompts.seed' and 'trainer.seed'",
 }
 
 
 @pytest.mark.parametrize(
     ("recipe", "setting"),
-    [*product(RL, TAKEN_FROM), ("sft", "trainer.model=x"), ("sft", "prompts.path=x")],
+    [*product(RL, NOT_OF_A_PART), ("sft", "trainer.model=x"), ("sft", "prompts.path=x")],
 )
 def test_a_key_that_would_be_ignored(recipe: str, setting: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(TAKEN_FROM[setting])):
+    with pytest.raises(ConfigError, match=re.escape(NOT_OF_A_PART[setting])):
         configured(recipe, setting)
 
 

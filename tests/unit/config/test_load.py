@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.config.load import NO_KEY, describe, dump_toml, load
+from spmd_rl.config.describe import describe
+from spmd_rl.config.dump import dump_toml
+from spmd_rl.config.load import load
 from spmd_rl.errors import ConfigError
 
 
@@ -211,20 +213,11 @@ def test_describe_lists_nested_keys_with_comments() -> None:
 @dataclass(frozen=True)
 class Longer(Run):
     steps: int = 4
-    found: int = field(default=0, metadata=NO_KEY)
 
 
 def test_an_heirs_keys_keep_their_comments() -> None:
     keys = {key.name: key for key in describe(Longer)}
     assert (keys["steps"].doc, keys["steps"].default) == ("total number of steps", "4")
-
-
-def test_a_field_that_is_no_key() -> None:
-    """Nobody sets, sees or saves it."""
-    assert "found" not in {key.name for key in describe(Longer)}
-    assert dump_toml(Longer(found=7)) == dump_toml(Longer())
-    with pytest.raises(ConfigError, match="unknown key 'found'"):
-        load(Longer, None, ["found=7"])
 
 
 finite = st.floats(allow_nan=False)

@@ -1,3 +1,5 @@
+"""Endpoints: their signatures, and how arguments and results are split and joined."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd_rl.controller.endpoint import Bound, Role, Sharded, collective
+from spmd_rl.controller.endpoint import BoundEndpoint, Role, Sharded, collective
 from spmd_rl.controller.pending import Pending
 from spmd_rl.controller.prefetch import VALUES_FILE, CallQueue
 from spmd_rl.errors import ConfigError
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 
 class Speaker(Role):
@@ -21,7 +22,7 @@ class Speaker(Role):
         return [Group(prompt, [sample(prompt.uid, version)]) for prompt in prompts]
 
 
-class Here(Bound[..., Any]):
+class LocalEndpoint(BoundEndpoint[..., Any]):
     """An endpoint whose calls are finished when somebody waits for them."""
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ def _flat(group: Group) -> list[Any]:
 
 
 def test_first_in_first_out() -> None:
-    ahead = CallQueue(Here())
+    ahead = CallQueue(LocalEndpoint())
     assert not ahead
     ahead.start([prompt(1)], version=3)
     ahead.start([prompt(2)], 4)
@@ -72,8 +73,8 @@ def test_first_in_first_out() -> None:
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
-    here = Here()
-    ahead, again = CallQueue(here), CallQueue(Here())
+    here = LocalEndpoint()
+    ahead, again = CallQueue(here), CallQueue(LocalEndpoint())
     ahead.start([prompt(1), prompt(2)], 3)
     ahead.start([prompt(4)], 4)
     ahead.save(str(tmp_path / "ahead"))
@@ -93,4 +94,4 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
 def test_what_is_something_else_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / VALUES_FILE).write_bytes(data)
     with pytest.raises(ConfigError, match="does not hold what this recipe would have saved"):
-        CallQueue(Here()).load(str(tmp_path))
+        CallQueue(LocalEndpoint()).load(str(tmp_path))

@@ -11,7 +11,7 @@ class CharTokenizer:
     """A character a token; BOS (1) in front when special tokens are asked for."""
 
     eos_token_id: int | None = 2
-    model_ends: tuple[int, ...] = (2,)
+    config_eos_ids: tuple[int, ...] = (2,)
     context = 4096
     chat_template: str | None = "{{ messages }}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_rl.data.files import Record, read_records
+from spmd_rl.data.files import DataRecord, read_records
 from spmd_rl.errors import ConfigError, DataError
 
 Jsonl = Callable[..., str]
@@ -71,12 +71,14 @@ def test_missing_empty_or_unknown_files(jsonl: Jsonl, tmp_path: Path) -> None:
         read_records(jsonl(*LINES) + "@[6:]")
     with pytest.raises(ConfigError, match=r"data files end in \.jsonl or \.parquet"):
         read_records(jsonl("x", name="train.txt"))
-    with pytest.raises(ConfigError, match="a slice is written"):
+    with pytest.raises(ConfigError, match="write a slice as"):
         read_records(jsonl(*LINES) + "@[1]")
 
 
 def test_fields_are_checked() -> None:
-    record = Record("f.jsonl:3", {"a": "x", "n": 4, "b": True, "l": [], "f": 2.5, "i": math.inf})
+    record = DataRecord(
+        "f.jsonl:3", {"a": "x", "n": 4, "b": True, "l": [], "f": 2.5, "i": math.inf}
+    )
     assert [record.text_or_number(key) for key in ("a", "n", "f")] == ["x", "4", "2.5"]
     assert record.text("a") == "x"
     with pytest.raises(

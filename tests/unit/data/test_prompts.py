@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.data.epoch_order import EpochOrder
 from spmd_rl.data.prompts import PromptConfig, Prompts
-from spmd_rl.data.sft import Pairs
+from spmd_rl.data.sft import SftPairs
 from spmd_rl.errors import ConfigError, DataError
 
 Jsonl = Callable[..., str]
@@ -30,7 +30,7 @@ def drawn(order: EpochOrder, num: int) -> list[int]:
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 130))
 def test_order_depends_on_seed_epoch_and_position_alone(num: int, seed: int, start: int) -> None:
     whole, late = EpochOrder(num, seed=seed, shuffle=True), EpochOrder(num, seed=seed, shuffle=True)
-    late.drawn = start
+    late.num_drawn = start
     assert drawn(whole, start + 50)[start:] == drawn(late, 50)
 
 
@@ -52,7 +52,7 @@ def test_without_shuffling_the_files_order() -> None:
 
 
 def test_uids_number_the_draws(jsonl: Jsonl, tokenizer: Any) -> None:
-    prompts = Prompts(PromptConfig(jsonl(*lines(3))), tokenizer)
+    prompts = Prompts(jsonl(*lines(3)), PromptConfig(), tokenizer)
     got = prompts.next(2) + prompts.next(5)
     assert [prompt.uid for prompt in got] == list(range(7))
     assert sorted(prompt.answer for prompt in got[:3]) == ["0", "1", "2"]
@@ -61,7 +61,7 @@ def test_uids_number_the_draws(jsonl: Jsonl, tokenizer: Any) -> None:
 
 def test_a_prompt_carries_text_tokens_source_and_the_rest(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(*lines(1, level=3), name="sums.jsonl")
-    (prompt,) = Prompts(PromptConfig(path), tokenizer).next(1)
+    (prompt,) = Prompts(path, PromptConfig(), tokenizer).next(1)
     assert (prompt.text, prompt.answer, prompt.source, prompt.meta) == (
         "0?",
         "0",
@@ -78,14 +78,14 @@ def test_a_prompt_carries_text_tokens_source_and_the_rest(jsonl: Jsonl, tokenize
 def test_a_value_that_cannot_travel_is_named(jsonl: Jsonl, tokenizer: Any, value: str) -> None:
     path = jsonl(*lines(2), f'{{"prompt": "p", "answer": {2**70}, "id": {value}}}')
     with pytest.raises(
-        DataError, match=r"train.jsonl:3: id: this value cannot go to another process: "
+        DataError, match=r"train.jsonl:3: id: this value cannot be sent to another process: "
     ):
-        Prompts(PromptConfig(path), tokenizer)
-    assert len(Prompts(PromptConfig(f"{path}@[:2]"), tokenizer)) == 2
+        Prompts(path, PromptConfig(), tokenizer)
+    assert len(Prompts(f"{path}@[:2]", PromptConfig(), tokenizer)) == 2
 
 
 def test_the_largest_numbers_that_travel(jsonl: Jsonl, tokenizer: Any) -> None:
-    prompts = Prompts(PromptConfig(jsonl(*lines(1, id=2**64 - 1, least=-(2**63)))), tokenizer)
+    prompts = Prompts(jsonl(*lines(1, id=2**64 - 1, least=-(2**63))), PromptConfig(), tokenizer)
     assert prompts.next(1)[0].meta == {"id": 2**64 - 1, "least": -(2**63)}
 
 
@@ -94,8 +94,8 @@ def test_chat_template(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(
         json.dumps({"prompt": turns, "answer": "a"}), json.dumps({"prompt": "u", "answer": "a"})
     )
-    cfg = PromptConfig(path, chat_template=True, shuffle=False, template_kwargs={"thinking": False})
-    one, other = Prompts(cfg, tokenizer).next(2)
+    cfg = PromptConfig(chat_template=True, shuffle=False, template_kwargs={"thinking": False})
+    one, other = Prompts(path, cfg, tokenizer).next(2)
     assert one.text == "<system>s<user>u<assistant>[thinking=False]"
     assert other.text == "<user>u<assistant>[thinking=False]"
     assert one.tokens[0] == ord("<")  # the template's own tokens only, no second BOS
@@ -106,129 +106,136 @@ def test_chat_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     with pytest.raises(
         DataError, match=r"train.jsonl:1: prompt: a list of messages needs chat_template = true"
     ):
-        Prompts(PromptConfig(messages), tokenizer)
+        Prompts(messages, PromptConfig(), tokenizer)
     with pytest.raises(DataError, match="each with 'role' and 'content'"):
-        Prompts(PromptConfig(messages, chat_template=True), tokenizer)
+        Prompts(messages, PromptConfig(chat_template=True), tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):
-        Prompts(PromptConfig(messages, chat_template=True), tokenizer)
+        Prompts(messages, PromptConfig(chat_template=True), tokenizer)
 
 
 def test_long_prompts_are_dropped_and_counted(
     jsonl: Jsonl, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = jsonl(*lines(12))  # 10? and 11? have four tokens with BOS
-    prompts = Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)
+    prompts = Prompts(path, PromptConfig(max_prompt_tokens=3), tokenizer)
     assert (len(prompts), prompts.num_dropped) == (10, 2)
-    assert "2 of 12 prompts have more than 3 tokens: dropped" in capsys.readouterr().out
-    assert len(Prompts(PromptConfig(path, max_prompt_tokens=4), tokenizer)) == 12
+    assert "dropped 2 of 12 prompts, which have more than 3 tokens" in capsys.readouterr().out
+    assert len(Prompts(path, PromptConfig(max_prompt_tokens=4), tokenizer)) == 12
     assert capsys.readouterr().out == ""
     with pytest.raises(DataError, match="all 12 prompts are longer than 2 tokens"):
-        Prompts(PromptConfig(path, max_prompt_tokens=2), tokenizer)
+        Prompts(path, PromptConfig(max_prompt_tokens=2), tokenizer)
 
 
 def test_a_prompt_leaves_room_for_its_answer(jsonl: Jsonl, tokenizer: Any) -> None:
     path, tokenizer.context = jsonl(*lines(12)), 4
     with pytest.raises(
-        DataError, match=r"train.jsonl:11: prompt: has 4 tokens, and the model's context of 4"
+        DataError,
+        match=r"train.jsonl:11: prompt: the prompt has 4 tokens, but the model's context of 4",
     ):
-        Prompts(PromptConfig(path), tokenizer)
-    assert len(Prompts(PromptConfig(path, max_prompt_tokens=3), tokenizer)) == 10
+        Prompts(path, PromptConfig(), tokenizer)
+    assert len(Prompts(path, PromptConfig(max_prompt_tokens=3), tokenizer)) == 10
     tokenizer.context = 5
-    assert len(Prompts(PromptConfig(path), tokenizer)) == 12
+    assert len(Prompts(path, PromptConfig(), tokenizer)) == 12
 
 
 def test_a_field_of_the_wrong_kind_is_named(jsonl: Jsonl, tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"train.jsonl:2: answer: no such key"):
-        Prompts(PromptConfig(jsonl(*lines(1), '{"prompt": "x"}')), tokenizer)
+        Prompts(jsonl(*lines(1), '{"prompt": "x"}'), PromptConfig(), tokenizer)
     with pytest.raises(DataError, match=r"train.jsonl:1: prompt: expected a string, got None"):
-        Prompts(PromptConfig(jsonl('{"prompt": null, "answer": "a"}')), tokenizer)
+        Prompts(jsonl('{"prompt": null, "answer": "a"}'), PromptConfig(), tokenizer)
     with pytest.raises(DataError, match=r"train.jsonl:1: prompt: half of a surrogate pair"):
-        Prompts(PromptConfig(jsonl(r'{"prompt": "x\ud800", "answer": "a"}')), tokenizer)
+        Prompts(jsonl(r'{"prompt": "x\ud800", "answer": "a"}'), PromptConfig(), tokenizer)
     assert (
-        Prompts(PromptConfig(jsonl('{"prompt": "x"}'), answer_key=""), tokenizer).next(1)[0].answer
+        Prompts(jsonl('{"prompt": "x"}'), PromptConfig(answer_key=""), tokenizer).next(1)[0].answer
         == ""
     )
 
 
 def test_a_prompt_that_is_a_number_is_refused(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(*lines(1), '{"prompt": 12, "answer": "a"}')
-    for stream in (Prompts, Pairs):
+    for stream in (Prompts, SftPairs):
         with pytest.raises(DataError, match=r"train.jsonl:2: prompt: expected a string, got 12$"):
-            stream(PromptConfig(path), tokenizer)
+            stream(path, PromptConfig(), tokenizer)
     path = jsonl('{"prompt": [{"role": "user", "content": 12}], "answer": "a"}')
     with pytest.raises(
         DataError,
         match=r"train.jsonl:1: prompt: expected a string as the content of a message, got 12",
     ):
-        Prompts(PromptConfig(path, chat_template=True), tokenizer)
+        Prompts(path, PromptConfig(chat_template=True), tokenizer)
 
 
 def test_an_answer_that_is_a_number_is_its_text_and_this_is_said(
     jsonl: Jsonl, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = jsonl(*lines(2), '{"prompt": "x", "answer": 42}', '{"prompt": "y", "answer": 0.5}')
-    said = f"{path}: 2 of 4 answers are numbers, and their text is used, such as '42'\n"
-    prompts = Prompts(PromptConfig(path, shuffle=False), tokenizer)
+    said = f"{path}: 2 of 4 answers are numbers: they are used as text, such as '42'\n"
+    prompts = Prompts(path, PromptConfig(shuffle=False), tokenizer)
     assert capsys.readouterr().out == said
     assert [prompt.answer for prompt in prompts.next(4)] == ["0", "1", "42", "0.5"]
-    pairs = Pairs(PromptConfig(path, shuffle=False), tokenizer)
+    pairs = SftPairs(path, PromptConfig(shuffle=False), tokenizer)
     assert capsys.readouterr().out == said
     assert pairs.next(4)[2].tokens.tolist() == [1, ord("x"), ord("4"), ord("2"), 2]
-    Prompts(PromptConfig(f"{path}@[:2]"), tokenizer)
+    Prompts(f"{path}@[:2]", PromptConfig(), tokenizer)
     assert capsys.readouterr().out == ""
     with pytest.raises(
         DataError, match=r"train.jsonl:1: answer: expected a string or a finite number, got True"
     ):
-        Prompts(PromptConfig(jsonl('{"prompt": "x", "answer": true}')), tokenizer)
+        Prompts(jsonl('{"prompt": "x", "answer": true}'), PromptConfig(), tokenizer)
 
 
 def test_an_empty_prompt_is_refused(jsonl: Jsonl, tokenizer: Any) -> None:
     tokenizer.chat_template = "x"
     tokenizer.apply_chat_template = lambda *_, **__: ""
     with pytest.raises(DataError, match="the prompt is empty"):
-        Prompts(PromptConfig(jsonl(*lines(1)), chat_template=True), tokenizer)
+        Prompts(jsonl(*lines(1)), PromptConfig(chat_template=True), tokenizer)
 
 
 def test_a_saved_position_continues_and_knows_its_data(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(*lines(5))
-    first, second = Prompts(PromptConfig(path), tokenizer), Prompts(PromptConfig(path), tokenizer)
+    first, second = (
+        Prompts(path, PromptConfig(), tokenizer),
+        Prompts(path, PromptConfig(), tokenizer),
+    )
     first.next(7)
     second.restore(json.loads(json.dumps(first.state())))
     assert [(p.uid, p.text) for p in first.next(9)] == [(p.uid, p.text) for p in second.next(9)]
     with pytest.raises(
         DataError,
-        match=r"train.jsonl@\[:4\]: the prompts are not those the saved position was .*--run.name",
+        match=r"train.jsonl@\[:4\]: the prompts are not those of the checkpoint.*--run.name",
     ):
-        Prompts(PromptConfig(path + "@[:4]"), tokenizer).restore(first.state())
-    with pytest.raises(DataError, match="not those the saved position was taken in"):
-        Prompts(PromptConfig(jsonl(*lines(5, level=3))), tokenizer).restore(first.state())
+        Prompts(path + "@[:4]", PromptConfig(), tokenizer).restore(first.state())
+    with pytest.raises(DataError, match="not those of the checkpoint"):
+        Prompts(jsonl(*lines(5, level=3)), PromptConfig(), tokenizer).restore(first.state())
 
 
 def test_pairs_learn_the_answer_and_the_end(jsonl: Jsonl, tokenizer: Any) -> None:
-    (pair,) = Pairs(PromptConfig(jsonl(*lines(1))), tokenizer).next(1)
+    (pair,) = SftPairs(jsonl(*lines(1)), PromptConfig(), tokenizer).next(1)
     assert pair.tokens.tolist() == [1, ord("0"), ord("?"), ord("0"), 2]
     assert pair.mask.tolist() == [False, False, False, True, True]
 
 
 def test_pairs_position_and_mistakes(jsonl: Jsonl, tokenizer: Any) -> None:
     path = jsonl(*lines(4))
-    one, other = Pairs(PromptConfig(path), tokenizer), Pairs(PromptConfig(path), tokenizer)
+    one, other = (
+        SftPairs(path, PromptConfig(), tokenizer),
+        SftPairs(path, PromptConfig(), tokenizer),
+    )
     one.next(3)
     other.restore(one.state())
     assert [p.tokens.tolist() for p in one.next(4)] == [p.tokens.tolist() for p in other.next(4)]
-    with pytest.raises(DataError, match="not those the saved position was taken in"):
-        Pairs(PromptConfig(jsonl(*reversed(lines(4)))), tokenizer).restore(one.state())
+    with pytest.raises(DataError, match="not those of the checkpoint"):
+        SftPairs(jsonl(*reversed(lines(4))), PromptConfig(), tokenizer).restore(one.state())
     with pytest.raises(ConfigError, match="answer_key"):
-        Pairs(PromptConfig(path, answer_key=""), tokenizer)
+        SftPairs(path, PromptConfig(answer_key=""), tokenizer)
     tokenizer.context = 5
-    assert len(Pairs(PromptConfig(path), tokenizer)) == 4
+    assert len(SftPairs(path, PromptConfig(), tokenizer)) == 4
     tokenizer.context = 4
     with pytest.raises(
         DataError,
-        match=r"train.jsonl:1: prompt and answer have 5 tokens, and the model's context is 4",
+        match=r"train.jsonl:1: prompt and answer have 5 tokens, but the model's context is 4",
     ):
-        Pairs(PromptConfig(path), tokenizer)
-    tokenizer.eos_token_id, tokenizer.model_ends = None, ()
+        SftPairs(path, PromptConfig(), tokenizer)
+    tokenizer.eos_token_id, tokenizer.config_eos_ids = None, ()
     with pytest.raises(ConfigError, match="no end-of-text token"):
-        Pairs(PromptConfig(path), tokenizer)
+        SftPairs(path, PromptConfig(), tokenizer)

@@ -18,7 +18,8 @@ from examples.arithmetic.check import Figure, learning
 from examples.arithmetic.reward import correct
 from spmd_rl.data.files import read_records
 from spmd_rl.rewards.load import resolve_reward
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "arithmetic"

@@ -1,6 +1,4 @@
-"""Triton's kernels compiled for Hopper on a host that need have no GPU: a driver that compiles and
-never launches.
-"""
+"""Triton kernels compiled for Hopper without a GPU, by a driver that never launches."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _SHUFFLE = re.compile(r"shfl\.sync\.bfly\.b32\s+\S+ \S+ (\d+),")
 
 
 class _Driver:
-    """Answers what Triton asks of CUDA's driver."""
+    """Driver that answers what Triton asks of CUDA's."""
 
     utils = SimpleNamespace(
         load_binary=lambda *given: (0, 0, 0, 0, 1024),
@@ -47,9 +45,7 @@ class _Driver:
 
 @contextmanager
 def compiling(target: GPUTarget = HOPPER) -> Iterator[None]:
-    """Inside, a launch on host tensors compiles its kernel as on an H200, and leaves its results
-    unset.
-    """
+    """Within, a launch on host tensors compiles its kernel as on an H200 and computes nothing."""
     before = driver._active
     driver.set_active(_Driver(target))
     try:
@@ -59,7 +55,7 @@ def compiling(target: GPUTarget = HOPPER) -> Iterator[None]:
 
 
 def compiled_of(kernel: Any, launch: Callable[[], Any], capability: int = HOPPER.arch) -> Any:
-    """The one specialisation of `kernel` that `launch` asks for, as Triton keeps it."""
+    """Return the one specialisation of `kernel` that `launch` compiles."""
     kernel.device_caches.clear()
     with compiling(GPUTarget("cuda", capability, WARP)):
         launch()
@@ -68,7 +64,7 @@ def compiled_of(kernel: Any, launch: Callable[[], Any], capability: int = HOPPER
 
 
 def ptx_of(kernel: Any, launch: Callable[[], Any]) -> str:
-    """Its code."""
+    """Return the PTX code of `kernel` as `launch` compiles it."""
     return str(compiled_of(kernel, launch).asm["ptx"])
 
 
@@ -77,5 +73,5 @@ def instructions(ptx: str) -> Counter[str]:
 
 
 def shuffles(ptx: str) -> list[int]:
-    """How far apart the lanes are that add to each other, in the order of the code."""
+    """Return how far apart the lanes are that add to each other, in the order of the code."""
     return [int(distance) for distance in _SHUFFLE.findall(ptx)]

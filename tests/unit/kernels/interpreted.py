@@ -1,7 +1,6 @@
-"""Triton's kernels run by its interpreter, on a host that need have no GPU: what they compute, not
-how fast.
+"""Triton kernels run by its interpreter, without a GPU: for their results, not their speed.
 
-Triton reads when it is imported whether to interpret, so this is a process of its own:
+Triton decides when it is imported whether to interpret, so this runs in a process of its own:
 
     TRITON_INTERPRET=1 python -m tests.unit.kernels.interpreted CALLS RESULTS
 """
@@ -25,7 +24,7 @@ import triton.language as tl
 
 
 class Calls(NamedTuple):
-    """Calls of a function of a module, whose constants are set before."""
+    """Calls of a module's function, and constants that are set before."""
 
     module: str
     function: str
@@ -34,7 +33,7 @@ class Calls(NamedTuple):
 
 
 def results(calls: Calls, folder: Path) -> list[Any]:
-    """What the calls return. Waits for the process."""
+    """Return what the calls return. Waits for the process."""
     given, found = folder / "calls.pt", folder / "results.pt"
     torch.save(tuple(calls), given)
     words = [sys.executable, "-m", "tests.unit.kernels.interpreted", str(given), str(found)]
@@ -48,9 +47,7 @@ class _Kind(type):
 
 
 class _Int(builtins.int, metaclass=_Kind):
-    """`int`, also of an array of one number with a dimension, which numpy 2.4 refuses and the
-    interpreter asks for.
-    """
+    """`int` that also takes a one-element array, which numpy 2.4 would refuse."""
 
     def __new__(cls, one: Any) -> Any:
         return one.item() if hasattr(one, "item") else builtins.int(one)
@@ -62,9 +59,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 def _dot(builder: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
-    """One ascending chain over K. What numpy multiplies with may sum by a row's place, on some
-    CPUs.
-    """
+    """Multiply along one ascending chain over K, as numpy may sum by a row's position."""
     del builder, how
     sums = np.cumsum(a.data[:, :, None] * b.data, axis=1, dtype=d.data.dtype)
     return type(d)(d.data + sums[:, -1], d.dtype.scalar)
@@ -74,9 +69,7 @@ _ready: set[int] = set()
 
 
 def _call(function: Any, *given: Any, **named: Any) -> Any:
-    """A kernel calls a function: Triton would put the interpreter in the language's place at each
-    such call.
-    """
+    """Call a function from a kernel, without patching the language anew at each call."""
     from triton.runtime import interpreter
 
     names = function.fn.__globals__
@@ -87,16 +80,16 @@ def _call(function: Any, *given: Any, **named: Any) -> Any:
 
 
 def _prepare(module: ModuleType) -> None:
-    """What the interpreter lacks: functions of CUDA's library, and a driver to ask about
-    overlapping launches.
-    """
+    """Supply what the interpreter lacks: CUDA's library, and a driver for overlapping launches."""
     from triton.runtime import interpreter
 
     interpreter.int = _Int
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpretedFunction.__call__ = _call
     module.overlapping = dict  # type: ignore[attr-defined]
-    module.libdevice = SimpleNamespace(exp=_exp)  # type: ignore[attr-defined]
+    for name, one in sys.modules.items():
+        if name.startswith("spmd_rl.kernels.") and hasattr(one, "libdevice"):
+            one.libdevice = SimpleNamespace(exp=_exp)
 
 
 def main(given: str, found: str) -> None:

@@ -1,6 +1,4 @@
-"""Attention's test data on any device, sequences fed to a paged cache in steps of any size, and a
-plain oracle.
-"""
+"""Test data of attention, sequences fed to a paged cache in chosen steps, and a plain oracle."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def packed(
 
 
 def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) -> Tensor:
-    """Shape: as `packed`, without padding; any dtype, on the CPU."""
+    """Attend in plain torch on the CPU, in any dtype. Shape: as `packed`, without padding."""
     outs = []
     for one_q, one_k, one_v in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         groups = heads.query // heads.key
@@ -57,10 +55,10 @@ def oracle(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], heads: Heads) ->
 
 
 class Paged:
-    """Feeds sequences to a paged cache in steps that a test chooses, pages placed at random.
+    """Feed sequences to a paged cache in steps that a test chooses, with pages placed at random.
 
-    Every other step is padded. `poison`: what is not written yet is large, and pages that nobody
-    has are not numbers.
+    Every other step is padded. With `poison`, slots that are not written yet hold large numbers,
+    and pages that no sequence has hold NaN.
     """
 
     def __init__(
@@ -96,7 +94,7 @@ class Paged:
 
     def _poison(self, free: Tensor) -> None:
         for pages, large in zip(self.cache.layers[0], (LARGE_KEY, LARGEST), strict=True):
-            if self.cache.flash:
+            if self.cache.backend.fuses_write:
                 pages.fill_(LARGEST)[free] = torch.nan
             else:
                 pages.fill_(large).unflatten(1, (-1, self.page_size))[:, free] = torch.nan
@@ -104,9 +102,7 @@ class Paged:
     def step(
         self, chosen: dict[int, int], q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`chosen`: sequence -> number of new tokens. Returns which rows of q they are, and their
-        outputs.
-        """
+        """Compute `chosen` new tokens of each sequence; return their rows of q and the outputs."""
         firsts = np.cumsum([0, *self.lengths])
         names, rows, slots = list(chosen), [], []
         for name in names:
@@ -136,7 +132,7 @@ class Paged:
         return pick, out
 
     def chunks(self, data: Data, sizes: list[int]) -> Tensor:
-        """All sequences to their end, in chunks of random size and random company."""
+        """Compute all sequences to their end, in chunks of random size and in random company."""
         rng, out = np.random.default_rng(self.seed), torch.empty_like(data[0])
         while len(waiting := np.flatnonzero(self.done < self.lengths)):
             some = rng.permutation(waiting)[: rng.integers(1, len(waiting) + 1)]
@@ -148,9 +144,7 @@ class Paged:
         return out
 
     def decoding(self, data: Data, num_tokens: int) -> Tensor:
-        """All sequences to their end together: first all but `num_tokens` of each, then one at a
-        time.
-        """
+        """Compute all but `num_tokens` of each sequence, then the rest one token at a time."""
         out = torch.empty_like(data[0])
         chosen = {n: max(1, length - num_tokens) for n, length in enumerate(self.lengths)}
         while chosen:

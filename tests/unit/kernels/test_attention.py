@@ -1,4 +1,4 @@
-"""Packed training attention against paged decoding, bit for bit; and both against float64."""
+"""Packed training attention and paged decoding have the same bits; both agree with float64."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import PackedAttention
-from spmd_rl.kernels.attention import blocked, paged
-from spmd_rl.kernels.attention.blocked import RowLayout, blocked_attention, library_gradients
+from spmd_rl.kernels.attention import blocked, blocked_batches
+from spmd_rl.kernels.attention.blocked import blocked_attention, library_gradients
+from spmd_rl.kernels.attention.row_layout import QUERY_TILE, RowLayout
 from spmd_rl.kernels.runtime.padding import padded_rows
 from tests.unit.kernels import paged_case
 from tests.unit.kernels.paged_case import Data, Heads, Paged, oracle, packed
@@ -63,20 +64,20 @@ def test_paged_equals_packed(lengths: list[int], heads: Heads, page_size: int, s
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_laid_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, heads: Heads) -> None:
-    """There sequences lie beside those of about their rows and keys: many parts in place of two."""
-    alike, numbers = paged._alike, set()
+    """Batches are chosen as on a GPU, by rows and keys: many of them instead of two."""
+    number_on, numbers = blocked_batches.batch_numbers, set()
 
     def on_gpu(
         rows: NDArray[np.int64], keys: NDArray[np.int64], device: torch.device
     ) -> NDArray[np.int64]:
-        parts = alike(rows, keys, torch.device("cuda"))
+        parts = number_on(rows, keys, torch.device("cuda"))
         for part in np.unique(parts):
             same = keys[parts == part]
-            assert same.max() < 2 * max(same.min(), blocked.QUERY_TILE)
+            assert same.max() < 2 * max(same.min(), QUERY_TILE)
         numbers.add(len(np.unique(parts)))
         return parts
 
-    monkeypatch.setattr(paged, "_alike", on_gpu)
+    monkeypatch.setattr(blocked_batches, "batch_numbers", on_gpu)
     lengths = [1, 5, 16, 40, 150, 130, 64]
     data = qkv(lengths, heads)
     assert torch.equal(
@@ -98,9 +99,7 @@ def test_alone_equals_packed_in_any_order(heads: Heads) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_poisoned_pages_do_not_leak(heads: Heads) -> None:
-    """NaN in pages of nobody, the largest finite numbers (of keys: products) in unused slots of
-    pages in use.
-    """
+    """Free pages hold NaN, and unused slots the largest numbers whose products are finite."""
     lengths = [70, 3, 64]
     data = qkv(lengths, heads)
     expected = packed(*data, lengths, heads)
@@ -123,7 +122,7 @@ def test_against_float64(heads: Heads) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_a_prefix_laid_once_gives_the_bits_of_whole_sequences(heads: Heads) -> None:
-    """Three sequences go on from a prefix of 70 tokens, one from a prefix of 5, one stands alone."""
+    """Three sequences continue a prefix of 70 tokens, one a prefix of 5, and one stands alone."""
     prefixes, own = [70, 5], [3, 64, 1, 20, 33]
     parents = [-1, -1, 0, 0, 0, 1, -1]
     laid = [*prefixes, *own]
@@ -151,7 +150,7 @@ def test_a_prefix_laid_once_gives_the_bits_of_whole_sequences(heads: Heads) -> N
 @pytest.mark.parametrize("starts", [[0, 0, 0], [20, 0, 3]])
 @pytest.mark.parametrize("heads", HEADS)
 def test_gradients_of_the_library(heads: Heads, starts: list[int]) -> None:
-    """Those that a GPU takes, where only the forward pass is our own."""
+    """A GPU takes these gradients where only the forward pass is our own."""
     lengths, groups = np.array([5, 130, 1]), heads.query // heads.key
     first = np.cumsum(lengths) - lengths
     layout = RowLayout.build(first, np.array(starts), lengths, groups, CPU)
@@ -192,9 +191,7 @@ def test_row_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slices_end_where_rows_are_padding(
     monkeypatch: pytest.MonkeyPatch, heads: Heads, max_scores: int
 ) -> None:
-    """Rows of a sequence are padded to whole tiles of rows and heads, which can be more than one
-    slice of rows.
-    """
+    """A sequence's padding to whole tiles of rows and heads can be more than one slice of rows."""
     lengths = [9] * 5
     leaves = [x.requires_grad_() for x in qkv(lengths, heads)]
     out = packed(*leaves, lengths, heads)
@@ -211,7 +208,7 @@ def test_slices_end_where_rows_are_padding(
 
 
 def _mismatches(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> int:
-    """Unequal bits when the paged side runs with another rule than the packed side."""
+    """Count unequal bits when the paged side runs with another rule than the packed side."""
     heads, lengths = HEADS[0], [150, 33]
     data = qkv(lengths, heads)
     expected = packed(*data, lengths, heads)
@@ -240,9 +237,7 @@ def test_control_descending_blocks_fail(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("width", [1, 7, 16, 33, 64, 100, 1000])
 def test_softmax_is_that_of_the_keys_seen(width: int) -> None:
-    """Its bits depend neither on how many unseen keys follow, in steps of the row tile, nor on the
-    row's place.
-    """
+    """Neither the number of unseen keys, in whole tiles, nor the row's position changes bits."""
     scores = torch.randn(37, width, generator=torch.Generator().manual_seed(width)) * 3
     least = padded_rows(width)
     expected = F.pad(scores, (0, least - width), value=-torch.inf).softmax(-1)[:, :width]

@@ -1,5 +1,4 @@
-"""Attention's own kernel of GPUs, run by Triton's interpreter: right, and the same for a row beside
-any others.
+"""The Triton kernel of blocked attention in the interpreter: right, whatever lies beside a row.
 
 The interpreter multiplies no bfloat16; that is left to tests/gpu.
 """
@@ -49,7 +48,7 @@ def exact(given: Case) -> Tensor:
 
 
 def beyond_sight(given: Case) -> Case:
-    """What no row of a sequence sees is not a number, and what not every row sees is as large as
+    """Keys that no row of a sequence sees hold NaN; keys that some rows do not see are as large as
     can be.
     """
     k, v = given.k.clone(), given.v.clone()

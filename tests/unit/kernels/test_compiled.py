@@ -1,8 +1,7 @@
-"""What the contract asks of the code for Hopper, read from the code: its instructions, chains and
-trees of sums.
+"""Properties that the contract asks of Hopper code: its instructions, chains and trees of sums.
 
-The launches are the project's own, so the kernels have the arguments, tiles and options that they
-have on a GPU.
+The launches are the project's own, so kernels have the arguments, tiles and options that they have
+on a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.kernels import QkNorm, Rotary
 from spmd_rl.kernels.attention import blocked_triton, decode_inputs_triton, merge_states_triton
 from spmd_rl.kernels.linear import gluon, tiles, triton_gemm
 from spmd_rl.kernels.linear.tiles import (
@@ -56,7 +56,7 @@ GATED = sorted({tile for by_width in GATED_TILES.values() for _, tile in by_widt
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing that was compiled before is taken, nor left behind."""
+    """Neither use nor leave behind compiled kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield
@@ -83,7 +83,7 @@ def tensor_core(ptx: str) -> dict[str, int]:
 
 
 def added(ptx: str) -> dict[str, int]:
-    """Additions in float32 outside the tensor cores, and whatever adds in memory."""
+    """Return float32 additions outside the tensor cores, and instructions that add in memory."""
     names = ("add.f32", "add.rn.f32", "fma.rn.f32", "red.", "atom.")
     return {name: count for name, count in instructions(ptx).items() if name.startswith(names)}
 
@@ -92,9 +92,7 @@ def added(ptx: str) -> dict[str, int]:
     ("tile", "gated"), [(one, False) for one in PLAIN] + [(one, True) for one in GATED], ids=str
 )
 def test_a_product_is_one_chain_of_wgmma(tile: Tile, gated: bool) -> None:
-    """One instruction for each 16 of K, which adds to what came before; nothing is added up beside
-    it.
-    """
+    """One instruction for each 16 of K adds to the chain, and nothing is added beside it."""
     ptx = product(tile, gated=gated)
     (name,) = tensor_core(ptx)
     m, n, k, warps, *_, swap = tile
@@ -118,7 +116,7 @@ def test_a_product_is_one_chain_of_wgmma(tile: Tile, gated: bool) -> None:
 def test_a_ring_is_one_chain_of_wgmma(
     monkeypatch: pytest.MonkeyPatch, ring: Ring, gated: bool
 ) -> None:
-    """Weight by x, as the shape of a program's products says."""
+    """The weight is the first operand, as the shape of a program's products says."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     out, weight, k = rows(ring.m, 4096), rows(8192 if gated else 4096, 4096), 4096
     ptx = ptx_of(
@@ -160,9 +158,7 @@ def norm(size: int, num_rows: int) -> str:
 
 @pytest.mark.parametrize("size", [64, 128, 1024, 2560, 4096, 5120])
 def test_a_norm_sums_along_one_tree(size: int) -> None:
-    """A thread's own elements, then its warp's threads, then the warps; rounded each time, and
-    never fused.
-    """
+    """A thread's elements, then a warp's threads, then the warps are added, and none fused."""
     ptx = norm(size, 300)
     tile_rows, block = norm_triton.norm_tile(size)
     threads = WARP * norm_triton.NUM_WARPS
@@ -215,7 +211,7 @@ def rope(num_rows: int) -> str:
     return ptx_of(
         rope_triton._forward,
         lambda: rope_triton.qk_norm_rope_forward(
-            q, k, weight, weight, 1e-6, positions, table, table
+            q, k, QkNorm(weight, weight, 1e-6), Rotary(positions, table, table)
         ),
     )
 
@@ -259,7 +255,7 @@ def merge(num_rows: int) -> str:
     whole = out.view(num_rows, 16, 128)
     return ptx_of(
         merge_states_triton._merge,
-        lambda: merge_states_triton.merge_ranges_gpu(partial, sums, ranges, whole, None),
+        lambda: merge_states_triton.merge_states_gpu(partial, sums, ranges, whole, None),
     )
 
 
@@ -291,18 +287,14 @@ OPS: dict[str, Callable[[int], str]] = {
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_code_is_one_for_all_numbers_of_rows(op: str) -> None:
-    """17 and 48: Triton makes code of its own for arguments of 1, and for multiples of 16, if it
-    may.
-    """
+    """Triton may specialise code for 1 and for multiples of 16, so 17 and 48 are compared."""
     codes = {count: OPS[op](count) for count in (1, 17, 48)}
     assert len(set(codes.values())) == 1
 
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_attention_in_blocks_adds_in_its_own_order(dim: int) -> None:
-    """Tensor cores multiply, sums of weights are shuffled along one tree, and nothing is rounded
-    once for two ops.
-    """
+    """Tensor cores multiply, weights are added along one tree, and no two ops share a rounding."""
     ptx = attention(48, dim)
     names = tensor_core(ptx)
     assert names
@@ -346,9 +338,7 @@ def test_code_of_its_own_is_seen() -> None:
 
 
 def test_what_frames_a_step_compiles() -> None:
-    """The kernels that make a decoding step's inputs and take its outputs have no arithmetic to be
-    held to.
-    """
+    """The kernels around a decoding step have no arithmetic to check, so they need only compile."""
     ids, one = torch.zeros(40, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     pages = torch.zeros(40, 8, dtype=torch.int32)
     inputs = ptx_of(
@@ -363,9 +353,9 @@ def test_what_frames_a_step_compiles() -> None:
     assert all("griddepcontrol.wait" in ptx for ptx in (inputs, outputs))
 
 
-@pytest.mark.parametrize("name", ["_maxima", "_shares", "_weigh", "_settle", "_keep"])
+@pytest.mark.parametrize("name", ["_maxima", "_shares", "weigh", "settle", "_keep"])
 def test_filters_order_the_same_scores(name: str) -> None:
-    """A score is rounded as a product, in every kernel, before it is subtracted from or added to."""
+    """Every kernel rounds a score as a product before it subtracts or adds it."""
     logits, ones = rows(17, 151936, torch.float32), torch.ones(17)
     kernel = getattr(filter_triton, name)
     ptx = ptx_of(
@@ -385,7 +375,7 @@ def test_a_draw_takes_the_exponentials_of_training() -> None:
 
 
 def test_the_tiles_fit() -> None:
-    """None takes more shared memory than a block may, which a launch on a GPU would refuse."""
+    """No tile takes more shared memory than a block may have, which a launch would refuse."""
     assert max(
         tile.stages * (tile.m + tile.n) * tile.k * 2 for tile in PLAIN
     ) <= tiles.SHARED_BYTES + (3 << 10)

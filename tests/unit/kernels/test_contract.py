@@ -1,6 +1,4 @@
-"""The numeric contract lists what the kernels define: a change where it is defined is another
-contract.
-"""
+"""The numeric contract lists what the kernels define: a changed definition is another contract."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 
 from spmd_rl.controller.contracts import disagreement
-from spmd_rl.kernels.attention import flash, flash_decode
+from spmd_rl.kernels.attention import backend, flash, flash_tile
 from spmd_rl.kernels.runtime import padding, versions
 from spmd_rl.kernels.vocab import logprob, sampling
 
@@ -28,7 +26,7 @@ VERSIONS = versions.FLASH | {"nvidia-cublas": "13.1.0"}
 
 
 def facts_of(device: str, dtype: torch.dtype) -> Facts:
-    """As a new process would list them: what the module imports, it imports again."""
+    """Return the facts as a new process would list them, with its imports repeated."""
     return runpy.run_path(str(CONTRACT.__file__))["contract"](torch.device(device), dtype, 128)
 
 
@@ -42,7 +40,7 @@ def gpu_facts() -> Facts:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a Hopper GPU and its packages say of themselves, here where there are none."""
+    """Make a Hopper GPU and its packages report themselves where there are none."""
     made = {
         "triton": SimpleNamespace(__version__="3.6.0"),
         "norm": SimpleNamespace(NUM_WARPS=4, TILE_ELEMENTS=1024),
@@ -61,7 +59,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return made["versions"][package]
 
     monkeypatch.setattr(versions, "version", version)
-    monkeypatch.setattr(flash, "flash_takes", lambda *given: True)
+    monkeypatch.setattr(backend, "flash_supports", lambda dim, dtype, device: device.type == "cuda")
     monkeypatch.setattr(flash, "flash_version", lambda: version("flash-attn-4"))
     monkeypatch.setattr(LINEAR, "keeps_chain", lambda *given: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
@@ -140,20 +138,23 @@ def test_the_unit_of_widths_is_the_kernels_own(monkeypatch: pytest.MonkeyPatch) 
     }
 
 
-@pytest.mark.parametrize(("name", "fact"), [("KV_BLOCK", "kv_block"), ("QUERY_TILE", "query_tile")])
+@pytest.mark.parametrize(
+    ("name", "fact"),
+    [("blocked.KV_BLOCK", "kv_block"), ("row_layout.QUERY_TILE", "query_tile")],
+)
 def test_attention_of_the_cpu(
     name: str, fact: str, monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
 ) -> None:
     before = gpu_facts()
     assert changed(
-        cpu_facts, lambda: monkeypatch.setattr(f"spmd_rl.kernels.attention.blocked.{name}", 32)
+        cpu_facts, lambda: monkeypatch.setattr(f"spmd_rl.kernels.attention.{name}", 32)
     ) == {fact}
     assert gpu_facts() == before
 
 
 def test_key_block_of_the_gpu(monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]) -> None:
-    assert gpu_facts()["kv_block"] == flash_decode.TILE[1]
-    assert changed(gpu_facts, lambda: monkeypatch.setattr(flash_decode, "TILE", (64, 64))) == {
+    assert gpu_facts()["kv_block"] == flash_tile.TILE[1]
+    assert changed(gpu_facts, lambda: monkeypatch.setattr(flash_tile, "TILE", (64, 64))) == {
         "kv_block"
     }
 
@@ -161,7 +162,7 @@ def test_key_block_of_the_gpu(monkeypatch: pytest.MonkeyPatch, hopper: dict[str,
 def test_attention_of_the_gpu_without_flash(
     monkeypatch: pytest.MonkeyPatch, hopper: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(flash, "flash_takes", lambda *given: False)
+    monkeypatch.setattr(backend, "flash_supports", lambda *given: False)
     assert gpu_facts()["attention"] == "keys in ascending blocks"
     assert "kv_block" not in gpu_facts()
 

@@ -1,4 +1,4 @@
-"""Choosing among cuBLAS's ways, where there is no GPU to choose on."""
+"""Choice among cuBLAS's algorithms, without a GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels.linear import cublas, cublaslt, dispatch
-from spmd_rl.kernels.linear.cublaslt import Proposed, Refused, Shape, Way
+from spmd_rl.kernels.linear.cublaslt import CublasAlgorithm, Gemm, Shape, Unsupported
 
 
 def test_a_gpu_without_memory_to_compare_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(shape: Shape) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(cublas, "proposed", full)
+    monkeypatch.setattr(cublas, "propose_algorithms", full)
     shape = Shape(4096, 1024, 512, False, torch.bfloat16, torch.device("cuda"))
     with pytest.warns(
         UserWarning, match=r"no memory to compare cuBLAS's ways for Shape\(n=4096, k=1024, rows=512"
@@ -54,9 +54,7 @@ def test_a_gpu_without_memory_to_compare_is_said_to_be(monkeypatch: pytest.Monke
 def test_products_that_share_a_way(
     monkeypatch: pytest.MonkeyPatch, rows: int, n: int, shared: tuple[int, int] | None
 ) -> None:
-    """(the least and the most rows that it is compared for); None where no way of cuBLAS's is asked
-    for.
-    """
+    """(fewest, most) rows for which algorithms are compared, or None where cuBLAS is not asked."""
     asked, multiplied = watch(monkeypatch)
     x, weight = operands(rows, n)
     assert dispatch.matmul(x, weight, None, torch.float32).shape == (rows, n)
@@ -90,46 +88,46 @@ def operands(rows: int, n: int) -> tuple[Tensor, Tensor]:
 def watch(
     monkeypatch: pytest.MonkeyPatch, refused: int | None = None
 ) -> tuple[list[tuple[int, int]], list[tuple[str, int]]]:
-    """(the least and the most rows) of ways that are asked for, and who multiplied how many rows."""
+    """Record the (fewest, most) rows of requests, and what multiplied how many rows."""
     asked, multiplied = [], []
 
-    def choose(shape: Shape, least_rows: int, ours: Way) -> Way:
+    def choose(shape: Shape, least_rows: int, ours: Gemm) -> Gemm:
         def way(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             if len(x) == refused:
-                raise Refused("cublasLtMatmul: status 7")
+                raise Unsupported("cublasLtMatmul: status 7")
             multiplied.append(("cuBLAS", len(x)))
 
         asked.append((least_rows, shape.rows))
         return way
 
-    def ours_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def own_matmul_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         multiplied.append(("ours", len(x)))
 
     monkeypatch.setattr(dispatch, "_chosen", {})
     monkeypatch.setattr(dispatch, "choose", choose)
-    monkeypatch.setattr(dispatch, "ours_into", ours_into)
+    monkeypatch.setattr(dispatch, "own_matmul_into", own_matmul_into)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return asked, multiplied
 
 
 def test_a_way_must_serve_the_least_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One way has the bits at both ends, one only for the most rows, one does not multiply fewer,
-    one has others.
-    """
-    good, most_only, refusing, other = ways = [Proposed(lambda *given: None, 1) for _ in range(4)]
+    """The four candidates: right at both ends, only for the most rows, refusing few rows, wrong."""
+    good, most_only, refusing, other = ways = [
+        CublasAlgorithm(lambda *given: None, 1) for _ in range(4)
+    ]
 
-    def proves_equal(way: Proposed, shape: Shape) -> bool:
+    def has_reference_bits(way: CublasAlgorithm, shape: Shape) -> bool:
         if way is refusing and shape.rows == 513:
-            raise Refused("cublasLtMatmul: status 15")
+            raise Unsupported("cublasLtMatmul: status 15")
         return way is good or (way is not other and shape.rows == 1024)
 
-    def fastest(ways: list[Way], shape: Shape) -> Way:
+    def fastest(ways: list[Gemm], shape: Shape) -> Gemm:
         raced.append(ways)
         return ways[-1]
 
-    raced: list[list[Way]] = []
-    monkeypatch.setattr(cublas, "proposed", lambda shape: ways)
-    monkeypatch.setattr(cublas, "proves_equal", proves_equal)
+    raced: list[list[Gemm]] = []
+    monkeypatch.setattr(cublas, "propose_algorithms", lambda shape: ways)
+    monkeypatch.setattr(cublas, "has_reference_bits", has_reference_bits)
     monkeypatch.setattr(cublas, "fastest", fastest)
     shape = Shape(4096, 1024, 1024, False, torch.bfloat16, torch.device("cuda"))
     assert cublas.choose(shape, 513, max) is good
@@ -143,10 +141,10 @@ def test_a_way_must_serve_the_least_rows_too(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_call_that_fails_is_no_refusal(
     monkeypatch: pytest.MonkeyPatch, status: int, refused: bool
 ) -> None:
-    """Nothing goes on after a failure of the device or the library."""
+    """A failure of the device or the library is not survived."""
     monkeypatch.setattr(
         cublaslt, "_library", lambda: SimpleNamespace(cublasLtMatmul=lambda: status)
     )
     with pytest.raises(RuntimeError, match=f"cublasLtMatmul: status {status}") as error:
         cublaslt._call("cublasLtMatmul")
-    assert isinstance(error.value, Refused) is refused
+    assert isinstance(error.value, Unsupported) is refused

@@ -1,4 +1,4 @@
-"""Which GPUs the contract's products run on."""
+"""GPUs on which the contract's products run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The embedding is the table's rows, bit for bit, and its gradient a product with the ids' one-hot
-rows.
-"""
+"""The embedding copies the table's rows, and its gradient is a product with one-hot rows."""
 
 from __future__ import annotations
 

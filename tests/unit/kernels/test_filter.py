@@ -1,6 +1,4 @@
-"""The filters' kernels of GPUs, run by Triton's interpreter, beside the sort that defines what they
-leave.
-"""
+"""GPU kernels of the filters in Triton's interpreter, compared with the sort that defines them."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spmd_rl.kernels.vocab import sampling
+from spmd_rl.kernels.vocab.filters import filter_scores_
 
 pytest.importorskip("triton")
 
@@ -49,7 +47,7 @@ def logits(kind: str) -> Tensor:
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """What the kernels leave, with every other row greedy in the last case."""
+    """Return what the kernels leave, with every other row greedy in the last case."""
     arguments = [(logits(kind), SCALE, None, *filters) for kind, filters in CASES.values()]
     arguments.append((logits("normal"), SCALE, GREEDY, None, None, MIN_P))
     calls = Calls("spmd_rl.kernels.vocab.filter_triton", "filtered", CONSTANTS, arguments)
@@ -61,7 +59,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_left_is_what_a_sort_leaves(left: dict[str, Tensor], case: str) -> None:
     kind, filters = CASES[case]
-    expected = sampling._filter(logits(kind) * SCALE.unsqueeze(1), filters)
+    expected = filter_scores_(logits(kind) * SCALE.unsqueeze(1), *filters)
     assert torch.equal(left[case], expected)
     assert ((expected == -torch.inf).sum(1) > 0).sum() > 1
 

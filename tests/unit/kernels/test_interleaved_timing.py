@@ -1,4 +1,4 @@
-"""Works that take turns: their order, and the times that count."""
+"""Interleaved timing: the order of turns, and the times that count."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ from spmd_rl.kernels.runtime import interleaved_timing
 
 @given(count=st.integers(1, 12), num_turns=st.integers(0, 20))
 def test_all_come_once_a_turn(count: int, num_turns: int) -> None:
-    found = list(interleaved_timing.in_new_orders(count, num_turns))
+    found = list(interleaved_timing.shuffled_turns(count, num_turns))
     assert [turn for turn, _ in found] == [turn for turn in range(num_turns) for _ in range(count)]
     for turn in range(num_turns):
         assert sorted(index for own, index in found if own == turn) == list(range(count))
-    assert found == list(interleaved_timing.in_new_orders(count, num_turns))
+    assert found == list(interleaved_timing.shuffled_turns(count, num_turns))
 
 
 def test_each_comes_after_each_other() -> None:
-    indices = [index for _, index in interleaved_timing.in_new_orders(4, 41)]
+    indices = [index for _, index in interleaved_timing.shuffled_turns(4, 41)]
     after = {(a, b) for a, b in pairwise(indices) if a != b}
     assert len(after) == 4 * 3
 
 
 def test_the_median_of_the_turns_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that stands still but for the works: the first turn of each is slow, and one in
-    five later.
-    """
+    """A fake clock: the first turn of each is slow, and so is one in five later."""
     now = 0.0
 
     class Event:

@@ -1,6 +1,4 @@
-"""The tables of tiles and rings: every ring fits a multiprocessor, and who has a ring has a tile
-too.
-"""
+"""Tables of tiles and rings: every ring fits a multiprocessor and has a tile beside it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""MKL sums alike for any number of rows on an Intel processor, as the package sets it.
+"""MKL sums alike for any number of rows on an Intel processor, as the package sets it up.
 
-MKL asks one of its functions whether the processor is Intel's. Where it is not, a library in front
-of MKL says so: then its kernels for Intel processors run here.
+MKL asks one of its functions whether the processor is Intel's. Elsewhere a library in front of MKL
+answers yes, so that its kernels for Intel processors run here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ print(sum(not torch.equal(torch.bmm(x[:, :rows], y), whole[:, :rows]) for rows i
 
 @pytest.fixture(scope="module")
 def intel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What a process needs to see an Intel processor."""
+    """Return the environment in which a process sees an Intel processor."""
     compiler = shutil.which("cc")
     if (
         compiler is None
@@ -49,7 +49,7 @@ def intel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def unequal(environment: dict[str, str]) -> int:
-    """How many numbers of rows give a row other bits than all rows do. Waits for a process."""
+    """Count the numbers of rows that give a row other bits. Waits for a process."""
     inherited = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
     done = subprocess.run(
         [sys.executable, "-c", UNEQUAL],

@@ -1,7 +1,6 @@
-"""Row against batch: every op gives a row the same bits whatever rows lie beside it, and agrees
-with float64.
+"""Every op gives a row the same bits whatever rows lie beside it, and agrees with float64.
 
-The negative controls at the end are the same checks on ops that break the contract; they must fail
+The negative controls at the end are the same checks on ops that break the contract. They must fail
 them.
 """
 
@@ -17,7 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spmd_rl.kernels import (
-    KvPlace,
+    KvSlots,
+    QkNorm,
+    Rotary,
     add_rms_norm,
     linear,
     qk_norm_rope,
@@ -49,7 +50,7 @@ def data(kind: str, rows: int, columns: int) -> Tensor:
 
 
 def unequal_rows(op: RowOp, x: Tensor) -> int:
-    """Rows whose bits change with the rows beside them, over many counts and offsets."""
+    """Count rows whose bits change with the rows beside them, over many counts and offsets."""
     whole, count = op(x), 0
     for rows in ROWS:
         for first in (0, 1, 5, TOTAL - rows):
@@ -87,9 +88,7 @@ def test_linear(k: int, n: int, kind: str) -> None:
 
 
 def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that sums K in as many parts as there are tiles: then each tile is multiplied by
-    itself.
-    """
+    """If a library splits K by the number of tiles, each tile is multiplied by itself."""
     sizes: list[int] = []
 
     def by_parts(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -102,14 +101,14 @@ def test_linear_where_tiles_depend_on_each_other(monkeypatch: pytest.MonkeyPatch
     x = data("normal", TOTAL, 97)
     monkeypatch.setattr(cpu.F, "linear", by_parts)
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "rows_stand_alone", lambda *shape: True)
+        patch.setattr(cpu, "rows_are_independent", lambda *shape: True)
         assert unequal_rows(lambda part: linear(part, *given), x) > 0, "the control"
-    cpu.rows_stand_alone.cache_clear()
+    cpu.rows_are_independent.cache_clear()
     sizes.clear()
     assert unequal_rows(lambda part: linear(part, *given), x) == 0
     assert set(sizes) == {16, 32}, "all but the comparison's are tiles"
     torch.testing.assert_close(linear(x, *given), plain(x, *given), rtol=1e-4, atol=1e-4)
-    cpu.rows_stand_alone.cache_clear()
+    cpu.rows_are_independent.cache_clear()
 
 
 def test_control_a_library_of_other_sums_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +147,10 @@ def test_control_a_library_that_counts_places_where_k_is_no_multiple_of_four(
 def test_the_library_is_compared_once_a_shape(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu.rows_stand_alone.cache_clear()
+    cpu.rows_are_independent.cache_clear()
     for _ in range(3):
         linear(data("normal", 40, 64).to(dtype), weight(32, 64).to(dtype))
-    found = cpu.rows_stand_alone.cache_info()
+    found = cpu.rows_are_independent.cache_info()
     assert (found.misses, found.hits) == (1, 2)
     x = data("normal", 256, 64).to(dtype).requires_grad_()
     linear(x, weight(32, 64).to(dtype)).sum().backward()
@@ -181,11 +180,9 @@ def test_row_wise_ops(columns: int, kind: str) -> None:
         "add_rms_norm": lambda x: torch.stack(add_rms_norm(x, x.flip(1), scale, 1e-6), 1),
         "qk_norm_rope": lambda x: torch.stack(
             qk_norm_rope(
-                *(x.unsqueeze(1), x.flip(1).unsqueeze(1), scale, scale, 1e-6),
-                *(
-                    torch.full((len(x),), 5),
-                    *rope_table(1.0 / 10000 ** (torch.arange(0, columns, 2) / columns), 8),
-                ),
+                *(x.unsqueeze(1), x.flip(1).unsqueeze(1)),
+                QkNorm(scale, scale, 1e-6),
+                Rotary(torch.full((len(x),), 5), cos, sin),
             )
         ).transpose(0, 1),
         "silu_mul": lambda x: silu_mul(x, x),
@@ -229,11 +226,8 @@ GRADIENTS: dict[str, Callable[..., Tensor]] = {
         qk_norm_rope(
             x[:, :6].view(9, 1, 6),
             x[:, 6:].view(9, 1, 6),
-            w[0, :6],
-            w[1, :6],
-            1e-6,
-            torch.arange(9),
-            *TABLE,
+            QkNorm(w[0, :6], w[1, :6], 1e-6),
+            Rotary(torch.arange(9), *TABLE),
         ),
         1,
     ),
@@ -301,8 +295,8 @@ def test_keys_and_values_go_to_their_slots() -> None:
 
 def test_turned_keys_go_to_their_slots() -> None:
     q, k, v = data("normal", 5, 3 * 6).view(5, 3, 6).split(1, 1)
-    rest = weight(1, 6)[0], weight(2, 6)[1], 1e-6, torch.arange(5), *TABLE
-    place = KvPlace(*torch.zeros(2, 4, 16, 1, 6), torch.tensor([3, -1, 40, 16]))
+    rest = QkNorm(weight(1, 6)[0], weight(2, 6)[1], 1e-6), Rotary(torch.arange(5), *TABLE)
+    place = KvSlots(*torch.zeros(2, 4, 16, 1, 6), torch.tensor([3, -1, 40, 16]))
     turned, keys = qk_norm_rope(q, k, *rest)
     assert torch.equal(qk_norm_rope_into(q, k, v, *rest, place), turned)
     assert torch.equal(place.keys.flatten(0, 1)[[3, 40, 16]], keys[[0, 2, 3]])
@@ -310,14 +304,14 @@ def test_turned_keys_go_to_their_slots() -> None:
 
 
 def test_operands_of_other_numbers_of_rows_are_refused() -> None:
-    """A kernel would read beyond the shorter one."""
+    """Otherwise a kernel would read beyond the shorter operand."""
     x, weight = torch.ones(16, 8), torch.ones(8)
     with pytest.raises(ValueError, match=r"a sum of \[16, 8\] and \[1, 8\]"):
         add_rms_norm(x, x[:1], weight, 1e-6)
     q, table = torch.ones(16, 2, 8), torch.ones(20, 4)
     for keys, positions in (16, 1), (1, 16), (17, 16):
         k, at = torch.ones(keys, 1, 8), torch.zeros(positions, dtype=torch.int64)
-        rest = weight, weight, 1e-6, at, table, table
+        rest = QkNorm(weight, weight, 1e-6), Rotary(at, table, table)
         with pytest.raises(
             ValueError, match=f"16 queries and {keys} keys at {positions} positions"
         ):
@@ -325,7 +319,7 @@ def test_operands_of_other_numbers_of_rows_are_refused() -> None:
         with pytest.raises(
             ValueError, match=f"16 queries and {keys} keys at {positions} positions"
         ):
-            qk_norm_rope_into(q, k, k, *rest, KvPlace(table, table, at))
+            qk_norm_rope_into(q, k, k, *rest, KvSlots(table, table, at))
 
 
 @pytest.mark.parametrize(
@@ -341,9 +335,7 @@ def test_negative_controls_fail(name: str, op: RowOp) -> None:
 
 
 def _exp_in_eights(x: Tensor) -> Tensor:
-    """As an instruction set of eight lanes gives it, with another function for what is left of
-    them.
-    """
+    """Take exp in eight lanes, with another function for the remainder, as CPUs may."""
     flat = x.reshape(-1)
     whole = len(flat) // 8 * 8
     return torch.cat([flat[:whole].exp(), 1 / (-flat[whole:]).exp()]).view_as(x)

@@ -1,6 +1,4 @@
-"""Keyed sampling: right distribution, right support, and a draw that nothing but its key can
-change.
-"""
+"""Keyed sampling: right distribution, right support, and draws that depend on their key alone."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ from spmd_rl.kernels import (
     stream_keys,
     token_logprobs,
 )
-from spmd_rl.kernels.vocab import sampling
+from spmd_rl.kernels.vocab import filters as filters_module
+from spmd_rl.kernels.vocab.filters import filter_scores_
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
@@ -78,10 +77,10 @@ def test_filters_keep_the_right_support(filters: dict[str, float], kept: int) ->
 def test_a_nucleus_is_the_least_and_does_not_depend_on_company(
     top_p: float, seed: int, rows: list[int]
 ) -> None:
-    """Beside float64: the kept entries reach top_p, and without the last of them do not."""
+    """In float64 the kept entries reach top_p, and without the last one they do not."""
     logits = 3 * torch.randn(20, 301, generator=torch.Generator().manual_seed(seed))
     filters = None, torch.full((20,), top_p), None
-    kept = sampling._filter(logits.clone(), filters) > -torch.inf
+    kept = filter_scores_(logits.clone(), *filters) > -torch.inf
     ordered, order = logits.double().softmax(1).sort(dim=1, descending=True)
     for row in range(20):
         count = int(kept[row].sum())
@@ -89,7 +88,7 @@ def test_a_nucleus_is_the_least_and_does_not_depend_on_company(
         assert ordered[row, :count].sum() > top_p - 1e-6
         assert count == 1 or ordered[row, : count - 1].sum() < top_p + 1e-6
     pick = torch.tensor(rows)
-    alone = sampling._filter(logits[pick], (None, filters[1][pick], None)) > -torch.inf
+    alone = filter_scores_(logits[pick], None, filters[1][pick], None) > -torch.inf
     assert torch.equal(alone, kept[pick])
 
 
@@ -97,9 +96,9 @@ def test_a_nucleus_is_the_least_and_does_not_depend_on_company(
 def test_rows_are_filtered_some_at_a_time(monkeypatch: pytest.MonkeyPatch, entries: int) -> None:
     logits = torch.randn(20, 301, generator=torch.Generator().manual_seed(0))
     filters = torch.arange(20), torch.linspace(0.05, 1, 20), torch.linspace(0, 0.1, 20)
-    whole = sampling._filter(logits.clone(), filters)
-    monkeypatch.setattr(sampling, "FILTERED_ENTRIES", entries)
-    assert torch.equal(sampling._filter(logits.clone(), filters), whole)
+    whole = filter_scores_(logits.clone(), *filters)
+    monkeypatch.setattr(filters_module, "FILTERED_ENTRIES", entries)
+    assert torch.equal(filter_scores_(logits.clone(), *filters), whole)
     assert (whole > -torch.inf).sum(1).unique().numel() > 5
 
 
@@ -191,7 +190,7 @@ def test_draw_and_score_are_the_two_ops(filters: dict[str, torch.Tensor]) -> Non
 
 
 def test_keys_are_frozen() -> None:
-    """Recorded runs replay only while these numbers stand."""
+    """Recorded runs can be replayed only while these numbers stay."""
     made = stream_keys(1, np.array([2, 3]), np.array([0, 1]), np.array([4, 5]))
     assert made.tolist() == FROZEN
 

@@ -1,4 +1,4 @@
-"""Attention in splits: cut and merged, it is attention over all keys; and where it is refused."""
+"""Attention in splits: cut and merged it is attention over all keys; elsewhere it is refused."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from spmd_rl.controller.contracts import disagreement
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import KvCache, contract
-from spmd_rl.kernels.attention.flash import check_split
-from spmd_rl.kernels.attention.merge_states import merge_ranges
-from spmd_rl.kernels.attention.splits import Splits
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.kernels.attention.backend import attention_backend
+from spmd_rl.kernels.attention.kv_splits import KvSplits
+from spmd_rl.kernels.attention.merge_states import merge_states
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 
 CPU = torch.device("cpu")
@@ -24,19 +24,15 @@ Seen = tuple[Tensor, Tensor]
 
 
 def seen(q: Tensor, k: Tensor, v: Tensor) -> Seen:
-    """One token [H, D] over keys [S, H, D] in float64: its result [H, D] and the log of its sum
-    [H].
-    """
+    """Attend from a token [H, D] to keys [S, H, D] in float64, with the denominator's log [H]."""
     scores = torch.einsum("hd,shd->hs", q, k)
     return torch.einsum("hs,shd->hd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
 def merged(
-    splits: Splits, starts: np.ndarray, data: list[tuple[Tensor, Tensor, Tensor]], size: int
+    splits: KvSplits, starts: np.ndarray, data: list[tuple[Tensor, Tensor, Tensor]], size: int
 ) -> Tensor:
-    """What the runs and pairs of `splits` compute, merged as `splits.rows` says; data [S, H, D] for
-    each sequence.
-    """
+    """Compute the runs and pairs of `splits`, merged as `splits.rows` says; data [S, H, D] each."""
     parts: list[Seen] = []
     done = starts.copy()
     tokens = []  # (sequence, position) of each new token
@@ -57,7 +53,7 @@ def merged(
             row += 1
     partial, log_sum = (torch.stack(x) for x in zip(*parts, strict=True))
     out = torch.empty(len(tokens), HEADS, DIM)
-    merge_ranges(partial, log_sum.float(), torch.from_numpy(splits.rows), out)
+    merge_states(partial, log_sum.float(), torch.from_numpy(splits.rows), out)
     return out
 
 
@@ -79,7 +75,7 @@ def test_splits_merge_to_attention_over_all_keys(
         )
         for start, length in sequences
     ]
-    splits = Splits.of(starts, lengths, size)
+    splits = KvSplits.of(starts, lengths, size)
     whole = [
         seen(q[at], k[: at + 1], v[: at + 1])[0]
         for (q, k, v), (start, length) in zip(data, sequences, strict=True)
@@ -96,7 +92,7 @@ def test_splits_merge_to_attention_over_all_keys(
 
 
 def test_padding_sees_itself_alone() -> None:
-    splits = Splits.of(np.array([0]), np.array([5]), 4, padding=3)
+    splits = KvSplits.of(np.array([0]), np.array([5]), 4, padding=3)
     assert splits.rows.tolist() == [
         [0, -1],
         [1, -1],
@@ -113,7 +109,7 @@ def test_one_range_is_returned_as_it_is() -> None:
     partial = torch.tensor([[[-0.0, 0.1, -3.0e38, 1e-30]]]).bfloat16()
     out, log_sum = torch.empty_like(partial), torch.full((1, 1), 7.5)
     merged_log_sum = torch.empty(1, 1)
-    merge_ranges(partial, log_sum, torch.tensor([[0, -1, -1]]), out, merged_log_sum)
+    merge_states(partial, log_sum, torch.tensor([[0, -1, -1]]), out, merged_log_sum)
     assert out.view(torch.int16).equal(partial.view(torch.int16))
     assert merged_log_sum.equal(log_sum)
 
@@ -122,18 +118,18 @@ def test_results_past_the_last_range_do_not_matter() -> None:
     partial, log_sum = torch.randn(3, 1, 4), torch.randn(3, 1)
     out, other = torch.empty(1, 1, 4), torch.empty(1, 1, 4)
     rows = torch.tensor([[1, 2, -1]])
-    merge_ranges(partial, log_sum, rows, out)
+    merge_states(partial, log_sum, rows, out)
     partial[0], log_sum[0] = 1e30, 1e30
-    merge_ranges(partial, log_sum, rows, other)
+    merge_states(partial, log_sum, rows, other)
     assert out.equal(other)
-    merge_ranges(partial, log_sum, torch.tensor([[0, 1, 2]]), other)
+    merge_states(partial, log_sum, torch.tensor([[0, 1, 2]]), other)
     assert not out.equal(other)
 
 
 def test_refused_where_it_cannot_run() -> None:
     with pytest.raises(ConfigError, match="attention_split = 2048 needs flash-attn-4"):
-        check_split(2048, 128, torch.float32, CPU)
-    check_split(0, 128, torch.float32, CPU)
+        attention_backend(128, torch.float32, CPU, split=2048)
+    assert not attention_backend(128, torch.float32, CPU, split=0).has_splits
     sizes = {"num_layers": 1, "num_pages": 1, "page_size": 16, "num_kv_heads": 1, "head_dim": 16}
     with pytest.raises(ConfigError, match="needs flash-attn-4"):
         KvCache(**sizes, dtype=torch.float32, device=CPU, split=128)
@@ -141,11 +137,11 @@ def test_refused_where_it_cannot_run() -> None:
 
 @pytest.mark.parametrize("split", [100, -128])
 def test_not_a_number_of_key_blocks(split: int) -> None:
-    for config in (EngineConfig, TrainerConfig):
+    for config in (NativeEngineConfig, TrainerConfig):
         with pytest.raises(ConfigError, match=r"attention_split.*multiple of 128"):
             config(attention_split=split)
     with pytest.raises(ConfigError, match="multiple of 384"):
-        EngineConfig(attention_split=128, page_size=192)
+        NativeEngineConfig(attention_split=128, page_size=192)
 
 
 def test_both_roles_must_agree() -> None:

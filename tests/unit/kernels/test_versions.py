@@ -1,6 +1,4 @@
-"""Kernels in CuTe DSL run with the versions that they were seen to work with, which are those that
-are installed.
-"""
+"""CuTe DSL kernels run with the versions that they were verified with, which are installed."""
 
 from __future__ import annotations
 

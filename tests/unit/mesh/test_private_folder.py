@@ -1,3 +1,5 @@
+"""Private folders: who may enter them, and when they are removed."""
+
 from __future__ import annotations
 
 import os

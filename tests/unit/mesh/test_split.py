@@ -1,3 +1,5 @@
+"""The split of a world into placements."""
+
 from __future__ import annotations
 
 import math
@@ -36,7 +38,8 @@ def test_mixed_split_of_user_roles() -> None:
     [
         (
             Split(RoleSplit("4"), RoleSplit("4")),
-            "the split asks for 8 ranks (train 4, infer 4), and the world has 6 (`run` starts as many as --nproc says)",
+            "the split asks for 8 ranks (train 4, infer 4), and the world has 6 "
+            "(`run` starts as many as --nproc says)",
         ),
         (
             Split(RoleSplit("7"), RoleSplit("2")),
@@ -58,13 +61,13 @@ def test_what_does_not_fit_says_why(split: Split, sentence: str) -> None:
         plan_split(split, 6)
 
 
-def test_unknown_role_names_the_known() -> None:
+def test_an_unknown_role_gets_the_names_of_the_split() -> None:
     with pytest.raises(AttributeError, match="train, infer"):
         _ = plan_split(Split(), 1).judge
 
 
 @given(dp=st.integers(1, 8), fsdp=st.integers(1, 8), spare=st.integers(0, 8))
-def test_every_placed_rank_has_one_seat(dp: int, fsdp: int, spare: int) -> None:
+def test_every_rank_of_a_placement_has_one_data_rank(dp: int, fsdp: int, spare: int) -> None:
     size = dp * fsdp
     placement = plan_split({"a": RoleSplit(str(size), dp=dp)}, size + spare).a
     assert placement.size == math.prod(placement.axes.values()) == size

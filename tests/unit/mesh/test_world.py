@@ -1,3 +1,5 @@
+"""The world from torchrun's variables, and the store in which its ranks meet."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +17,7 @@ def test_a_process_outside_torchrun_is_told_how_to_start(monkeypatch: pytest.Mon
 
 
 def test_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {
+    variables = {
         "RANK": 9,
         "WORLD_SIZE": 16,
         "LOCAL_RANK": 1,
@@ -23,7 +25,7 @@ def test_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         "GROUP_RANK": 1,
         "MASTER_ADDR": "h",
     }
-    for name, value in given.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
     world = World.from_env()
     assert (world.rank, world.local_rank, world.node, world.num_nodes) == (9, 1, 1, 2)

@@ -19,7 +19,7 @@ from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, l
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 CPU = torch.device("cpu")
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "arithmetic" / "model"
@@ -60,7 +60,7 @@ def case() -> ReplayCase:
 
 @pytest.fixture(scope="session")
 def engine(folder: Path) -> Callable[[], EnginePass]:
-    cfg = EngineConfig(page_size=4, max_batch=8, max_step_tokens=40)
+    cfg = NativeEngineConfig(page_size=4, max_batch=8, max_step_tokens=40)
     return lambda: EnginePass(load_model(folder, torch.float32, CPU), cfg)
 
 

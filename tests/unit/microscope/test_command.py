@@ -27,10 +27,10 @@ from spmd_rl.microscope.replay.kv_provenance import KvProvenance
 from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.checkpoint_index import INDEX_FILE, merged
-from spmd_rl.train.progress import TrainerState
 from spmd_rl.train.shards import write_shards
+from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import Piece
 from spmd_rl.weights.local_tensors import LocalTensors
 
@@ -412,7 +412,7 @@ def test_a_step_is_replayed_under_the_weights_that_drew_it(
         trained.model.norm.weight.mul_(1.1)
     case = case_of_run(run, folder, tomllib.loads((run / "config.toml").read_text()), ())
     hashes = HashTap(case.num_rows)
-    EnginePass(trained, EngineConfig(page_size=4)).run(case, hashes)
+    EnginePass(trained, NativeEngineConfig(page_size=4)).run(case, hashes)
     assert hashes.logprobs is not None
     file, told = run / "samples" / "step_00002.jsonl", []
     for number, line in enumerate(file.read_text().splitlines()[:3]):
@@ -468,7 +468,7 @@ def test_a_run_with_attention_in_splits_is_replayed_without_where_they_cannot_ru
 def test_the_trainers_head_is_the_one_that_the_run_has(
     folder: Path, recompute: str, recomputes: bool
 ) -> None:
-    settings = {"trainer": {"recompute": recompute}}
+    settings = {"trainer": {"backend": {"recompute": recompute}}}
     forward_pass = command._forward_pass(
         "trainer", folder, torch.float32, torch.device("cpu"), settings
     )
@@ -480,7 +480,7 @@ def test_the_trainers_head_is_the_one_that_the_run_has(
 def test_the_proof_compares_whole_rows_of_logits(
     run: Path, folder: Path, fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def path(model: CausalLM, cfg: EngineConfig) -> EnginePass:
+    def path(model: CausalLM, cfg: NativeEngineConfig) -> EnginePass:
         made = EnginePass(model, cfg)
         if fault:
             plant(fault, made)

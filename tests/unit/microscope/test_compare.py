@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spmd_rl.errors import ConfigError
-from spmd_rl.kernels.linear.cpu import rows_stand_alone
+from spmd_rl.kernels.linear.cpu import rows_are_independent
 from spmd_rl.microscope.diagnose.compare import Comparison, compare
 from spmd_rl.microscope.diagnose.explain import VariantSearch
 from spmd_rl.microscope.diagnose.faults import plant
@@ -23,7 +23,7 @@ from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.microscope.taps.points import OPS, Point
 from spmd_rl.microscope.taps.taps import HashTap, ProfilerTap, Tap, ValueTap
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 
 MIDDLE = 1  # of three layers
 
@@ -133,7 +133,7 @@ def test_a_harmless_change_is_not_called_a_fault(engine, trainer, case) -> None:
     """
     path = engine()
     width, depth = path.model.model.layers[MIDDLE].mlp.down_proj.weight.shape
-    if not rows_stand_alone(width, depth, False, torch.float32, torch.get_num_threads()):
+    if not rows_are_independent(width, depth, False, torch.float32, torch.get_num_threads()):
         pytest.skip("this CPU's library does not give each tile of rows its own bits")
     plant("library-linear", path)
     assert compare(path, trainer, case).results == ()
@@ -156,7 +156,7 @@ def test_one_split_is_the_plain_softmax() -> None:
 
 
 def test_automatic_splits_are_not_planted_beside_splits_of_one_size(engine) -> None:
-    path = EnginePass(engine().model, EngineConfig(attention_split=128))
+    path = EnginePass(engine().model, NativeEngineConfig(attention_split=128))
     with pytest.raises(ConfigError, match="attention_split = 0, but here it is 128"):
         plant("auto-splits", path)
 

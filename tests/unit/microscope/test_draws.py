@@ -31,14 +31,16 @@ def drawn(engine: Callable[[], EnginePass]) -> ReplayCase:
     generating.new_version(0)
     prompt, sampling = (
         np.arange(2, 11, dtype=np.int32),
-        SamplingConfig(max_tokens=12, seed=5, ignore_eos=True),
+        SamplingConfig(max_tokens=12, ignore_eos=True),
     )
     for index in range(3):
-        generating.submit(Request(3, index, prompt, sampling))
+        generating.submit(Request(3, index, prompt, sampling, seed=5))
     while generating.has_work:
         for one in generating.step().finished:
             sequences.append(
-                ReplaySequence(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index))
+                ReplaySequence(
+                    f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index), seed=5
+                )
             )
     return ReplayCase(tuple(sequences))
 

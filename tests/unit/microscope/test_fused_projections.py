@@ -34,8 +34,8 @@ def few(case: ReplayCase) -> ReplayCase:
 @pytest.fixture
 def joined(engine: Callable[[], EnginePass]) -> EnginePass:
     path = engine()
-    path.model.lay_out_projections()
-    path.model.join_projections()
+    path.model.pack_projections()
+    path.model.fuse_projections()
     return path
 
 
@@ -160,8 +160,8 @@ def test_each_row_is_explained_from_what_its_step_showed(
 def test_a_fault_outlives_the_engine_joining_its_projections_again(engine) -> None:
     path = engine()
     plant("split-k-qkv", path)
-    path.model.lay_out_projections()
-    path.model.join_projections()
+    path.model.pack_projections()
+    path.model.fuse_projections()
     joined = [layer.self_attn.joined for layer in path.model.model.layers]
     assert [isinstance(one, InHalves) for one in joined] == [False, True, False]
 

@@ -4,8 +4,6 @@ FlashAttention's do.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.kernels import KvCache
-from spmd_rl.kernels.attention.paged import _PagedBlocks
+from spmd_rl.kernels.attention.blocked_batches import PagedBlocks
+from spmd_rl.kernels.attention.flash_backend import FlashAttention
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.taps.points import Point
@@ -32,16 +31,20 @@ class PagesOnCpu:
         self.given, self.page_size = (table, starts, lengths), size
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        cache = SimpleNamespace(num_kv_heads=keys.shape[2], page_size=self.page_size, data=keys)
-        blocks = _PagedBlocks(cache, *self.given, num_heads=q.shape[1])  # type: ignore[arg-type]
+        heads_per_kv = q.shape[1] // keys.shape[2]
+        blocks = PagedBlocks(*self.given, self.page_size, heads_per_kv, keys.device)
         return blocks(q, *(x.flatten(0, 1).transpose(0, 1).contiguous() for x in (keys, values)))
 
 
 @pytest.fixture(autouse=True)
 def _flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spmd_rl.kernels.attention.paged.flash_takes", lambda *given: True)
     monkeypatch.setattr(
-        "spmd_rl.kernels.attention.paged.flash_of_chunks", lambda *given: PagesOnCpu(*given[:4])
+        "spmd_rl.kernels.attention.paged.attention_backend",
+        lambda head_dim, dtype, device, split: FlashAttention(device, split),
+    )
+    monkeypatch.setattr(
+        "spmd_rl.kernels.attention.flash_backend.flash_of_chunks",
+        lambda *given: PagesOnCpu(*given[:4]),
     )
 
 

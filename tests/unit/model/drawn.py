@@ -1,4 +1,4 @@
-"""What a folder drawn at random is made with."""
+"""Shared state of a model folder that is drawn at random."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 
 @dataclass
 class Draw:
-    """One folder: the generator, its config, and keys and files of which a refusal of it may
-    complain.
-    """
+    """One folder: the generator, its config, and the keys and files that a refusal may name."""
 
     seed: int
     random: random.Random

@@ -1,6 +1,4 @@
-"""Model folders with settings drawn at random: what config.json may hold, with weight files of the
-same network.
-"""
+"""Model folders with settings drawn at random, and weight files of the same network."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def _network(draw: Draw) -> dict[str, Any]:
 
 
 def _rope(draw: Draw) -> None:
-    """Rotary positions in either spelling, or in both."""
+    """Draw rotary positions in either spelling, or in both."""
     pick, config = draw.random.choice, draw.config
     kinds = {"absent": 2, "default": 2, "linear": 2, "llama3": 4, "yarn": 8, "dynamic": 1}
     kind = draw.random.choices(list(kinds), list(kinds.values()))[0]
@@ -130,7 +128,7 @@ def _odd_rope_key(draw: Draw, rope: dict[str, Any]) -> None:
 
 
 def _spell(draw: Draw, rope: dict[str, Any]) -> None:
-    """What is under the other spelling may be the same, nothing, or something else."""
+    """Draw the other spelling: the same, nothing, or something else."""
     spelling, other = draw.random.sample(["rope_scaling", "rope_parameters"], 2)
     draw.config[spelling] = rope
     if draw.chance(0.25):
@@ -148,7 +146,7 @@ def _spell(draw: Draw, rope: dict[str, Any]) -> None:
 
 
 def _odd_key(draw: Draw) -> None:
-    """A key of config.json that means another network, or that no network has."""
+    """Draw a key of config.json that means another network, or that no network has."""
     odd: list[tuple[str, Any]] = [
         ("hidden_act", "gelu"),
         ("use_sliding_window", True),

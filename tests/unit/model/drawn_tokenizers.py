@@ -42,9 +42,7 @@ ADDED = {
 
 
 def draw_tokenizer(seed: int, folder: Path) -> None:
-    """Write the folder of a seed: byte-level BPE as a class of transformers would make it, or
-    another.
-    """
+    """Write the folder of a seed: byte-level BPE as a transformers class would make it, or not."""
     draw = random.Random(f"tokenizer {seed}")
     folder.mkdir(parents=True)
     write(folder / "config.json", MODEL | {"model_type": draw.choice(["llama", "qwen2", "qwen3"])})
@@ -87,7 +85,7 @@ def _rust(draw: random.Random) -> Tokenizer:
 
 
 def _listed(draw: random.Random, rust: Tokenizer) -> dict[str, Any]:
-    """The added tokens as transformers 4 repeats them in its config, which may have been edited."""
+    """Return the added tokens as transformers 4 repeats them in its config, perhaps edited."""
     facts = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
     listed = {
         str(index): {key: getattr(token, key) for key in facts}
@@ -139,7 +137,7 @@ def _settings(draw: random.Random) -> dict[str, Any]:
 
 
 def _save_after_a_call(draw: random.Random, folder: Path) -> None:
-    """A tokenizer that was saved keeps the truncation and the padding of its last call."""
+    """Save a tokenizer with the truncation and padding of its last call."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.pad_token = tokenizer.pad_token or "<|endoftext|>"
     settings = [

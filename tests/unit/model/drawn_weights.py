@@ -1,4 +1,4 @@
-"""Weight files drawn at random: every way in which a folder may hold the weights of a network."""
+"""Weight files drawn at random, in every form in which a folder may hold them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def draw_weights(draw: Draw, plain: dict[str, Any], folder: Path) -> None:
-    """Random weights of the network, in one of the ways in which files may hold them."""
+    """Write random weights of the network, in one of the forms in which files may hold them."""
     config = AutoConfig.for_model(
         **{key: value for key, value in plain.items() if not key.startswith("rope_")}
     )
@@ -92,7 +92,7 @@ def _shards_in_folders(draw: Draw, tensors: Tensors, folder: Path) -> None:
 
 
 def _both(draw: Draw, tensors: Tensors, folder: Path) -> None:
-    """A file beside older shards, as a folder is left that was saved twice."""
+    """Write a file beside older shards, as a folder has that was saved twice."""
     _shards(draw, {name: one.flip(0).contiguous() for name, one in tensors.items()}, folder)
     _single(draw, tensors, folder)
 

@@ -1,6 +1,4 @@
-"""Logits against transformers on random small models of every family, and folders through both
-loaders.
-"""
+"""Logits of random small models of every family equal transformers', through both loaders."""
 
 from __future__ import annotations
 

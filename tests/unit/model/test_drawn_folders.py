@@ -1,6 +1,4 @@
-"""Model folders with settings drawn at random give transformers' logits and token ids, or a refusal
-that says why.
-"""
+"""Folders with random settings give transformers' logits and ids, or a refusal with a reason."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def _their_logits(folder: Path) -> torch.Tensor:
 
 
 def _ids(one: Any) -> list[Any]:
-    """Ids with and without special tokens, the texts of them, and the end of text."""
+    """Return ids with and without special tokens, the texts of them, and the end of text."""
     ids = [one(TEXTS, add_special_tokens=special)["input_ids"] for special in (True, False)]
     texts = [one.decode(row, skip_special_tokens=skip) for row in ids[0] for skip in (True, False)]
     return [ids, texts, one.eos_token_id]
@@ -82,7 +80,7 @@ def judge(
 
 
 def judge_model(seed: int, folder: Path) -> str:
-    """`same`, `refused` with a sentence that names what was drawn, or what is wrong."""
+    """Return `same`, `refused` with a sentence that names a drawn key, or what is wrong."""
     draw = draw_folder(seed, folder)
     with torch.no_grad():
         verdict = judge(lambda: _logits(folder), lambda: _their_logits(folder), _close)
@@ -109,7 +107,7 @@ def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _count(one: Callable[[int, Path], str], tmp_path: Path) -> tuple[Counter[str], dict[int, str]]:
-    """How many of each verdict, and those that no folder may have."""
+    """Count each verdict, and collect those that no folder may have."""
     verdicts = {seed: one(seed, tmp_path / str(seed)) for seed in range(NUM_FOLDERS)}
     wrong = {
         seed: verdict for seed, verdict in verdicts.items() if verdict not in ("same", "refused")

@@ -1,4 +1,4 @@
-"""The contract of a network: that of the kernels, and of the model that is made of them."""
+"""Numeric contract of a network: the kernels' contract and the model's own facts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OTHERWISE = {
 
 @pytest.mark.parametrize("field", OTHERWISE)
 def test_what_a_model_computes_by_is_part_of_it(field: str) -> None:
-    """Two models whose weights have one layout may still compute otherwise, as by another epsilon."""
+    """Models with the same weight layout may compute differently, as with another epsilon."""
     spec = ModelSpec.from_folder(MODEL)
     other = replace(spec, **{field: OTHERWISE[field]})
     with torch.device("meta"):
@@ -72,7 +72,7 @@ def test_nothing_of_a_model_is_forgotten() -> None:
 
 
 def test_a_bit_of_the_rotary_table_is_part_of_it() -> None:
-    """As of a host whose cosine rounds another way."""
+    """A host's cosine may round differently."""
     with torch.device("meta"):
         model = CausalLM(ModelSpec.from_folder(MODEL))
     facts = model.contract(CPU, torch.float32)

@@ -1,4 +1,4 @@
-"""What of a model folder is refused, by which sentence, and what of it transformers ignores."""
+"""Model folders that are refused, with their error messages, and keys that are ignored."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], sentence: str)
 
 
 def test_keys_that_transformers_ignores_are_ignored(tmp_path: Path) -> None:
-    """Qwen2 has biases of its own, whatever the keys say, and Qwen3 has none in its MLP."""
+    """Qwen2 always has biases, whatever the keys say, and Qwen3 has none in its MLP."""
     qwen2 = _spec(tmp_path, model_type="qwen2", attention_bias=True, mlp_bias=True)
     assert qwen2.qkv_bias and not qwen2.out_bias and not qwen2.mlp_bias
     assert not _spec(tmp_path, mlp_bias=True).mlp_bias
@@ -138,7 +138,7 @@ def test_the_original_context_may_stand_outside(tmp_path: Path) -> None:
 
 
 def test_both_spellings_of_the_same(tmp_path: Path) -> None:
-    """rope_theta may stand in either, or beside them."""
+    """rope_theta may stand in either spelling, or beside them."""
     both = {
         "rope_scaling": YARN | {"rope_theta": 500.0},
         "rope_parameters": YARN,

@@ -1,4 +1,4 @@
-"""The light tokenizer against transformers' own on the same folder."""
+"""The light tokenizer equals transformers' own on the same folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.model.tokenizer import light_tokenizer, load_tokenizer
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic/model"
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 @pytest.fixture

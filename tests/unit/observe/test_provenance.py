@@ -67,8 +67,8 @@ def test_the_machine_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_begins_with_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(provenance.BEGAN_ENV, raising=False)
+    monkeypatch.delenv(provenance.START_TIME_ENV, raising=False)
     before = time.time()
-    assert before <= provenance.began_unix_s() <= time.time()
-    monkeypatch.setenv(provenance.BEGAN_ENV, "12.5")
-    assert provenance.began_unix_s() == 12.5
+    assert before <= provenance.start_unix_s() <= time.time()
+    monkeypatch.setenv(provenance.START_TIME_ENV, "12.5")
+    assert provenance.start_unix_s() == 12.5

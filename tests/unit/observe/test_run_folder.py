@@ -15,10 +15,19 @@ import pytest
 
 from spmd_rl.config.run import RunConfig
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.metrics import KNOWN, METRICS, MetricsLog, keep_until, read_metrics
-from spmd_rl.observe.run_folder import NOT_OF_THE_RUN, RunFolder
-from spmd_rl.observe.run_lock import CLAIM_FILE, LAUNCH_FILE, WAIT_S, claim, launching, refuse_live
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.observe.metrics import METRIC_OF_NAME, METRICS
+from spmd_rl.observe.metrics_log import MetricsLog, drop_steps_after, read_metrics
+from spmd_rl.observe.run_folder import CHANGEABLE_SETTINGS, RunFolder
+from spmd_rl.observe.run_lock import (
+    ACQUIRE_S,
+    CONTROLLER_LOCK,
+    LAUNCHER_LOCK,
+    acquire_run_lock,
+    launcher_lock,
+    refuse_running_run,
+)
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 CONFIG = "steps = 3\n[trainer]\nlr = 0.1\n"
 
@@ -50,13 +59,13 @@ def test_the_same_configuration_continues(tmp_path: Path) -> None:
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     """A lock belongs to an open file, so two in one process are as good as two processes."""
-    held = claim(tmp_path)
+    held = acquire_run_lock(tmp_path)
     with pytest.raises(
         ConfigError, match=rf"another run is going on in .* \(host \S+, pid {os.getpid()}\)"
     ):
-        claim(tmp_path, wait_s=0.0)
+        acquire_run_lock(tmp_path, wait_s=0.0)
     os.close(held)
-    os.close(claim(tmp_path, wait_s=0.0))
+    os.close(acquire_run_lock(tmp_path, wait_s=0.0))
 
 
 def test_a_live_run_of_this_host_is_refused_at_once(
@@ -65,25 +74,25 @@ def test_a_live_run_of_this_host_is_refused_at_once(
     """Its controller is a child of its rank 0 still. One that is ending, or an older lock, is
     waited for.
     """
-    refuse_live(tmp_path)
-    held = claim(tmp_path)
-    for refused in (refuse_live, claim):
+    refuse_running_run(tmp_path)
+    held = acquire_run_lock(tmp_path)
+    for refused in (refuse_running_run, acquire_run_lock):
         with monkeypatch.context() as patch:
-            patch.setattr("spmd_rl.observe.run_lock.LOOK_S", "nobody waits")
+            patch.setattr("spmd_rl.observe.run_lock.POLL_S", "nobody waits")
             with pytest.raises(
                 ConfigError, match=rf"is going on in .* \(host \S+, pid {os.getpid()}\): end"
             ):
                 refused(tmp_path)
-    lock = tmp_path / CLAIM_FILE
+    lock = tmp_path / CONTROLLER_LOCK
     for ending in (lock.read_text().replace(str(os.getppid()), "1234567"), "host h, pid 12\n", ""):
         lock.write_text(ending)
-        refuse_live(tmp_path)
+        refuse_running_run(tmp_path)
         began = time.monotonic()
         with pytest.raises(ConfigError, match="another run is going on in"):
-            claim(tmp_path, wait_s=0.3)
+            acquire_run_lock(tmp_path, wait_s=0.3)
         assert time.monotonic() - began >= 0.3
     os.close(held)
-    refuse_live(tmp_path)
+    refuse_running_run(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_a_damaged_line_of_metrics_is_skipped_and_named(tmp_path: Path, line: by
     with pytest.warns(UserWarning, match=r"metrics\.jsonl:2: not .*; this line is skipped"):
         assert [row["step"] for row in read_metrics(path)] == [1, 3]
     with pytest.warns(UserWarning, match=r"metrics\.jsonl:2: not "):
-        keep_until(path, 3)
+        drop_steps_after(path, 3)
     # where a run goes on, the damage is gone
     assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
 
@@ -113,11 +122,11 @@ def test_a_warm_up_alone_keeps_no_other_configuration_out(tmp_path: Path) -> Non
     metrics = RunFolder.open(tmp_path / "r", CONFIG, {}).metrics
     other = CONFIG.replace("0.1", "0.2")
     metrics.write_text('{"step": -1, "warmup/loss": 1.0}\n{"step": 0, "warmup/loss": 0.5}\n')
-    RunFolder(tmp_path / "r").refuse_other(other, resume=False)
+    RunFolder(tmp_path / "r").check_reusable(other, resume=False)
     for more in ('{"step": 1}\n', "damaged\n"):
         metrics.write_text('{"step": 0}\n' + more)
         with pytest.raises(ConfigError, match="another configuration"):
-            RunFolder(tmp_path / "r").refuse_other(other, resume=False)
+            RunFolder(tmp_path / "r").check_reusable(other, resume=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -126,7 +135,7 @@ def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(
 ) -> None:
     began = time.monotonic()
     ours, theirs = socket.socketpair()
-    with launching(tmp_path):
+    with launcher_lock(tmp_path):
         if not (rank := os.fork()):
             ours.close()
             theirs.send(b"!")
@@ -134,9 +143,9 @@ def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(
             os._exit(0)
         ours.recv(1)
         with pytest.raises(ConfigError, match=rf"another run is going on in .*pid {os.getpid()}\)"):
-            launching(tmp_path).__enter__()
-    assert time.monotonic() - began < WAIT_S / 3
-    os.close(claim(tmp_path, 0.0, LAUNCH_FILE))  # although the rank lives on
+            launcher_lock(tmp_path).__enter__()
+    assert time.monotonic() - began < ACQUIRE_S / 3
+    os.close(acquire_run_lock(tmp_path, 0.0, LAUNCHER_LOCK))  # although the rank lives on
     for end in (ours, theirs):
         end.close()
     os.waitpid(rank, 0)
@@ -144,7 +153,7 @@ def test_two_launchers_at_once_are_refused_at_once_and_their_ranks_hold_no_lock(
 
 
 def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:
-    os.close(claim(tmp_path))
+    os.close(acquire_run_lock(tmp_path))
     RunFolder.open(tmp_path, CONFIG, {})
 
 
@@ -165,13 +174,16 @@ def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path,
 
 
 def test_how_a_run_is_kept_and_watched_is_no_configuration_of_it(tmp_path: Path) -> None:
-    given = 'steps = 2\n\n[run]\nseed = 1\nresume = true\nsave_every = 3\nsinks = ["wandb"]\ndeadline_s = 9.0\n'
+    given = (
+        "steps = 2\n\n[run]\nseed = 1\nresume = true\nsave_every = 3\n"
+        'sinks = ["wandb"]\ndeadline_s = 9.0\n'
+    )
     again = "steps = 2\n\n[run]\nseed = 1\nresume = false\nsave_every = 5\nsinks = []\n"
     RunFolder.open(tmp_path / "r", given, {}).metrics.write_text("kept\n")
     assert RunFolder.open(tmp_path / "r", again, {}).metrics.read_text() == "kept\n"
     with pytest.raises(ConfigError, match=r"another configuration \(run\.seed was 1, is 2\)"):
         RunFolder.open(tmp_path / "r", again.replace("seed = 1", "seed = 2"), {})
-    assert {name.removeprefix("run.") for name in NOT_OF_THE_RUN} <= {
+    assert {name.removeprefix("run.") for name in CHANGEABLE_SETTINGS} <= {
         field.name for field in fields(RunConfig)
     }
 
@@ -237,9 +249,7 @@ def test_a_line_a_step_is_there_at_once(tmp_path: Path) -> None:
 
 def test_nan_is_written_as_null_and_warned_of(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    with pytest.warns(
-        UserWarning, match="step 3: not a finite number, written as null: train/loss"
-    ):
+    with pytest.warns(UserWarning, match="step 3: not finite, so written as null: train/loss"):
         log.write(3, {"train/loss": float("nan"), "reward/mean": 1.0})
     assert read_metrics(log.path)[0]["train/loss"] is None
     log.close()
@@ -249,12 +259,12 @@ def test_a_resumed_run_writes_the_later_lines_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     # the last line was cut by a crash
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    keep_until(path, 2)
+    drop_steps_after(path, 2)
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_metric_names_are_unique_and_explained() -> None:
-    assert len(KNOWN) == len(METRICS)
+    assert len(METRIC_OF_NAME) == len(METRICS)
     assert all("/" in metric.name and metric.meaning for metric in METRICS)
 
 
@@ -266,7 +276,7 @@ def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(
     full = os.open("/dev/full", os.O_WRONLY)
     monkeypatch.setattr("os.open", lambda *_: full)
     with pytest.raises(OSError, match="No space left on device") as told:
-        keep_until(path, 1)
+        drop_steps_after(path, 1)
     assert told.value.filename == str(path)
 
 
@@ -275,9 +285,9 @@ def test_a_full_disk_is_told_with_the_file_when_a_run_goes_on(
     [
         (
             {"ok": 1.0, "note": "good", "per_rank": np.zeros(2)},
-            r"step 3: logged what is no number: note .str., per_rank",
+            r"step 3: logged metrics must be numbers: note .str., per_rank",
         ),
-        ({"step": 9.0}, "step 3: logged 'step', which each line has already"),
+        ({"step": 9.0}, "step 3: logged 'step', which is reserved"),
     ],
 )
 def test_what_cannot_be_a_metric_is_named(

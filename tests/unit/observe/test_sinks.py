@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases beside the JSONL; neither is asked anything over a network here."""
+"""TensorBoard and Weights & Biases as sinks of metrics, without a network."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_an_unknown_sink_and_a_missing_package_are_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        ConfigError, match="no sink called 'tensorbord': there are tensorboard and wandb"
+        ConfigError, match="there is no sink 'tensorbord', only tensorboard and wandb"
     ):
         RunConfig(sinks=("tensorbord",))
     monkeypatch.chdir(tmp_path)
@@ -137,13 +137,16 @@ def test_an_unknown_sink_and_a_missing_package_are_said_before_anything_starts(
     (tmp_path / "wandb").mkdir()
     with pytest.raises(
         ConfigError,
-        match=r"wandb is not installed: pip install -e '.\[log\]' in spmd-rl's repository",
+        match=r"wandb is not installed: run pip install -e '.\[log\]' in spmd-rl's repository",
     ):
         RunConfig(sinks=("wandb",))
 
 
 def test_without_sinks_nothing_is_imported() -> None:
-    code = "import sys, spmd_rl.observe.sinks; sys.exit(bool({'wandb', 'tensorboard', 'torch'} & set(sys.modules)))"
+    code = (
+        "import sys, spmd_rl.observe.sinks; "
+        "sys.exit(bool({'wandb', 'tensorboard', 'torch'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -151,5 +154,5 @@ def test_a_sink_that_does_not_open_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks, "KINDS", {"closed": lambda run, config: 1 / 0})
-    with pytest.raises(ConfigError, match=r"run\.sinks: closed does not open: division by zero"):
+    with pytest.raises(ConfigError, match=r"run\.sinks: closed cannot be opened: division by zero"):
         Sinks(["closed"], tmp_path, {})

@@ -8,7 +8,7 @@ from typing import TextIO
 
 import pytest
 
-from spmd_rl.observe.stdio import Lasting, let_streams_last
+from spmd_rl.observe.stdio import FailsafeStream, make_stdio_failsafe
 
 
 def _without_reader() -> TextIO:
@@ -29,18 +29,19 @@ def test_a_stream_without_a_reader_ends_nothing(
     opened: Callable[[], TextIO], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = opened()
-    lasting = Lasting(stream)
+    lasting = FailsafeStream(stream)
     print("step 1/3", file=lasting, flush=True)
     print("step 2/3", file=lasting, flush=True)
     assert (
-        capsys.readouterr().err == f"{stream.name} takes no more ({why}): this goes on without\n"
+        capsys.readouterr().err
+        == f"cannot write to {stream.name} any more ({why}): its further output is discarded\n"
     ), "once"
     stream.close()  # what was buffered has gone, too
 
 
 def test_it_is_the_stream_otherwise(tmp_path: Path) -> None:
     with open(tmp_path / "out", "w") as stream:
-        lasting = Lasting(stream)
+        lasting = FailsafeStream(stream)
         print("step 1/3", file=lasting, flush=True)
         assert (lasting.fileno(), lasting.isatty()) == (stream.fileno(), False)
     assert (tmp_path / "out").read_text() == "step 1/3\n"
@@ -49,7 +50,7 @@ def test_it_is_the_stream_otherwise(tmp_path: Path) -> None:
 def test_a_stream_that_was_closed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     monkeypatch.setattr(sys, "stderr", sys.stderr)
-    let_streams_last()
+    make_stdio_failsafe()
     print("step 1/3", flush=True)
     assert not sys.stdout.isatty()
     sys.stdout.close()

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.timeline import Span, main, read_spans, tracks, write_chrome
+from spmd_rl.observe.command import main
+from spmd_rl.observe.timeline import Span, read_spans, tracks, write_chrome
 from tests.unit.report.synthetic import make_run, write_trace
 
 
@@ -147,7 +148,7 @@ def test_a_line_that_is_no_span_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_trace_is_told_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no trace: was the run traced"):
+    with pytest.raises(ConfigError, match="holds no trace: the run must have"):
         write_chrome(tmp_path)
     assert not list(tmp_path.glob("*.part"))
     with pytest.raises(ConfigError, match="no run folder at"):

@@ -134,7 +134,7 @@ def test_a_full_disk_ends_the_recording_not_the_run(
     trace = Trace(tmp_path, "rank 0", rank=0)
     with trace.span("x"):
         pass
-    with pytest.warns(UserWarning, match="tracing ends here: .*No space left"):
+    with pytest.warns(UserWarning, match="tracing stops here: .*No space left"):
         trace.flush()
     with trace.span("y"):
         pass
@@ -167,7 +167,7 @@ def test_the_clock_is_read_against_unix_time_closely() -> None:
 
 
 def test_a_span_costs_a_few_microseconds(tmp_path: Path) -> None:
-    """Writing included. The machine may be busy: what counts is the quietest of many short rounds."""
+    """Includes writing. The quietest of many short rounds counts, as the machine may be busy."""
     trace, num_spans, best_s = Trace(tmp_path, "rank 0", rank=0), 5000, 1.0
     for _ in range(200):
         began = time.process_time()

@@ -1,6 +1,4 @@
-"""Memory that comes and goes, by a driver that only keeps books: what a failed mapping leaves
-behind.
-"""
+"""ElasticMemory over a fake driver that only counts: a failed mapping leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ import torch
 from spmd_rl.errors import ResidencyError
 from spmd_rl.offload import elastic
 
-MADE = ("cuMemCreate", "cuMemMap", "cuMemSetAccess")
+MAP_CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess")
 
 
 class Driver:
-    """Handles that exist, and whether one is mapped; refuses one call if told to."""
+    """A driver that counts handles and mappings, and fails the call named `refused`."""
 
     def __init__(self) -> None:
         self.refuses = ""
@@ -32,24 +30,24 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
-    monkeypatch.setattr(elastic, "_call", made)
+    fake = Driver()
+    monkeypatch.setattr(elastic, "_call", fake)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 1 << 30))
-    return made
+    return fake
 
 
 @pytest.fixture
 def memory(driver: Driver) -> elastic.ElasticMemory:
-    """As its constructor leaves it, unmapped: that needs a GPU to reserve addresses on."""
-    made = object.__new__(elastic.ElasticMemory)
-    made._location, made._prop = elastic._Location(elastic.DEVICE, 0), elastic._AllocationProp()
-    made._size, made._address, made._handles = 1 << 21, 1 << 40, []
-    return made
+    """Unmapped memory, made without the constructor, which needs a GPU to reserve addresses."""
+    memory = object.__new__(elastic.ElasticMemory)
+    memory._location, memory._prop = elastic._Location(elastic.DEVICE, 0), elastic._AllocationProp()
+    memory._size, memory._address, memory._handles = 1 << 21, 1 << 40, []
+    return memory
 
 
-@pytest.mark.parametrize("refused", MADE)
+@pytest.mark.parametrize("refused", MAP_CALLS)
 def test_a_mapping_that_fails_leaves_nothing(
     memory: elastic.ElasticMemory, driver: Driver, refused: str
 ) -> None:

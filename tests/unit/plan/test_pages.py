@@ -14,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.config.load import describe, dump_toml, load
-from spmd_rl.errors import ConfigError, PlanError
+from spmd_rl.config.load import load
+from spmd_rl.errors import PlanError
 from spmd_rl.mesh.split import RoleSplit, Split
 from spmd_rl.offload.ledger import PHASES, Ledger
-from spmd_rl.plan.resolve import counted, resolve
+from spmd_rl.plan.resolve import planned_settings, resolve
 from spmd_rl.recipes import grpo, grpo_async, sft
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.auto_sizes import FREE_SHARE, auto_pages
 from spmd_rl.train.config import TrainerConfig
 
@@ -57,15 +57,22 @@ def kv(ledger: Ledger) -> int:
     return sum(entry.num_bytes for entry in ledger.entries if entry.tag == "kv")
 
 
-def taken(model: Path, cfg: EngineConfig, free: int, capacity: int) -> int:
-    """Bytes of the pages that an engine makes on a GPU that has so much left; of no room it warns."""
+def reserved(cfg: Any, world_size: int) -> int:
+    """What the plan tells the engine of a run."""
+    return planned_settings(cfg, world_size)["infer"]["reserved_bytes"]
+
+
+def taken(
+    model: Path, cfg: NativeEngineConfig, free: int, capacity: int, reserved_bytes: int = 0
+) -> int:
+    """Bytes of the pages that an engine allocates on a GPU with so much memory left."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, capacity))
         spec = resolve(configured(model), 1).spec
         assert spec is not None
-        cfg = replace(cfg, dtype="bfloat16", page_size=128)
-        return auto_pages(spec, cfg, torch.device("cuda")) * PAGE_BYTES
+        cuda = torch.device("cuda")
+        return auto_pages(spec, cfg, cuda, torch.bfloat16, 128, reserved_bytes) * PAGE_BYTES
 
 
 @given(
@@ -84,7 +91,7 @@ def test_all_that_is_counted_fits_and_the_engine_takes_what_is_planned(
     found = resolve(cfg, 2, capacity)
     pages = {kv(found.ledgers[rank]) for rank in found.placements.infer.ranks}
     assert len(pages) == 1, "all ranks of an engine take the same"
-    assert pages == {taken(model, counted(cfg, 2).engine, capacity, capacity)}
+    assert pages == {taken(model, cfg.engine, capacity, capacity, reserved(cfg, 2))}
     if pages == {LEAST}:
         return
     for rank in found.placements.infer.ranks:
@@ -95,7 +102,7 @@ def test_all_that_is_counted_fits_and_the_engine_takes_what_is_planned(
 
 
 def test_pages_are_what_is_left(model: Path) -> None:
-    """Of 0.9 of the GPU, but for a part of a page; the worst phase that they are there in counts."""
+    """They fill 0.9 of the GPU, in the worst phase that they exist in, up to a part of a page."""
     ledger = resolve(configured(model), 1, 140 * GIB).ledgers[0]
     assert ledger.beside_bytes("kv") == max(
         ledger.resident_bytes(phase) for phase in ("sync", "rollout")
@@ -132,13 +139,16 @@ def test_roles_that_overlap_leave_less(model: Path) -> None:
 
 
 def test_an_engine_that_finds_more_in_use_takes_less(model: Path) -> None:
-    cfg = counted(configured(model), 1).engine
-    room = 126 * GIB - cfg.beside_bytes
-    assert room - taken(model, cfg, 140 * GIB, 140 * GIB) < PAGE_BYTES
-    assert room - taken(model, cfg, 140 * GIB - cfg.beside_bytes, 140 * GIB) < PAGE_BYTES
-    assert 0 <= 36 * GIB - taken(model, cfg, 50 * GIB, 140 * GIB) < PAGE_BYTES, (
-        "90 are in use, of 126"
-    )
+    cfg = configured(model)
+    beside = reserved(cfg, 1)
+    room = 126 * GIB - beside
+
+    def pages(free: int) -> int:
+        return taken(model, cfg.engine, free, 140 * GIB, beside)
+
+    assert room - pages(140 * GIB) < PAGE_BYTES
+    assert room - pages(140 * GIB - beside) < PAGE_BYTES
+    assert 0 <= 36 * GIB - pages(50 * GIB) < PAGE_BYTES, "90 are in use, of 126"
 
 
 @pytest.mark.parametrize(
@@ -149,7 +159,7 @@ def test_an_engine_that_nobody_counted_for_takes_a_share(
 ) -> None:
     """Of what is free, as long as all in use stays below the fraction, and at least one context."""
     assert FREE_SHARE == 0.4
-    pages = taken(model, EngineConfig(memory_fraction=fraction), free * GIB, 140 * GIB)
+    pages = taken(model, NativeEngineConfig(memory_fraction=fraction), free * GIB, 140 * GIB)
     assert 0 <= max(left * GIB, LEAST) - pages < PAGE_BYTES
 
 
@@ -158,7 +168,7 @@ def test_an_engine_without_room_for_one_context_says_so(
 ) -> None:
     spec = resolve(configured(model), 1).spec
     assert spec is not None
-    cfg = EngineConfig(dtype="bfloat16", page_size=128, beside_bytes=9 * GIB)
+    cuda = torch.device("cuda")
     for capacity, said in (10, "0 B"), (12, "1.800 GiB"):
         monkeypatch.setattr(
             torch.cuda, "mem_get_info", lambda device, size=capacity: (size * GIB, size * GIB)
@@ -167,10 +177,11 @@ def test_an_engine_without_room_for_one_context_says_so(
             f"room for {said} of keys and values, and one context of 40960 tokens takes 4.375 GiB"
         )
         with pytest.warns(UserWarning, match=sentence):
-            assert auto_pages(spec, cfg, torch.device("cuda")) * PAGE_BYTES == LEAST
+            pages = auto_pages(spec, NativeEngineConfig(), cuda, torch.bfloat16, 128, 9 * GIB)
+            assert pages * PAGE_BYTES == LEAST
 
 
-def test_what_cannot_be_counted_stays_as_it_is(model: Path) -> None:
+def test_what_cannot_be_counted_adds_no_setting(model: Path) -> None:
     """Pages that are given; no engine, model, ranks or parts; and a role that the ledger does not
     know.
     """
@@ -186,18 +197,9 @@ def test_what_cannot_be_counted_stays_as_it_is(model: Path) -> None:
         SimpleNamespace(**vars(full) | {"trainer": "none of ours"}),
         SimpleNamespace(**vars(full) | {"model": TrainerConfig()}),
     ]
-    assert all(counted(cfg, 1) is cfg for cfg in cases)
-    assert counted(full, 1) != full
+    assert all(planned_settings(cfg, 1) == {} for cfg in cases)
+    assert reserved(full, 1) > 0
     apart = replace(
         full, split={"train": RoleSplit("1"), "infer": RoleSplit("1"), "judge": RoleSplit("2-2")}
     )
-    assert counted(apart, 3).engine.beside_bytes > 0
-
-
-def test_nobody_sets_what_is_counted(model: Path) -> None:
-    """It is in no file, so a run that goes on finds the config that it began with."""
-    cfg = configured(model)
-    assert dump_toml(counted(cfg, 1)) == dump_toml(cfg)
-    assert "engine.beside_bytes" not in {key.name for key in describe(grpo.Config)}
-    with pytest.raises(ConfigError, match="unknown key 'engine.beside_bytes'"):
-        configured(model, "engine.beside_bytes=1")
+    assert reserved(apart, 3) > 0

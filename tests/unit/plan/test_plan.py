@@ -18,9 +18,9 @@ from spmd_rl.mesh.split import Split
 from spmd_rl.offload.ledger import Entry, Ledger
 from spmd_rl.plan import main
 from spmd_rl.plan.command import as_size, lines
-from spmd_rl.plan.resolve import Resolved, resolve
+from spmd_rl.plan.resolve import RunPlan, resolve
 from spmd_rl.recipes.grpo import Config
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.train.config import TrainerConfig
 
 QWEN3_8B = {
@@ -44,7 +44,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def planned(model: Path, world_size: int, *words: str) -> Resolved:
+def planned(model: Path, world_size: int, *words: str) -> RunPlan:
     return resolve(load(Config, None, [f"model={model}", "data=none.jsonl", *words]), world_size)
 
 
@@ -54,7 +54,7 @@ def _bytes(ledger: Ledger) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("word", "whole"),
-    [("split.train.dp=1", False), ("split.train.dp=2", True), ("trainer.wrap=model", True)],
+    [("split.train.dp=1", False), ("split.train.dp=2", True), ("trainer.backend.wrap=model", True)],
     ids=["layer by layer", "without shards", "as one"],
 )
 def test_what_is_gathered(model: Path, word: str, whole: bool) -> None:
@@ -172,7 +172,7 @@ def test_command(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main([*words, "--gpu-gib", "nan"])
     for number in ("0", "-1", "1000000000"):
         with pytest.raises(
-            ConfigError, match=f"a world of {number} ranks: say --world N, of 1 to 8192"
+            ConfigError, match=f"a world of {number} ranks: set --world to a number from 1 to 8192"
         ):
             main(["grpo", "--world", number, f"--model={model}", "--data=x.jsonl"])
 
@@ -185,7 +185,7 @@ def test_the_words_of_a_run_are_planned_as_they_are(
     assert "world of 4\n" in capsys.readouterr().out
     assert main([*words, "--world", "8"]) == 0
     assert "world of 8\n" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="say --world N"):
+    with pytest.raises(ConfigError, match="set --world to a number"):
         main(words[:3])
 
 
@@ -214,7 +214,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaving.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     assert out.startswith(
-        "usage: spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...] Print what"
+        "usage: spmd-rl plan RECIPE [--world N] [--gpu-gib G] [--config F.toml] [--a.b=c ...] "
+        "Print what"
     )
     assert "the memory of each role" in out
     assert "Raises" not in out
@@ -242,7 +243,7 @@ def test_sizes_have_four_digits(num_bytes: int, text: str) -> None:
     assert as_size(num_bytes) == text
 
 
-def memory(found: Resolved) -> dict[str, dict[str, list[str]]]:
+def memory(found: RunPlan) -> dict[str, dict[str, list[str]]]:
     """The tables of memory as they are printed: title, entry, cells of the phases."""
     tables: dict[str, dict[str, list[str]]] = {}
     table: dict[str, list[str]] = {}
@@ -343,10 +344,10 @@ def test_a_config_that_lacks_what_a_role_is_planned_by(model: Path) -> None:
     known = {"split": Split(), "model": str(model), "trainer": TrainerConfig()}
     for lacking in ({}, {"engine": "fast"}):
         with pytest.raises(
-            PlanError, match="split.infer cannot be planned: .* has no `engine: EngineConfig`"
+            PlanError, match="split.infer cannot be planned: .* has no `engine: NativeEngineConfig`"
         ):
             resolve(SimpleNamespace(**known, **lacking), 2)
-    assert resolve(SimpleNamespace(**known, engine=EngineConfig()), 2).ledgers
+    assert resolve(SimpleNamespace(**known, engine=NativeEngineConfig()), 2).ledgers
 
 
 def test_a_thousand_ranks_take_seconds(model: Path) -> None:
@@ -369,6 +370,7 @@ def test_misfits(model: Path) -> None:
 def test_needs_no_torch(model: Path) -> None:
     code = (
         "import sys; from spmd_rl.plan import main;"
-        f"main(['grpo', '--world', '8', '--model={model}', '--data=x.jsonl']); assert 'torch' not in sys.modules"
+        f"main(['grpo', '--world', '8', '--model={model}', '--data=x.jsonl']);"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

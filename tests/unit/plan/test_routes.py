@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from spmd_rl.mesh.split import Placement
 from spmd_rl.plan.routes import push_routes
 from spmd_rl.weights.layout import Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import BUCKET_BYTES, plan
+from spmd_rl.weights.plan import BUCKET_BYTES, plan_moves
 
 Pairs = Counter[tuple[int, int]]
 Case = tuple[int, Placement, Placement, dict[Dims, int]]
@@ -58,7 +58,7 @@ def by_every_move(train: Placement, infer: Placement, tensors: dict[Dims, int]) 
         ]
         destination = [Layout(rank, (whole,)) for rank in infer.ranks]
         for rank in infer.ranks:
-            for move in plan(source, destination, None, rank).moves:
+            for move in plan_moves(source, destination, None, rank).moves:
                 if move.dst == rank:
                     moved[move.src, rank] += move.num_bytes * count
     return moved

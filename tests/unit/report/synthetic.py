@@ -13,14 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.observe.metrics import MetricsLog
+from spmd_rl.observe.metrics_log import MetricsLog
 from spmd_rl.observe.run_folder import RunFolder
-from spmd_rl.types.samples import FinishReason, Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import FinishReason, Group, Sample
 
 BEGAN_S = 1_760_000_000.0
 STEP_S = 0.4
 EOS = 0
-HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!--<script>\u2028'\"&amp;{{data}}\u202e"
+HOSTILE = (
+    "</script><img src=x onerror=\"document.title='owned'\">"
+    "<!--<script>\u2028'\"&amp;{{data}}\u202e"
+)
 WORDS = "first we add the units then carry one so 7 + 8 = 15 and the answer is".split()
 PLAN = {
     "world_size": 4,
@@ -50,7 +54,10 @@ def make_run(
     With `tokenizer` the run has exported one, and the samples' token ids are its own.
     """
     rng = random.Random(seed)
-    config = f'steps = {num_steps}\nmodel = "models/tiny"\n{settings}\n[run]\nseed = {seed}\nname = "{path.name}"\n'
+    config = (
+        f'steps = {num_steps}\nmodel = "models/tiny"\n{settings}\n'
+        f'[run]\nseed = {seed}\nname = "{path.name}"\n'
+    )
     run = RunFolder.open(path, config, PLAN)
     encode = write_tokenizer(run.hf) if tokenizer else random_tokens
     log = MetricsLog(run.metrics)
@@ -130,10 +137,10 @@ def sample(
     text: str | None,
     answer: int,
 ) -> Sample:
-    said = (
-        text
-        or " ".join(rng.choice(WORDS) for _ in range(rng.randrange(12, 60))) + f" → naïve\n{answer}"
-    )
+    said = text
+    if not said:
+        words = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(12, 60)))
+        said = f"{words} → naïve\n{answer}"
     finish: FinishReason = "stop" if rng.random() < 0.8 else "length"
     tokens = [*encode(said), *([EOS] if finish == "stop" else [])]
     return Sample(
@@ -173,7 +180,7 @@ def write_tokenizer(folder: Path) -> Encode:
 
 
 def write_trace(run: Path, steps: range, num_ranks: int, rng: random.Random) -> None:
-    """What controller and ranks would have recorded of `steps`, in the format of observe/trace.py."""
+    """Write the spans that controller and ranks would record, as observe/trace.py does."""
     (run / "traces").mkdir()
     controller: list[Any] = [header("controller", None)]
     ranks: list[list[Any]] = [[header(f"rank {rank}", rank)] for rank in range(num_ranks)]

@@ -74,21 +74,24 @@ def test_a_run_has_six_panels_and_no_title_runs_out_of_its_own() -> None:
 def test_panels_without_data_are_left_out_and_the_rest_laid_out_anew() -> None:
     drawn = panels(supervised())
     assert list(drawn) == [
-        "mismatched tokens: no tokens compared", "loss and entropy", "seconds a step", "tokens per second"
-    ]  # fmt: skip
+        "mismatched tokens: no tokens compared",
+        "loss and entropy",
+        "seconds a step",
+        "tokens per second",
+    ]
     assert places(drawn) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert curves.picture([{"step": 1, "reward/mean": None}], "") is None
 
 
 def test_what_a_reward_returns_beside_it_has_a_panel() -> None:
     drawn = panels(rows_of(reward__form=0.5, reward__late=2.0))
-    assert list(drawn)[-1] == "beside the reward"
-    assert [text.get_text() for text in drawn["beside the reward"].get_legend().get_texts()] == [
+    assert list(drawn)[-1] == "reward parts"
+    assert [text.get_text() for text in drawn["reward parts"].get_legend().get_texts()] == [
         "form",
         "late",
     ]
     many = {f"reward__a_part_with_a_long_name_{i}": float(i) for i in range(6)}
-    axes = panels(rows_of(**many))["beside the reward: 4 of 6"]
+    axes = panels(rows_of(**many))["reward parts: 4 of 6"]
     assert len(axes.get_legend().get_texts()) == 4
     assert axes.get_legend().get_window_extent().x1 <= axes.bbox.x1 + 15
 

@@ -12,16 +12,17 @@ import pytest
 
 from spmd_rl.config.load import load
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.run.steps import Step
+from spmd_rl.controller.run.steps import LoopStep
 from spmd_rl.errors import ConfigError, DataError, SpmdError
-from spmd_rl.observe.metrics import read_metrics
+from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.recipes import grpo, grpo_async, sft
 from spmd_rl.report.recorder import Recorder
 from spmd_rl.rollout.engine import SamplingConfig
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 EXAMPLE = Path(__file__).parents[3] / "examples/arithmetic"
-SAME = "3 steps in which all samples of every prompt had the same reward: group advantages are 0, and nothing is learned"
+SAME = "in 3 steps, all samples of every prompt had the same reward, so nothing was learned"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def group(*rewards: float, **parts: float) -> Group:
 
 def take(recorder: Recorder, rewards: list[tuple[float, ...]]) -> None:
     for index, of_step in enumerate(rewards):
-        step = Step(index, recorder)
+        step = LoopStep(index, recorder)
         step.log([group(*of_step), group(1, 1)], {"mine": 1.0})
         recorder.on_step(step)
     recorder.close()
@@ -79,7 +80,7 @@ def test_first_steps_without_a_difference_are_told_once(
 
 def test_parts_are_in_the_line_of_their_step(new_recorder: Any, tmp_path: Path) -> None:
     recorder = new_recorder(1)
-    step = Step(0, recorder)
+    step = LoopStep(0, recorder)
     step.log([group(1, 0, form=0.25)])
     recorder.on_step(step)
     recorder.close()
@@ -93,7 +94,7 @@ def test_a_run_that_ended_in_its_warm_up_does_not_say_what_it_holds(
     run = RunConfig(folder=str(tmp_path), name="r")
     recorder = Recorder(run, Config(run), 1)
     recorder.on_warmup(2)
-    recorder.on_step(Step(-2, recorder))
+    recorder.on_step(LoopStep(-2, recorder))
     recorder.close()
     assert "holds" not in capsys.readouterr().out
 
@@ -105,15 +106,15 @@ def test_phases_before_step_1_are_in_its_line(tmp_path: Path) -> None:
     recorder.on_phase("eval", 3.0)
     recorder.on_phase("warm-up", None)
     recorder.on_warmup(2)
-    assert recorder._observer is not None
-    assert recorder._observer._progress.phase == "warm-up"
+    assert recorder._monitor is not None
+    assert recorder._monitor._progress.phase == "warm-up"
     for index in (-2, -1):
-        step = Step(index, recorder)
+        step = LoopStep(index, recorder)
         step.log({"warmup/loss": 0.5})
         recorder.on_step(step)
     recorder.on_phase("warm-up", 4.0)
     recorder.on_steps(0, 1)
-    recorder.on_step(Step(0, recorder))
+    recorder.on_step(LoopStep(0, recorder))
     recorder.close()
     *warmup, row = read_metrics(tmp_path / "r/metrics.jsonl")
     assert [one["step"] for one in warmup] == [-1, 0]
@@ -139,7 +140,7 @@ def test_what_cannot_be_logged_is_refused_where_it_is_logged(
     with pytest.raises(
         SpmdError, match=f"step.log takes lists of groups and dicts of metrics, not {shown}"
     ):
-        Step(0, recorder).log(what)
+        LoopStep(0, recorder).log(what)
     recorder.close()
 
 
@@ -172,9 +173,9 @@ def test_a_run_that_truncates_what_is_drawn_says_so_once_and_keeps_it(
     )
     take(Recorder(cfg.run, cfg, 1), [])
     notes = json.loads((tmp_path / "r/plan.json").read_text())["notes"]
-    assert [note.partition(" keeps tokens from being drawn")[0] for note in notes] == named
+    assert [note.partition(" excludes tokens from sampling")[0] for note in notes] == named
     assert [
-        line for line in capsys.readouterr().out.splitlines() if "keeps tokens" in line
+        line for line in capsys.readouterr().out.splitlines() if "excludes tokens" in line
     ] == notes
 
 

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.observe.metrics import KNOWN, METRICS
-from spmd_rl.report import clock, colours, main, write_report
+from spmd_rl.observe.metrics import METRIC_OF_NAME, METRICS
+from spmd_rl.report import colours, time_axes, write_report
 from spmd_rl.report import series as figures
 from spmd_rl.report.build import gather
+from spmd_rl.report.command import main
+from spmd_rl.report.comparison import as_number
 from spmd_rl.report.page import as_json
 from spmd_rl.report.settings import differences
-from spmd_rl.report.terminal import as_number
 from tests.unit.report.synthetic import HOSTILE, make_run
 
 PAGE = Path(figures.__file__).parent / "page"
@@ -110,7 +111,8 @@ def test_json_in_a_page_has_no_character_that_matters_to_html() -> None:
 
 def test_the_scripts_make_text_nodes_only() -> None:
     forbidden = re.compile(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|\bfetch\b|XMLHttp|import\(|https?://(?!www\.w3\.org/2000/svg)"
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function"
+        r"|\bfetch\b|XMLHttp|import\(|https?://(?!www\.w3\.org/2000/svg)"
     )
     for script in sorted(PAGE.glob("*.js")):
         assert not forbidden.findall(script.read_text(encoding="utf-8")), script.name
@@ -187,7 +189,11 @@ def test_final_figures_are_what_their_words_say() -> None:
         for step in range(1, 101)
     ]
     values = dict(
-        zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True)
+        zip(
+            [figure.metric for figure in figures.KEY_FIGURES],
+            figures.key_figures(rows),
+            strict=True,
+        )
     )
     assert values["reward/mean"] == pytest.approx(0.98)  # the mean of the last five
     assert values["onpolicy/mismatched_tokens"] == 200
@@ -197,7 +203,11 @@ def test_final_figures_are_what_their_words_say() -> None:
 
 def figure_of(rows: list[dict[str, Any]], metric: str) -> float | None:
     return dict(
-        zip([figure.metric for figure in figures.FIGURES], figures.figures(rows), strict=True)
+        zip(
+            [figure.metric for figure in figures.KEY_FIGURES],
+            figures.key_figures(rows),
+            strict=True,
+        )
     )[metric]
 
 
@@ -234,7 +244,7 @@ def test_no_mismatches_are_counted_where_nothing_was_compared() -> None:
 def test_a_winner_is_clearly_better_than_the_next(
     better: int, values: list[float | None], winner: int | None
 ) -> None:
-    assert figures.winner(figures.Figure("", "", "total", better), values) == winner
+    assert figures.winner(figures.KeyFigure("", "", "total", better), values) == winner
 
 
 def test_winners_are_named_in_the_page_and_only_of_qualities(tmp_path: Path) -> None:
@@ -376,10 +386,19 @@ def test_the_head_says_what_a_run_was_made_of(tmp_path: Path) -> None:
     ]
     (run / "contract.json").write_text(json.dumps({"train": followed}))
     assert gather([run])["runs"][0]["about"] == {
-        "model": "models/tiny", "parameters": "154,656", "data": "train.jsonl", "reward": "r.py:f", "ranks": "4",
-        "device": "H200", "host": "node1", "machine": "AMD EPYC, 2 cores, 24 GiB", "torch": "2.13",
-        "spmd-rl": "0.1.0 (ba0987654321)", "commit": "1234567890ab-dirty", "command": "spmd-rl run grpo --model=m",
-    }  # fmt: skip
+        "model": "models/tiny",
+        "parameters": "154,656",
+        "data": "train.jsonl",
+        "reward": "r.py:f",
+        "ranks": "4",
+        "device": "H200",
+        "host": "node1",
+        "machine": "AMD EPYC, 2 cores, 24 GiB",
+        "torch": "2.13",
+        "spmd-rl": "0.1.0 (ba0987654321)",
+        "commit": "1234567890ab-dirty",
+        "command": "spmd-rl run grpo --model=m",
+    }
     for content in ("[]", '{"train": 1}', '{"train": [1]}', '{"train": [{"facts": 1}]}'):
         (run / "contract.json").write_text(content)
         assert gather([run])["runs"][0]["about"]["torch"] == "2.12"
@@ -415,8 +434,8 @@ def test_minutes_and_tokens_count_from_the_runs_beginning() -> None:
     assert drawn["ends"]["tokens"] == [100, 110, 110, 140]
     assert (drawn["num_steps"], drawn["first"]) == (3, [0, 1, 2, 3])
     assert sorted(drawn["columns"]) == ["time/step", "time/warmup", "train/tokens", "warmup/loss"]
-    assert clock.wall_s(WARMED) == 119.0
-    assert clock.before(WARMED) == {"all": 40.0, "warm-up": 5.0}
+    assert time_axes.wall_s(WARMED) == 119.0
+    assert time_axes.seconds_before_step_1(WARMED) == {"all": 40.0, "warm-up": 5.0}
     assert figure_of(WARMED, "time/step") == 60.0
     assert figures.curves(WARMED, 2)["ends"]["tokens"] == [110, 140]
 
@@ -425,15 +444,15 @@ def test_axes_that_a_run_knows_nothing_of_are_left_out() -> None:
     assert figures.curves([{"step": 1, "a": 1.0}])["ends"] == {}
     assert list(figures.curves([{"step": 1, "unix_s": 1.0}])["ends"]) == ["minutes"]
     assert (
-        clock.wall_s([{"step": 1, "unix_s": 5.0, "time/step": 2.0}, {"step": 2, "unix_s": 9.0}])
+        time_axes.wall_s([{"step": 1, "unix_s": 5.0, "time/step": 2.0}, {"step": 2, "unix_s": 9.0}])
         == 6.0
     )
-    assert clock.wall_s([]) is None
+    assert time_axes.wall_s([]) is None
 
 
 def test_page_and_picture_have_the_same_colours(tmp_path: Path) -> None:
     style = (PAGE / "style.css").read_text(encoding="utf-8")
-    every = [*colours.PHASES.values(), *colours.PARTS, *map(colours.colour_of, KNOWN)]
+    every = [*colours.PHASES.values(), *colours.PARTS, *map(colours.colour_of, METRIC_OF_NAME)]
     for colour in every:
         assert f"{colour.variable}: light-dark({colour.code}," in style
     data = gather([make_run(tmp_path / "run", num_steps=1, num_ranks=1)])
@@ -454,7 +473,7 @@ def test_every_metric_of_ours_has_a_chart_in_words(tmp_path: Path) -> None:
         | {f"time/{name}" for name in colours.PHASES}
         | {"time/step"}
     )
-    assert set(KNOWN) - drawn == set()
+    assert set(METRIC_OF_NAME) - drawn == set()
     assert all(
         metric.label and "/" not in metric.label and "_" not in metric.label for metric in METRICS
     )
@@ -514,22 +533,22 @@ CRAFTED = {
     "a string log-prob": (
         "samples/step_00001.jsonl",
         sample_line(logprobs=["x"]),
-        "1: not the record of a sample",
+        "1: not a line of samples",
     ),
     "nested versions": (
         "samples/step_00001.jsonl",
         sample_line(versions=[[1]]),
-        "1: not the record of a sample",
+        "1: not a line of samples",
     ),
     "tokens that are none": (
         "samples/step_00001.jsonl",
         sample_line(tokens=5),
-        "1: not the record of a sample",
+        "1: not a line of samples",
     ),
     "nested parts": (
         "samples/step_00001.jsonl",
         sample_line(parts={"a": {}}),
-        "1: not the record of a sample",
+        "1: not a line of samples",
     ),
     "a deep sample": (
         "samples/step_00001.jsonl",
@@ -537,7 +556,11 @@ CRAFTED = {
         "1: not valid JSON: it is nested too deeply",
     ),
     "a deep plan": ("plan.json", "[" * 100_000, "not valid JSON: it is nested too deeply"),
-    "a deep config": ("config.toml", "a = " + "[" * 100_000, "not TOML: it is nested too deeply"),
+    "a deep config": (
+        "config.toml",
+        "a = " + "[" * 100_000,
+        "not valid TOML: it is nested too deeply",
+    ),
     "a span without times": (
         "traces/x.jsonl",
         '["a", "b", "c", "d", {}]\n',

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import DataError
 from spmd_rl.observe.timeline import write_chrome
-from spmd_rl.report.samples import Room, coarse_to_fine, read_samples, spread
+from spmd_rl.report.samples import PageBudget, coarse_to_fine_order, evenly_spaced, read_samples
 from spmd_rl.report.spans import read_timeline
-from spmd_rl.report.tokens import find_tokenizer, pieces
+from spmd_rl.report.token_texts import find_tokenizer, token_texts
 from tests.unit.report.synthetic import HOSTILE, make_run
 
 
@@ -24,7 +24,7 @@ def first_group(shown: dict[str, Any]) -> dict[str, Any]:
 
 def test_tokens_say_what_they_say(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=1, num_ranks=1, tokenizer=True)
-    samples = first_group(read_samples(run, {}, Room()))["samples"]
+    samples = first_group(read_samples(run, {}, PageBudget()))["samples"]
     for sample in samples:
         assert sample["known"]
         assert (
@@ -41,7 +41,7 @@ def test_tokens_say_what_they_say(tmp_path: Path) -> None:
 
 @given(st.text(max_size=60), st.lists(st.integers(0, 299), max_size=40))
 def test_without_a_tokenizer_the_text_is_cut_evenly_and_whole(text: str, tokens: list[int]) -> None:
-    parts, known = pieces(None, tokens, text)
+    parts, known = token_texts(None, tokens, text)
     assert not known
     assert "".join(parts) == text
     assert len(parts) == max(1, len(tokens))
@@ -51,8 +51,8 @@ def test_without_a_tokenizer_the_text_is_cut_evenly_and_whole(text: str, tokens:
 def test_a_tokenizer_that_did_not_make_the_text_is_not_believed(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_steps=1, num_ranks=1, tokenizer=True)
     tokenizer = find_tokenizer(run, {})
-    assert pieces(tokenizer, [5, 6], "something else") == (["somethi", "ng else"], False)
-    assert pieces(tokenizer, [10**9], "x") == (["x"], False)
+    assert token_texts(tokenizer, [5, 6], "something else") == (["somethi", "ng else"], False)
+    assert token_texts(tokenizer, [10**9], "x") == (["x"], False)
 
 
 def test_the_tokenizer_of_the_model_that_the_config_names_serves_too(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_page_has_room_for_some_steps_and_whole_groups(tmp_path: Path) -> None
     run = make_run(
         tmp_path / "run", num_steps=30, num_ranks=1, text="y" * 300, sample_steps=range(1, 31)
     )
-    shown = read_samples(run, {}, Room(num_steps=5, num_tokens=10_000))
+    shown = read_samples(run, {}, PageBudget(num_steps=5, num_tokens=10_000))
     assert [step["step"] for step in shown["steps"]] == [1, 8, 15, 23, 30]
     assert shown["num_steps"] == 30
     for step in shown["steps"]:
@@ -82,14 +82,14 @@ def test_when_room_runs_out_the_last_and_first_steps_are_there(tmp_path: Path) -
     run = make_run(
         tmp_path / "run", num_steps=9, num_ranks=1, text="y" * 300, sample_steps=range(1, 10)
     )
-    shown = read_samples(run, {}, Room(num_steps=9, num_tokens=1600))
+    shown = read_samples(run, {}, PageBudget(num_steps=9, num_tokens=1600))
     assert [step["step"] for step in shown["steps"]] == [1, 9]
 
 
 def test_a_long_answer_keeps_its_beginning_and_end(tmp_path: Path) -> None:
     text = "".join(chr(97 + i % 26) for i in range(300))
     run = make_run(tmp_path / "run", num_steps=1, num_ranks=1, text=text)
-    sample = first_group(read_samples(run, {}, Room(tokens_per_sample=10)))["samples"][0]
+    sample = first_group(read_samples(run, {}, PageBudget(tokens_per_sample=10)))["samples"][0]
     assert (sample["num_tokens"], sample["left_out_at"]) in ((100, 5), (101, 5))
     assert len(sample["pieces"]) == len(sample["tokens"]) == len(sample["logprobs"]) == 10
     assert text.startswith("".join(sample["pieces"][:5]))
@@ -108,7 +108,7 @@ def test_values_that_are_no_numbers_are_none(tmp_path: Path) -> None:
     }
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_00001.jsonl").write_text(json.dumps(row) + "\n")
-    sample = first_group(read_samples(tmp_path, {}, Room()))["samples"][0]
+    sample = first_group(read_samples(tmp_path, {}, PageBudget()))["samples"][0]
     assert sample["reward"] is None
     assert sample["logprobs"] == [-0.5, None]
     assert sample["versions"] == []
@@ -119,17 +119,17 @@ def test_a_line_that_is_no_sample_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step_00001.jsonl").write_text("\n" + line + "\n")
     with pytest.raises(DataError, match=r"step_00001\.jsonl:2: not"):
-        read_samples(tmp_path, {}, Room())
+        read_samples(tmp_path, {}, PageBudget())
 
 
 @given(st.integers(0, 300), st.integers(2, 50))
 def test_steps_are_spread_from_first_to_last(num_items: int, num: int) -> None:
     items = list(range(num_items))
-    chosen = spread(items, num)
+    chosen = evenly_spaced(items, num)
     assert chosen == sorted(set(chosen))
     assert len(chosen) == min(num, num_items)
     assert not items or (chosen[0], chosen[-1]) == (items[0], items[-1])
-    assert sorted(coarse_to_fine(num_items)) == items
+    assert sorted(coarse_to_fine_order(num_items)) == items
 
 
 def test_the_timeline_shows_whole_steps_of_every_process(tmp_path: Path) -> None:

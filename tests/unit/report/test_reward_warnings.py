@@ -1,4 +1,4 @@
-"""A run without a signal, or without a change of reward, is told which settings to look at, once."""
+"""A run without a signal, or without progress, gets one warning that names settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAT, STILL = (
 
 def told(steps: Iterable[tuple[float, bool]], settings: dict[str, object] = SETTINGS) -> list[str]:
     watch = RewardWarnings(settings, Path("runs/x/samples"))
-    return [hint for reward, flat in steps for hint in watch.take(reward, flat)]
+    return [hint for reward, flat in steps for hint in watch.after_step(reward, flat)]
 
 
 def noisy(rise: float, num_steps: int = 2 * MOVING_STEPS) -> list[tuple[float, bool]]:
@@ -41,7 +41,7 @@ def test_a_reward_that_does_not_move_is_told_once() -> None:
 
 def test_the_same_reward_in_every_step_is_told() -> None:
     (hint,) = told([(0.5, False)] * MOVING_STEPS)
-    assert "(0.5, then 0.5)" in hint
+    assert "(from 0.5 to 0.5)" in hint
 
 
 @pytest.mark.parametrize("steps", [noisy(0.005), noisy(-0.005), noisy(0.0, MOVING_STEPS - 1)])
@@ -53,18 +53,18 @@ def test_later_steps_without_a_signal_are_told_once_they_are_many() -> None:
     learned = [(0.1, False), (0.9, False)]
     assert told([*learned, *[(1.0, True)] * (FLAT_STEPS - 1)]) == []
     (hint,) = told([*learned, *[(1.0, True)] * (FLAT_STEPS + 5)])
-    assert hint.startswith(f"{FLAT_STEPS} steps in which {FLAT}")
+    assert hint.startswith(f"in {FLAT_STEPS} steps, {FLAT}")
     assert "reward = r.py:f, sampling.max_tokens = 128, sampling.temperature = 1.0" in hint
 
 
 def test_a_run_that_never_has_a_signal_is_told_at_once_and_no_more() -> None:
     (hint,) = told([(0.0, True)] * 2 * MOVING_STEPS)
-    assert hint.startswith(f"3 steps in which {FLAT}")
+    assert hint.startswith(f"in 3 steps, {FLAT}")
 
 
 def test_a_recipe_without_these_settings() -> None:
     (hint,) = told([(0.0, True)] * 3, {})
-    assert "look at the recipe's settings" in hint
+    assert "and at the recipe's settings" in hint
 
 
 def test_what_moves() -> None:

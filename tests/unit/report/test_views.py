@@ -1,4 +1,4 @@
-"""What a person sees: plain lines, the live view, the curves; and the observer that feeds them."""
+"""What a person sees: plain lines, the live view, the curves; and the monitor that feeds them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from spmd_rl.observe.metrics import keep_until, read_metrics
+from spmd_rl.observe.metrics_log import drop_steps_after, read_metrics
 from spmd_rl.observe.run_folder import RunFolder
-from spmd_rl.report import curves, observer
-from spmd_rl.report.curves import CurvePainter
-from spmd_rl.report.live import LiveView
-from spmd_rl.report.observer import Observer
-from spmd_rl.report.plain import step_line
+from spmd_rl.report import curve_axes, curve_painter, curves, run_monitor
+from spmd_rl.report.curve_painter import CurvePainter
+from spmd_rl.report.live_view import LiveView
+from spmd_rl.report.plain_view import step_line
 from spmd_rl.report.progress import RunProgress, duration, sparkline
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.report.run_monitor import RunMonitor
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 from tests.terminal import screen
 
 METRICS = {
@@ -58,7 +59,7 @@ def group() -> Group:
 
 def progress(num_steps: int = 10, **metrics: float) -> RunProgress:
     state = RunProgress(num_steps, Clock())
-    state.take(4, METRICS | metrics)
+    state.record_step(4, METRICS | metrics)
     return state
 
 
@@ -76,17 +77,17 @@ def test_sparkline_keeps_the_scale_of_a_reward() -> None:
 
 def test_time_left_is_the_recent_pace() -> None:
     state = RunProgress(100, Clock())
-    assert state.left_s is None
+    assert state.remaining_s is None
     for index in range(1, 31):
-        state.take(index, {"time/step": 100.0 if index <= 10 else 2.0})
-    assert state.left_s == 70 * 2.0
+        state.record_step(index, {"time/step": 100.0 if index <= 10 else 2.0})
+    assert state.remaining_s == 70 * 2.0
 
 
 def test_a_plain_line() -> None:
     line = step_line(progress())
-    assert (
-        line
-        == "step  4/10  reward 0.500  mismatched 0 of 5,120  loss +0.0100  8,123 tok/s  0.50 s/step  ETA 0:03"
+    assert line == (
+        "step  4/10  reward 0.500  mismatched 0 of 5,120  loss +0.0100  8,123 tok/s  0.50 s/step  "
+        "ETA 0:03"
     )
     assert step_line(RunProgress(10, Clock())) == "step  0/10  ETA -:--"
 
@@ -156,7 +157,7 @@ def test_the_live_view_is_whole_at_any_usual_width(width: int) -> None:
     state.rewards = [number / 100 for number in range(101)]
     long = Group(
         replace(group().prompt, text="a question " * 20),
-        [group().samples[0].changed(text="so " * 90)],
+        [group().samples[0].replace(text="so " * 90)],
     )
     text = rendered(state, long, width=width)
     assert "…  reward" not in text.replace("… → …", ""), "the sample's reward is not what is cut"
@@ -208,7 +209,7 @@ def test_the_live_view_shouts_about_a_mismatch() -> None:
 
 def test_the_live_view_claims_nothing_where_nothing_was_compared() -> None:
     text = rendered(progress(**{"onpolicy/compared_tokens": 0.0}))
-    assert "none to compare" in text
+    assert "no tokens compared" in text
     assert "bit for bit" not in text
     assert "nan of 5,120 tokens in all" in rendered(
         progress(**{"onpolicy/mismatched_tokens": float("nan")})
@@ -220,24 +221,24 @@ def test_the_live_view_of_a_warm_up() -> None:
     state.begin_warmup(150)
     assert "warm-up 0/150" in rendered(state)
     state.begin_phase("warm-up")
-    state.take(-149, {"warmup/loss": 4.5, "time/warmup": 2.0})
+    state.record_step(-149, {"warmup/loss": 4.5, "time/warmup": 2.0})
     text = rendered(state)
     for expected in ("warm-up 1/150", "4:58 left", "loss +4.5000"):
         assert expected in text
-    state.take(0, {"warmup/loss": 0.5, "time/warmup": 2.0})
+    state.record_step(0, {"warmup/loss": 0.5, "time/warmup": 2.0})
     assert "warm-up 150/150" in rendered(state)
     state.begin_steps(10)
     assert "step 0/10" in rendered(state)
-    assert state.left_s is None, "the pace of the warm-up says nothing of the steps"
+    assert state.remaining_s is None, "the pace of the warm-up says nothing of the steps"
 
 
 def test_the_live_view_before_the_first_step() -> None:
     assert "starting" in rendered(RunProgress(10, Clock()))
 
 
-def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> Observer:
+def opened(tmp_path: Path, clock: Clock, **kwargs: Any) -> RunMonitor:
     run = RunFolder.open(tmp_path / "r", "steps = 2\n", {})
-    watch = Observer(run, tty=False, clock=clock, **kwargs)
+    watch = RunMonitor(run, tty=False, clock=clock, **kwargs)
     watch.begin_steps(2)
     return watch
 
@@ -267,7 +268,7 @@ def test_a_warm_up_is_logged_and_its_time_is_in_the_line_of_step_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    watch = Observer(
+    watch = RunMonitor(
         RunFolder.open(tmp_path / "r", "", {}), tty=False, clock=clock, before_s={"eval": 3.0}
     )
     clock.now += 5.0
@@ -285,9 +286,8 @@ def test_a_warm_up_is_logged_and_its_time_is_in_the_line_of_step_1(
     first, last, one, two = read_metrics(tmp_path / "r" / "metrics.jsonl")
     assert [row["step"] for row in (first, last, one, two)] == [-1, 0, 1, 2]
     assert (first["warmup/loss"], first["time/warmup"], "time/step" in first) == (0.5, 2, False)
-    assert {name: value for name, value in one.items() if name.startswith(("before/", "time/"))} == {
-        "before/eval": 3, "before/warm-up": 4, "before/all": 10, "time/step": 0.5,
-    }  # fmt: skip
+    times = {name: value for name, value in one.items() if name.startswith(("before/", "time/"))}
+    assert times == {"before/eval": 3, "before/warm-up": 4, "before/all": 10, "time/step": 0.5}
     assert not [name for name in two if name.startswith("before/")]
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "warm-up 1/2  loss +0.5000  2.00 s/step  ETA 0:02"
@@ -300,12 +300,12 @@ def test_a_run_that_begins_again_drops_its_warm_up_and_a_resumed_one_keeps_it(
     for resume_at, left in ((0, []), (1, [-1, 0, 1])):
         path = tmp_path / "metrics.jsonl"
         path.write_text("".join(f'{{"step": {step}}}\n' for step in (-1, 0, 1, 2)))
-        keep_until(path, resume_at)
+        drop_steps_after(path, resume_at)
         assert [row["step"] for row in read_metrics(path)] == left
 
 
 def test_the_time_gone_counts_from_where_the_run_began(tmp_path: Path) -> None:
-    watch = opened(tmp_path, Clock(), began_unix_s=time.time() - 60.0)
+    watch = opened(tmp_path, Clock(), start_unix_s=time.time() - 60.0)
     watch.on_step(1, {})
     watch.close()
     (row,) = read_metrics(tmp_path / "r" / "metrics.jsonl")
@@ -314,7 +314,9 @@ def test_the_time_gone_counts_from_where_the_run_began(tmp_path: Path) -> None:
 
 def test_time_spent_on_grading_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
     watch = opened(tmp_path, Clock())
-    watch.on_step(1, {}, [replace(group(), graded_s=seconds) for seconds in (0.25, 0.75, 0.75)])
+    watch.on_step(
+        1, {}, [replace(group(), reward_time_s=seconds) for seconds in (0.25, 0.75, 0.75)]
+    )
     watch.on_step(2, {}, [group()])
     watch.close()
     first, second = read_metrics(tmp_path / "r" / "metrics.jsonl")
@@ -361,8 +363,8 @@ def test_the_view_is_closed_though_the_last_step_cannot_be_written(
 ) -> None:
     clock, closed = Clock(), []
     watch = opened(tmp_path, clock)
-    monkeypatch.setattr(observer.PlainView, "close", lambda self: closed.append(True))
-    watch.on_step(1, {}, more=lambda: {}["missing"])
+    monkeypatch.setattr(run_monitor.PlainView, "close", lambda self: closed.append(True))
+    watch.on_step(1, {}, more_metrics=lambda: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         watch.close()
     assert closed
@@ -373,7 +375,7 @@ def test_the_observer_continues_after_a_resume(
 ) -> None:
     drawn: list[list[int]] = []
     monkeypatch.setattr(
-        curves, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows])
+        curve_painter, "draw", lambda rows, *_: drawn.append([row["step"] for row in rows])
     )
     watch = opened(tmp_path, Clock())
     watch.on_step(1, {})
@@ -392,9 +394,11 @@ def test_a_plot_is_asked_for_every_so_many_steps(
     asked: list[int] = []
     metrics = tmp_path / "r" / "metrics.jsonl"
     monkeypatch.setattr(
-        observer.CurvePainter, "request", lambda _: asked.append(read_metrics(metrics)[-1]["step"])
+        run_monitor.CurvePainter,
+        "request",
+        lambda _: asked.append(read_metrics(metrics)[-1]["step"]),
     )
-    monkeypatch.setattr(observer.CurvePainter, "finish", lambda self, rows: None)
+    monkeypatch.setattr(run_monitor.CurvePainter, "finish", lambda self, rows: None)
     watch = opened(tmp_path, Clock(), plot_every_steps=3)
     for index in range(1, 8):
         watch.on_step(index, {})
@@ -425,7 +429,7 @@ def test_a_warm_up_is_no_step_of_the_picture() -> None:
 def test_running_mean_leaves_missing_values_out() -> None:
     values = np.array([np.nan, 1.0, 3.0, np.nan, 5.0])
     expected = [np.nan, 1.0, 2.0, 3.0, 5.0]
-    np.testing.assert_array_equal(curves.running_mean(values, 2), expected)
+    np.testing.assert_array_equal(curve_axes.running_mean(values, 2), expected)
 
 
 def test_a_picture_is_drawn_by_a_process_of_its_own(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from spmd_rl.errors import ConfigError, DataError
 from spmd_rl.rewards import grade, match
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
-from spmd_rl.types.samples import Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Sample
 
 PROMPT = Prompt(7, np.array([1], np.int32), text="37+48=", answer="85")
 
@@ -111,12 +112,12 @@ def test_a_function_by_module_and_by_file(tmp_path: Path) -> None:
     ("name", "sentence"),
     [
         ("exact", "write it as package.module:function or path/to/file.py:function"),
-        ("no.such.module:f", "no module 'no.such.module'"),
+        ("no.such.module:f", "there is no module 'no.such.module'"),
         (
             "spmd_rl.rewards.match:exakt",
             "has no 'exakt' .its functions: exact, contains, last_number",
         ),
-        ("nowhere/mine.py:f", "no file nowhere/mine.py"),
+        ("nowhere/mine.py:f", "there is no file nowhere/mine.py"),
         ("spmd_rl.rewards.match:re", "it is a module, not a function"),
     ],
 )
@@ -210,7 +211,7 @@ def _raises_silently(prompt: Prompt, sample: Sample) -> float:
         (lambda p, s: {"reward": "0.5"}, "returned no finite number as 'reward': '0.5'"),
         (
             lambda p, s: {"reward": 1, "mean": 2},
-            "a value called 'mean': the metric reward/mean is another",
+            "a value called 'mean', but reward/mean is a metric",
         ),
         (lambda p, s: {"reward": 1, "skipped_samples": 2}, "a value called 'skipped_samples'"),
         (lambda p, s: {"form": 1.0}, "without the key 'reward'"),

@@ -15,7 +15,7 @@ from spmd_rl.model.hf import random_weights
 from spmd_rl.model.network import CausalLM
 from spmd_rl.model.rope_spec import RopeSpec
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.rollout.engine import EngineConfig, Request
+from spmd_rl.rollout.engine import NativeEngineConfig, Request
 from spmd_rl.rollout.native.decode_graphs import Sampler
 from spmd_rl.rollout.native.engine import NativeEngine
 from tests import samples
@@ -67,7 +67,7 @@ def model(new_model: Callable[..., CausalLM]) -> CausalLM:
 
 @pytest.fixture(scope="session")
 def new_engine() -> Callable[..., NativeEngine]:
-    """An engine whose weights are version 0; keywords are EngineConfig's."""
+    """An engine whose weights are version 0; keywords are NativeEngineConfig's."""
 
     def build(
         model: CausalLM,
@@ -77,7 +77,11 @@ def new_engine() -> Callable[..., NativeEngine]:
     ) -> NativeEngine:
         cfg.setdefault("max_step_tokens", max(64, int(cfg.get("max_batch", 16))))
         engine = NativeEngine(
-            model, EngineConfig(**{"max_batch": 16, **cfg}), CPU, decode=decode, sampler=sampler
+            model,
+            NativeEngineConfig(**{"max_batch": 16, **cfg}),
+            CPU,
+            decode=decode,
+            sampler=sampler,
         )
         engine.new_version(0)
         return engine

@@ -10,7 +10,7 @@ import torch
 
 from spmd_rl.errors import ConfigError, DataError, ResidencyError, SpmdError
 from spmd_rl.offload.host import HostMemory
-from spmd_rl.rollout.engine import EngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.auto_sizes import auto_pages
 from spmd_rl.rollout.native.engine import NativeEngine
 
@@ -183,7 +183,7 @@ def test_sleep_gives_memory_back_and_wake_goes_on_with_the_same_bits(model, new_
 
 
 def test_no_generation_before_the_first_version(model):
-    engine = NativeEngine(model, EngineConfig(), torch.device("cpu"))
+    engine = NativeEngine(model, NativeEngineConfig(), torch.device("cpu"))
     engine.submit(request())
     with pytest.raises(SpmdError, match="no weights of a known version: push one"):
         engine.step()
@@ -281,11 +281,9 @@ def test_one_name_is_in_the_engine_once(model, new_engine, finish):
         (lambda: SamplingConfig(num_samples=0), "num_samples"),
         (lambda: SamplingConfig(stop=("",)), "stop"),
         (lambda: SamplingConfig(stop=("end", "\ufffd")), "stop"),
-        (lambda: SamplingConfig(seed=-1), "seed"),
-        (lambda: EngineConfig(page_size=12), "page_size"),
-        (lambda: EngineConfig(max_batch=64, max_step_tokens=32), "max_step_tokens"),
-        (lambda: EngineConfig(dtype="float8"), "dtype"),
-        (lambda: EngineConfig(kind="vllm"), "kind"),
+        (lambda: NativeEngineConfig(page_size=12), "page_size"),
+        (lambda: NativeEngineConfig(max_batch=64, max_step_tokens=32), "max_step_tokens"),
+        (lambda: NativeEngineConfig(dtype="float8"), "dtype"),
     ],
 )
 def test_config_values_out_of_range_are_named(build, key):
@@ -295,13 +293,11 @@ def test_config_values_out_of_range_are_named(build, key):
 
 def test_automatic_pool_holds_a_full_batch_of_whole_contexts_or_what_memory_allows(model):
     cpu = torch.device("cpu")
-    assert (
-        auto_pages(model.spec, EngineConfig(max_batch=3, page_size=16, dtype="float32"), cpu)
-        == 3 * 12
-    )
-    large = EngineConfig(max_batch=1 << 20, max_step_tokens=1 << 20, page_size=64, dtype="float32")
+    small = NativeEngineConfig(max_batch=3)
+    assert auto_pages(model.spec, small, cpu, torch.float32, 16) == 3 * 12
+    large = NativeEngineConfig(max_batch=1 << 20)
     bytes_per_token = 2 * 2 * 2 * 8 * 4
-    assert auto_pages(model.spec, large, cpu) * 64 * bytes_per_token == 1 << 30
+    assert auto_pages(model.spec, large, cpu, torch.float32, 64) * 64 * bytes_per_token == 1 << 30
 
 
 def test_bfloat16_engine_is_exact_too(new_model, new_engine, finish, mismatched_tokens):

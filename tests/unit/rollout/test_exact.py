@@ -37,16 +37,14 @@ def workload(seed: int = 5) -> list[Request]:
     other = np.concatenate([stem[:40], rng.integers(2, 37, 30, np.int32)])
     prompts = [stem[:3], stem[:17], stem[:66], other, stem[1:33]]
     shapes = [
-        SamplingConfig(max_tokens=14, seed=seed, ignore_eos=True),
-        SamplingConfig(max_tokens=22, seed=seed, temperature=0.7),
-        SamplingConfig(
-            max_tokens=9, seed=seed, temperature=1.3, top_k=5, top_p=0.9, ignore_eos=True
-        ),
-        SamplingConfig(max_tokens=11, seed=seed + 1, min_p=0.1),
-        SamplingConfig(max_tokens=8, seed=seed, temperature=0.0),
+        SamplingConfig(max_tokens=14, ignore_eos=True),
+        SamplingConfig(max_tokens=22, temperature=0.7),
+        SamplingConfig(max_tokens=9, temperature=1.3, top_k=5, top_p=0.9, ignore_eos=True),
+        SamplingConfig(max_tokens=11, min_p=0.1),
+        SamplingConfig(max_tokens=8, temperature=0.0),
     ]
     return [
-        Request(uid, index, prompt, sampling)
+        Request(uid, index, prompt, sampling, seed=seed + (uid == 3))
         for uid, (prompt, sampling) in enumerate(zip(prompts, shapes, strict=True))
         for index in range(2)
     ]

@@ -16,8 +16,8 @@ import torch
 from spmd_rl.errors import ConfigError, ResidencyError, SpmdError
 from spmd_rl.observe.trace import Trace
 from spmd_rl.rewards.grade import Grader
-from spmd_rl.rollout.engine import EngineConfig, SamplingConfig
-from spmd_rl.types.samples import Prompt
+from spmd_rl.rollout.engine import NativeEngineConfig, SamplingConfig
+from spmd_rl.types.prompts import Prompt
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,8 +71,9 @@ def folder(tmp_path_factory):
 def new_role(folder):
     from spmd_rl.rollout.rollout import Rollout
 
-    def build(**cfg):
-        return Rollout(EngineConfig(**{"model": str(folder), "max_batch": 8, **cfg}), Seat())
+    def build(model=folder, seed=0, **cfg):
+        engine = NativeEngineConfig(**{"max_batch": 8, **cfg})
+        return Rollout(engine, Seat(), str(model), seed=seed)
 
     return build
 
@@ -121,7 +122,7 @@ def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
     for reward, seconds in ((slow, 0.08), (count_zeros, 0.0)):
         role.grader = Grader(reward)
         for _ in range(2):
-            spent = [group.graded_s for group in role.generate(asked, sampling)]
+            spent = [group.reward_time_s for group in role.generate(asked, sampling)]
             assert seconds <= spent[0] < seconds + 0.04, "of this call"
             assert spent == spent[:1] * 2
     role.context.trace.close()
@@ -129,7 +130,7 @@ def test_time_in_the_reward_function_is_seen(new_role, tmp_path):
     assert sum(span[4]["samples"] for span in spans if span[2] > 15e6) == 8
     assert {span[0] for span in spans} == {"reward"}
     role.grader = None
-    assert role.generate(asked, sampling)[0].graded_s == 0
+    assert role.generate(asked, sampling)[0].reward_time_s == 0
 
 
 def test_two_halves_of_the_prompts_give_what_one_rank_gives(new_role):
@@ -177,7 +178,7 @@ def test_stop_string_through_the_tokenizer(new_role):
 
 
 def test_an_end_of_the_tokenizer_that_the_model_has_no_token_for_is_left_out(new_role, monkeypatch):
-    monkeypatch.setattr("spmd_rl.rollout.rollout.end_ids", lambda tokenizer: (1, 20, 500))
+    monkeypatch.setattr("spmd_rl.rollout.rollout.eos_ids", lambda tokenizer: (1, 20, 500))
     role = new_role()
     assert role._more_ends == (20,)
     role.generate(prompts(role, "5+5="), SamplingConfig(max_tokens=3))
@@ -212,7 +213,7 @@ def test_ends_that_the_engine_does_not_know(new_role, folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     (other / "generation_config.json").write_text('{"eos_token_id": 0}')
-    assert new_role(model=str(other))._more_ends == (1,)
+    assert new_role(model=other)._more_ends == (1,)
 
 
 def test_a_reward_that_raises_shows_the_sample_and_leaves_the_engine_clean(new_role):
@@ -263,7 +264,7 @@ def test_without_folder_weights_the_first_push_is_waited_for(new_role):
     assert sink.keys() == source.keys()
     for name, held in sink.items():
         held.local.copy_(source[name].local)
-    role.on_weights(3)
+    role.on_weights_received(3)
     (pushed,), (own,) = role.generate(asked, sampling), donor.generate(asked, sampling)
     assert pushed.samples[0].logprobs.tobytes() == own.samples[0].logprobs.tobytes()
     assert set(pushed.samples[0].versions.tolist()) == {3}
@@ -283,3 +284,21 @@ def test_sleep_wake_and_stats(new_role):
 def test_a_missing_folder_is_one_sentence(new_role):
     with pytest.raises(ConfigError, match="no model folder at"):
         new_role(model="/nowhere")
+
+
+def test_a_call_may_have_a_seed_of_its_own(new_role):
+    """The role's seed draws the samples of a call without one, and no others."""
+
+    def drawn(role, **seed):
+        (group,) = role.generate(prompts(role, "5+5="), sampling, **seed)
+        return [sample.tokens.tolist() for sample in group.samples]
+
+    sampling = SamplingConfig(num_samples=4, max_tokens=8, ignore_eos=True)
+    role, other = new_role(), new_role(seed=7)
+    first, seventh = drawn(role), drawn(other)
+    assert first != seventh
+    assert drawn(role, seed=7) == seventh
+    assert drawn(other, seed=0) == first
+    assert drawn(role) == first
+    with pytest.raises(ConfigError, match=r"^seed = -1: expected in \[0, 2\^63\)"):
+        role.generate(prompts(role, "5+5="), sampling, seed=-1)

@@ -22,8 +22,10 @@ CHI_SQUARE_36_999 = 67.99  # the 0.999 quantile with 36 degrees of freedom
 def draw(model, new_engine, finish):
     def run(**sampling):
         engine = new_engine(model, max_batch=512)
-        config = SamplingConfig(max_tokens=1, seed=11, ignore_eos=True, **sampling)
-        samples = finish(engine, [Request(0, index, PROMPT, config) for index in range(NUM_DRAWS)])
+        config = SamplingConfig(max_tokens=1, ignore_eos=True, **sampling)
+        samples = finish(
+            engine, [Request(0, index, PROMPT, config, seed=11) for index in range(NUM_DRAWS)]
+        )
         tokens = np.array([sample.tokens[0] for sample in samples.values()])
         return tokens, np.array([sample.logprobs[0] for sample in samples.values()])
 
@@ -84,7 +86,11 @@ def test_each_token_is_drawn_with_the_key_of_its_seed_prompt_sample_and_position
     names = [(uid, index, seed) for uid in (0, 5) for index in (0, 2) for seed in (uid, 9)]
     requests = [
         Request(
-            uid + 10 * seed, index, PROMPT, SamplingConfig(max_tokens=6, seed=seed, ignore_eos=True)
+            uid + 10 * seed,
+            index,
+            PROMPT,
+            SamplingConfig(max_tokens=6, ignore_eos=True),
+            seed=seed,
         )
         for uid, index, seed in names
     ]
@@ -97,9 +103,7 @@ def test_each_token_is_drawn_with_the_key_of_its_seed_prompt_sample_and_position
         tokens = torch.from_numpy(np.concatenate([PROMPT, sample.tokens])).long()
         rows = model(tokens, torch.arange(10), attend, torch.arange(3, 9))
         same = np.ones(6, dtype=np.int64)
-        keys = stream_keys(
-            request.sampling.seed, request.uid * same, request.index * same, np.arange(6)
-        )
+        keys = stream_keys(request.seed, request.uid * same, request.index * same, np.arange(6))
         assert (
             sample_tokens(rows, torch.ones(6), torch.from_numpy(keys)).tolist()
             == sample.tokens.tolist()

@@ -18,7 +18,7 @@ SCONTROL = """#!/bin/bash
 echo "$*" >>"$RECORD/scontrol"
 case "$1 $2" in
 "show node") echo "NodeName=$4 Arch=x86_64 NodeAddr=10.0.0.${4#n} NodeHostName=$4" ;;
-"show job") echo "JobId=7 JobState=$STATE Reason=None Requeue=$REQUEUE PreemptTime=$PREEMPTED SuspendTime=None" ;;
+"show job") echo "JobId=7 JobState=$STATE Requeue=$REQUEUE PreemptTime=$PREEMPTED End=None" ;;
 esac
 """
 # Runs the node's command for both nodes, after noting what the secret's file looks like; then ends
@@ -136,7 +136,7 @@ def test_the_secret_is_one_the_runtime_takes_and_is_gone_afterwards(
     copy.chmod(0o600)
     monkeypatch.delenv(secret.SECRET_ENV, raising=False)
     monkeypatch.setenv(secret.FILE_ENV, str(copy))
-    assert secret.given() == bytes.fromhex(text)
+    assert secret.from_environment() == bytes.fromhex(text)
 
 
 def test_a_failure_is_passed_on_with_the_ranks_last_words(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_failure_is_passed_on_with_the_ranks_last_words(tmp_path: Path) -> Non
     ended = run(tmp_path, "recipe.py", code=3)
     assert ended.code == 3
     assert ended.output.splitlines()[-3:] == [
-        "life 7-0 ended with exit code 3",
+        "attempt 7-0 ended with exit code 3",
         'rank 1 \\"fell\\"',
         "lost rank 1",
     ]
@@ -166,8 +166,8 @@ def test_ranks_that_leave_with_exit_code_0_before_the_run_is_over_fail_the_job(
     ended = run(tmp_path, "recipe.py", UNDONE="1")
     assert ended.code == 1
     assert (
-        "life 7-0: the ranks left with exit code 0 before the run was over\nlife 7-0 ended with exit"
-        in ended.output
+        "attempt 7-0: the ranks ended with exit code 0 before the run was finished\n"
+        "attempt 7-0 ended with exit" in ended.output
     )
     assert not ended.requeued
 

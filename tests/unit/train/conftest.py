@@ -11,7 +11,7 @@ import torch.distributed as dist
 from spmd_rl.mesh.role_context import Meshes, RoleContext
 from spmd_rl.mesh.split import RoleSplit, plan_split
 from spmd_rl.mesh.world import World
-from spmd_rl.train.config import TrainerConfig
+from spmd_rl.train.config import Fsdp2Config, TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import write_model_folder
 
@@ -37,7 +37,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def new_trainer(context: RoleContext, model_folder: Path) -> NewTrainer:
     def build(**options: object) -> Trainer:
-        defaults = {"model": str(model_folder), "init": "random", "lr": 1e-2, "eps": 1e-4}
-        return Trainer(TrainerConfig(**(defaults | options)), context)
+        model = str(options.pop("model", model_folder))
+        names = [name for name in ("wrap", "recompute") if name in options]
+        backend = Fsdp2Config(**{name: options.pop(name) for name in names})
+        defaults = {"init": "random", "lr": 1e-2, "eps": 1e-4, "backend": backend}
+        return Trainer(TrainerConfig(**(defaults | options)), context, model)
 
     return build

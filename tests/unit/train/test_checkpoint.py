@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from spmd_rl.algo.losses import grpo_loss
 from spmd_rl.controller.run.checksums import checksum
 from spmd_rl.errors import ConfigError, SpmdError
-from spmd_rl.observe import folders
+from spmd_rl.observe import atomic_write
 from spmd_rl.train import checkpoint, shards
 from spmd_rl.train.checkpoint_index import INDEX_FILE
 from spmd_rl.train.config import TrainerConfig
@@ -35,7 +35,7 @@ def saved(new_trainer, tmp_path: Path) -> Path:
     trainer = new_trainer()
     trainer.train_step(make_batch(0), grpo_loss)
     trainer.save(str(tmp_path / "saved"))
-    trainer.saved()
+    trainer.wait_until_saved()
     return tmp_path / "saved"
 
 
@@ -52,7 +52,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(new_trainer, tmp_path: Path) -> None:
     for seed in range(2):
         whole.train_step(make_batch(seed), grpo_loss)
     whole.save(str(tmp_path / "step_2"))
-    whole.saved()
+    whole.wait_until_saved()
     assert not _same_weights(whole, resumed)
     assert resumed.load(str(tmp_path / "step_2")) == 2
     assert _same_weights(whole, resumed)
@@ -66,13 +66,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(new_trainer, tmp_path: Path) -> None:
 def test_another_numeric_contract_is_a_caveat(new_trainer, tmp_path: Path) -> None:
     trainer = new_trainer()
     trainer.save(str(tmp_path / "step_0"))
-    trainer.saved()
+    trainer.wait_until_saved()
     trainer.load(str(tmp_path / "step_0"))
-    assert trainer.caveats() == []
+    assert trainer.resume_differences() == []
     facts = tmp_path / "step_0" / INDEX_FILE
     facts.write_text(facts.read_text().replace(torch.__version__, "0.1"))
     trainer.load(str(tmp_path / "step_0"))
-    assert trainer.caveats() == [
+    assert trainer.resume_differences() == [
         "the trainer and the checkpoint follow different numeric contracts: "
         f"torch is '{torch.__version__}' in the first and '0.1' in the second"
     ]
@@ -101,7 +101,7 @@ def test_a_lost_moment_shows(new_trainer, tmp_path: Path, moment: str) -> None:
     whole, resumed = new_trainer(), new_trainer()
     whole.train_step(make_batch(0), grpo_loss)
     whole.save(str(tmp_path / "step_1"))
-    whole.saved()
+    whole.wait_until_saved()
     resumed.load(str(tmp_path / "step_1"))
     for _, held in resumed.backend.state()[moment]:
         held.local.zero_()
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_weights_alone_says_what_it_lacks(new_trainer, tmp_path:
     for one in (whole, trainer):
         one.train_step(make_batch(0), grpo_loss)
         one.save(str(tmp_path / str(one.cfg.save_optimizer)))
-        one.saved()
+        one.wait_until_saved()
     sizes = [
         sum(file.stat().st_size for file in (tmp_path / name).iterdir())
         for name in ("False", "True")
@@ -126,14 +126,16 @@ def test_a_checkpoint_of_weights_alone_says_what_it_lacks(new_trainer, tmp_path:
     resumed.train_step(make_batch(3), grpo_loss)
     assert resumed.load(str(tmp_path / "False")) == 1
     assert _same_weights(resumed, trainer)
-    assert resumed.caveats() == ["the checkpoint holds no optimizer state, and AdamW begins anew"]
-    assert resumed.learner.progress.optimizer_steps == 1, "the schedule goes on"
+    assert resumed.resume_differences() == [
+        "the checkpoint holds no optimizer state, and AdamW begins anew"
+    ]
+    assert resumed.learner.state.optimizer_steps == 1, "the schedule goes on"
     anew = new_trainer()
     anew.load(str(tmp_path / "True"))
     for kind in ("exp_avg", "exp_avg_sq"):
         for _, held in anew.backend.state()[kind]:
             held.local.zero_()
-    anew.backend.loaded(0)
+    anew.backend.on_loaded(0)
     for one in (resumed, anew):
         one.train_step(make_batch(1), grpo_loss)
     assert _same_weights(resumed, anew)
@@ -241,7 +243,7 @@ def test_files_are_cut_and_read_across_the_cuts(new_trainer, tmp_path: Path, mon
     trainer, resumed = new_trainer(), new_trainer(seed=7)
     trainer.train_step(make_batch(0), grpo_loss)
     trainer.save(str(tmp_path / "cut"))
-    trainer.saved()
+    trainer.wait_until_saved()
     assert len(list((tmp_path / "cut").glob("weights-*"))) > 3
     resumed.load(str(tmp_path / "cut"))
     assert _same_weights(trainer, resumed)
@@ -266,7 +268,7 @@ def test_what_is_saved_is_of_the_moment_of_the_call(
     trainer.train_step(make_batch(1), grpo_loss)
     assert not (tmp_path / "step_1").exists()
     go_on.set()
-    trainer.saved()
+    trainer.wait_until_saved()
     resumed = new_trainer(seed=7)
     assert resumed.load(str(tmp_path / "step_1")) == 1
     assert _same_weights(resumed, same)
@@ -281,7 +283,7 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(
     trainer = new_trainer()
     folder = tmp_path / "step_0"
     trainer.save(str(folder))
-    trainer.saved()
+    trainer.wait_until_saved()
     trainer.train_step(make_batch(), grpo_loss)
 
     def full_disk(*args: object) -> None:
@@ -295,7 +297,7 @@ def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoint(
         SpmdError,
         match=r"cannot save .*step_0: rank 0 .*No space left on device.*; .* MiB are free",
     ):
-        trainer.saved()
+        trainer.wait_until_saved()
     with pytest.raises(SpmdError, match="No space left on device"):
         trainer.train_step(make_batch(), grpo_loss)
     assert new_trainer().load(str(folder)) == 0
@@ -309,14 +311,14 @@ def test_a_checkpoint_that_was_never_renamed_does_not_count(
     trainer = new_trainer()
     folder = tmp_path / "step_0"
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "finish", lambda target: None)
+        patch.setattr(atomic_write, "finish_folder", lambda target: None)
         trainer.save(str(folder))
-        trainer.saved()
+        trainer.wait_until_saved()
     assert (tmp_path / ".step_0.part" / INDEX_FILE).exists()
     with pytest.raises(ConfigError, match="is not a trainer checkpoint"):
         new_trainer().load(str(folder))
     trainer.save(str(folder))
-    trainer.saved()
+    trainer.wait_until_saved()
     assert new_trainer().load(str(folder)) == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_0"]
 
@@ -327,16 +329,18 @@ def test_a_folder_without_a_whole_checkpoint_is_refused(new_trainer, tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_export_loads_as_a_model_folder(new_trainer, place, tmp_path: Path, dtype: str) -> None:
+def test_an_export_loads_as_a_model_folder(
+    new_trainer, context, tmp_path: Path, dtype: str
+) -> None:
     trainer = new_trainer()
     trainer.train_step(make_batch(), grpo_loss)
     trainer.export_hf(str(tmp_path / "hf"), dtype)
-    loaded = Trainer(TrainerConfig(model=str(tmp_path / "hf")), place).weight_source()
+    loaded = Trainer(TrainerConfig(), context, str(tmp_path / "hf")).weight_source()
     for name, one in trainer.weight_source().items():
         expected = one.local.detach().to(getattr(torch, dtype)).float()
         assert torch.equal(loaded[name].local, expected)
 
 
-def test_a_trainer_needs_a_model(place) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.model is empty"):
-        Trainer(TrainerConfig(), place)
+def test_a_trainer_needs_a_model(context) -> None:
+    with pytest.raises(ConfigError, match=r"^model is empty"):
+        Trainer(TrainerConfig(), context, "")

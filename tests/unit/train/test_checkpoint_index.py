@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spmd_rl.errors import SpmdError
-from spmd_rl.train.checkpoint_index import Shard, Written, merged, share
-from spmd_rl.train.progress import TrainerState
+from spmd_rl.train.checkpoint_index import Shard, WrittenByRank, merged, share
+from spmd_rl.train.trainer_state import TrainerState
 from spmd_rl.weights.layout import Box, Piece, chunk_box
 
 SHAPE = (7, 3)
@@ -31,7 +31,7 @@ def layouts(num_shards: int, num_replicas: int, num_tensors: int) -> list[dict[s
     ]
 
 
-def written(layouts: list[dict[str, list[Piece]]], rank: int) -> Written:
+def written(layouts: list[dict[str, list[Piece]]], rank: int) -> WrittenByRank:
     """As if the rank had written its share, to a file of its own."""
     file = f"rank-{rank}.safetensors"
     shards: dict[str, dict[str, list[Shard]]] = {}
@@ -42,7 +42,7 @@ def written(layouts: list[dict[str, list[Piece]]], rank: int) -> Written:
             shards[kind][one.name].append(
                 Shard(one.box.offset, one.box.extent, file, f"{one.name}@{number}")
             )
-    return Written({file: 0}, shards)
+    return WrittenByRank({file: 0}, shards)
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 5))
@@ -85,7 +85,7 @@ def test_an_index_of_ranks_that_left_something_out_is_not_made() -> None:
     with pytest.raises(
         SpmdError, match=r"the ranks did not write whole tensors: weights of 't0' is not covered"
     ):
-        merged(TrainerState(), {}, ours, [*everyone[:2], Written()])
+        merged(TrainerState(), {}, ours, [*everyone[:2], WrittenByRank()])
 
 
 def test_boxes_that_overlap_in_part_are_seen() -> None:

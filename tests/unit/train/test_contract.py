@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spmd_rl.rollout.engine import EngineConfig
+from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
 
@@ -12,7 +12,7 @@ def test_both_roles_agree(new_trainer) -> None:
     trainer = new_trainer()
     model = trainer.backend.scorer.model
     same, other = (
-        NativeEngine(model, EngineConfig(dtype=dtype), torch.device("cpu"))
+        NativeEngine(model, NativeEngineConfig(dtype=dtype), torch.device("cpu"))
         for dtype in ("float32", "bfloat16")
     )
     assert trainer.numeric_contract() == same.contract()

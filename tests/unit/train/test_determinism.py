@@ -7,7 +7,7 @@ import torch
 
 from spmd_rl.algo.losses import LossInput, grpo_loss
 from spmd_rl.errors import ConfigError
-from spmd_rl.train import determinism
+from spmd_rl.kernels.attention import backend
 from spmd_rl.train.determinism import WORKSPACE, deterministic, require_deterministic
 from tests.dist.train_case import make_batch
 
@@ -16,8 +16,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def scattering_loss(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Writes to places that could be the same: torch has no order for that."""
-    torch.zeros(8).put_(out.sequence % 8, out.lp.detach())
-    return -out.lp, {}
+    torch.zeros(8).put_(out.sequence % 8, out.logprobs.detach())
+    return -out.logprobs, {}
 
 
 def test_a_loss_without_an_order_is_refused_by_name(new_trainer) -> None:
@@ -58,10 +58,10 @@ def test_what_has_no_fixed_order_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         require_deterministic(CPU, torch.float32, 10, 2)
     with pytest.raises(ConfigError, match="not float32 and 64"):
         require_deterministic(CUDA, torch.float32, 64, 1)
-    monkeypatch.setattr(determinism, "flash_takes", lambda *given: True)
+    monkeypatch.setattr(backend, "flash_supports", lambda *given: True)
     monkeypatch.setenv(WORKSPACE, ":0:0")
     with pytest.raises(
-        ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0, but it needs :4096:8 or :16:8"
+        ConfigError, match="CUBLAS_WORKSPACE_CONFIG is :0:0, but must be :4096:8 or :16:8"
     ):
         require_deterministic(CUDA, torch.bfloat16, 64, 1)
     monkeypatch.delenv(WORKSPACE)

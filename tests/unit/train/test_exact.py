@@ -35,7 +35,7 @@ def _scores(trainer: Trainer, batch: Batch, **options: int) -> NDArray[np.float3
 
 def _as_rolled(trainer: Trainer, batch: Batch) -> Batch:
     """The batch as an engine with the trainer's weights would have made it."""
-    return replace(batch, roll_logprobs=_scores(trainer, batch))
+    return replace(batch, rollout_logprobs=_scores(trainer, batch))
 
 
 @ANY
@@ -47,7 +47,7 @@ def test_bits_do_not_depend_on_micro_batches_or_order(
     expected = _scores(trainer, batch)
     np.testing.assert_array_equal(_scores(trainer, batch, max_tokens=max_tokens), expected)
     moved = np.split(
-        _scores(trainer, batch.take(order), max_tokens=max_tokens),
+        _scores(trainer, batch.select(order), max_tokens=max_tokens),
         np.cumsum(batch.lengths[order])[:-1],
     )
     back = np.concatenate([moved[i] for i in np.argsort(order)])
@@ -84,10 +84,10 @@ def test_distances_are_those_of_float64(new_trainer) -> None:
     trainer, rng = new_trainer(), np.random.default_rng(0)
     batch = _as_rolled(trainer, make_batch())
     there = np.flatnonzero(batch.mask)
-    exact = batch.roll_logprobs[there].astype(np.float64)
-    batch.roll_logprobs[there] += rng.normal(0, 0.3, len(there)).astype(np.float32)
+    exact = batch.rollout_logprobs[there].astype(np.float64)
+    batch.rollout_logprobs[there] += rng.normal(0, 0.3, len(there)).astype(np.float32)
     stats = trainer.train_step(batch, grpo_loss)
-    d = exact - batch.roll_logprobs[there]
+    d = exact - batch.rollout_logprobs[there]
     expected = {
         "max_abs_dlogp": np.abs(d).max(),
         "mean_abs_dlogp": np.abs(d).mean(),
@@ -105,7 +105,7 @@ def test_distances_are_those_of_float64(new_trainer) -> None:
 def test_one_flipped_bit_is_counted(new_trainer) -> None:
     trainer = new_trainer()
     batch = _as_rolled(trainer, make_batch())
-    batch.roll_logprobs.view(np.int32)[np.flatnonzero(batch.mask)[[3, 8]]] ^= 1
+    batch.rollout_logprobs.view(np.int32)[np.flatnonzero(batch.mask)[[3, 8]]] ^= 1
     stats = trainer.train_step(batch, grpo_loss)
     assert stats["onpolicy/mismatched_tokens"] == 2
     assert 0 < stats["onpolicy/max_abs_dlogp"] < 1e-5
@@ -140,7 +140,7 @@ def test_the_number_of_the_last_push_is_the_one_compared(new_trainer) -> None:
     for seed in range(3):
         trainer.train_step(make_batch(seed), sft_loss)
     batch = _as_rolled(trainer, make_batch(version=0))
-    trainer.on_pushed(0)
+    trainer.on_weights_pushed(0)
     stats = trainer.train_step(batch, grpo_loss)
     assert (stats["onpolicy/compared_tokens"], stats["onpolicy/mismatched_tokens"]) == (
         batch.mask.sum(),
@@ -167,7 +167,7 @@ def test_without_padding_to_the_row_tile_bits_differ(
 def test_scores_are_the_log_softmax(new_trainer) -> None:
     trainer, batch = new_trainer(), make_batch()
     scores = _scores(trainer, batch)
-    spec = ModelSpec.from_folder(trainer.cfg.model)
+    spec = ModelSpec.from_folder(trainer.model)
     model = CausalLM(spec)
     model.load_state_dict(dict(random_weights(spec, trainer.cfg.seed)))
     starts = np.cumsum(batch.lengths) - batch.lengths

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from spmd_rl.algo.losses import grpo_loss
-from spmd_rl.controller.run.checkpoints import Checkpoints, Record
+from spmd_rl.controller.run.checkpoints import Checkpoints, CheckpointState
 from spmd_rl.errors import ConfigError
-from spmd_rl.train.export import main
+from spmd_rl.train.command import main
 from spmd_rl.train.trainer import Trainer
 from tests.dist.train_case import make_batch
 
@@ -26,12 +26,12 @@ def run(new_trainer, model_folder: Path, tmp_path: Path) -> tuple[Path, Trainer]
     saved = Checkpoints(folder / "checkpoints", 2, 0)
     for step, reward in ((1, 0.9), (2, 0.1)):
         trainer.train_step(make_batch(step), grpo_loss)
-        saved.save(Record(step, 0, reward), {})
+        saved.save(CheckpointState(step, 0, reward), {})
         state = folder / f"checkpoints/step_{step:06d}/state.json"
         state.write_text(json.dumps(json.loads(state.read_text()) | {"roles": {"trainer": {}}}))
         trainer.save(str(state.with_name("trainer")))
-        trainer.saved()
-        saved.settle()
+        trainer.wait_until_saved()
+        saved.wait_until_complete()
     (folder / "config.toml").write_text(f"model = {json.dumps(str(model_folder))}\n")
     return folder, trainer
 
@@ -112,6 +112,6 @@ def test_the_config_of_another_model_is_refused(
 def test_a_run_that_names_no_model_needs_one(run: tuple[Path, Trainer], tmp_path: Path) -> None:
     (run[0] / "config.toml").write_text("")
     with pytest.raises(
-        ConfigError, match="does not say which model it trained: name its folder with --model"
+        ConfigError, match="config.toml does not name the model: name its folder with --model"
     ):
         main([str(run[0]), str(tmp_path / "hf")])

@@ -7,7 +7,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from spmd_rl.train import microbatch, shared_prefix
-from spmd_rl.train.microbatch import inverse_temperature, lay_out, num_needed, split
+from spmd_rl.train.microbatch import (
+    inverse_temperature,
+    lay_out,
+    num_micro_batches,
+    split_sequences,
+)
 from tests.dist.train_case import make_batch
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=30)
@@ -16,7 +21,7 @@ CPU = torch.device("cpu")
 
 @given(LENGTHS, st.integers(1, 200))
 def test_the_budget_holds_and_a_longer_sequence_goes_alone(lengths: list[int], budget: int) -> None:
-    for part in split(lengths, max(num_needed(lengths, budget), 1)):
+    for part in split_sequences(lengths, max(num_micro_batches(lengths, budget), 1)):
         assert sum(lengths[i] for i in part) <= max(budget, max(lengths, default=0))
 
 
@@ -26,30 +31,30 @@ def test_few_micro_batches_are_made(lengths: list[int], budget: int) -> None:
     """Balanced parts that overflow the budget mean that little room is left: never more than twice
     the least.
     """
-    assert num_needed(lengths, budget) <= 2 * -(-sum(lengths) // budget)
+    assert num_micro_batches(lengths, budget) <= 2 * -(-sum(lengths) // budget)
 
 
 def test_few_partitions_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as would fit by weight do not, with sequences of half the budget and a little more."""
-    tried, whole = [], microbatch.balanced
+    """Sequences of a little more than half the budget do not fit in pairs."""
+    tried, whole = [], microbatch.balanced_partition
 
     def counted(lengths: list[int], count: int) -> list[list[int]]:
         tried.append(count)
         return whole(lengths, count)
 
-    monkeypatch.setattr(microbatch, "balanced", counted)
+    monkeypatch.setattr(microbatch, "balanced_partition", counted)
     lengths = [51 + i % 3 for i in range(200)]
-    assert num_needed(lengths, 100) == 200
+    assert num_micro_batches(lengths, 100) == 200
     assert len(tried) <= 2 * 8 + 1
 
 
 def test_no_sequences_need_none() -> None:
-    assert num_needed([], 100) == 0
+    assert num_micro_batches([], 100) == 0
 
 
 @given(LENGTHS, st.integers(1, 40))
 def test_any_agreed_count_can_be_run(lengths: list[int], count: int) -> None:
-    parts = split(lengths, count)
+    parts = split_sequences(lengths, count)
     assert len(parts) == count
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     full = [bool(part) for part in parts]
@@ -59,7 +64,7 @@ def test_any_agreed_count_can_be_run(lengths: list[int], count: int) -> None:
 def test_rows_point_at_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch()
     sharing = lay_out(batch, CPU)
-    monkeypatch.setattr("spmd_rl.train.shared_prefix.shared", shared_prefix.whole)
+    monkeypatch.setattr("spmd_rl.train.shared_prefix.pack_shared", shared_prefix.pack_whole)
     micro = lay_out(batch, CPU)
     assert len(sharing.tokens) < len(micro.tokens)
     for field in ("tokens", "positions"):
@@ -77,7 +82,7 @@ def test_rows_point_at_the_token_before(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_nothing_to_run_is_one_token_and_an_empty_mask() -> None:
-    micro = lay_out(make_batch().take([]), CPU)
+    micro = lay_out(make_batch().select([]), CPU)
     assert (len(micro.tokens), micro.lengths.tolist(), micro.num_scored) == (1, [1], 0)
 
 

@@ -42,17 +42,17 @@ def test_every_token_has_its_own_history(
     pairs: list[tuple[list[int], list[int]]], copies: int
 ) -> None:
     batch = group([prompt for prompt, _ in pairs], [answer for _, answer in pairs], copies)
-    pieces = shared_prefix.shared(batch)
-    assert len(pieces.source) == pieces.lengths.sum() <= batch.num_tokens
-    laid, firsts = batch.tokens[pieces.source], np.cumsum(pieces.lengths) - pieces.lengths
+    layout = shared_prefix.pack_shared(batch)
+    assert len(layout.source) == layout.lengths.sum() <= batch.num_tokens
+    laid, firsts = batch.tokens[layout.source], np.cumsum(layout.lengths) - layout.lengths
     starts = np.cumsum(batch.lengths) - batch.lengths
-    assert (pieces.place[np.flatnonzero(batch.mask) - 1] >= 0).all()
-    for token in np.flatnonzero(pieces.place >= 0):
-        place = pieces.place[token]
+    assert (layout.position[np.flatnonzero(batch.mask) - 1] >= 0).all()
+    for token in np.flatnonzero(layout.position >= 0):
+        place = layout.position[token]
         piece = np.searchsorted(firsts, place, side="right") - 1
-        parent = pieces.prefixes[piece]
+        parent = layout.prefixes[piece]
         before = (
-            laid[firsts[parent] : firsts[parent] + pieces.lengths[parent]]
+            laid[firsts[parent] : firsts[parent] + layout.lengths[parent]]
             if parent >= 0
             else laid[:0]
         )
@@ -65,25 +65,25 @@ def test_every_token_has_its_own_history(
 
 def test_a_shared_prompt_is_there_once() -> None:
     batch = group([[5, 6, 7], [8]], [[9], [9]], copies=4)
-    pieces = shared_prefix.shared(batch)
-    assert pieces.lengths.tolist() == [3, 1, 2, 3, 1, 1, 2, 3]
-    assert pieces.prefixes.tolist() == [-1, 0, 0, 0, -1, 4, 4, 4]
+    layout = shared_prefix.pack_shared(batch)
+    assert layout.lengths.tolist() == [3, 1, 2, 3, 1, 1, 2, 3]
+    assert layout.prefixes.tolist() == [-1, 0, 0, 0, -1, 4, 4, 4]
 
 
 def test_what_nobody_shares_stays_in_one_piece() -> None:
     batch = group([[5, 6], [5, 7]], [[9], [9]], copies=1)
-    pieces = shared_prefix.shared(batch)
-    assert pieces.lengths.tolist() == [2, 2]
-    assert pieces.source.tolist() == [0, 1, 3, 4]
+    layout = shared_prefix.pack_shared(batch)
+    assert layout.lengths.tolist() == [2, 2]
+    assert layout.source.tolist() == [0, 1, 3, 4]
 
 
 def test_what_predicts_nothing_is_left_out() -> None:
     """Behind the last token of the mask, that token itself, and a sequence without any."""
     pairs: list[Pair] = [(np.arange(6, dtype=np.int32), np.array(mask, np.bool_)) for mask in MASKS]
-    pieces = shared_prefix.shared(pack_sft(pairs))
-    assert pieces.lengths.tolist() == [4, 3]
-    assert pieces.source.tolist() == [0, 1, 2, 3, 12, 13, 14]
-    assert pieces.place.tolist() == [0, 1, 2, 3, -1, -1, *[-1] * 6, 4, 5, 6, -1, -1, -1]
+    layout = shared_prefix.pack_shared(pack_sft(pairs))
+    assert layout.lengths.tolist() == [4, 3]
+    assert layout.source.tolist() == [0, 1, 2, 3, 12, 13, 14]
+    assert layout.position.tolist() == [0, 1, 2, 3, -1, -1, *[-1] * 6, 4, 5, 6, -1, -1, -1]
 
 
 def test_bits_and_gradients_are_those_of_whole_sequences(
@@ -99,7 +99,7 @@ def test_bits_and_gradients_are_those_of_whole_sequences(
     trainer = new_trainer()
     scores = trainer.learner.score(batch)
     stats = trainer.train_step(batch, grpo_loss)
-    monkeypatch.setattr("spmd_rl.train.shared_prefix.shared", shared_prefix.whole)
+    monkeypatch.setattr("spmd_rl.train.shared_prefix.pack_shared", shared_prefix.pack_whole)
     other = new_trainer()
     np.testing.assert_array_equal(other.learner.score(batch).view(np.int32), scores.view(np.int32))
     expected = other.train_step(batch, grpo_loss)

@@ -17,11 +17,11 @@ from spmd_rl.errors import ContractError, DataError, SpmdError
 from spmd_rl.kernels import PackedAttention
 from spmd_rl.model.hf import random_weights, save_folder
 from spmd_rl.model.network import CausalLM
+from spmd_rl.model.scorer import Scorer
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train import config, fsdp2, learner
-from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.flops import train_flops
-from spmd_rl.train.microbatch import MicroBatch, split
+from spmd_rl.train.microbatch import MicroBatch, split_sequences
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.types.batch import Batch
 from tests.dist.train_case import make_batch
@@ -36,9 +36,9 @@ class Oracle:
     them.
     """
 
-    def __init__(self, cfg: TrainerConfig) -> None:
-        self.cfg = cfg
-        spec = ModelSpec.from_folder(cfg.model)
+    def __init__(self, trainer: Trainer) -> None:
+        self.cfg = cfg = trainer.cfg
+        spec = ModelSpec.from_folder(trainer.model)
         self.model = CausalLM(spec)
         self.model.load_state_dict(dict(random_weights(spec, cfg.seed)))
         decay = [one for one in self.model.parameters() if one.dim() > 1]
@@ -84,7 +84,7 @@ class Oracle:
 @pytest.mark.parametrize("aggregation", ["token", "sample", "const"])
 def test_against_a_plain_model_and_adamw(new_trainer, aggregation: str) -> None:
     trainer = new_trainer(max_tokens=120, clip_norm=0.05, weight_decay=0.1, wrap="layer")
-    oracle = Oracle(trainer.cfg)
+    oracle = Oracle(trainer)
     for seed in range(3):
         batch = make_batch(seed, aggregation)
         stats = trainer.train_step(batch, grpo_loss)
@@ -124,7 +124,7 @@ def test_one_rank_gathers_a_model_whole_unless_it_is_large(
     monkeypatch.setattr(config, "WHOLE_MODEL_BYTES", 0)
     layers = new_trainer().backend.scorer.model.spec.num_layers
     whole, by_layer = len(new_trainer().backend.units), len(new_trainer(wrap="layer").backend.units)
-    monkeypatch.setattr(config, "WHOLE_ALONE_BYTES", 0)
+    monkeypatch.setattr(config, "WHOLE_MODEL_ALONE_BYTES", 0)
     assert (whole, by_layer, len(new_trainer().backend.units)) == (1, layers + 1, layers + 1)
 
 
@@ -139,7 +139,7 @@ def test_loss_does_not_depend_on_the_packing_at_all(new_trainer) -> None:
 def test_minibatches_take_as_many_optimizer_steps_against_the_first_weights(new_trainer) -> None:
     trainer = new_trainer(minibatches=3)
     stats = trainer.train_step(make_batch(), grpo_loss)
-    assert trainer.learner.progress.optimizer_steps == 3
+    assert trainer.learner.state.optimizer_steps == 3
     assert trainer.version() == 1
     assert stats["train/clip_frac"] > 0
     assert new_trainer().train_step(make_batch(), grpo_loss)["train/clip_frac"] == 0
@@ -150,8 +150,8 @@ def test_each_minibatch_divides_by_its_share_of_the_denominator(new_trainer) -> 
     optimizer step.
     """
     trainer, batch = new_trainer(minibatches=3, lr=0.0), make_batch()
-    oracle = Oracle(new_trainer(lr=0.0).cfg)
-    parts = [batch.take(part) for part in split(batch.lengths.tolist(), 3)]
+    oracle = Oracle(new_trainer(lr=0.0))
+    parts = [batch.select(part) for part in split_sequences(batch.lengths.tolist(), 3)]
     norms = [oracle.step(replace(part, denominator=batch.denominator / 3))[1] for part in parts]
     stats = trainer.train_step(batch, grpo_loss)
     assert stats["train/grad_norm"] == pytest.approx(sum(norms) / 3, rel=1e-4)
@@ -183,7 +183,7 @@ def test_a_model_has_no_memory_before_it_is_sharded(
     save_folder(folder, model_folder, random_weights(spec, seed=3))
     shard = fsdp2._shard
 
-    def looked_at(scorer: fsdp2.Scorer, *rest: Any) -> Any:
+    def looked_at(scorer: Scorer, *rest: Any) -> Any:
         there.extend(parameter.device.type for parameter in scorer.parameters())
         return shard(scorer, *rest)
 
@@ -201,8 +201,8 @@ def test_there_are_no_more_minibatches_than_sequences(new_trainer) -> None:
     for trainer in (few, many):
         trainer.train_step(batch, grpo_loss)
     assert (
-        many.learner.progress.optimizer_steps
-        == few.learner.progress.optimizer_steps
+        many.learner.state.optimizer_steps
+        == few.learner.state.optimizer_steps
         == len(batch.lengths)
     )
     expected = _weights(few)
@@ -222,7 +222,7 @@ def test_scores_are_of_new_weights_also_where_no_step_brought_them(new_trainer, 
     """
     trainer, fresh, batch = new_trainer(wrap=wrap), new_trainer(wrap=wrap, seed=3), make_batch()
     before, expected = (one.learner.score(batch) for one in (trainer, fresh))
-    trainer.backend.fill(random_weights(ModelSpec.from_folder(trainer.cfg.model), seed=3))
+    trainer.backend.fill(random_weights(ModelSpec.from_folder(trainer.model), seed=3))
     assert np.array_equal(trainer.learner.score(batch), expected)
     assert not np.array_equal(before, expected)
 
@@ -286,7 +286,7 @@ def test_a_sequence_beyond_the_context_is_named(new_trainer) -> None:
     with pytest.raises(
         DataError, match=f"sequence {longest}: {batch.lengths[longest]} tokens .* 160 positions"
     ):
-        trainer.train_step(batch.take([shortest, longest]), grpo_loss)
+        trainer.train_step(batch.select([shortest, longest]), grpo_loss)
 
 
 def test_a_rate_given_with_the_step_overrides_the_schedule(new_trainer) -> None:
@@ -305,7 +305,7 @@ def test_a_loss_that_sums_by_itself_is_refused_before_the_weights_change(new_tra
         ContractError,
         match=rf"returned the loss as the shape \[\]: expected \[{batch.mask.sum()}\]",
     ):
-        trainer.train_step(batch, lambda out: (-out.lp.sum(), {}))
+        trainer.train_step(batch, lambda out: (-out.logprobs.sum(), {}))
     for name, one in _weights(trainer).items():
         assert torch.equal(one, before[name])
 
@@ -319,7 +319,7 @@ def _entropy_bonus(out: LossInput) -> tuple[torch.Tensor, dict[str, torch.Tensor
 def test_a_loss_that_depends_on_entropy_is_refused_before_the_weights_change(
     new_trainer, options: Any
 ) -> None:
-    """The entropy carries no gradient, so such a bonus would change nothing but the printed loss."""
+    """The entropy carries no gradient, so such a bonus would change the printed loss alone."""
     trainer, batch = new_trainer(**options), make_batch()
     before = _weights(trainer)
     with pytest.raises(
@@ -363,7 +363,5 @@ def test_mfu_is_told_where_the_peak_is_known(
         assert "perf/mfu" not in stats
         return
     seconds = batch.num_tokens / stats["perf/train_tokens_per_s"]
-    flops = train_flops(
-        ModelSpec.from_folder(trainer.cfg.model), batch.lengths, int(batch.mask.sum())
-    )
+    flops = train_flops(ModelSpec.from_folder(trainer.model), batch.lengths, int(batch.mask.sum()))
     assert stats["perf/mfu"] == pytest.approx(flops / seconds / peak)

@@ -16,7 +16,8 @@ from spmd_rl.algo.advantages import group_advantage, rloo_advantage
 from spmd_rl.algo.group_metrics import group_metrics
 from spmd_rl.algo.packing import pack
 from spmd_rl.types.batch import Batch
-from spmd_rl.types.samples import Group, GroupColumns, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, GroupColumns, Sample
 
 
 def made(uid: int, sizes: list[int]) -> Group:
@@ -112,7 +113,7 @@ def test_a_list_of_samples_may_be_changed() -> None:
     )
     for group in (here[0], groups[0]):
         group.samples.pop(1)
-        group.samples[0] = group.samples[0].changed(reward=5.0)
+        group.samples[0] = group.samples[0].replace(reward=5.0)
     assert [group.num_samples for group in groups] == [2, 2]
     assert groups[0].rewards.tolist() == [5.0, here[0].samples[1].reward]
     assert same_batch(pack(groups, group_advantage(groups)), pack(here, group_advantage(here)))
@@ -152,5 +153,5 @@ def test_lengths_that_only_seem_to_fit_are_refused() -> None:
     assert len(columns.rows()) == 3
     # the second's sum is 1 too, as 64 bits have it
     for lengths in ([2, -1, 0], [2**63 - 1, 2**63 - 1, 3]):
-        with pytest.raises(ValueError, match="lengths are numbers of entries"):
+        with pytest.raises(ValueError, match="lengths must be counts"):
             replace(columns, lengths=np.array(lengths)).rows()

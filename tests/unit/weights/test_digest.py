@@ -1,3 +1,5 @@
+"""Digests of shards add up to those of whole tensors."""
+
 from __future__ import annotations
 
 import pytest

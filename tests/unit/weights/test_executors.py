@@ -9,7 +9,7 @@ from torch import nn
 from spmd_rl.weights.executors import _buckets, alias, execute
 from spmd_rl.weights.layout import Box
 from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
-from spmd_rl.weights.plan import plan
+from spmd_rl.weights.plan import plan_moves
 
 
 def _trainer(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -29,7 +29,7 @@ def _engine(dtype: torch.dtype) -> dict[str, nn.Parameter]:
 
 
 def _pushed(src: LocalTensors, dst: LocalTensors) -> tuple[int, int]:
-    traffic = execute(plan([src.layout(0)], [dst.layout(0)], None, 0), 0, src, dst, None)
+    traffic = execute(plan_moves([src.layout(0)], [dst.layout(0)], None, 0), 0, src, dst, None)
     assert traffic.sent_bytes == traffic.received_bytes == 0
     return traffic.aliased_bytes, traffic.copied_bytes
 
@@ -84,7 +84,7 @@ def test_buckets_keep_to_their_size_and_lose_nothing(limit: int) -> None:
     layout = LocalTensors.whole(
         {"a": torch.zeros(9, 5), "b": torch.zeros(3), "c": torch.zeros(2, 2)}
     ).layout
-    moves = plan([layout(0)], [layout(1)], None, 0).moves
+    moves = plan_moves([layout(0)], [layout(1)], None, 0).moves
     (buckets,) = _buckets(moves, "dst", limit).values()
     assert sum(move.num_bytes for bucket in buckets for move in bucket) == sum(
         move.num_bytes for move in moves

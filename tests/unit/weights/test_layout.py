@@ -1,3 +1,5 @@
+"""Boxes: their intersections, differences and chunks."""
+
 from __future__ import annotations
 
 import numpy as np

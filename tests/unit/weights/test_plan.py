@@ -1,3 +1,5 @@
+"""Weight plans: every element arrives once, from a rank that holds it."""
+
 from __future__ import annotations
 
 import itertools
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.errors import PlanError
 from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Layout, Piece, chunk_box
-from spmd_rl.weights.plan import Move, Plan, plan
+from spmd_rl.weights.plan import Move, WeightPlan, plan_moves
 
 
 def _grid(shape: Dims, parts: tuple[int, int], index: int) -> Box:
@@ -42,10 +44,11 @@ def sides(draw: st.DrawFn) -> tuple[list[Layout], list[Layout]]:
             Layout(
                 rank,
                 tuple(
-                    Piece(n, shapes[n], dtype, _grid(shapes[n], parts, seat % cells)) for n in names
+                    Piece(n, shapes[n], dtype, _grid(shapes[n], parts, index % cells))
+                    for n in names
                 ),
             )
-            for seat, rank in enumerate(ranks)
+            for index, rank in enumerate(ranks)
         ]
 
     return side("float32"), side("bfloat16")
@@ -53,18 +56,20 @@ def sides(draw: st.DrawFn) -> tuple[list[Layout], list[Layout]]:
 
 def plans(
     src: list[Layout], dst: list[Layout], nodes: dict[int, int] | None = None
-) -> dict[int, Plan]:
-    """Every rank's plan."""
-    return {rank: plan(src, dst, nodes, rank) for rank in {one.rank for one in [*src, *dst]}}
+) -> dict[int, WeightPlan]:
+    """Return the plan of every rank."""
+    return {
+        rank: plan_moves(src, dst, nodes, rank) for rank in {layout.rank for layout in [*src, *dst]}
+    }
 
 
-def received(made: dict[int, Plan]) -> list[Move]:
-    """All moves, as their receivers have them."""
-    return [move for rank, one in made.items() for move in one.moves if move.dst == rank]
+def received(plans_by_rank: dict[int, WeightPlan]) -> list[Move]:
+    """Return all moves, each from the plan of the rank that receives it."""
+    return [move for rank, plan in plans_by_rank.items() for move in plan.moves if move.dst == rank]
 
 
 def _writes(moves: list[Move], dst: list[Layout]) -> dict[tuple[int, str], np.ndarray]:
-    """How often each element of each tensor is written on each destination rank."""
+    """Count how often each element of each tensor is written on each destination rank."""
     count = {
         (layout.rank, piece.name): np.zeros(piece.shape, int)
         for layout in dst
@@ -95,45 +100,51 @@ def test_every_destination_element_is_written_once_and_no_other(
 @given(sides())
 def test_sources_send_only_what_they_hold(pair: tuple[list[Layout], list[Layout]]) -> None:
     src, dst = pair
-    held = {(layout.rank, piece.name): piece.box for layout in src for piece in layout.pieces}
+    source_boxes = {
+        (layout.rank, piece.name): piece.box for layout in src for piece in layout.pieces
+    }
     for move in received(plans(src, dst)):
-        assert move.box.intersect(held[move.src, move.name]) == move.box
+        assert move.box.intersect(source_boxes[move.src, move.name]) == move.box
 
 
 @given(sides(), st.dictionaries(st.integers(0, 7), st.integers(0, 2)))
 def test_both_ends_of_a_pair_know_the_same_moves_in_the_same_order(
     pair: tuple[list[Layout], list[Layout]], nodes: dict[int, int]
 ) -> None:
-    made = plans(*pair, nodes)
-    for src, dst in itertools.permutations(made, 2):
+    plans_by_rank = plans(*pair, nodes)
+    for src, dst in itertools.permutations(plans_by_rank, 2):
         sent, got = (
-            [move for move in made[end].moves if (move.src, move.dst) == (src, dst)]
+            [move for move in plans_by_rank[end].moves if (move.src, move.dst) == (src, dst)]
             for end in (src, dst)
         )
         assert sent == got
-    assert all(rank in (move.src, move.dst) for rank, one in made.items() for move in one.moves)
+    assert all(
+        rank in (move.src, move.dst) for rank, plan in plans_by_rank.items() for move in plan.moves
+    )
 
 
 @given(sides())
 def test_the_wire_carries_the_lower_bound(pair: tuple[list[Layout], list[Layout]]) -> None:
-    """What a rank needs and does not hold itself must cross once; nothing else does. Every rank
-    knows how much.
-    """
+    """The elements that a rank needs and does not hold cross once, and nothing else crosses."""
     src, dst = pair
-    held = {(layout.rank, piece.name): piece.box for layout in src for piece in layout.pieces}
+    source_boxes = {
+        (layout.rank, piece.name): piece.box for layout in src for piece in layout.pieces
+    }
     bound = 0
     for layout in dst:
         for piece in layout.pieces:
-            own = held.get((layout.rank, piece.name))
-            common = piece.box.intersect(own) if own else None
+            own_box = source_boxes.get((layout.rank, piece.name))
+            common = piece.box.intersect(own_box) if own_box else None
             bound += piece.box.num_elements - (common.num_elements if common else 0)
-    made = plans(src, dst)
+    plans_by_rank = plans(src, dst)
     crossing, staying = (
-        sum(move.num_bytes for move in received(made) if (move.src != move.dst) is crosses)
+        sum(move.num_bytes for move in received(plans_by_rank) if (move.src != move.dst) is crosses)
         for crosses in (True, False)
     )
     assert crossing == bound * ITEM_BYTES["bfloat16"]
-    assert {(one.wire_bytes, one.local_bytes) for one in made.values()} == {(crossing, staying)}
+    assert {(plan.wire_bytes, plan.local_bytes) for plan in plans_by_rank.values()} == {
+        (crossing, staying)
+    }
 
 
 @given(sides(), st.randoms())
@@ -142,26 +153,25 @@ def test_the_order_of_the_input_changes_nothing(
 ) -> None:
     def shuffled(side: list[Layout]) -> list[Layout]:
         mixed = [
-            Layout(one.rank, tuple(shuffle.sample(one.pieces, len(one.pieces)))) for one in side
+            Layout(layout.rank, tuple(shuffle.sample(layout.pieces, len(layout.pieces))))
+            for layout in side
         ]
         return shuffle.sample(mixed, len(mixed))
 
-    one, other = plans(*map(shuffled, pair)), plans(*pair)
-    assert one == other
-    assert len({made.digest for made in one.values()}) == 1
+    of_shuffled = plans(*map(shuffled, pair))
+    assert of_shuffled == plans(*pair)
+    assert len({plan.digest for plan in of_shuffled.values()}) == 1
 
 
 @given(sides())
 def test_replicas_take_turns(pair: tuple[list[Layout], list[Layout]]) -> None:
-    """Of those that hold one box, none sends it once more than another, to those who do not hold
-    it.
-    """
-    src, seats = pair
+    """Of the ranks that hold a box, none sends it more than once more than another."""
+    src, destinations = pair
     dst = [  # every destination wants every box
         Layout(
             one.rank, tuple(replace(piece, box=Box((0, 0), piece.shape)) for piece in one.pieces)
         )
-        for one in seats
+        for one in destinations
     ]
     holders: dict[tuple[str, Box], list[int]] = defaultdict(list)
     for layout in src:
@@ -188,57 +198,62 @@ def _whole(
 
 
 def test_replicas_share_the_load() -> None:
-    made = plans([_whole(0), _whole(1)], [_whole(rank) for rank in (2, 3)])
-    assert len(made[0].moves) == len(made[1].moves) == 4
+    plans_by_rank = plans([_whole(0), _whole(1)], [_whole(rank) for rank in (2, 3)])
+    assert len(plans_by_rank[0].moves) == len(plans_by_rank[1].moves) == 4
 
 
 def test_the_own_host_is_asked_first() -> None:
-    made = plans([_whole(0), _whole(1)], [_whole(3), _whole(2)], nodes={0: 1, 2: 0, 1: 0, 3: 1})
-    assert {(move.src, move.dst) for move in received(made)} == {(1, 2), (0, 3)}
+    plans_by_rank = plans(
+        [_whole(0), _whole(1)], [_whole(3), _whole(2)], nodes={0: 1, 2: 0, 1: 0, 3: 1}
+    )
+    assert {(move.src, move.dst) for move in received(plans_by_rank)} == {(1, 2), (0, 3)}
 
 
 def test_an_own_box_stays_at_home() -> None:
-    made = plans([_whole(0), _whole(1)], [_whole(1, "bfloat16")])
-    assert {(move.src, move.dst) for move in received(made)} == {(1, 1)}
-    assert (made[0].wire_bytes, made[0].local_bytes) == (0, 4 * 32 * 2)
-    assert not made[0].moves
+    plans_by_rank = plans([_whole(0), _whole(1)], [_whole(1, "bfloat16")])
+    assert {(move.src, move.dst) for move in received(plans_by_rank)} == {(1, 1)}
+    assert (plans_by_rank[0].wire_bytes, plans_by_rank[0].local_bytes) == (0, 4 * 32 * 2)
+    assert not plans_by_rank[0].moves
 
 
 def test_digest_tells_plans_apart() -> None:
     digests = {
-        plan([_whole(0)], [_whole(1, dtype)], None, 0).digest for dtype in ("float32", "bfloat16")
+        plan_moves([_whole(0)], [_whole(1, dtype)], None, 0).digest
+        for dtype in ("float32", "bfloat16")
     }
-    digests.add(plan([_whole(0)], [_whole(1)], {0: 0, 1: 1}, 0).digest)
+    digests.add(plan_moves([_whole(0)], [_whole(1)], {0: 0, 1: 1}, 0).digest)
     assert len(digests) == 3
 
 
 def test_what_cannot_be_filled_is_named() -> None:
     with pytest.raises(PlanError, match="the engine holds tensor 'd', the trainer does not"):
-        plan([_whole(0, names=("a",))], [_whole(1, names=("a", "d"))], None, 0)
+        plan_moves([_whole(0, names=("a",))], [_whole(1, names=("a", "d"))], None, 0)
     with pytest.raises(PlanError, match="the trainer holds tensor 'z', the engine does not"):
-        plan([_whole(0, names=("a", "z"))], [_whole(1, names=("a",))], None, 0)
+        plan_moves([_whole(0, names=("a", "z"))], [_whole(1, names=("a",))], None, 0)
     with pytest.raises(PlanError, match=r"'a' has different shapes .*\(8, 4\), \(9, 4\)"):
-        plan([_whole(0, names=("a",))], [_whole(1, names=("a",), shape=(9, 4))], None, 0)
+        plan_moves([_whole(0, names=("a",))], [_whole(1, names=("a",), shape=(9, 4))], None, 0)
     half = Layout(0, (Piece("a", (8, 4), "float32", Box((0, 0), (4, 4))),))
     with pytest.raises(
         PlanError, match=r"no source rank holds rows \(4, 0\) .* 'a', which rank 1 needs"
     ):
-        plan([half], [_whole(1, names=("a",))], None, 1)
+        plan_moves([half], [_whole(1, names=("a",))], None, 1)
     with pytest.raises(PlanError, match="parts of tensor 'a' that overlap and are not the same"):
-        plan([half, _whole(2, names=("a",))], [_whole(1, names=("a",))], None, 1)
+        plan_moves([half, _whole(2, names=("a",))], [_whole(1, names=("a",))], None, 1)
     one_row_more = Layout(2, (Piece("a", (8, 4), "float32", Box((3, 0), (5, 4))),))
     with pytest.raises(PlanError, match="parts of tensor 'a' that overlap and are not the same"):
-        plan([half, one_row_more], [_whole(1, names=("a",))], None, 1)
+        plan_moves([half, one_row_more], [_whole(1, names=("a",))], None, 1)
 
 
 def test_a_world_of_hundreds_is_planned_in_seconds() -> None:
-    """It took minutes where every rank named every move: three million of them."""
+    """A plan of all three million moves of this world, on every rank, would take minutes."""
     num_ranks, names = 256, tuple(f"w{index}" for index in range(50))
     rows = [chunk_box((4096, 64), part, num_ranks) for part in range(num_ranks)]
-    held = [tuple(Piece(name, (4096, 64), "float32", box) for name in names) for box in rows]
-    src = [Layout(rank, pieces) for rank, pieces in enumerate(held)]
+    source_boxes = [
+        tuple(Piece(name, (4096, 64), "float32", box) for name in names) for box in rows
+    ]
+    src = [Layout(rank, pieces) for rank, pieces in enumerate(source_boxes)]
     dst = [_whole(rank, "bfloat16", (4096, 64), names) for rank in range(num_ranks)]
     began = time.process_time()
-    made = plan(src, dst, {rank: rank // 8 for rank in range(num_ranks)}, 17)
+    weight_plan = plan_moves(src, dst, {rank: rank // 8 for rank in range(num_ranks)}, 17)
     assert time.process_time() - began < 20
-    assert len(made.moves) == 2 * 255 * len(names) + len(names)
+    assert len(weight_plan.moves) == 2 * 255 * len(names) + len(names)

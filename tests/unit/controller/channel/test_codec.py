@@ -1,3 +1,5 @@
+"""Codec: values that cross between processes, and values that cannot."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,10 +17,12 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from spmd_rl.controller.channel import codec
-from spmd_rl.controller.channel.codec import _DTYPES, Codec, Packed, name_of, pack, resolve
+from spmd_rl.controller.channel.codec import _DTYPES, Codec, Packed, pack
+from spmd_rl.controller.channel.import_names import name_of, resolve
 from spmd_rl.controller.endpoint import Sharded
 from spmd_rl.errors import ContractError
-from spmd_rl.types.samples import Group, Prompt, Sample
+from spmd_rl.types.prompts import Prompt
+from spmd_rl.types.samples import Group, Sample
 
 arrays = st.sampled_from(_DTYPES).flatmap(
     lambda name: hnp.arrays(np.dtype(name), hnp.array_shapes(min_dims=0, min_side=0))
@@ -62,7 +66,7 @@ def test_round_trip_is_bitwise(many: list[Any], named: dict[str, Any], note: str
     ],
 )
 def test_an_array_that_is_more_than_its_bytes_is_refused(array: Any) -> None:
-    """The receiver would take what is masked for a number."""
+    """The receiver would take masked entries for numbers."""
     sentence = (
         f"^a {type(array).__name__} cannot cross between processes: pass a plain numpy.ndarray"
     )
@@ -92,13 +96,13 @@ def test_a_body_that_came_before_gives_what_decoding_it_gives(
         value = (np.full(4, seed), many, {"a": np.arange(3) + seed, "b": None}, plain)
         packed = pack(value)
         back = known.unpack(packed)
-        assert known._known.keys() == {packed[0]}
+        assert known._builders.keys() == {packed[0]}
         assert pack(back) == packed
         for new in (back[0], *back[1], back[2]["a"]):
             assert new.flags.writeable
             assert new.flags.aligned
         for part in back[1:]:
-            part.clear()  # the receiver's own
+            part.clear()  # a private buffer of the receiver
     with pytest.raises(ContractError, match="buffer is too small for requested array"):
         known.unpack((packed[0], b""))
 
@@ -107,7 +111,7 @@ def test_what_may_look_at_its_arrays_is_built_each_time() -> None:
     known = Codec(Nested)
     for _ in range(2):
         assert isinstance(known.unpack(pack(Nested([np.arange(2)]))), Nested)
-    assert list(known._known.values()) == [None]
+    assert list(known._builders.values()) == [None]
 
 
 @pytest.mark.parametrize("limit", ["MAX_BODY_BYTES", "MAX_PAYLOAD_BYTES"])
@@ -187,7 +191,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ContractError, match="Expected `object`, got `array`"):
         unpack(Codec(list[Group]).pack(["no group"]), list[Group])
     lacking = dataclasses.replace(sample(0, 3), logprobs=np.zeros(2, np.float32))
-    with pytest.raises(ContractError, match="prompt 7, sample 0: a token without its log-prob"):
+    with pytest.raises(ContractError, match="prompt 7, sample 0: every token needs one log-prob"):
         Codec(list[Group]).pack([Group(Prompt(0, np.zeros(1, np.int32)), [lacking])])
 
 

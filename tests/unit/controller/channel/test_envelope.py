@@ -1,3 +1,5 @@
+"""Envelope: frames in order, and frames that are refused."""
+
 from __future__ import annotations
 
 from types import ModuleType
@@ -6,25 +8,25 @@ import pytest
 
 from spmd_rl.controller.channel import codec, wire
 from spmd_rl.controller.channel.codec import NOTHING
-from spmd_rl.controller.channel.decode_cache import MAX_KNOWN, MAX_KNOWN_BYTES
+from spmd_rl.controller.channel.decode_cache import MAX_ENTRIES, MAX_KEY_BYTES
 from spmd_rl.controller.channel.envelope import (
     LARGE_BYTES,
     PREAMBLE,
     PREAMBLE_BYTES,
-    Incoming,
-    Outgoing,
+    FrameReader,
+    FrameWriter,
 )
 
 VALUE = b"body", b"payload"
 
 
-def taker(generation: int = 7) -> Incoming[bytes]:
-    return Incoming(generation, lambda header: header)
+def taker(generation: int = 7) -> FrameReader[bytes]:
+    return FrameReader(generation, lambda header: header)
 
 
 def sent(count: int, generation: int = 7, first: int = 0) -> list[bytes]:
-    outgoing = Outgoing(generation, first)
-    return [outgoing.frame(b"header %d" % number, VALUE, number + 5) for number in range(count)]
+    writer = FrameWriter(generation, first)
+    return [writer.frame(b"header %d" % number, VALUE, number + 5) for number in range(count)]
 
 
 def preamble(header_bytes: int, body_bytes: int) -> bytes:
@@ -33,28 +35,28 @@ def preamble(header_bytes: int, body_bytes: int) -> bytes:
 
 
 def test_messages_pass_in_order() -> None:
-    incoming = taker()
+    reader = taker()
     expected = [(b"header %d" % number, VALUE, number + 5) for number in range(3)]
-    assert [incoming.take(frame) for frame in sent(3)] == expected
-    assert not incoming.refused
+    assert [reader.read(frame) for frame in sent(3)] == expected
+    assert not reader.refused
 
 
 def test_numbers_that_begin_anywhere_are_taken_from_there_on() -> None:
     first, second, third = sent(3, first=2**62)
-    incoming: Incoming[bytes] = Incoming(7, lambda header: header, first=None)
-    assert incoming.take(sent(1, generation=6)[0]) is None
-    assert incoming.take(first)
-    assert incoming.take(third) is None
-    assert incoming.take(sent(1)[0]) is None
-    assert incoming.take(second)
-    assert incoming.take(first) is None
-    assert incoming.refused == {"another generation": 1, "out of order": 1, "replayed": 2}
+    reader: FrameReader[bytes] = FrameReader(7, lambda header: header, first=None)
+    assert reader.read(sent(1, generation=6)[0]) is None
+    assert reader.read(first)
+    assert reader.read(third) is None
+    assert reader.read(sent(1)[0]) is None
+    assert reader.read(second)
+    assert reader.read(first) is None
+    assert reader.refused == {"another generation": 1, "out of order": 1, "replayed": 2}
 
 
 def test_a_large_payload_is_not_copied_out_of_its_frame() -> None:
-    outgoing, incoming = Outgoing(7), taker()
-    frame = outgoing.frame(b"header", (b"body", bytes(LARGE_BYTES)))
-    taken = incoming.take(frame)
+    writer, reader = FrameWriter(7), taker()
+    frame = writer.frame(b"header", (b"body", bytes(LARGE_BYTES)))
+    taken = reader.read(frame)
     assert taken
     assert taken == (b"header", (b"body", bytes(LARGE_BYTES)), 0)
     assert taken[1][1].obj is frame  # type: ignore[attr-defined]
@@ -62,29 +64,29 @@ def test_a_large_payload_is_not_copied_out_of_its_frame() -> None:
 
 def test_a_duplicate_is_taken_once() -> None:
     first, second = sent(2)
-    incoming = taker()
-    assert incoming.take(first)
-    assert incoming.take(first) is None
-    assert incoming.take(second)
-    assert incoming.take(first) is None
-    assert incoming.refused == {"replayed": 2}
+    reader = taker()
+    assert reader.read(first)
+    assert reader.read(first) is None
+    assert reader.read(second)
+    assert reader.read(first) is None
+    assert reader.refused == {"replayed": 2}
 
 
 def test_after_a_loss_nothing_is_taken_until_it_comes() -> None:
     first, second, third = sent(3)
-    incoming = taker()
-    assert incoming.take(second) is None
-    assert incoming.take(third) is None
-    assert incoming.refused == {"out of order": 2}
-    assert incoming.take(first)
-    assert incoming.take(second)
+    reader = taker()
+    assert reader.read(second) is None
+    assert reader.read(third) is None
+    assert reader.refused == {"out of order": 2}
+    assert reader.read(first)
+    assert reader.read(second)
 
 
 def test_another_life_is_refused() -> None:
-    incoming = taker()
-    assert incoming.take(sent(1, generation=6)[0]) is None
-    assert incoming.refused == {"another generation": 1}
-    assert incoming.take(sent(1)[0])
+    reader = taker()
+    assert reader.read(sent(1, generation=6)[0]) is None
+    assert reader.refused == {"another generation": 1}
+    assert reader.read(sent(1)[0])
 
 
 @pytest.mark.parametrize(
@@ -102,28 +104,28 @@ def test_another_life_is_refused() -> None:
     ],
 )
 def test_misshapen_frames_are_refused(frame: bytes) -> None:
-    incoming = taker()
-    assert incoming.take(frame) is None
-    assert incoming.refused == {"malformed preamble": 1}
-    assert incoming.take(sent(1)[0])
+    reader = taker()
+    assert reader.read(frame) is None
+    assert reader.refused == {"malformed preamble": 1}
+    assert reader.read(sent(1)[0])
 
 
 def test_a_head_that_is_known_is_not_taken_from_a_frame_that_ends_early() -> None:
-    outgoing, incoming = Outgoing(7), taker()
-    assert incoming.take(outgoing.frame(b"header", VALUE))
-    cut = outgoing.frame(b"header", VALUE)[: -len(VALUE[1]) - 1]
-    assert incoming.take(cut) is None
-    assert incoming.refused == {"malformed preamble": 1}
+    writer, reader = FrameWriter(7), taker()
+    assert reader.read(writer.frame(b"header", VALUE))
+    cut = writer.frame(b"header", VALUE)[: -len(VALUE[1]) - 1]
+    assert reader.read(cut) is None
+    assert reader.refused == {"malformed preamble": 1}
 
 
 def test_a_header_that_is_no_message_does_not_use_up_its_number() -> None:
-    incoming = Incoming(7, wire.decode_at_controller)
-    outgoing = Outgoing(7)
-    frame = outgoing.frame(wire.encode(wire.Pong()))
+    reader = FrameReader(7, wire.decode_at_controller)
+    writer = FrameWriter(7)
+    frame = writer.frame(wire.encode(wire.Pong()))
     for _ in range(2):
-        assert incoming.take(preamble(1, 0) + b"\xc1") is None
-    assert incoming.take(frame) == (wire.Pong(), NOTHING, 0)
-    assert incoming.refused == {"malformed header": 2}
+        assert reader.read(preamble(1, 0) + b"\xc1") is None
+    assert reader.read(frame) == (wire.Pong(), NOTHING, 0)
+    assert reader.refused == {"malformed header": 2}
 
 
 def test_a_header_is_decoded_once_and_few_are_kept() -> None:
@@ -133,18 +135,18 @@ def test_a_header_is_decoded_once_and_few_are_kept() -> None:
         decoded.append(header)
         return header
 
-    incoming = Incoming(7, decode)
-    outgoing = Outgoing(7)
+    reader = FrameReader(7, decode)
+    writer = FrameWriter(7)
     for _ in range(3):
-        assert incoming.take(outgoing.frame(b"again", VALUE)) == (b"again", VALUE, 0)
+        assert reader.read(writer.frame(b"again", VALUE)) == (b"again", VALUE, 0)
     assert decoded == [b"again"]
-    for number in range(3 * MAX_KNOWN):
+    for number in range(3 * MAX_ENTRIES):
         header = b"%d" % number
-        assert incoming.take(outgoing.frame(header, VALUE)) == (header, VALUE, 0)
-    large = bytes(MAX_KNOWN_BYTES + 1)
-    assert incoming.take(outgoing.frame(large)) == (large, NOTHING, 0)
-    assert len(incoming._known) <= MAX_KNOWN
-    assert large not in incoming._known
+        assert reader.read(writer.frame(header, VALUE)) == (header, VALUE, 0)
+    large = bytes(MAX_KEY_BYTES + 1)
+    assert reader.read(writer.frame(large)) == (large, NOTHING, 0)
+    assert len(reader._cache) <= MAX_ENTRIES
+    assert large not in reader._cache
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,6 @@ def test_oversize_is_refused(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType, limit: str
 ) -> None:
     monkeypatch.setattr(module, limit, 3)
-    incoming = taker()
-    assert incoming.take(sent(1)[0]) is None
-    assert incoming.refused == {"oversize": 1}
+    reader = taker()
+    assert reader.read(sent(1)[0]) is None
+    assert reader.refused == {"oversize": 1}

@@ -1,4 +1,4 @@
-"""Several threads and one pipe: each byte is handled once, by whoever is waiting."""
+"""Leader/followers over one pipe: each byte is handled once, by a thread that waits for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from spmd_rl.controller.channel import leader_followers as turns_module
+from spmd_rl.controller.channel import leader_followers
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 
@@ -19,10 +19,10 @@ WAIT_S = 100.0
 
 
 class Pipe:
-    """Something to poll; it remembers who handled what."""
+    """A pipe to poll; it records which thread handled what."""
 
     def __init__(self) -> None:
-        self.waker = WakeupFd()
+        self.wakeup = WakeupFd()
         self.handled: list[tuple[str, bytes]] = []
         self.outbox: deque[str] = deque()
         self.sent: list[str] = []
@@ -32,10 +32,10 @@ class Pipe:
     def handle(self, seconds: float) -> None:
         assert self.busy.acquire(blocking=False), "two threads handle at once"
         self.flush()
-        ready, _, _ = select.select([self._out, self.waker.fileno()], [], [], seconds)
+        ready, _, _ = select.select([self._out, self.wakeup.fileno()], [], [], seconds)
         if self._out in ready:
             self.handled.append((threading.current_thread().name, os.read(self._out, 1)))
-        self.waker.drain()
+        self.wakeup.drain()
         self.flush()
         self.busy.release()
 
@@ -47,7 +47,7 @@ class Pipe:
         os.write(self._in, byte)
 
     def close(self) -> None:
-        self.waker.close()
+        self.wakeup.close()
         os.close(self._out)
         os.close(self._in)
 
@@ -60,42 +60,44 @@ def pipe() -> Iterator[Pipe]:
 
 
 @pytest.fixture
-def turns(pipe: Pipe) -> Iterator[LeaderFollowers]:
-    turns = LeaderFollowers(pipe.handle, pipe.waker, "stand-in")
-    turns.start()
-    yield turns
-    turns.close()
+def leader(pipe: Pipe) -> Iterator[LeaderFollowers]:
+    leader = LeaderFollowers(pipe.handle, pipe.wakeup, "background")
+    leader.start()
+    yield leader
+    leader.close()
 
 
 def test_a_waiting_thread_handles_what_arrives_itself(pipe: Pipe) -> None:
     me = threading.current_thread().name
-    # on a busy machine the stand-in would have some
-    turns = LeaderFollowers(pipe.handle, pipe.waker, "not started")
+    # on a busy machine the background thread would handle some
+    leader = LeaderFollowers(pipe.handle, pipe.wakeup, "not started")
     for count in range(20):
         threading.Timer(0.01, pipe.send, [b"x"]).start()
-        assert turns.until(lambda count=count: len(pipe.handled) > count, WAIT_S)  # type: ignore[misc]
+        assert leader.handle_until(lambda count=count: len(pipe.handled) > count, WAIT_S)  # type: ignore[misc]
     assert {name for name, _ in pipe.handled} == {me}
 
 
-def test_the_stand_in_handles_it_while_nobody_waits(pipe: Pipe, turns: LeaderFollowers) -> None:
+def test_the_background_thread_handles_it_while_nobody_waits(
+    pipe: Pipe, leader: LeaderFollowers
+) -> None:
     pipe.send(b"x")
     end = time.monotonic() + WAIT_S
     while not pipe.handled and time.monotonic() < end:
         threading.Event().wait(0.01)
-    assert pipe.handled == [("stand-in", b"x")]
+    assert pipe.handled == [("background", b"x")]
 
 
-def test_a_wait_ends_in_time(turns: LeaderFollowers) -> None:
+def test_a_wait_ends_in_time(leader: LeaderFollowers) -> None:
     began = time.monotonic()
-    assert not turns.until(lambda: False, 0.05)
+    assert not leader.handle_until(lambda: False, 0.05)
     assert 0.05 <= time.monotonic() - began < WAIT_S
 
 
-def test_two_threads_may_wait_for_different_things(pipe: Pipe, turns: LeaderFollowers) -> None:
+def test_two_threads_may_wait_for_different_things(pipe: Pipe, leader: LeaderFollowers) -> None:
     found: list[bytes] = []
 
     def wait_for(byte: bytes) -> None:
-        if turns.until(lambda: any(seen == byte for _, seen in pipe.handled), WAIT_S):
+        if leader.handle_until(lambda: any(seen == byte for _, seen in pipe.handled), WAIT_S):
             found.append(byte)
 
     waiting = [threading.Thread(target=wait_for, args=[byte]) for byte in (b"a", b"b", b"c")]
@@ -108,36 +110,36 @@ def test_two_threads_may_wait_for_different_things(pipe: Pipe, turns: LeaderFoll
     assert sorted(found) == [b"a", b"b", b"c"]
 
 
-def test_a_turn_may_be_taken_to_wait_in_another_way(pipe: Pipe, turns: LeaderFollowers) -> None:
-    assert turns.take(WAIT_S)
+def test_a_turn_may_be_taken_to_wait_in_another_way(pipe: Pipe, leader: LeaderFollowers) -> None:
+    assert leader.lead(WAIT_S)
     pipe.send(b"x")
     assert not pipe.busy.locked(), "two threads handle at once"
-    threading.Event().wait(2 * turns_module.ABSENCE_S)
-    assert turns.due
-    assert not pipe.handled, "the stand-in has to wait"
-    turns.leave()
-    assert turns.until(lambda: pipe.handled, WAIT_S)
+    threading.Event().wait(2 * leader_followers.IDLE_S)
+    assert leader.handle_due
+    assert not pipe.handled, "the background has to wait"
+    leader.resign()
+    assert leader.handle_until(lambda: pipe.handled, WAIT_S)
 
 
 def test_what_is_queued_wakes_who_waits(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns_module, "TICK_S", WAIT_S)
-    turns = LeaderFollowers(pipe.handle, pipe.waker, "not started")
+    monkeypatch.setattr(leader_followers, "TICK_S", WAIT_S)
+    leader = LeaderFollowers(pipe.handle, pipe.wakeup, "not started")
     sent = threading.Event()
-    waiting = threading.Thread(target=turns.until, args=[lambda: bool(pipe.sent), WAIT_S])
+    waiting = threading.Thread(target=leader.handle_until, args=[lambda: bool(pipe.sent), WAIT_S])
     waiting.start()
     while not pipe.busy.locked():
         sent.wait(0.001)
     began = time.monotonic()
     pipe.outbox.append("letter")
-    turns.now_or_next(pipe.flush)
-    assert turns.due, "who waits in another way is told as well"
+    leader.run_or_wake(pipe.flush)
+    assert leader.handle_due, "who waits in another way is told as well"
     waiting.join(WAIT_S)
     assert pipe.sent == ["letter"]
     assert time.monotonic() - began < WAIT_S / 2, "it need not wait for the tick"
 
 
 def test_what_is_queued_while_nobody_waits_is_done_at_once(pipe: Pipe) -> None:
-    turns = LeaderFollowers(pipe.handle, pipe.waker, "not started")
+    leader = LeaderFollowers(pipe.handle, pipe.wakeup, "not started")
     pipe.outbox.append("letter")
-    turns.now_or_next(pipe.flush)
+    leader.run_or_wake(pipe.flush)
     assert pipe.sent == ["letter"]

@@ -1,4 +1,4 @@
-"""The controller's socket against a client that is not a worker: real sockets, one process."""
+"""Router and clients that are no workers, over real sockets in one process."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from zmq.utils.monitor import recv_monitor_message
 
 from spmd_rl.controller.channel.codec import NOTHING, Packed
 from spmd_rl.controller.channel.dealer import Dealer
-from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES, Incoming, Outgoing
-from spmd_rl.controller.channel.router import MOMENT_S, Router
-from spmd_rl.controller.channel.secret import Keys, derive
+from spmd_rl.controller.channel.envelope import PREAMBLE, PREAMBLE_BYTES, FrameReader, FrameWriter
+from spmd_rl.controller.channel.router import SHORT_WAIT_S, Router
+from spmd_rl.controller.channel.secret import Keys, derive_keys
 from spmd_rl.controller.channel.wire import (
     Bye,
     Hello,
     Pong,
     Stop,
     ToController,
+    ToWorker,
     decode_at_worker,
     encode,
 )
@@ -35,8 +36,8 @@ GENERATION = 7
 WORLD = 4
 
 
-class Events:
-    """A listener that remembers."""
+class RecordingListener:
+    """A listener of a router that records its events."""
 
     def __init__(self) -> None:
         self.seen: queue.Queue[tuple[int, object]] = queue.Queue()
@@ -60,6 +61,20 @@ class Events:
     def on_signal(self, number: Signals) -> None: ...
 
 
+class SilentListener:
+    """A listener of a dealer that ignores its events."""
+
+    def on_message(self, message: ToWorker) -> None: ...
+
+    def on_tick(self, now: float) -> None: ...
+
+    def on_signal(self, number: Signals) -> None: ...
+
+    def on_disconnected(self) -> None: ...
+
+    def on_handshake_failed(self) -> None: ...
+
+
 @pytest.fixture
 def lifelines() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
@@ -68,16 +83,16 @@ def lifelines() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-def events() -> Events:
-    return Events()
+def events() -> RecordingListener:
+    return RecordingListener()
 
 
 @pytest.fixture
 def router(
-    tmp_path: Path, events: Events, lifelines: tuple[socket.socket, socket.socket]
+    tmp_path: Path, events: RecordingListener, lifelines: tuple[socket.socket, socket.socket]
 ) -> Iterator[Router]:
     router = Router(
-        f"ipc://{tmp_path}/s", derive(b"a" * 32), GENERATION, WORLD, events, lifelines[0]
+        f"ipc://{tmp_path}/s", derive_keys(b"a" * 32), GENERATION, WORLD, events, lifelines[0]
     )
     router.start()
     yield router
@@ -105,23 +120,23 @@ def dial(
 
 
 def test_noise_is_dropped_and_counted(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    with dial(context, router, derive(b"a" * 32)) as dealer:
-        outgoing = Outgoing(GENERATION)
-        hello = outgoing.frame(encode(Hello(0, "host", 1)))
-        stale = Outgoing(GENERATION + 1).frame(encode(Pong()))
+    with dial(context, router, derive_keys(b"a" * 32)) as dealer:
+        writer = FrameWriter(GENERATION)
+        hello = writer.frame(encode(Hello(0, "host", 1)))
+        stale = FrameWriter(GENERATION + 1).frame(encode(Pong()))
         noise = PREAMBLE.pack(GENERATION, 0, 0, PREAMBLE_BYTES + 5, PREAMBLE_BYTES + 5) + b"noise"
         for frames in ([b"", b"", b""], [b"noise"], [b"a", b"b", b"c", b"d"], [stale], [noise]):
             dealer.send_multipart(frames)
         dealer.send(hello)
         assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
-        pong, later = outgoing.frame(encode(Pong())), outgoing.frame(encode(Pong()))
+        pong, later = writer.frame(encode(Pong())), writer.frame(encode(Pong()))
         for frame in (hello, later, pong):
             dealer.send(frame)
         assert events.seen.get(timeout=WAIT_S) == (0, Pong())
         router.post([0], Stop("why", 2, []))
-        taken = Incoming(GENERATION, decode_at_worker).take(dealer.recv())
+        taken = FrameReader(GENERATION, decode_at_worker).read(dealer.recv())
         assert taken == (Stop("why", 2, []), NOTHING, 0)
     assert events.seen.empty()
     assert router.refused == {
@@ -135,7 +150,7 @@ def test_noise_is_dropped_and_counted(
 
 
 def test_they_meet_over_ipv6(
-    events: Events,
+    events: RecordingListener,
     lifelines: tuple[socket.socket, socket.socket],
     context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
@@ -143,22 +158,24 @@ def test_they_meet_over_ipv6(
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"this host has no IPv6: {error}")
-    keys = derive(b"a" * 32)
+    keys = derive_keys(b"a" * 32)
     router = Router("tcp://[::1]:*", keys, GENERATION, WORLD, events, lifelines[0])
     router.start()
-    with closing(Dealer(router.endpoint, keys, GENERATION, Hello(0, "host", 1))):
+    with closing(Dealer(router.endpoint, keys, GENERATION, 0, SilentListener())) as dealer:
+        dealer.start()
+        dealer.post(Hello(0, "host", 1))
         assert events.seen.get(timeout=WAIT_S) == (0, Hello(0, "host", 1))
     router.close()
 
 
 def test_a_rank_that_is_not_of_this_world_is_a_stranger(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     with (
-        dial(context, router, derive(b"a" * 32), WORLD) as beyond,
-        dial(context, router, derive(b"a" * 32)) as known,
+        dial(context, router, derive_keys(b"a" * 32), WORLD) as beyond,
+        dial(context, router, derive_keys(b"a" * 32)) as known,
     ):
-        beyond.send(Outgoing(GENERATION).frame(encode(Hello(0, "host", 1))))
+        beyond.send(FrameWriter(GENERATION).frame(encode(Hello(0, "host", 1))))
         while not router.refused:
             known.send(b"")
         assert router.refused.keys() <= {"unknown identity", "malformed preamble"}
@@ -166,29 +183,29 @@ def test_a_rank_that_is_not_of_this_world_is_a_stranger(
 
 
 def test_no_rank_speaks_for_another_in_a_frame_too_many(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     with (
-        dial(context, router, derive(b"a" * 32)) as sly,
-        dial(context, router, derive(b"a" * 32), 1) as honest,
+        dial(context, router, derive_keys(b"a" * 32)) as sly,
+        dial(context, router, derive_keys(b"a" * 32), 1) as honest,
     ):
-        outgoing = Outgoing(GENERATION, 2**61)
-        honest.send(outgoing.frame(encode(Hello(1, "host", 1))))
+        writer = FrameWriter(GENERATION, 2**61)
+        honest.send(writer.frame(encode(Hello(1, "host", 1))))
         assert events.seen.get(timeout=WAIT_S) == (1, Hello(1, "host", 1))
-        guess = Outgoing(GENERATION)
+        guess = FrameWriter(GENERATION)
         guess.frame(encode(Hello(1, "host", 1)))
         sly.send_multipart([b"", b"rank-1", guess.frame(encode(Pong()))])
         while router.refused.total() < 2:
             pass
-        honest.send(outgoing.frame(encode(Bye())))
+        honest.send(writer.frame(encode(Bye())))
         assert events.seen.get(timeout=WAIT_S) == (1, Bye())
     assert router.refused == {"malformed preamble": 1, "replayed": 1}
 
 
 def test_a_known_server_key_does_not_admit_an_unknown_client(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    mixed = Keys(derive(b"a" * 32).server, derive(b"b" * 32).client)
+    mixed = Keys(derive_keys(b"a" * 32).server, derive_keys(b"b" * 32).client)
     failed = zmq.EVENT_HANDSHAKE_FAILED_AUTH
     with dial(context, router, mixed) as stranger, stranger.get_monitor_socket(failed) as monitor:
         assert monitor.poll(WAIT_S * 1000)
@@ -198,7 +215,7 @@ def test_a_known_server_key_does_not_admit_an_unknown_client(
 
 
 def test_a_closed_connection_is_unreachable(
-    router: Router, events: Events, context: zmq.Context[zmq.Socket[bytes]]
+    router: Router, events: RecordingListener, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     router.post([3], Stop("", 0, []))
     assert events.seen.get(timeout=WAIT_S) == (3, "unreachable")
@@ -208,7 +225,7 @@ def test_a_wait_of_a_moment_ends_though_frames_go_on_coming(
     router: Router, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
     ended = threading.Event()
-    with dial(context, router, derive(b"a" * 32)) as dealer:
+    with dial(context, router, derive_keys(b"a" * 32)) as dealer:
 
         def flood() -> None:
             while not ended.wait(0.0005):
@@ -219,7 +236,7 @@ def test_a_wait_of_a_moment_ends_though_frames_go_on_coming(
         while not router.refused:
             ended.wait(0.01)
         began = time.monotonic()
-        assert not router.until(lambda: False, MOMENT_S)
+        assert not router.handle_until(lambda: False, SHORT_WAIT_S)
         took_s = time.monotonic() - began
         ended.set()
         flooding.join()
@@ -227,7 +244,7 @@ def test_a_wait_of_a_moment_ends_though_frames_go_on_coming(
 
 
 def test_the_end_of_the_lifeline_is_noticed_once(
-    router: Router, events: Events, lifelines: tuple[socket.socket, socket.socket]
+    router: Router, events: RecordingListener, lifelines: tuple[socket.socket, socket.socket]
 ) -> None:
     lifelines[1].close()
     assert events.seen.get(timeout=WAIT_S) == (0, "parent lost")

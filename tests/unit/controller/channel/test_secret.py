@@ -1,3 +1,5 @@
+"""Secret of a run: where it comes from, and which are refused."""
+
 from __future__ import annotations
 
 import os
@@ -28,7 +30,11 @@ def test_a_made_secret_is_private_and_fresh(tmp_path: Path) -> None:
 
 
 def test_keys_follow_from_the_secret_alone() -> None:
-    a, again, b = secret.derive(b"a" * 32), secret.derive(b"a" * 32), secret.derive(b"b" * 32)
+    a, again, b = (
+        secret.derive_keys(b"a" * 32),
+        secret.derive_keys(b"a" * 32),
+        secret.derive_keys(b"b" * 32),
+    )
     assert a == again
     assert len({a.server.private, a.client.private, b.server.private, b.client.private}) == 4
 
@@ -37,20 +43,20 @@ def test_keys_follow_from_the_secret_alone() -> None:
 def test_weak_secrets_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(secret.SECRET_ENV, text)
     with pytest.raises(ConfigError, match="must hold a secret of 32 bytes"):
-        secret.given()
+        secret.from_environment()
 
 
 def test_open_or_missing_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert secret.given() is None
+    assert secret.from_environment() is None
     path = secret.create(tmp_path / "secret")
     monkeypatch.setenv(secret.FILE_ENV, str(path))
-    assert secret.given() == secret.read(path)
+    assert secret.from_environment() == secret.read(path)
     path.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
-        secret.given()
+        secret.from_environment()
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
-        secret.given()
+        secret.from_environment()
 
 
 def test_only_a_regular_file_of_this_user_is_read(tmp_path: Path) -> None:
@@ -89,11 +95,11 @@ def test_the_file_that_was_checked_is_the_one_that_is_read(
 
 
 def test_several_nodes_must_be_given_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    secret.refuse_none(world(1))
+    secret.require_on_many_nodes(world(1))
     with pytest.raises(ConfigError, match=f"export {secret.FILE_ENV} on every node"):
-        secret.refuse_none(world(2))
+        secret.require_on_many_nodes(world(2))
     monkeypatch.setenv(secret.SECRET_ENV, "ab" * 32)
-    secret.refuse_none(world(2))
+    secret.require_on_many_nodes(world(2))
 
 
 def world(num_nodes: int) -> World:

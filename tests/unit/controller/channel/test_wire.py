@@ -1,3 +1,5 @@
+"""Messages: the closed set, and what is refused."""
+
 from __future__ import annotations
 
 import re

@@ -1,22 +1,20 @@
-"""A run that is ended from outside, and a recipe that computes for ever: when each has to end, and
-with what.
-"""
+"""Deadlines of a run that a signal ends, and of a recipe that makes no call."""
 
 from __future__ import annotations
 
 import pytest
 
-from spmd_rl.controller.lifecycle.deadlines import Notice, RecipeClock
+from spmd_rl.controller.lifecycle.deadlines import RecipeDeadline, TerminationNotice
 
 
 def test_sigterm_leaves_the_grace_and_then_says_what_is_lost() -> None:
-    notice = Notice()
+    notice = TerminationNotice()
     assert notice.overdue(1e9) is None
-    notice.grace_s, notice.unsaved = 25.0, "; step 8 is lost"
-    notice.take("SIGTERM", "every rank got SIGTERM", 100.0)
-    notice.take("SIGINT", "the controller got SIGINT", 101.0)
+    notice.grace_s, notice.lost_work = 25.0, "; step 8 is lost"
+    notice.note_signal("SIGTERM", "every rank got SIGTERM", 100.0)
+    notice.note_signal("SIGINT", "the controller got SIGINT", 101.0)
     assert notice.overdue(124.9) is None
-    late, saved = notice.overdue(125.0), notice.and_then("; saved")
+    late, saved = notice.overdue(125.0), notice.error_with("; saved")
     assert str(late) == "the run was ended from outside: every rank got SIGTERM; step 8 is lost"
     assert str(saved) == "the run was ended from outside: every rank got SIGTERM; saved"
     assert late is not None
@@ -29,12 +27,12 @@ def test_sigterm_leaves_the_grace_and_then_says_what_is_lost() -> None:
 def test_an_interrupt_and_a_run_with_nothing_to_save_end_at_once(
     name: str, grace_s: float, code: int
 ) -> None:
-    notice = Notice()
-    notice.grace_s, notice.unsaved = (
+    notice = TerminationNotice()
+    notice.grace_s, notice.lost_work = (
         grace_s,
         "; step 8 did not end in time" if name == "SIGINT" else "",
     )
-    notice.take(name, "somebody", 100.0)
+    notice.note_signal(name, "somebody", 100.0)
     error = notice.overdue(100.0)
     assert str(error) == "the run was ended from outside: somebody", "nobody waited for a step"
     assert error is not None
@@ -42,13 +40,13 @@ def test_an_interrupt_and_a_run_with_nothing_to_save_end_at_once(
 
 
 def test_a_recipe_may_compute_for_its_limit_since_it_was_last_seen_to_wait() -> None:
-    clock = RecipeClock(10.0)
-    assert clock.overdue(False, 0.0, 1e9) is None, "it has not begun"
-    with clock.running(100.0):
-        assert clock.overdue(False, 0.0, 110.0) is None
-        assert "no call for 10 s" in str(clock.overdue(False, 0.0, 110.1))
-        assert clock.overdue(True, 0.0, 150.0) is None, "a rank owes it an answer"
-        assert clock.overdue(False, 0.0, 160.0) is None
-        assert clock.overdue(False, 0.5, 200.0) is None, "it has waited in between"
-        assert clock.overdue(False, 0.5, 210.1) is not None
-    assert clock.overdue(False, 0.5, 1e9) is None, "it is over"
+    deadline = RecipeDeadline(10.0)
+    assert deadline.overdue(False, 0.0, 1e9) is None, "it has not begun"
+    with deadline.running(100.0):
+        assert deadline.overdue(False, 0.0, 110.0) is None
+        assert "no call for 10 s" in str(deadline.overdue(False, 0.0, 110.1))
+        assert deadline.overdue(True, 0.0, 150.0) is None, "a rank owes it an answer"
+        assert deadline.overdue(False, 0.0, 160.0) is None
+        assert deadline.overdue(False, 0.5, 200.0) is None, "it has waited in between"
+        assert deadline.overdue(False, 0.5, 210.1) is not None
+    assert deadline.overdue(False, 0.5, 1e9) is None, "it is over"

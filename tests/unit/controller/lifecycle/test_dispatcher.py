@@ -1,4 +1,4 @@
-"""The controller's end with real sockets and no worker."""
+"""Dispatcher with real sockets and without workers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ import pytest
 from spmd_rl.config.run import RunConfig
 from spmd_rl.controller.channel.codec import NOTHING
 from spmd_rl.controller.channel.router import Router
-from spmd_rl.controller.channel.secret import derive
+from spmd_rl.controller.channel.secret import derive_keys
 from spmd_rl.controller.channel.wire import Bye, Hello, Ping, StackRequest, Stacks, Stop
-from spmd_rl.controller.lifecycle import dispatcher, exit_message
+from spmd_rl.controller.lifecycle import dispatcher, exit_message, snapshots
 from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
-from spmd_rl.controller.lifecycle.shutdown import Farewell
+from spmd_rl.controller.lifecycle.shutdown import FinalMessage
 from spmd_rl.errors import ConfigError, DeadlineError, DiskError, LostRankError, SpmdError
 
 
 def board(folder: Path, lifeline: socket.socket, start_s: float = 30.0) -> Dispatcher:
     run = RunConfig(folder=str(folder), start_s=start_s)
     return Dispatcher(
-        run, 2, f"ipc://{folder}/s", derive(b"a" * 32), 7, lifeline, last_resort=lambda code: None
+        run,
+        2,
+        f"ipc://{folder}/s",
+        derive_keys(b"a" * 32),
+        7,
+        lifeline,
+        last_resort=lambda code: None,
     )
 
 
@@ -55,7 +61,7 @@ def test_stacks_are_not_waited_for_from_those_who_have_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Router, "post", lambda self, ranks, message: None)  # nobody has connected
-    monkeypatch.setattr(dispatcher, "STACKS_S", 300.0)
+    monkeypatch.setattr(snapshots, "GATHER_S", 300.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         asking = board(tmp_path, ours)
@@ -69,7 +75,7 @@ def test_stacks_are_not_waited_for_from_those_who_have_gone(
         while thread.is_alive():
             asking.on_message(0, Stacks("here", "a stack of rank 0", {}), NOTHING, 0)
             thread.join(0.05)
-        assert time.monotonic() - began < dispatcher.STACKS_S
+        assert time.monotonic() - began < snapshots.GATHER_S
         assert "a stack of rank 0" in texts[0]
         asking.on_message(0, Bye(), NOTHING, 0)
         asking.stop(None)
@@ -79,9 +85,9 @@ def test_a_signal_ends_the_run_with_its_code_once_the_grace_is_over(tmp_path: Pa
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ending = board(tmp_path, ours)
-        ending.notice.grace_s = 0.5
+        ending.termination.grace_s = 0.5
         ending.on_signal(SIGTERM)
-        assert ending.notice.error is not None
+        assert ending.termination.error is not None
         assert ending.calls.cause is None, "there is time to save something"
         with pytest.raises(LostRankError, match="the controller got SIGTERM") as raised:
             ending.wait_for_all()
@@ -118,7 +124,7 @@ def test_who_comes_while_the_world_ends_is_told_and_not_killed(
     ours, theirs = socket.socketpair()
     with ours, theirs, subprocess.Popen(["sleep", "60"]) as rank:
         ending = board(tmp_path, ours)
-        monkeypatch.setattr(ending, "_launcher", os.getpid())
+        monkeypatch.setattr(ending._shutdown, "_launcher", os.getpid())
         close = ending._router.close
 
         def come_late() -> None:
@@ -141,7 +147,7 @@ def test_who_comes_while_the_world_ends_is_told_and_not_killed(
 def test_the_controller_says_why_where_no_rank_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heeded: bool
 ) -> None:
-    """Two ranks are stopped, and one is given up before the other, which is told and does not hear."""
+    """Two ranks are stopped. One is given up first, and the other does not answer."""
     monkeypatch.setattr(Router, "post", lambda self, ranks, message: None)
     monkeypatch.setattr(dispatcher, "FAILED_BYE_S", 0.2)
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(tmp_path / "error.json"))
@@ -169,8 +175,8 @@ def test_who_is_lost_is_told_with_how_to_go_on_once_the_screen_is_left(
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ending = board(tmp_path, ours)
-        ending.farewell.newest = lambda: 20
-        ending.farewell.leave_screen = lambda: said.append("the screen is left")
+        ending.final_message.newest_step = lambda: 20
+        ending.final_message.leave_screen = lambda: said.append("the screen is left")
         ending.on_message(1, Hello(1, "host", 2**22), NOTHING, 0)
         ending.on_unreachable(1)
         ending.stop(ending.calls.cause)
@@ -203,9 +209,9 @@ def hang() -> None:
         ),
     ],
 )
-def test_a_farewell_takes_no_time(error: SpmdError, newest, expected: str) -> None:
-    farewell = Farewell()
-    farewell.newest = newest
-    assert farewell.take(error) == str(error) == expected, "else it waits for ever"
+def test_a_final_message_takes_no_time(error: SpmdError, newest, expected: str) -> None:
+    message = FinalMessage()
+    message.newest_step = newest
+    assert message.compose(error) == str(error) == expected, "else it waits for ever"
     released.set()
     released.clear()

@@ -1,3 +1,5 @@
+"""Exit messages: where a process leaves the sentence that says why it ends, and who reads it."""
+
 from __future__ import annotations
 
 import errno
@@ -20,7 +22,7 @@ def test_the_first_sentence_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(folder / "error.json"))
     exit_message.write("the cause")
     exit_message.write("its echo")
-    assert exit_message.of_the_last_start(tmp_path) == ["the cause"]
+    assert exit_message.read_last_start(tmp_path) == ["the cause"]
     assert [path.name for path in folder.iterdir()] == ["error.json"]
 
 
@@ -46,8 +48,8 @@ def test_where_no_rank_is_left_only_a_plain_torchrun_needs_the_words_on_stderr(
     monkeypatch.delenv(exit_message.LAUNCHER_ENV, raising=False)
     if launcher == "spmd-rl":
         monkeypatch.setenv(exit_message.LAUNCHER_ENV, "1")
-    exit_message.write_alone("the cause")
-    assert exit_message.of_the_last_start(tmp_path) == ["the cause"]
+    exit_message.write_for_all_ranks("the cause")
+    assert exit_message.read_last_start(tmp_path) == ["the cause"]
     assert capfd.readouterr().err == ("" if launcher == "spmd-rl" else "the cause\n")
 
 
@@ -57,9 +59,9 @@ def test_words_that_no_launcher_will_read_go_to_stderr_too(
 ) -> None:
     (tmp_path / "attempt_0").mkdir()
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(tmp_path / "attempt_0/error.json"))
-    monkeypatch.setattr(exit_message, "_launchers", [os.getppid() if alive else -1])
+    monkeypatch.setattr(exit_message, "_launcher_pids", [os.getppid() if alive else -1])
     exit_message.write("the cause")
-    assert exit_message.of_the_last_start(tmp_path) == ["the cause"]
+    assert exit_message.read_last_start(tmp_path) == ["the cause"]
     assert capfd.readouterr().err == ("" if alive else "the cause\n")
 
 
@@ -71,11 +73,11 @@ def test_each_start_of_the_ranks_has_its_own(
         folder.mkdir(parents=True)
         monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(folder / "error.json"))
         exit_message.write(f"the cause of {start}")
-    assert exit_message.of_the_last_start(tmp_path) == ["the cause of 10"]
-    assert exit_message.of_the_start_before() == "the cause of 9"
-    monkeypatch.setattr(exit_message, "WORDS_S", 0.1)
+    assert exit_message.read_last_start(tmp_path) == ["the cause of 10"]
+    assert exit_message.reason_of_restart() == "the cause of 9"
+    monkeypatch.setattr(exit_message, "WAIT_S", 0.1)
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(tmp_path / "attempt_9/1/error.json"))
-    assert "without a word" in exit_message.of_the_start_before()
+    assert "left no message" in exit_message.reason_of_restart()
 
 
 def test_they_are_one_line(
@@ -91,23 +93,19 @@ def test_they_are_one_line(
 
 FORKED = """
 import os
-from spmd_rl.cli import launcher
 from spmd_rl.controller.lifecycle import exit_message
-from spmd_rl.controller.run.controller_main import explain
-exit_message.are_not_of_children()
+exit_message.disown_children()
 if child := os.fork():
     os.waitpid(child, 0)
 exit_message.write("of the rank" if child else "of the child")
 """
 LEFT = """
 import multiprocessing, threading, time
-from spmd_rl.cli import launcher
-from spmd_rl.controller.lifecycle import exit_message
-from spmd_rl.controller.run.controller_main import explain
-exit_message.LEAVE_S = 0.2
+from spmd_rl.controller.lifecycle import shutdown
+shutdown.EXIT_S = 0.2
 threading.Thread(target=time.sleep, args=(1500,), name="judge").start()
 multiprocessing.get_context("fork").Process(target=time.sleep, args=(1500,), name="pool").start()
-raise SystemExit(exit_message.leave("rank 0", 7))
+raise SystemExit(shutdown.limit_exit("rank 0", 7))
 """
 
 
@@ -116,7 +114,7 @@ def test_what_a_rank_forked_has_no_say(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     ended = _python(FORKED, **{exit_message.ERROR_FILE_ENV: str(folder / "error.json")})
     assert (ended.returncode, ended.stderr) == (0, "of the child\n")
-    assert exit_message.of_the_last_start(tmp_path) == ["of the rank"]
+    assert exit_message.read_last_start(tmp_path) == ["of the rank"]
 
 
 def test_nothing_that_user_code_left_running_holds_a_process() -> None:
@@ -171,7 +169,9 @@ def test_the_launcher_knows_what_killed_a_rank(
     monkeypatch.setenv(exit_message.ERROR_FILE_ENV, str(folder / "error.json"))
     if left:
         exit_message.write(left)
-    launcher._say(tmp_path, "rank 1 was killed by SIGKILL", lost="lost rank 1 (")
+    launcher._print_exit_message(
+        tmp_path, "rank 1 was killed by SIGKILL", lost_rank="lost rank 1 ("
+    )
     assert capfd.readouterr().err == f"{said}\n"
 
 

@@ -1,4 +1,4 @@
-"""Ending processes: only children of the given launcher, only on this host."""
+"""Processes of workers: only children of the given launcher on this host are killed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from spmd_rl.controller.channel.wire import Hello
 from spmd_rl.controller.lifecycle.process_tree import (
     ChildWatcher,
-    await_end,
-    end_children,
+    kill_children,
     parent_of,
+    wait_for_exits,
 )
 
 HERE = socket.gethostname()
@@ -35,41 +35,41 @@ def test_a_parent_is_known_and_a_missing_process_has_none(child: subprocess.Pope
 
 
 def test_an_end_is_told_once_at_the_second_look(child: subprocess.Popen[bytes]) -> None:
-    lives = ChildWatcher(os.getpid())
-    lives.watch(Hello(1, HERE, child.pid))
-    lives.watch(Hello(2, "elsewhere", child.pid))
-    assert lives.ended() == []
+    children = ChildWatcher(os.getpid())
+    children.watch(Hello(1, HERE, child.pid))
+    children.watch(Hello(2, "elsewhere", child.pid))
+    assert children.ended() == []
     child.kill()
-    await_end([Hello(1, HERE, child.pid)])
-    assert [lives.ended() for _ in range(3)] == [[], [1], []]
-    lives.close()
+    wait_for_exits([Hello(1, HERE, child.pid)])
+    assert [children.ended() for _ in range(3)] == [[], [1], []]
+    children.close()
 
 
 def test_the_children_of_others_are_not_watched(child: subprocess.Popen[bytes]) -> None:
-    lives = ChildWatcher(os.getppid())
-    lives.watch(Hello(1, HERE, child.pid))
+    children = ChildWatcher(os.getppid())
+    children.watch(Hello(1, HERE, child.pid))
     child.kill()
-    await_end([Hello(1, HERE, child.pid)])
-    assert [lives.ended() for _ in range(3)] == [[], [], []]
+    wait_for_exits([Hello(1, HERE, child.pid)])
+    assert [children.ended() for _ in range(3)] == [[], [], []]
 
 
 def test_a_stopped_child_is_ended(child: subprocess.Popen[bytes]) -> None:
     child.send_signal(signal.SIGSTOP)
-    end_children(os.getpid(), [Hello(1, HERE, child.pid)])
+    kill_children(os.getpid(), [Hello(1, HERE, child.pid)])
     assert child.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("host", [HERE, "elsewhere"])
 def test_others_are_left_alone(child: subprocess.Popen[bytes], host: str) -> None:
     launcher = os.getppid() if host == HERE else os.getpid()
-    end_children(launcher, [Hello(1, host, child.pid)])
-    await_end([])
+    kill_children(launcher, [Hello(1, host, child.pid)])
+    wait_for_exits([])
     assert child.poll() is None
 
 
 def test_an_end_is_waited_for(child: subprocess.Popen[bytes]) -> None:
     child.kill()
-    await_end([Hello(1, HERE, child.pid)])
+    wait_for_exits([Hello(1, HERE, child.pid)])
     assert child.poll() is not None
 
 
@@ -82,7 +82,7 @@ def test_an_end_is_waited_for_with_a_descriptor_that_select_does_not_take(
     many = [os.dup(0) for _ in range(1100)]
     try:
         child.kill()
-        await_end([Hello(1, HERE, child.pid)])
+        wait_for_exits([Hello(1, HERE, child.pid)])
         assert child.poll() is not None
     finally:
         for descriptor in many:

@@ -1,187 +1,25 @@
+"""Stacks of a process: all threads, and the line that the main thread is at."""
+
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import threading
-from contextlib import closing
-from pathlib import Path
 
-import pytest
-
-from spmd_rl.controller.channel.wire import Stacks
-from spmd_rl.controller.lifecycle import stacks
-from spmd_rl.controller.lifecycle.snapshots import Snapshots
-from spmd_rl.controller.lifecycle.stacks import (
-    POINTER,
-    StackServer,
-    all_stacks,
-    ask,
-    place_of_main_thread,
-)
-from spmd_rl.errors import ConfigError
+from spmd_rl.controller.lifecycle.stacks import all_stacks, main_thread_location
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """A private folder, whose path is longer than the address of a socket may be, and a run's."""
-    private, run = tmp_path / ("long" * 30), tmp_path / "run"
-    private.mkdir()
-    run.mkdir()
-    return private, run
-
-
-def place_seen_from_another_thread() -> str:
-    places: list[str] = []
-    thread = threading.Thread(target=lambda: places.append(place_of_main_thread()))
+def location_from_another_thread() -> str:
+    locations: list[str] = []
+    thread = threading.Thread(target=lambda: locations.append(main_thread_location()))
     thread.start()
     thread.join()
-    return places[0]
+    return locations[0]
 
 
 def test_here_is_this_line() -> None:
     assert "test_here_is_this_line" in all_stacks()
 
 
-def test_a_place_is_that_of_the_innermost_file_that_is_no_library() -> None:
-    """While the main thread waits inside the standard library's `threading`, of all files."""
-    assert place_seen_from_another_thread().startswith("test_stacks.py:")
-    assert place_seen_from_another_thread().endswith(" in place_seen_from_another_thread")
-
-
-def test_who_asks_is_told(folders: tuple[Path, Path]) -> None:
-    private, run = folders
-    with closing(StackServer(private, run, lambda: "here\n" * 100_000)):
-        assert ask(run) == "here\n" * 100_000
-        assert ask(run).startswith("here")
-    assert not (run / POINTER).exists()
-    with pytest.raises(ConfigError, match="no run is going on in"):
-        ask(run)
-
-
-def test_a_run_that_died_or_lives_elsewhere_is_said_so(folders: tuple[Path, Path]) -> None:
-    private, run = folders
-    server = StackServer(private, run, lambda: "")
-    pointer = (run / POINTER).read_text()
-    server.close()
-    (run / POINTER).write_text(pointer)
-    with pytest.raises(ConfigError, match=r"its controller \(pid \d+\) is gone"):
-        ask(run)
-    (run / POINTER).write_text(pointer.replace(socket.gethostname(), "elsewhere"))
-    with pytest.raises(ConfigError, match="is on elsewhere: ask there"):
-        ask(run)
-
-
-@pytest.mark.parametrize(
-    "pointer", [b"[]", b"7", b"{}", b'{"host": "h", "pid": 1}', b'{"host": 1}', b"\xff", b"{"]
-)
-def test_a_pointer_that_is_none(tmp_path: Path, pointer: bytes) -> None:
-    (tmp_path / POINTER).write_bytes(pointer)
-    with pytest.raises(ConfigError, match=r"controller\.json does not say where a controller is: "):
-        ask(tmp_path)
-
-
-@pytest.mark.parametrize("folder", ["/", "no/where", r"\u0000", r"\ud800", ""])
-def test_a_pointer_to_nowhere(tmp_path: Path, folder: str) -> None:
-    (tmp_path / POINTER).write_text(
-        f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}'
-    )
-    with pytest.raises(ConfigError, match=r"controller"):
-        ask(tmp_path)
-
-
-def listen(folder: Path, run: Path, answer: bytes) -> socket.socket:
-    """What pretends to be a controller, and says `answer` to the first who asks."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{folder}/stacks")
-    listener.listen()
-    (run / POINTER).write_text(
-        f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{folder}"}}'
-    )
-
-    def serve() -> None:
-        with contextlib.suppress(OSError), listener.accept()[0] as line:
-            line.sendall(answer)
-
-    threading.Thread(target=serve, daemon=True).start()
-    return listener
-
-
-def test_a_controller_of_another_user_is_not_listened_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with listen(tmp_path, tmp_path, b"stacks"):
-        us = os.geteuid()
-        monkeypatch.setattr("os.geteuid", lambda: us + 1)
-        with pytest.raises(ConfigError, match=rf"belongs to another user \(uid {us}\)"):
-            ask(tmp_path)
-
-
-def test_an_answer_without_end_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "MAX_ANSWER_BYTES", 1 << 20)
-    with listen(tmp_path, tmp_path, b"x" * (1 << 24)):
-        assert 1 << 20 <= len(ask(tmp_path)) < 1 << 21
-
-
-def test_a_drop_at_a_time_does_not_hold_who_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stacks, "ANSWER_S", 0.2)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{tmp_path}/stacks")
-        listener.listen()
-        (tmp_path / POINTER).write_text(
-            f'{{"host": "{socket.gethostname()}", "pid": 1, "folder": "{tmp_path}"}}'
-        )
-
-        def drip() -> None:
-            with contextlib.suppress(OSError), listener.accept()[0] as line:
-                while True:
-                    line.sendall(b"x")
-                    threading.Event().wait(0.05)
-
-        threading.Thread(target=drip, daemon=True).start()
-        with pytest.raises(ConfigError, match=r"did not answer in 0\.2 s"):
-            ask(tmp_path)
-
-
-def test_no_answer_commands_the_terminal(tmp_path: Path) -> None:
-    with listen(tmp_path, tmp_path, "\x1b]0;t\x07\tHé\r\x9b2J\nnext\xff".encode() + b"\xff"):
-        assert ask(tmp_path) == "\\x1b]0;t\\x07\tHé\\r\\x9b2J\nnextÿ\\xff"
-
-
-def test_a_pointer_that_is_a_pipe_a_link_or_endless(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / POINTER)
-    with pytest.raises(ConfigError, match="no run is going on in"):
-        ask(tmp_path)
-    (tmp_path / POINTER).unlink()
-    (tmp_path / POINTER).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="no run is going on in"):
-        ask(tmp_path)
-    (tmp_path / POINTER).unlink()
-    with (tmp_path / POINTER).open("wb") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(ConfigError, match="does not say where a controller is"):
-        ask(tmp_path)
-
-
-def test_stacks_are_saved_with_what_is_missing(tmp_path: Path) -> None:
-    snapshots = Snapshots()
-    snapshots.take(0, Stacks("a.py:1 in f", "thread main", {"replayed": 2}), b"{}")
-    assert snapshots.has_all([0])
-    assert not snapshots.has_all([0, 1])
-    assert (
-        snapshots.save(tmp_path / "stacks", 2)
-        == f"the stacks of all ranks are in {tmp_path / 'stacks'}"
-    )
-    assert (tmp_path / "stacks/rank_0.txt").read_text() == "2 frames refused: replayed\nthread main"
-    assert (tmp_path / "stacks/rank_0.collectives.json").read_text() == "{}"
-    assert "no answer" in (tmp_path / "stacks/rank_1.txt").read_text()
-    assert "in save" in (tmp_path / "stacks/controller.txt").read_text()
-    assert snapshots.place(0) == "at a.py:1 in f"
-    assert snapshots.place(1) == "which does not answer"
-
-
-def test_a_disk_that_takes_nothing_is_said_so(tmp_path: Path) -> None:
-    (tmp_path / "stacks").write_text("in the way")
-    assert "could not be saved" in Snapshots().save(tmp_path / "stacks", 1)
+def test_a_location_is_that_of_the_innermost_file_that_is_no_library() -> None:
+    """The main thread waits inside the standard library's `threading` meanwhile."""
+    assert location_from_another_thread().startswith("test_stacks.py:")
+    assert location_from_another_thread().endswith(" in location_from_another_thread")

@@ -19,13 +19,13 @@ def test_whichever_file_changed_one_rank_says_so(tmp_path: Path, num_ranks: int)
         check(tmp_path, expected, rank, num_ranks)
     for number in range(4):
         (tmp_path / f"{number}").write_text("changed")
-        told = []
+        errors = []
         for rank in range(num_ranks):
             try:
                 check(tmp_path, expected, rank, num_ranks)
             except SpmdError as error:
-                told.append(str(error))
-        assert told == [
+                errors.append(str(error))
+        assert errors == [
             f"{tmp_path / str(number)} is not as it was written: its checksum is another one"
         ]
         (tmp_path / f"{number}").write_text("as written")

@@ -1,3 +1,5 @@
+"""Recipes: how the words of a command line name and configure one."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,0 +1,68 @@
+"""`spmd-rl run`: check the config of a run, then launch its ranks on this machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+from spmd_rl.cli import rank
+from spmd_rl.cli.help import HELP_FLAGS, of_recipe, of_run
+from spmd_rl.cli.launcher import end_signals, launch
+from spmd_rl.config.dump import dump_toml
+from spmd_rl.controller.lifecycle.shutdown import end_process
+from spmd_rl.controller.lifecycle.stack_server import show
+from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
+from spmd_rl.mesh.split import plan_split
+from spmd_rl.observe.provenance import record_start_time
+from spmd_rl.observe.run_folder import RunFolder
+from spmd_rl.observe.run_lock import launcher_lock, refuse_running_run
+
+
+def main(words: list[str]) -> int:
+    """Run the recipe that `words` name, or print help where they ask for it or name none."""
+    if words and not HELP_FLAGS & set(words):
+        return launch_run(words)
+    names_recipe = bool(words) and not words[0].startswith("-")
+    text = of_recipe(words[0]) if names_recipe else of_run()
+    print(text, file=sys.stdout if words else sys.stderr)
+    return 0 if words else 2
+
+
+def launch_run(words: list[str]) -> int:
+    """Check the config here, where a mistake costs nothing, then launch the ranks.
+
+    Blocks: until the run has ended.
+    """
+    record_start_time()
+    for number in end_signals():
+        signal.signal(number, _end_before_launch)
+    rank.raise_open_file_limit()
+    invocation = Invocation.parse(words)
+    cfg = load_recipe(invocation.recipe).accept(invocation)
+    num_ranks = invocation.nproc or getattr(cfg, "nproc", 0) or 0
+    if num_ranks and hasattr(cfg, "split"):
+        plan_split(cfg.split, num_ranks)
+    run = run_config(cfg)
+    folder = RunFolder(run.path)
+    folder.check_reusable(dump_toml(cfg), run.resume)
+    refuse_running_run(run.path)
+    folder.make()
+    signal.signal(signal.SIGQUIT, lambda *_: show(run.path))
+    _print_start(num_ranks)
+    with launcher_lock(run.path):
+        return launch(
+            num_ranks, rank.run_rank, ["run", *words], invocation.max_restarts, run.grace_s
+        )
+
+
+def _print_start(num_ranks: int) -> None:
+    """Tell a terminal that ranks start: importing torch and meeting takes them some seconds."""
+    if sys.stdout.isatty():
+        ranks = "rank" if num_ranks == 1 else "ranks"
+        print(f"starting {num_ranks or 'the'} {ranks} ...", flush=True)
+
+
+def _end_before_launch(number: int, frame: FrameType | None) -> None:
+    """End at once: nothing has started yet, and an import could swallow an exception."""
+    end_process(f"the run was ended by {signal.Signals(number).name} before it began", 128 + number)

@@ -1,0 +1,99 @@
+"""Description of a config class: each key with its type, its default and its comment."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from itertools import takewhile
+from typing import Any
+
+from spmd_rl.config.schema import (
+    KIND,
+    classes_by_kind,
+    default_of,
+    key_fields,
+    one_of,
+    table_classes,
+    type_name,
+)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One settable key: dotted name, type and default as text, and the comment beside the field."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+def describe(cls: type) -> list[Key]:
+    """Return every key of `cls`, nested ones dotted, in the order of definition.
+
+    Where a key holds a class chosen by its `kind`, the keys of every kind are listed.
+    """
+    return list(_keys(cls, "", MISSING))
+
+
+def _keys(cls: type, prefix: str, base: Any) -> Iterator[Key]:
+    hints, comments = typing.get_type_hints(cls), _inherited_comments(cls)
+    for field in key_fields(cls):
+        default = getattr(base, field.name) if isinstance(base, cls) else default_of(field)
+        name, hint = prefix + field.name, hints[field.name]
+        classes = table_classes(hint)
+        if len(classes) > 1:
+            yield from _keys_by_kind(classes, name, default)
+        elif classes:
+            yield from _keys(classes[0], f"{name}.", default)
+        else:
+            text = "required" if default is MISSING else repr(default)
+            yield Key(name, type_name(hint), text, comments.get(field.name, ""))
+
+
+def _keys_by_kind(classes: list[type], name: str, default: Any) -> Iterator[Key]:
+    """Yield the key `kind`, and then the keys of each kind, which their comments name."""
+    by_kind = classes_by_kind(classes)
+    chosen = type(default) if type(default) in classes else classes[0]
+    kind = next(kind for kind, cls in by_kind.items() if cls is chosen)
+    doc = _inherited_comments(chosen).get(KIND, "")
+    yield Key(f"{name}.{KIND}", one_of(by_kind), repr(kind), doc)
+    for kind, cls in by_kind.items():
+        for key in _keys(cls, f"{name}.", default):
+            if key.name != f"{name}.{KIND}":
+                yield Key(key.name, key.type, key.default, f"[{kind}] {key.doc}".rstrip())
+
+
+def _inherited_comments(cls: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for ancestor in reversed(cls.__mro__):
+        found |= {name: comment for name, comment in _comments(ancestor).items() if comment}
+    return found
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """Map a field's name to the comment at the end of its line, or on the lines right above it."""
+    try:
+        lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+    except (OSError, TypeError):
+        return {}
+    body = typing.cast(ast.ClassDef, ast.parse("\n".join(lines)).body[0]).body
+    found: dict[str, str] = {}
+    for node in body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            last_line = lines[(node.end_lineno or node.lineno) - 1]
+            behind = last_line[node.end_col_offset or 0 :].strip()
+            above = _comment_above(lines, node.lineno)
+            found[node.target.id] = behind.lstrip("# ") if behind else above
+    return found
+
+
+def _comment_above(lines: list[str], line: int) -> str:
+    """Return the text of the comment lines that end right above line number `line`."""
+    texts = (text.strip() for text in reversed(lines[: line - 1]))
+    comment = list(takewhile(lambda text: text.startswith("#"), texts))
+    return " ".join(text.lstrip("# ") for text in reversed(comment))

@@ -1,0 +1,129 @@
+"""Capabilities of a role: protocols that name the methods which a controller or a link calls on it.
+
+A role has a capability when its class has every method of the protocol. Inherit from the protocol
+to say so: then `spawn` also refuses a class whose only method of it is misspelt.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from spmd_rl.controller.contracts import Contract
+from spmd_rl.controller.endpoint import Endpoint, Role, collective, local
+from spmd_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from spmd_rl.weights.local_tensors import LocalTensors
+
+
+@runtime_checkable
+class Contracted(Protocol):
+    """A role whose bits depend on facts that its ranks, and the other end of a link, must share."""
+
+    def numeric_contract(self) -> Contract:
+        """Return the facts that the bits of this role's results depend on, besides the weights."""
+        ...
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """A role whose weights a link can push to another role."""
+
+    def weight_source(self) -> LocalTensors:
+        """Return this rank's share of the weights, as the memory that the role updates in place."""
+        ...
+
+    def call_before_change(self, callback: Callable[[], None]) -> None:
+        """Call `callback` before each later change of the weights."""
+        ...
+
+    def on_weights_pushed(self, version: int) -> None:
+        """Note that the weights which were just pushed are called `version`."""
+        ...
+
+
+@runtime_checkable
+class WeightSink(Protocol):
+    """A role that a link can push weights to."""
+
+    def weight_sink(self) -> LocalTensors:
+        """Return the tensors of this rank that a push overwrites."""
+        ...
+
+    def on_weights_received(self, version: int) -> None:
+        """Use the new weights as `version`: every rank of the role has received them."""
+        ...
+
+    def on_weights_stale(self) -> None:
+        """Note that the weights change in place now, and have no version until the next push."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A role that gives memory back while a role in the same processes needs it."""
+
+    @collective
+    def sleep(self) -> None:
+        """Give the memory back."""
+
+    @collective
+    def wake(self) -> None:
+        """Take the memory again."""
+
+
+@runtime_checkable
+class Saver(Protocol):
+    """A role that can be part of a run's checkpoint."""
+
+    @collective
+    def save(self, folder: str) -> None:
+        """Copy the state of this moment, and begin to write it to `folder`."""
+
+    @collective
+    def wait_until_saved(self) -> None:
+        """Wait until the last `save` is on disk. Raises: SpmdError when it could not be written."""
+
+    @collective
+    def load(self, folder: str) -> Any:
+        """Continue from the state in `folder`."""
+
+    @local
+    def resume_differences(self) -> list[str]:
+        """Return why the run does not continue bit for bit from what was loaded, as clauses."""
+        return []
+
+
+CAPABILITIES: tuple[type, ...] = (Contracted, WeightSource, WeightSink, Sleeper, Saver)
+
+
+def capabilities(role: type[Role]) -> frozenset[type]:
+    """Return the capabilities that a role's class has.
+
+    Raises: ConfigError naming a method that the class lacks although it has others of the same
+    capability, or one that the controller cannot call.
+    """
+    return frozenset(protocol for protocol in CAPABILITIES if _has(role, protocol))
+
+
+def _has(role: type[Role], protocol: type) -> bool:
+    methods = {name: item for name, item in vars(protocol).items() if not name.startswith("_")}
+    own = {name: inspect.getattr_static(role, name, None) for name in methods}
+    missing = [name for name, method in own.items() if method is None or method is methods[name]]
+    if len(missing) == len(methods) and protocol not in role.__mro__:
+        return False
+    if missing:
+        raise ConfigError(
+            f"{role.__name__} is no complete {protocol.__name__}: "
+            f"it lacks the method {' and '.join(missing)} "
+            f"(a {protocol.__name__} has {', '.join(methods)})"
+        )
+    for name, method in own.items():
+        if isinstance(methods[name], Endpoint) and not isinstance(method, Endpoint):
+            raise ConfigError(
+                f"{role.__name__}.{name} must be marked @collective or @local: "
+                f"the controller calls it on every {protocol.__name__}"
+            )
+    return True

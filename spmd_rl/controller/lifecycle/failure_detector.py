@@ -1,0 +1,89 @@
+"""Failure detector of the controller: it notices lost ranks, signals and a recipe that hangs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from signal import Signals
+
+from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.channel.router import Router
+from spmd_rl.controller.channel.wire import Dying, Hello
+from spmd_rl.controller.lifecycle.calls import OpenCalls
+from spmd_rl.controller.lifecycle.deadlines import RecipeDeadline, TerminationNotice
+from spmd_rl.controller.lifecycle.error_messages import in_call, lost_error
+from spmd_rl.controller.lifecycle.process_tree import ChildWatcher
+from spmd_rl.controller.lifecycle.roster import Roster
+from spmd_rl.controller.lifecycle.stacks import main_thread_location
+from spmd_rl.controller.lifecycle.world_shutdown import WorldShutdown
+from spmd_rl.errors import DeadlineError, LostRankError
+
+
+class FailureDetector:
+    """Decides that a run has failed, and begins its shutdown.
+
+    The thread that leads (leader_followers.py) calls its methods.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        roster: Roster,
+        calls: OpenCalls,
+        router: Router,
+        shutdown: WorldShutdown,
+        launcher: int | None,
+    ) -> None:
+        self.termination = TerminationNotice()
+        self.recipe_deadline = RecipeDeadline(run.between_calls_s)
+        self._roster = roster
+        self._calls = calls
+        self._router = router
+        self._shutdown = shutdown
+        self._children = ChildWatcher(launcher)
+
+    def watch(self, hello: Hello) -> None:
+        """Watch the process of a worker, if it is on this host."""
+        self._children.watch(hello)
+
+    def close(self) -> None:
+        """Stop watching processes."""
+        self._children.close()
+
+    def check(self, now: float) -> None:
+        """End the run if a rank is lost, a signal ends it, or the recipe hangs."""
+        for rank in self._children.ended():
+            self.on_unreachable(rank)
+        if lost := self._roster.lost(now):
+            self._shutdown.fail(self._lost_error(lost, now), lost)
+        elif termination := self._roster.terminated_by(now):
+            self.termination.note_signal(*termination, now)
+        ranks = range(self._roster.world_size)
+        unanswered = any(map(self._calls.oldest_unanswered, ranks))
+        if late := self.recipe_deadline.overdue(unanswered, self._calls.waited_s, now):
+            location = main_thread_location()
+            self._shutdown.fail(DeadlineError(f"{late}: the controller is at {location}"))
+        if error := self.termination.overdue(now):
+            self._shutdown.fail(error)
+
+    def on_unreachable(self, rank: int) -> None:
+        """Act on the end of a rank's process or connection: it ends the run, unless all stop."""
+        self._shutdown.fail(self._lost_error([rank], time.monotonic()), [rank])
+        with self._roster.lock:
+            self._roster.note_gone(rank)
+
+    def on_dying(self, rank: int, dying: Dying) -> None:
+        """Act on a worker that ends itself."""
+        worker, record = self._roster.workers[rank], self._calls.oldest_unanswered(rank)
+        self._shutdown.fail(LostRankError(f"{worker} {dying.sentence}, {in_call(record)}"))
+        self._roster.note_gone(rank)
+
+    def on_signal(self, number: Signals) -> None:
+        """Act on a signal that the controller itself got."""
+        recipients = f"the controller got {number.name}"
+        self.termination.note_signal(number.name, recipients, time.monotonic())
+
+    def _lost_error(self, ranks: Sequence[int], now: float) -> LostRankError:
+        record = next(filter(None, map(self._calls.oldest_unanswered, ranks)), None)
+        refused = self._router.refused_of(ranks[0])
+        return lost_error(ranks, self._roster.workers, now, record, refused)

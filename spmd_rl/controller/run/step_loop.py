@@ -1,0 +1,175 @@
+"""StepLoop: the steps of a run, timed, with checkpoints saved between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn
+
+from spmd_rl.config.run import RunConfig
+from spmd_rl.controller.capabilities import Saver
+from spmd_rl.controller.handle import Handle
+from spmd_rl.controller.lifecycle.dispatcher import Dispatcher
+from spmd_rl.controller.run.checkpoints import CheckpointPart, Checkpoints, CheckpointState
+from spmd_rl.controller.run.steps import LoopStep, RunObserver
+from spmd_rl.errors import ConfigError
+from spmd_rl.observe.trace import now_ns
+
+
+class StepLoop:
+    """The steps and phases of one run, and the checkpoints between them."""
+
+    def __init__(
+        self, run: RunConfig, dispatcher: Dispatcher, observer: RunObserver | None
+    ) -> None:
+        self._run = run
+        self._dispatcher = dispatcher
+        self._observer = observer
+        self._checkpoints = Checkpoints(
+            run.path / "checkpoints", run.keep_checkpoints, run.keep_best
+        )
+        self._parts: Mapping[str, CheckpointPart] = {}
+        self._step: LoopStep | None = None  # the step that is under way
+
+    def resume(self, parts: Mapping[str, CheckpointPart]) -> int:
+        """Load the newest checkpoint into `parts`; return the step to continue with."""
+        for name, part in parts.items():
+            if isinstance(part, Handle) and Saver not in part.capabilities:
+                raise ConfigError(
+                    f"the role '{name}' cannot be part of a checkpoint: "
+                    "let its class inherit from rl.Saver"
+                )
+        self._parts = parts
+        self._dispatcher.final_message.newest_step = self._checkpoints.newest
+        found = self._checkpoints.restore(parts)
+        if found is None:
+            return 0
+        path, state = found
+        differences = self._differences(state)
+        clause = (
+            f": not bit for bit as it would have gone on ({', '.join(differences)})"
+            if differences
+            else ""
+        )
+        print(f"resuming at step {state.next_step + 1} from {path}{clause}", flush=True)
+        return state.next_step
+
+    def warmup(self, num_steps: int, start: int) -> Iterator[LoopStep]:
+        """Yield steps before step 1, which have negative indices; none if `start` is above 0."""
+        if start:
+            return
+        if self._observer is not None:
+            self._observer.on_warmup(num_steps)
+            self._dispatcher.calls.on_long_wait = self._observer.catch_up
+        for index in range(-num_steps, 0):
+            step = LoopStep(index, self._observer)
+            yield step
+            if self._observer is not None:
+                self._observer.on_step(step)
+
+    def steps(self, num_steps: int, start: int) -> Iterator[LoopStep]:
+        """Yield steps `start` to `num_steps - 1`, and save a checkpoint after each where due."""
+        termination, calls = self._dispatcher.termination, self._dispatcher.calls
+        grace_s = self._run.grace_s
+        if self._observer is not None:
+            self._observer.on_steps(start, num_steps)
+            calls.on_long_wait = self._observer.catch_up
+        termination.grace_s = grace_s if self._parts else 0.0
+        # a step begins where the one before it ended
+        began, waited_s = time.monotonic(), calls.waited_s
+        for index in range(start, num_steps):
+            termination.lost_work = (
+                f"; step {index + 1} did not end within {grace_s:g} s and is lost"
+            )
+            self._step = step = LoopStep(index, self._observer, began)
+            try:
+                yield step
+            finally:  # also where the recipe leaves its loop
+                began = time.monotonic()
+                step.elapsed_s = began - step.began
+                step.waited_s, waited_s = calls.waited_s - waited_s, calls.waited_s
+            self._end(step, last=index + 1 == num_steps)
+        self._checkpoints.wait_until_complete()
+        # a run that is ended from here on is complete: the same command does what is left
+        termination.grace_s = 0.0
+
+    def close(self) -> None:
+        """End the step that the recipe left, and wait for the last checkpoint."""
+        if self._step is not None:
+            self._end(self._step, last=True)
+        self._checkpoints.wait_until_complete()
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of what runs inside to phase `name` of the current step."""
+        if self._observer is not None:
+            self._observer.on_phase(name, None)
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self._dispatcher.trace.add(name, round(began * 1e9), now_ns())
+            if self._step is not None:
+                self._step.phase_s[name] = self._step.phase_s.get(name, 0.0) + seconds
+            if self._observer is not None:
+                self._observer.on_phase(name, seconds)
+
+    def _end(self, step: LoopStep, *, last: bool) -> None:
+        """Record a step that has ended, and begin its checkpoint if one is due."""
+        termination, trace = self._dispatcher.termination, self._dispatcher.trace
+        ended = step.began + step.elapsed_s
+        trace.add("step", round(step.began * 1e9), round(ended * 1e9), step=step.index + 1)
+        if self._observer is not None:
+            self._observer.on_step(step)
+        trace.flush()
+        self._step = None
+        state = CheckpointState(step.index + 1, self._run.seed, step.reward)
+        save_every = self._run.save_every
+        due = last or (save_every and state.next_step % save_every == 0)
+        if self._observer is not None and (due or termination.error is not None):
+            self._observer.catch_up()
+        if termination.error is not None:
+            self._save_and_end(state)
+        if self._parts and due:
+            with self.timed("save"):
+                self._checkpoints.save(state, self._parts)
+
+    def _save_and_end(self, state: CheckpointState) -> NoReturn:
+        """Save a last checkpoint in what remains of the grace period of a run that is ended from
+        outside, and raise the error that ends it.
+        """
+        termination = self._dispatcher.termination
+        if not self._parts:
+            raise termination.error_with("")
+        termination.lost_work = (
+            f"; the checkpoint after step {state.next_step} was not whole in time"
+        )
+        self._checkpoints.save(state, self._parts)
+        self._checkpoints.wait_until_complete()
+        error = termination.error_with(
+            f"; saved after step {state.next_step}, the same command goes on"
+        )
+        # torchrun does not print a worker's error where torchrun itself got the signal
+        print(error, flush=True)
+        raise error
+
+    def _differences(self, state: CheckpointState) -> list[str]:
+        """Return why the run will not continue bit for bit; empty when it will."""
+        handles = {name: part for name, part in self._parts.items() if isinstance(part, Handle)}
+        differences = []
+        for name, handle in handles.items():
+            now = handle.placement.axes
+            saved = state.roles.get(name, now)
+            if saved != now:
+                differences.append(f"{name} from {_axes_text(saved)} to {_axes_text(now)}")
+        if state.seed != self._run.seed:
+            differences.append(f"seed from {state.seed} to {self._run.seed}")
+        for handle in handles.values():
+            differences += handle.resume_differences.call()
+        return differences
+
+
+def _axes_text(axes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one rank"

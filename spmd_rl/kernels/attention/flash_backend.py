@@ -1,0 +1,88 @@
+"""Attention backend on FlashAttention-4; see `backend.AttentionBackend` for its methods."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spmd_rl.kernels.attention import flash, flash_tile
+from spmd_rl.kernels.attention.flash import DecodeFlash, PackedFlash, PagedFlash, flash_of_chunks
+from spmd_rl.kernels.attention.flash_partial import flash_partial
+from spmd_rl.kernels.attention.flash_split_kv import DecodeSplits, PackedSplits, PagedSplits
+from spmd_rl.kernels.rowwise.kv_write import KvSlots, write_kv
+from spmd_rl.kernels.runtime.versions import FLASH
+
+
+class FlashAttention:
+    """FlashAttention-4 with an explicit mask, over all keys at once or in splits of `split` tokens.
+
+    Pages lie one after the other: keys and values are [num_pages, page_size, K, D].
+    """
+
+    default_page_size = 128  # the rows that a copy of keys or values brings whole
+    has_splits = True
+    fits_cuda_graphs = True
+    fuses_write = True
+    has_deterministic_backward = True
+
+    def __init__(self, device: torch.device, split: int = 0) -> None:
+        self._device = device
+        self._split = split
+
+    def facts(self) -> dict[str, str | int]:
+        version = flash.flash_version()
+        compared = "" if version == FLASH["flash-attn-4"] else ", version not compared"
+        return {
+            "attention": f"flash-attn-4 {version} causal, one split{compared}",
+            "kv_block": flash_tile.TILE[1],
+        }
+
+    def packed(
+        self, lengths: NDArray[np.int64], prefixes: NDArray[np.int32], heads_per_kv: int
+    ) -> PackedFlash | PackedSplits:
+        if 0 < self._split < lengths.max():
+            return PackedSplits(lengths, self._split, self._device)
+        return PackedFlash(lengths, self._device)
+
+    def cache_shape(
+        self, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        return num_pages, page_size, num_kv_heads, head_dim
+
+    def by_page(self, layer: Tensor, num_pages: int) -> Tensor:
+        return layer
+
+    def write(self, target: KvSlots, k: Tensor, v: Tensor) -> None:
+        write_kv(*target, k, v)
+
+    def chunks(
+        self,
+        page_table: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        page_size: int,
+        heads_per_kv: int,
+        tile_counter: Tensor,
+    ) -> PagedFlash | DecodeFlash | PagedSplits:
+        if 0 < self._split < (starts + lengths).max():
+            return PagedSplits(page_table, starts, lengths, page_size, self._split, self._device)
+        return flash_of_chunks(page_table, starts, lengths, page_size, tile_counter, self._device)
+
+    def decode(
+        self, pages: Tensor, num_keys: Tensor, page_size: int, tile_counter: Tensor
+    ) -> DecodeFlash | DecodeSplits:
+        if 0 < self._split < pages.shape[1] * page_size:
+            return DecodeSplits(pages, num_keys, tile_counter, page_size, self._split)
+        return DecodeFlash(pages, num_keys, tile_counter)
+
+    def prefill(
+        self, pages: Tensor, num_keys: Tensor, bounds: Tensor, num_tokens: int
+    ) -> PagedFlash:
+        return PagedFlash(pages, num_keys, bounds, num_tokens, num_tokens)
+
+    def one_query(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        num_keys = torch.full((1,), len(k), device=q.device)
+        out, log_sum = flash_partial(q[None], k[None], v[None], num_keys)
+        return out[0], log_sum[0]

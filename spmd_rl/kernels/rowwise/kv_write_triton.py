@@ -1,0 +1,35 @@
+"""Write of keys and values into pages on NVIDIA GPUs, in one kernel."""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spmd_rl.kernels.runtime.padding import dense_heads
+from spmd_rl.kernels.runtime.pdl import overlapping, wait
+
+
+def write_rows(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Shape: as `kv_write.write_kv`."""
+    k, v = dense_heads(k), dense_heads(v)
+    width = k.shape[1] * k.shape[2]
+    _write[(len(slots),)](
+        keys, values, slots, k, v, k.stride(0), v.stride(0), width,
+        triton.next_power_of_2(width), num_warps=4, **overlapping(),
+    )  # fmt: skip
+
+
+@triton.jit
+def _write(
+    keys, values, slots, k, v, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    wait()
+    slot = tl.load(slots + token).to(tl.int64)
+    inside = (column < WIDTH) & (slot >= 0)
+    key = tl.load(k + token * k_stride + column, mask=inside)
+    value = tl.load(v + token * v_stride + column, mask=inside)
+    tl.store(keys + slot * WIDTH + column, key, mask=inside)
+    tl.store(values + slot * WIDTH + column, value, mask=inside)

@@ -1,0 +1,162 @@
+"""Memory of a planned run: the ledger of each rank, from the roles that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from math import prod
+from typing import Any
+
+from spmd_rl.mesh.split import Placement, Placements
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.offload.ledger import (
+    Ledger,
+    activation_bytes,
+    buckets_ledger,
+    device_ledger,
+    engine_ledger,
+    kv_budget,
+    kv_pages,
+    kv_token_bytes,
+    total,
+    trainer_ledger,
+)
+from spmd_rl.plan.routes import Routes
+from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
+from spmd_rl.train.config import TrainerConfig
+from spmd_rl.weights.layout import ITEM_BYTES
+
+
+def rank_ledgers(
+    placements: Placements, spec: ModelSpec, cfg: Any, routes: Routes, world_size: int, on_gpu: bool
+) -> Iterator[tuple[int, Ledger]]:
+    """Yield each rank with its ledger: its roles, the buckets of a push, and the GPU's own memory.
+
+    An engine's pages have no size yet.
+    """
+    num_communicators = _num_communicators(placements, routes)
+    ledger_of_roles = cache(
+        lambda roles: total(_role_ledgers(roles, placements, spec, cfg, on_gpu))
+    )
+    ranks = {name: set(placement.ranks) for name, placement in placements.items()}
+    for rank in range(world_size):
+        roles = tuple(name for name in ranks if rank in ranks[name])
+        ledger = ledger_of_roles(roles) + buckets_ledger(routes.bucket_bytes(rank))
+        if on_gpu:
+            axes = placements.train.axes if "train" in roles else {}
+            summed_by_peers = axes["fsdp"] - 1 if axes and cfg.trainer.deterministic else 0
+            num_rings = sum(size > 1 for size in axes.values())
+            num_peers = routes.num_peers(rank) + summed_by_peers
+            ledger += device_ledger(num_communicators, num_rings, num_peers)
+        yield rank, ledger
+
+
+def kv_bytes(
+    spec: ModelSpec, cfg: NativeEngineConfig, capacity_bytes: int | None, reserved_bytes: int
+) -> int:
+    """Return the bytes of one engine's pages: as many as are set, else as many as fit."""
+    item_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
+    page_size = cfg.page_size or GPU_PAGE_SIZE
+    budget = None
+    if capacity_bytes is not None:
+        budget = kv_budget(capacity_bytes, cfg.memory_fraction, reserved_bytes)
+    pages = cfg.num_pages or kv_pages(
+        token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget
+    )
+    return pages * page_size * token_bytes
+
+
+def dtype_on_gpu(cfg: TrainerConfig | NativeEngineConfig) -> str:
+    """Return the dtype that a role computes in on a GPU."""
+    return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
+
+
+def _role_ledgers(
+    roles: tuple[str, ...], placements: Placements, spec: ModelSpec, cfg: Any, on_gpu: bool
+) -> Iterator[Ledger]:
+    """Yield what a trainer and an engine take of a rank that serves `roles`."""
+    if "train" in roles:
+        yield _trainer_ledger(spec, cfg.trainer, placements.train)
+    if "infer" in roles:
+        dtype = dtype_on_gpu(cfg.engine)
+        is_unsharded = "train" in roles and placements.train.axes["fsdp"] == 1
+        shares_weights = is_unsharded and dtype == "float32"
+        yield engine_ledger(
+            spec.num_parameters,
+            0 if shares_weights else ITEM_BYTES[dtype],
+            kv_bytes=0,  # known when all else is
+            sleeps="train" in roles and getattr(cfg, "engine_sleeps", False),
+            step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
+        )
+
+
+def _trainer_ledger(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> Ledger:
+    element_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
+    activations = activation_bytes(
+        num_tokens=cfg.max_tokens,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+        logit_bytes=cfg.logit_rows * spec.vocab_size * ITEM_BYTES["float32"],
+        slope_bytes=_slope_bytes(cfg, spec),
+        element_bytes=element_bytes,
+        recompute=cfg.backend.recompute,
+    )
+    return trainer_ledger(
+        spec.num_parameters,
+        placement.axes["fsdp"],
+        element_bytes,
+        num_gathered=_num_gathered(spec, cfg, placement),
+        activations=activations,
+    )
+
+
+def _num_communicators(placements: Placements, routes: Routes) -> int:
+    """Return how many communicators NCCL makes: the world's, and three for each placement.
+
+    The three are those of its axes dp and fsdp, and of all its ranks. A link is placed too.
+    """
+    distinct = {(placement.ranks, *placement.axes.values()) for placement in placements.values()}
+    if routes:
+        ranks = {rank for placement in placements.values() for rank in placement.ranks}
+        distinct.add((tuple(sorted(ranks)), len(ranks), 1, 1))
+    return 1 + 3 * len(distinct)
+
+
+def _step_bytes(cfg: NativeEngineConfig, spec: ModelSpec) -> int:
+    """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits."""
+    return activation_bytes(
+        num_tokens=cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS),
+        num_layers=1,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.intermediate_size,
+        attention_width=(spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim,
+        logit_bytes=cfg.max_batch * spec.vocab_size * ITEM_BYTES["float32"],
+        slope_bytes=0,
+        element_bytes=ITEM_BYTES[dtype_on_gpu(cfg)],
+        recompute="none",
+    )
+
+
+def _slope_bytes(cfg: TrainerConfig, spec: ModelSpec) -> int:
+    """Return what the head keeps for the backward pass; on a CPU little enough to leave out."""
+    if dtype_on_gpu(cfg) == "float32" or cfg.backend.recompute == "all":
+        return 0
+    return cfg.max_tokens * spec.vocab_size * ITEM_BYTES[dtype_on_gpu(cfg)]
+
+
+def _num_gathered(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> int:
+    """Return the parameters that FSDP holds whole at once.
+
+    These are all parameters where the model is one unit, or where nothing is sharded, because they
+    are then kept until the end of the step. Else they are the root's and two neighbouring layers'.
+    """
+    num_bytes = spec.num_parameters * ITEM_BYTES["float32"]
+    is_one_unit = cfg.backend.gathers_whole(num_bytes, len(placement.ranks))
+    if placement.axes["fsdp"] == 1 or is_one_unit:
+        return spec.num_parameters
+    shapes = spec.parameter_shapes().items()
+    layer = sum(prod(shape) for name, shape in shapes if name.startswith("model.layers.0."))
+    return spec.num_parameters - max(spec.num_layers - 2, 0) * layer

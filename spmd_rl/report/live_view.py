@@ -1,0 +1,196 @@
+"""Live view of a run in a terminal: step, phase, reward, mismatch, speed, remaining time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spmd_rl.report.progress import Metrics, RunProgress, duration, number, sparkline
+from spmd_rl.types import samples
+
+_LABEL_WIDTH = 9
+_SIDE_WIDTH = _LABEL_WIDTH + 6  # of a row besides its content: label, frame and space between
+_ECHO_WIDTH = 2  # free columns behind the frame, where a terminal echoes ^C
+_PHASES = {"rollout": "blue", "train": "yellow", "sync": "green", "sleep": "magenta", "wake": "red"}
+_OTHER = "bright_black"
+_MIN_REWARD_SHARE = 0.1  # of the rollout's time, from which it is shown
+_POLICY_METRICS = (
+    ("rollout/response_tokens_mean", "length {}", ".1f"),
+    ("train/entropy", "entropy {}", ".3f"),
+    ("train/loss", "loss {}", "+.4f"),
+    ("warmup/loss", "loss {}", "+.4f"),
+    ("train/grad_norm", "grad norm {}", ".2f"),
+    ("train/clip_frac", "clipped {}", ".1%"),
+    ("version/lag_max", "lag {}", ".0f"),
+    ("memory/gpu_peak_gib", "GPU peak {} GiB", ".1f"),
+)
+
+
+class LiveView:
+    """Redraws itself a few times a second until closed. Its last state stays on the screen."""
+
+    def __init__(self, progress: RunProgress, title: str, console: Console | None = None) -> None:
+        self._progress = progress
+        self._title = title
+        self._console = console or Console()
+        self._group: samples.Group | None = None
+        self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=5)
+        self._live.start()
+
+    def show(self, groups: Sequence[samples.Group]) -> None:
+        """Show a sample of the last of these groups that has one."""
+        for group in groups:
+            if group.num_samples:
+                self._group = group
+
+    def close(self) -> None:
+        """Stop drawing, so that others can use the terminal. May be called again."""
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        """Return the view of the current state."""
+        progress, frame = self._progress, self._console.width - _ECHO_WIDTH
+        width = frame - _SIDE_WIDTH
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(
+            style="bright_black", width=_LABEL_WIDTH, min_width=_LABEL_WIDTH, no_wrap=True
+        )
+        rows.add_column(overflow="fold")
+        for label, text in (
+            ("now", _phase(progress)),
+            ("step time", _time_bar(progress.metrics, width)),
+            ("reward", _reward(progress, width)),
+            ("mismatch", _mismatch(progress)),
+            ("speed", _speed(progress.metrics)),
+            ("policy", _policy(progress.metrics)),
+            ("sample", self._group and _sample(self._group, width)),
+        ):
+            if text:
+                rows.add_row(label, text)
+        content = Group(_progress_bar(progress), Text(), rows)
+        return Panel(
+            content, title=self._title, title_align="left", border_style="blue", width=frame
+        )
+
+
+def _progress_bar(progress: RunProgress) -> Table:
+    row = Table.grid(padding=(0, 2), expand=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    what, done, total = progress.count
+    text = Text.assemble(
+        f"{what} ",
+        (f"{done}/{total}", "bold"),
+        f"  {duration(progress.elapsed_s)} elapsed  ",
+        (f"{duration(progress.remaining_s)} left", "bold"),
+    )
+    row.add_row(ProgressBar(total=max(1, total), completed=done), text)
+    return row
+
+
+def _phase(progress: RunProgress) -> Text:
+    if not progress.phase:
+        _, done, total = progress.count
+        idle = "between phases" if progress.index else "starting"
+        return Text("done" if done >= total else idle, style="dim")
+    seconds = progress.clock() - progress.phase_since
+    return Text.assemble(
+        (progress.phase, f"bold {_PHASES.get(progress.phase, _OTHER)}"), f"  {seconds:.1f} s"
+    )
+
+
+def _time_bar(metrics: Metrics, width: int) -> Text | None:
+    """Return the last step's time as a bar with one colour a phase, and the phases' shares.
+
+    The shares go below the bar if both do not fit in one line.
+    """
+    whole, bar_width = metrics.get("time/step", 0.0), max(8, min(40, width - 12))
+    if whole <= 0:
+        return None
+    parts = [(name, metrics.get(f"time/{name}", 0.0), colour) for name, colour in _PHASES.items()]
+    parts.append(("other", max(0.0, whole - sum(seconds for _, seconds, _ in parts)), _OTHER))
+    bar, shares, num_drawn, elapsed_s = Text(), Text(), 0, 0.0
+    for name, seconds, colour in parts:
+        elapsed_s += seconds
+        num_cells = min(bar_width, round(bar_width * elapsed_s / whole)) - num_drawn
+        num_drawn += num_cells
+        bar.append("█" * num_cells, style=colour)
+        if seconds >= 0.01 * whole:
+            shares.append(f"{name} ", style=colour).append(f"{seconds / whole:.0%}  ")
+    bar.append(f"  {whole:.2f} s")
+    shares.rstrip()
+    one_line = len(bar) + 3 + len(shares) <= width
+    return Text.assemble(bar, "   " if one_line else "\n", shares)
+
+
+def _reward(progress: RunProgress, width: int) -> Text | None:
+    """Return the reward of the last step, a sparkline of all steps, and the first reward."""
+    if not progress.rewards:
+        return None
+    first, last = progress.rewards[0], progress.rewards[-1]
+    line = sparkline(progress.rewards, max(8, min(48, width - 24)))
+    return Text.assemble(
+        (number(last, ".3f"), "bold green" if last >= first else "bold red"),
+        "  ",
+        (line, "green"),
+        (f"  from {number(first, '.3f')}", "bright_black"),
+    )
+
+
+def _mismatch(progress: RunProgress) -> Text | None:
+    if "onpolicy/mismatched_tokens" not in progress.metrics:
+        return None
+    if not progress.compared_tokens:
+        return Text("no tokens compared: none was drawn by the weights in training", style="yellow")
+    counts = f"{progress.mismatched_tokens:,.0f} of {progress.compared_tokens:,.0f} tokens"
+    if not progress.mismatched_tokens:
+        return Text(f"{counts}: trainer and engine agree bit for bit", style="green")
+    now = progress.metrics["onpolicy/mismatched_tokens"]
+    worst = progress.metrics.get("onpolicy/max_abs_dlogp", float("nan"))
+    text = f"{now:,.0f} tokens this step, {counts} in all, max |Δ log-prob| {worst:.2e}"
+    return Text(text, style="bold red")
+
+
+def _speed(metrics: Metrics) -> Text | None:
+    parts = [
+        f"{name} {metrics[key]:,.0f} tok/s"
+        for name, key in (("rollout", "rollout/tokens_per_s"), ("train", "perf/train_tokens_per_s"))
+        if key in metrics
+    ]
+    share = metrics.get("time/reward", 0.0) / (metrics.get("time/rollout") or math.inf)
+    if share >= _MIN_REWARD_SHARE:
+        parts.append(f"reward function {min(share, 1.0):.0%} of rollout")
+    return Text(" · ".join(parts)) if parts else None
+
+
+def _policy(metrics: Metrics) -> Text | None:
+    parts = [
+        form.format(number(metrics[name], spec))
+        for name, form, spec in _POLICY_METRICS
+        if name in metrics
+    ]
+    return Text(" · ".join(parts)) if parts else None
+
+
+def _sample(group: samples.Group, width: int) -> Text:
+    sample = group.samples[0]
+    reward = f"  reward {sample.reward:g}"
+    text_width = max(20, width - len(reward) - 3)  # two fifths of it for the prompt
+    return Text.assemble(
+        (_one_line(group.prompt.text, min(40, text_width * 2 // 5)), "bright_black"),
+        " → ",
+        (_one_line(sample.text, min(60, text_width * 3 // 5)), "bold"),
+        (reward, "green" if sample.reward > 0 else "red"),
+    )
+
+
+def _one_line(text: str, width: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else "…" + line[-(width - 1) :]

@@ -1,0 +1,165 @@
+"""`spmd-rl submit`: queue a run as a Slurm job, after checking its config.
+
+    spmd-rl submit RECIPE [--a.b=c ...] --nodes N --time T --partition P [--dry-run]
+
+It takes the arguments of `spmd-rl run` and options for Slurm. The same command resumes the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from spmd_rl.controller.run.recipe import Invocation, load_recipe, run_config
+from spmd_rl.errors import ConfigError
+from spmd_rl.mesh.split import plan_split
+from spmd_rl.slurm.script import Job, render
+
+FLAGS = ("nodes", "time", "partition", "gpus-per-node", "account", "qos", "job-name")
+MINIMUM = {"nodes": 1, "gpus_per_node": 1, "nproc_per_node": 1, "max_restarts": 0}
+
+
+def main(words: list[str]) -> int:
+    """Queue a run, or print its script. `words` are the arguments after `spmd-rl submit`.
+
+    Raises: ConfigError when the recipe or Slurm refuses an argument.
+    """
+    try:
+        args, run_words = _parser().parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"spmd-rl submit: {error}") from error
+    if args.help or not run_words:
+        _parser().print_help()
+        return 0 if args.help else 2
+    job = plan_job(args, run_words)
+    script = render(job)
+    if args.dry_run:
+        print(script, end="")
+        return 0
+    job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (job.folder / "logs").mkdir(exist_ok=True)
+    number = _sbatch(script)
+    print(
+        f"job {number}: {job.folder}/logs/slurm_{number}.log is its log, with one a node beside it"
+    )
+    return 0
+
+
+def plan_job(args: argparse.Namespace, run_words: list[str]) -> Job:
+    """Return the job for these arguments, once the recipe has accepted its part of them.
+
+    Raises: ConfigError, PlanError.
+    """
+    invocation = Invocation.parse(run_words)
+    cfg = load_recipe(invocation.recipe).accept(invocation)
+    _check_counts(args)
+    nproc = (
+        args.nproc_per_node
+        or invocation.nproc
+        or args.gpus_per_node
+        or getattr(cfg, "nproc", 0)
+        or 0
+    )
+    if nproc and hasattr(cfg, "split"):
+        plan_split(cfg.split, args.nodes * nproc)
+    run = run_config(cfg)
+    return Job(
+        words=tuple(run_words),
+        folder=Path(os.path.abspath(run.path)),
+        python=sys.executable,
+        nproc=nproc,
+        max_restarts=args.max_restarts,
+        options={"job-name": run.path.name, **_options(args)},
+    )
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    for name, minimum in MINIMUM.items():
+        count = getattr(args, name)
+        if count is not None and count < minimum:
+            raise ConfigError(f"--{name.replace('_', '-')}={count}: expected {minimum} or more")
+
+
+def _options(args: argparse.Namespace) -> dict[str, str | None]:
+    """Return the options for sbatch."""
+    values = {flag: getattr(args, flag.replace("-", "_")) for flag in FLAGS}
+    requeue: dict[str, str | None] = {"requeue" if args.requeue else "no-requeue": None}
+    return (
+        {flag: str(value) for flag, value in values.items() if value}
+        | requeue
+        | dict(map(_option, args.slurm))
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="spmd-rl submit",
+        usage="spmd-rl submit RECIPE [--config F.toml] [--a.b=c ...] [options]",
+        description="Queue a run as a Slurm job. All other arguments go to `spmd-rl run`.",
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes (default: 1)")
+    parser.add_argument(
+        "--time",
+        help="time limit, such as 4:00:00; two minutes before it, the run saves and queues again",
+    )
+    parser.add_argument("--partition", help="partition to queue in (default: Slurm's)")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs to allocate on each node")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=int,
+        help="ranks to start on each node (default: one a GPU, else 1)",
+    )
+    parser.add_argument("--account", help="account to charge (default: Slurm's)")
+    parser.add_argument("--qos", help="quality of service (default: Slurm's)")
+    parser.add_argument("--job-name", help="name of the job (default: the run's name)")
+    parser.add_argument(
+        "--requeue",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let Slurm start the job again (default: --requeue)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=3,
+        help="how often torchrun may restart all ranks (default: 3)",
+    )
+    parser.add_argument(
+        "--slurm", action="append", default=[], metavar="--X=Y", help="any other option for sbatch"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
+    parser.add_argument("--help", "-h", action="store_true", help="print this help")
+    return parser
+
+
+def _option(text: str) -> tuple[str, str | None]:
+    """Return name and value of an option such as `--exclusive` or `--mem=0`."""
+    name, equals, value = text.removeprefix("--").partition("=")
+    if not text.startswith("--") or not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError(f"--slurm={text}: write it as --slurm=--exclusive or --slurm=--mem=0")
+    if name in (*FLAGS, "requeue", "no-requeue"):
+        raise ConfigError(f"--slurm={text}: submit has this option itself, so write {text}")
+    return name, value if equals else None
+
+
+def _sbatch(script: str) -> str:
+    """Submit the script, and return the number of the job."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"], input=os.fsencode(script), capture_output=True, check=False
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            "sbatch is not installed here: submit from a login node, or use --dry-run"
+        ) from None
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().replace("\n", "; ")
+        raise ConfigError(f"Slurm refused the job: {reason}")
+    return done.stdout.decode().strip().partition(";")[0]

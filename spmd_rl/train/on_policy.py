@@ -1,0 +1,72 @@
+"""On-policy check: the trainer's log-probabilities beside those that the engine recorded.
+
+Tokens that the current weights drew must have the same bits on both sides. Over all tokens that an
+engine drew, the distance between the two is measured.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmd_rl.train.metric_sums import MetricSums
+from spmd_rl.train.microbatch import MicroBatch
+
+COMPARED = "onpolicy/compared_tokens"
+MISMATCHED = "onpolicy/mismatched_tokens"
+MAX_DLOGP = "onpolicy/max_abs_dlogp"
+MEAN_DLOGP = "onpolicy/mean_abs_dlogp"
+K1, K3 = "onpolicy/k1", "onpolicy/k3"
+# sums for this module alone: over tokens that an engine drew, and of the ratio trainer / engine
+DRAWN, RATIO, SQUARE_RATIO = "made_tokens", "ratio", "square_ratio"
+
+
+def compare_with_rollout(
+    logprobs: Tensor, micro: MicroBatch, version: int, sums: MetricSums
+) -> None:
+    """Add to `sums` the comparison of one micro-batch under the weights `version`.
+
+    Shape: `logprobs` is [M], under the weights at the start of the train step.
+    """
+    current = micro.versions == version
+    drawn = micro.versions >= 0
+    distance = torch.where(drawn, logprobs - micro.rollout_logprobs, 0.0)
+    bits, rollout_bits = logprobs.view(torch.int32), micro.rollout_logprobs.view(torch.int32)
+    size, ratio_less_one = distance.abs(), distance.expm1()
+    sums.add_each(
+        {
+            COMPARED: current,
+            MISMATCHED: current & (bits != rollout_bits),
+            "tokens": torch.ones_like(drawn),
+            DRAWN: drawn,
+            MEAN_DLOGP: size,
+            K1: -distance,
+            K3: ratio_less_one - distance,
+            RATIO: ratio_less_one,
+            SQUARE_RATIO: (2 * distance).expm1(),
+        }
+    )
+    sums.add_maximum(MAX_DLOGP, size)
+
+
+def on_policy_metrics(totals: dict[str, float], max_dlogp: float) -> dict[str, float]:
+    """Return the metrics of this module, whose sums are removed from `totals`.
+
+    There are none where no engine drew a token.
+    """
+    num_drawn = totals.pop(DRAWN)
+    names = (MEAN_DLOGP, K1, K3, RATIO, SQUARE_RATIO, MISMATCHED, COMPARED)
+    sums = {name: totals.pop(name) for name in names}
+    if not num_drawn:
+        return {}
+    return {
+        **{name: sums[name] / num_drawn for name in (MEAN_DLOGP, K1, K3)},
+        **_ratio_metrics(sums[RATIO] / num_drawn, sums[SQUARE_RATIO] / num_drawn),
+        **{name: sums[name] for name in (MISMATCHED, COMPARED)},
+        MAX_DLOGP: max_dlogp,
+    }
+
+
+def _ratio_metrics(mean: float, mean_square: float) -> dict[str, float]:
+    """Return chi-square and effective sample size, from the means of ratio - 1 and ratio^2 - 1."""
+    return {"onpolicy/chi2": mean_square, "onpolicy/ess": (1 + mean) ** 2 / (1 + mean_square)}

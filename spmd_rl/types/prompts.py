@@ -1,0 +1,77 @@
+"""Prompts, and their columns. numpy only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.types.columns import Columns, concatenate, split_at
+
+T = TypeVar("T")
+
+_new, _set = object.__new__, object.__setattr__
+
+
+def construct(cls: type[T], values: dict[str, Any]) -> T:
+    """Return an instance with these fields, twice as fast as a frozen dataclass's `__init__`."""
+    instance = _new(cls)
+    _set(instance, "__dict__", values)
+    return instance
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One tokenised prompt.
+
+    `uid` numbers the draw, not the record of the data file. A record drawn in two epochs has two
+    uids, so its samples use different random streams.
+    """
+
+    uid: int
+    tokens: NDArray[np.int32]
+    text: str = ""
+    answer: str = ""
+    source: str = ""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def replace(self, **values: Any) -> Prompt:
+        """Return a copy with these fields changed, five times as fast as `dataclasses.replace`."""
+        return construct(Prompt, self.__dict__ | values)
+
+    @staticmethod
+    def to_columns(prompts: list[Prompt]) -> PromptColumns:
+        """Return the columns in which a list of prompts crosses between processes."""
+        return PromptColumns(
+            lengths=np.array([len(prompt.tokens) for prompt in prompts], np.int64),
+            uid=np.array([prompt.uid for prompt in prompts], np.int64),
+            tokens=concatenate([prompt.tokens for prompt in prompts], np.int32),
+            text=[prompt.text for prompt in prompts],
+            answer=[prompt.answer for prompt in prompts],
+            source=[prompt.source for prompt in prompts],
+            meta=[prompt.meta for prompt in prompts],
+        )
+
+
+@dataclass(frozen=True)
+class PromptColumns(Columns):
+    """Prompts in columns; `lengths` counts tokens."""
+
+    RAGGED = ("tokens",)
+
+    uid: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    text: list[str]
+    answer: list[str]
+    source: list[str]
+    meta: list[dict[str, Any]]
+
+    def rows(self) -> list[Prompt]:
+        """Return the prompts as objects. Raises: ValueError, as `check` does."""
+        self.check()
+        tokens = split_at(self.tokens, self.offsets)
+        return list(
+            map(Prompt, self.uid.tolist(), tokens, self.text, self.answer, self.source, self.meta)
+        )
