@@ -11,7 +11,7 @@ enough that prompts are split, and pages are few enough that sequences are preem
 The bar is zero unequal tokens, among two million for 0.6B alone.
 
 The log-prob of a chosen token can hide differences in other logits. So a sample of each prompt of
-the last step goes through engine and trainer once more, with the initial weights. Hashes of every
+the last step goes through engine and trainer once more, with the initial weights. HashTap of every
 row after every op are compared, including whole rows of logits.
 
     python -m benchmarks.grpo_proof [--save] [0.6B 4B]
@@ -39,9 +39,9 @@ from spmd_rl.controller.contracts import CONTRACT_FILE, disagreement, not_promis
 from spmd_rl.microscope.diagnose.compare import unequal_rows
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
-from spmd_rl.microscope.replay.inputs import run_settings, samples_of_run
+from spmd_rl.microscope.replay.inputs import case_of_run, run_settings
 from spmd_rl.microscope.taps.points import Point
-from spmd_rl.microscope.taps.taps import Hashes
+from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.rollout.engine import NativeEngineConfig
 
 PACKAGES = (
@@ -146,15 +146,16 @@ def one_of_each_prompt(run: Path) -> list[str]:
 
 
 def replayed(what: str, model: Path, run: Path) -> Iterator[Row]:
-    case = samples_of_run(run, model, run_settings(run), one_of_each_prompt(run))
-    tables = Hashes(case.num_rows), Hashes(case.num_rows)
+    case = case_of_run(run, model, run_settings(run), one_of_each_prompt(run))
+    tables = HashTap(case.num_rows), HashTap(case.num_rows)
     ours, trainers = (load_model(model, DTYPE, DEVICE) for _ in range(2))
     cfg = NativeEngineConfig(page_size=PAGE_SIZE, max_batch=MAX_BATCH, max_step_tokens=STEP_TOKENS)
     for path, hashes in zip((EnginePass(ours, cfg), TrainerPass(trainers)), tables, strict=True):
         path.run(case, hashes)
     logits = Point(ours.spec.num_layers, "logits")
     unequal = unequal_rows(*tables)
-    num_logits = int((tables[0].seen(logits) & tables[1].seen(logits))[: case.num_rows].sum())
+    both = tables[0].observed(logits) & tables[1].observed(logits)
+    num_logits = int(both[: case.num_rows].sum())
     yield measured(
         f"{what}: whole rows of logits compared", num_logits, "rows", at_least=LEAST_LOGITS
     )

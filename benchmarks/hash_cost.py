@@ -24,10 +24,10 @@ import torch
 from benchmarks.record import compared, finish, gpu, measured
 from benchmarks.shapes import write_folder
 from benchmarks.table import Row
-from spmd_rl.microscope.replay.case import Case, Replayed
-from spmd_rl.microscope.replay.engine_pass import EnginePass, Replaying, requests, sized
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
+from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay, requests, sized
 from spmd_rl.microscope.replay.forward_pass import load_model
-from spmd_rl.microscope.taps.taps import Hashes
+from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.rollout.engine import NativeEngineConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
@@ -36,15 +36,15 @@ WARM = 24  # steps that record graphs, or follow such a step
 DEVICE = torch.device("cuda")
 
 
-def sequences(batch: int, vocab: int) -> Case:
+def sequences(batch: int, vocab: int) -> ReplayCase:
     rng = np.random.default_rng(0)
     answers = (rng.integers(0, vocab, PROMPT + ANSWER).astype(np.int64) for _ in range(batch))
-    return Case(
-        tuple(Replayed(f"{n}:0", one[:PROMPT], one[PROMPT:]) for n, one in enumerate(answers))
+    return ReplayCase(
+        tuple(ReplaySequence(f"{n}:0", one[:PROMPT], one[PROMPT:]) for n, one in enumerate(answers))
     )
 
 
-def step_s(engine: NativeEngine, case: Case) -> float:
+def step_s(engine: NativeEngine, case: ReplayCase) -> float:
     """Return the seconds of a step that decodes all sequences."""
     for request in requests(case):
         engine.submit(request)
@@ -57,19 +57,19 @@ def step_s(engine: NativeEngine, case: Case) -> float:
     return statistics.median(times[WARM:])
 
 
-def plain_s(path: EnginePass, case: Case) -> float:
+def plain_s(path: EnginePass, case: ReplayCase) -> float:
     engine = NativeEngine(path.model, sized(path, case), DEVICE)
     engine.new_version(0)
     return step_s(engine, case)
 
 
 @torch.inference_mode()
-def hashed_s(path: EnginePass, case: Case) -> tuple[float, int]:
+def hashed_s(path: EnginePass, case: ReplayCase) -> tuple[float, int]:
     """Return the same for a replay with hashes, and the number of points of a decode step."""
-    hashes = Hashes(case.num_rows)
-    replaying = Replaying(path, case, hashes)
-    with replaying.watched():
-        seconds = step_s(replaying.engine, case)
+    hashes = HashTap(case.num_rows)
+    replay = EngineReplay(path, case, hashes)
+    with replay.hooked():
+        seconds = step_s(replay.engine, case)
     decoded = int(case.lengths[0]) - 2
     return seconds, sum(bool(one[decoded]) for one in hashes.table.values())
 

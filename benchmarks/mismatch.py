@@ -23,8 +23,9 @@ import torch
 from benchmarks.record import finish, gpu, measured
 from benchmarks.table import Row
 from spmd_rl.microscope.diagnose.faults import plant
-from spmd_rl.microscope.page.report import Examined, Replay, examine, write
-from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.examine import Examination, ReplaySetup, examine
+from spmd_rl.microscope.page.report_data import write_report
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, load_model
 from spmd_rl.model.hf import random_weights, save_folder
@@ -92,12 +93,12 @@ def write_model(folder: Path) -> Path:
     return folder / "hf"
 
 
-def sequences(vocab: int) -> Case:
+def sequences(vocab: int) -> ReplayCase:
     rng = np.random.default_rng(0)
     stem = rng.integers(2, vocab, 1200)
-    return Case(
+    return ReplayCase(
         tuple(
-            Replayed(f"{n}:0", stem[:p], rng.integers(2, vocab, r))
+            ReplaySequence(f"{n}:0", stem[:p], rng.integers(2, vocab, r))
             for n, (p, r) in enumerate(SIZES)
         )
     )
@@ -109,49 +110,52 @@ def engine(folder: Path) -> EnginePass:
     )
 
 
-def comparisons(folder: Path, case: Case) -> Iterator[tuple[str, Examined]]:
+def comparisons(folder: Path, case: ReplayCase) -> Iterator[tuple[str, Examination]]:
     """Yield each fault against the trainer, and both our forward passes against transformers."""
     trainer, model = TrainerPass(load_model(folder, DTYPE, DEVICE)), str(folder)
-    yield "engine, trainer", examine(Replay(case, engine(folder), trainer, model))
+    yield "engine, trainer", examine(ReplaySetup(case, engine(folder), trainer, model))
     for fault in EXPECTED:
         path = engine(folder)
         plant(fault, path)
-        yield fault, examine(Replay(case, path, trainer, model, planted=fault))
+        yield fault, examine(ReplaySetup(case, path, trainer, model, planted=fault))
     yield (
         "engine, transformers",
-        examine(Replay(case, engine(folder), ReferencePass(folder, DTYPE, DEVICE), model)),
+        examine(ReplaySetup(case, engine(folder), ReferencePass(folder, DTYPE, DEVICE), model)),
     )
 
 
-def rows(name: str, found: Examined) -> Iterator[Row]:
+def rows(name: str, found: Examination) -> Iterator[Row]:
     """Yield a row for each kind of op that introduces a difference, or one row if none does."""
-    if not found.comparison.findings and name in EXPECTED:
+    if not found.comparison.results and name in EXPECTED:
         yield Row(what=f"{name}: not found", value=0, unit="outputs", bar="explained", holds=False)
-    elif not found.comparison.findings:
+    elif not found.comparison.results:
         yield measured(
             f"{name}: {found.comparison.num_compared_rows:,} rows, differing", 0, "rows", at_most=0
         )
-    findings = {one.point: one for one in found.comparison.findings}
+    findings = {one.point: one for one in found.comparison.results}
     ops = {point.op for point, one in findings.items() if one.status == "introduced"}
-    for point, cause in found.causes.items():
+    for point, cause in found.explanations.items():
         one, expected = findings[point], EXPECTED.get(name, "").format(middle=NUM_LAYERS // 2)
         sides = cause.left.matches, cause.right.matches
         said = "; ".join(
-            " + ".join(f"{match.says} [{match.rows}]" for match in side) or "-" for side in sides
+            " + ".join(f"{match.description} [{match.num_rows}]" for match in side) or "-"
+            for side in sides
         )
-        explained = all(sum(match.rows for match in side) == one.num_rows for side in sides)
-        place = str(next(iter(found.causes)))
+        explained = all(sum(match.num_rows for match in side) == one.num_rows for side in sides)
+        place = str(next(iter(found.explanations)))
         alone = not expected or (
             place == expected and ops == {expected.split()[-1]} | ALSO.get(name, set())
         )
         result = measured(
-            f"{name}: {point} ({said})", one.fed.unequal, f"of {one.fed.total:,} outputs"
+            f"{name}: {point} ({said})",
+            one.same_input.unequal,
+            f"of {one.same_input.total:,} outputs",
         )
         holds = explained and alone
         yield Row(
             what=result.what, value=result.value, unit=result.unit, bar="explained", holds=holds
         )
-    last = found.comparison.findings[-1:]
+    last = found.comparison.results[-1:]
     yield from (
         measured(f"{name}: largest change of a log-prob", one.largest_difference, "nats")
         for one in last
@@ -168,7 +172,7 @@ def main(words: list[str]) -> int:
             print(f"{name}: {found.verdict}", flush=True)
             lines += rows(name, found)
             if pages is not None:
-                write(found, pages)
+                write_report(found, pages)
     packages, save = ("torch", "transformers"), "--save" in words
     if DEVICE.type == "cpu":
         return finish(__file__, packages, lines, save=save)

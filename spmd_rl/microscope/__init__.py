@@ -1,7 +1,9 @@
-"""The mismatch microscope: where two forward passes over the same tokens part, by how much, and
-through which op.
+"""The mismatch microscope: where two forward passes differ, and through which op.
 
-`command` is `spmd-rl mismatch`. `case` is what is replayed and `paths` what replays it; `taps` and
-`watch` see the ops, `compare` finds where they part, `identity` the kernels that ran, `verdict` the
-words, `report` and `page` the files.
+command.py    `spmd-rl mismatch`
+examine.py    runs one examination, from replay to verdict
+replay/       the sequences, and the forward passes that replay them
+taps/         hooks on the ops, and what is done with their outputs
+diagnose/     comparison, kernels, known arithmetic, planted faults
+page/         the verdict in words, the page and the JSON
 """

@@ -1,11 +1,12 @@
-"""`spmd-rl mismatch`: replay, compare, say what was found, and leave a page and a JSON."""
+"""`spmd-rl mismatch`: replay tokens through two forward passes, compare, and write a report."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
-from pathlib import Path as Folder
+from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
@@ -15,17 +16,23 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.attention.backend import attention_backend
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.microscope.diagnose.faults import FAULTS, plant
-from spmd_rl.microscope.page.report import Replay, examine, write
-from spmd_rl.microscope.replay import inputs, weights
-from spmd_rl.microscope.replay.case import Case
+from spmd_rl.microscope.examine import ReplaySetup, examine
+from spmd_rl.microscope.page.report_data import write_report
+from spmd_rl.microscope.replay import inputs
+from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.engine_pass import EnginePass
-from spmd_rl.microscope.replay.forward_pass import Path, ReferencePass, TrainerPass, load_model
-from spmd_rl.microscope.replay.weights import Weights
+from spmd_rl.microscope.replay.forward_pass import (
+    ForwardPass,
+    ReferencePass,
+    TrainerPass,
+    load_model,
+)
+from spmd_rl.microscope.replay.weights import ReplayWeights, final_weights, sampling_weights
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.observe.run_folder import refuse_links
 from spmd_rl.rollout.engine import NativeEngineConfig
 
-PATHS = ("engine", "trainer", "transformers")
+PASSES = ("engine", "trainer", "transformers")
 SPLIT = "attention_split"
 ENGINE_KEYS = (
     "page_size",
@@ -37,43 +44,59 @@ ENGINE_KEYS = (
     SPLIT,
 )
 TRAINER_KEYS = ("max_tokens", "logit_rows", "recompute", SPLIT)
-AGREE, PART = 0, 1
+EXIT_AGREE, EXIT_DIFFER = 0, 1
 
 
-class _Parser(argparse.ArgumentParser):
+class _MismatchParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"spmd-rl mismatch: {message}")
 
 
+@dataclass(frozen=True)
+class _RunInputs:
+    """The run to replay, if there is one, with its settings, the case and the weights."""
+
+    run: Path | None
+    settings: dict[str, Any]
+    case: ReplayCase
+    weights: ReplayWeights
+
+    @property
+    def run_name(self) -> str:
+        return str(self.settings.get("run", {}).get("name") or (self.run or Path()).name)
+
+
 def main(words: list[str]) -> int:
-    """`spmd-rl mismatch`: exit code 0 when all bits agree, every sequence reads its own history and
-    nothing is NaN, 1 when not, 2 for bad input, 3 when it could not be found out."""
+    """`spmd-rl mismatch`: compare two forward passes over the same tokens.
+
+    The exit code is 0 if all bits agree, every sequence reads its own history and nothing is NaN; 1
+    if not; 2 for bad input; 3 if it could not be found out.
+    """
     options = _parser().parse_args(words)
-    _refuse(options)
-    run = Folder(options.run) if options.run else None
+    _check(options)
+    run = Path(options.run) if options.run else None
     settings = inputs.run_settings(run) if run else {}
     if run and not options.out:
         refuse_links(run)
     with TemporaryDirectory() as temporary:
-        case, under = _case(options, run, settings, Folder(temporary) / "model")
-        out = _folder(Folder(options.out) if options.out else (run or Folder()) / "mismatch")
-        replay = _replay(
-            options, run, settings, case, under, shlex.join(["spmd-rl", "mismatch", *words])
-        )
-        for note in replay.notes:
+        loaded = _load(options, run, settings, Path(temporary) / "model")
+        out = _make_folder(Path(options.out) if options.out else (run or Path()) / "mismatch")
+        setup = _setup(options, loaded, shlex.join(["spmd-rl", "mismatch", *words]))
+        for note in setup.notes:
             print(note)
-        found = examine(replay)
-        page = write(found, out)
-    print(found.verdict)
+        examination = examine(setup)
+        page = write_report(examination, out)
+    print(examination.verdict)
     print(page)
-    return AGREE if found.comparison.agree else PART
+    return EXIT_AGREE if examination.comparison.agree else EXIT_DIFFER
 
 
 def drop_splits(
     settings: dict[str, Any], head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Take attention in splits out of a run's settings where it cannot run; returns whether there
-    was any.
+    """Remove attention splits from a run's settings if they cannot run here.
+
+    Returns whether there were any.
     """
     if attention_backend(head_dim, dtype, device).has_splits:
         return False
@@ -83,12 +106,14 @@ def drop_splits(
     return any(dropped)
 
 
-def _refuse(options: argparse.Namespace) -> None:
-    """What makes no sense together."""
+def _check(options: argparse.Namespace) -> None:
+    """Raises: ConfigError for options that make no sense together."""
     if options.left == options.right:
-        raise ConfigError(f"both paths are '{options.left}': choose two different ones")
+        raise ConfigError(
+            f"--left and --right are both '{options.left}': choose two different ones"
+        )
     if options.plant and options.left != "engine":
-        raise ConfigError("a fault is planted in the engine's path: say --left engine")
+        raise ConfigError("--plant needs --left engine: a fault is planted in the engine")
     if options.model is None and options.run is None:
         raise ConfigError("name the folder of a run, or a model with --model and --prompts")
     if options.prompts and (options.samples or options.step is not None):
@@ -101,8 +126,11 @@ def _refuse(options: argparse.Namespace) -> None:
         raise ConfigError("--device cuda: torch sees no GPU here")
 
 
-def _folder(path: Folder) -> Folder:
-    """Made before the work is done. Raises: ConfigError where nothing can be written."""
+def _make_folder(path: Path) -> Path:
+    """Make the folder before the work is done.
+
+    Raises: ConfigError if it cannot be made or written to.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -112,101 +140,107 @@ def _folder(path: Folder) -> Folder:
     return path
 
 
-def _case(
-    options: argparse.Namespace, run: Folder | None, settings: dict[str, Any], temporary: Folder
-) -> tuple[Case, Weights]:
-    """What is replayed, and under which weights; `temporary` is where those of a checkpoint go."""
-    named = (
-        Weights(Folder(options.model), f"the weights in {options.model}") if options.model else None
-    )
+def _load(
+    options: argparse.Namespace, run: Path | None, settings: dict[str, Any], temporary: Path
+) -> _RunInputs:
+    """Load the case and choose the weights; those of a checkpoint go to `temporary`."""
+    weights = None
+    if options.model:
+        weights = ReplayWeights(Path(options.model), f"the weights in {options.model}")
     if options.prompts or run is None:
-        under = named or weights.of_run(run or Folder())
-        return inputs.prompts_given(options.prompts, under.folder), under
-    wanted = [name for one in options.samples.split(",") if (name := one.strip())]
-    samples = inputs.samples_of(run, wanted, options.step)
-    if named is None and options.step is not None:
+        weights = weights or final_weights(run or Path())
+        case = inputs.case_of_prompts(options.prompts, weights.folder)
+        return _RunInputs(run, settings, case, weights)
+    names = [name for one in options.samples.split(",") if (name := one.strip())]
+    samples = inputs.find_samples(run, names, options.step)
+    if weights is None and options.step is not None:
         versions = frozenset().union(*(one.versions for one in samples))
-        named = weights.of_version(run, versions, settings, temporary)
-    under = named or weights.of_run(run)
-    return inputs.as_case(samples, under.folder, settings), under
+        weights = sampling_weights(run, versions, settings, temporary)
+    weights = weights or final_weights(run)
+    case = inputs.case_of_samples(samples, weights.folder, settings)
+    return _RunInputs(run, settings, case, weights)
 
 
-def _replay(
-    options: argparse.Namespace,
-    run: Folder | None,
-    settings: dict[str, Any],
-    case: Case,
-    under: Weights,
-    command: str,
-) -> Replay:
+def _setup(options: argparse.Namespace, loaded: _RunInputs, command: str) -> ReplaySetup:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    names, notes = (options.left, options.right), inputs.not_as_given(case)
-    dtypes = {
-        name: _dtype(name, other, options.dtype, device, settings)
-        for name, other in zip(names, names[::-1], strict=True)
-    }
-    counted = (
-        inputs.mismatched_tokens(run)
-        if run and not options.prompts and "transformers" not in names
-        else {}
+    settings, weights = loaded.settings, loaded.weights
+    names = options.left, options.right
+    dtypes = (
+        _dtype(*names, options.dtype, device, settings),
+        _dtype(*names[::-1], options.dtype, device, settings),
     )
-    types = " and ".join(
-        dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes.values())
+    notes = _notes(options, loaded, dtypes[0], device)
+    left, right = (
+        _forward_pass(name, weights.folder, dtype, device, settings)
+        for name, dtype in zip(names, dtypes, strict=True)
     )
-    if options.step is not None:
-        notes.append(f"Replayed under {under.says}.")
-    if drop_splits(
-        settings, ModelSpec.from_folder(under.folder).head_dim, dtypes[options.left], device
-    ):
-        notes.append(
-            "The run's attention_split needs FlashAttention-4: both paths attend to all keys at once here."
-        )
-    left, right = (_path(name, under.folder, dtypes[name], device, settings) for name in names)
     if options.plant:
         assert isinstance(left, EnginePass)
         plant(options.plant, left)
-    return Replay(
-        case,
+    return ReplaySetup(
+        loaded.case,
         left,
         right,
-        model=str(under.folder),
+        model=str(weights.folder),
         planted=options.plant,
-        weights=under.says,
-        drew=under.drew,
+        weights=weights.description,
+        drew_samples=weights.drew_samples,
         command=command,
-        run=str(settings.get("run", {}).get("name") or (run or Folder()).name),
-        notes=tuple(notes),
-        doubt=_doubt(
-            counted, len(case.sequences), f"on {device.type} in {types} under {under.says}"
-        ),
+        run=loaded.run_name,
+        notes=notes,
+        doubt=_doubt(options, loaded, f"on {device.type} in {_list(*dtypes)}"),
     )
 
 
-def _doubt(counted: dict[int, int], num_samples: int, where: str) -> str:
-    """What speaks against an agreement: what the run itself counted."""
-    if not counted:
+def _notes(
+    options: argparse.Namespace, loaded: _RunInputs, dtype: torch.dtype, device: torch.device
+) -> tuple[str, ...]:
+    """Return sentences on what is replayed; drop attention splits that cannot run here."""
+    notes = inputs.tokenizer_notes(loaded.case)
+    if options.step is not None:
+        notes.append(f"Replayed under {loaded.weights.description}.")
+    head_dim = ModelSpec.from_folder(loaded.weights.folder).head_dim
+    if drop_splits(loaded.settings, head_dim, dtype, device):
+        notes.append(
+            "The run's attention_split needs FlashAttention-4: "
+            "both sides attend to all keys at once here."
+        )
+    return tuple(notes)
+
+
+def _doubt(options: argparse.Namespace, loaded: _RunInputs, where: str) -> str:
+    """Return what speaks against an agreement: the mismatches that the run itself counted."""
+    if loaded.run is None or options.prompts or "transformers" in (options.left, options.right):
+        return ""
+    counts = inputs.mismatched_tokens(loaded.run)
+    if not counts:
         return ""
     return (
-        f"But the run itself counted {sum(counted.values()):,} unequal tokens: {inputs.by_step(counted)}. "
-        f"{num_samples:,} of its samples were replayed here, in another process, {where}. The unequal tokens may be "
-        "of other samples (--step, --samples); if not, what differs from the run in these, or a push, is to blame."
+        f"But the run itself counted {sum(counts.values()):,} unequal tokens: "
+        f"{inputs.list_by_step(counts)}. "
+        f"{len(loaded.case.sequences):,} of its samples were replayed here, in another process, "
+        f"{where} under {loaded.weights.description}. The unequal tokens may be of other samples "
+        "(--step, --samples); if not, what differs from the run in these, or a push, is to blame."
     )
+
+
+def _list(*dtypes: torch.dtype) -> str:
+    return " and ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _dtype(
     name: str, other: str, asked: str | None, device: torch.device, settings: dict[str, Any]
 ) -> torch.dtype:
-    """That of the role in the run; `transformers` takes that of the other side."""
+    """Return the dtype of the role in the run; `transformers` has that of the other side."""
     role = other if name == "transformers" else name
-    dtype: torch.dtype = getattr(
-        torch, dtype_of(asked or settings.get(role, {}).get("dtype", "auto"), device)
-    )
+    dtype_name = asked or settings.get(role, {}).get("dtype", "auto")
+    dtype: torch.dtype = getattr(torch, dtype_of(dtype_name, device))
     return dtype
 
 
-def _path(
-    name: str, model: Folder, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]
-) -> Path:
+def _forward_pass(
+    name: str, model: Path, dtype: torch.dtype, device: torch.device, settings: dict[str, Any]
+) -> ForwardPass:
     if name == "transformers":
         return ReferencePass(model, dtype, device)
     engine, trainer = settings.get("engine", {}), settings.get("trainer", {})
@@ -220,14 +254,14 @@ def _path(
     return TrainerPass(network, **{key: trainer[key] for key in TRAINER_KEYS if key in trainer})
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="spmd-rl mismatch", description=main.__doc__, allow_abbrev=False)
+def _parser() -> _MismatchParser:
+    parser = _MismatchParser(prog="spmd-rl mismatch", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("run", nargs="?", help="folder of a run, with samples/ and hf/")
     parser.add_argument(
         "--step",
         type=int,
         metavar="N",
-        help="samples of this step, and the weights that drew them, if a checkpoint has",
+        help="samples of this step, and the weights that drew them, if a checkpoint has them",
     )
     parser.add_argument(
         "--samples",
@@ -235,22 +269,20 @@ def _parser() -> _Parser:
         metavar="UID:INDEX,...",
         help="default: one of each of the last step's first 8 prompts",
     )
-    parser.add_argument("--left", choices=PATHS, default="engine")
-    parser.add_argument("--right", choices=PATHS, default="trainer")
+    parser.add_argument("--left", choices=PASSES, default="engine")
+    parser.add_argument("--right", choices=PASSES, default="trainer")
     parser.add_argument(
         "--model", metavar="PATH", help="a Hugging Face folder; default: the run's hf/"
     )
     parser.add_argument(
-        "--prompts", nargs="+", metavar="TEXT", help="replay these instead of samples"
+        "--prompts", nargs="+", metavar="TEXT", help="replay these texts instead of samples"
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         help="default: each role's in the run, or bfloat16 on GPUs",
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: a GPU where there is one"
-    )
-    parser.add_argument("--plant", choices=tuple(FAULTS), help="plant a fault in the engine's path")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
+    parser.add_argument("--plant", choices=tuple(FAULTS), help="plant a fault in the engine")
     parser.add_argument("--out", metavar="DIR", help="default: RUN/mismatch")
     return parser

@@ -1,1 +1,1 @@
-"""Where two forward passes part, and which known cause explains it."""
+"""Diagnosis: where two forward passes differ, and which known cause explains it."""

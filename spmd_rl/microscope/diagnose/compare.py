@@ -1,14 +1,14 @@
-"""Where two paths part: the first point whose rows differ, and for each later one whether it adds
-to it.
+"""Comparison of two forward passes, op by op.
 
-An op introduces a difference if, fed with the other side's input, it still gives another output
-than that side; it inherits one if its output differs only because its input did.
+An op introduces a difference if it gives another output than the other side on the other side's
+input. It inherits a difference if its output differs only because its input did. To tell the two
+apart, one pass runs again with the other's outputs patched in (activation patching).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,56 +16,56 @@ from torch import Tensor
 
 from spmd_rl.kernels.rowwise.row_hash import wide_bits
 from spmd_rl.microscope.diagnose.ulp import Histogram, histogram
-from spmd_rl.microscope.replay.case import Case
+from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.engine_pass import EnginePass
-from spmd_rl.microscope.replay.forward_pass import Path
+from spmd_rl.microscope.replay.forward_pass import ForwardPass
 from spmd_rl.microscope.taps.points import Point
-from spmd_rl.microscope.taps.taps import Hashes, Transplant, Values
+from spmd_rl.microscope.taps.taps import HashTap, PatchTap, ValueTap
 
-Status = Literal["equal", "inherited", "introduced"]
+PointStatus = Literal["equal", "inherited", "introduced"]
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One point: rows and elements that differ, how far (`plain`), and how far on the same input
-    (`fed`).
+class PointResult:
+    """How the outputs of one point differ, as the passes ran and on the same input.
 
-    `rows` are those that differ on the same input or, if none does, at all.
+    `differing_rows` are those that differ on the same input or, if none does, at all.
     """
 
     point: Point
     num_rows: int
-    unequal_rows: int
-    introduced_rows: int
-    rows: tuple[int, ...]
-    plain: Histogram
-    fed: Histogram
+    num_unequal_rows: int
+    num_introduced_rows: int
+    differing_rows: tuple[int, ...]
+    as_run: Histogram
+    same_input: Histogram
     largest_difference: float
 
     @property
-    def width(self) -> int:
-        """Elements of a row."""
-        return self.plain.total // max(self.num_rows, 1)
+    def num_columns(self) -> int:
+        """The number of elements of a row."""
+        return self.as_run.total // max(self.num_rows, 1)
 
     @property
-    def status(self) -> Status:
-        if self.introduced_rows:
+    def status(self) -> PointStatus:
+        if self.num_introduced_rows:
             return "introduced"
-        return "inherited" if self.unequal_rows else "equal"
+        return "inherited" if self.num_unequal_rows else "equal"
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the side that was fed made of the other's inputs, and what the other side made of them."""
+class PatchEvidence:
+    """The outputs of the patched side on the other side's inputs, and those of the other side."""
 
-    fed: Values
-    other: Values
+    patched: ValueTap
+    other: ValueTap
 
 
 @dataclass(frozen=True)
-class Logprobs:
-    """What both sides gave the tokens that both scored; `rows` predict them. Shape: all [M] on the
-    CPU.
+class LogprobPair:
+    """Log-probs of the tokens that both sides scored; `rows` predict them.
+
+    Shape: all [M] on the CPU.
     """
 
     rows: Tensor
@@ -79,140 +79,168 @@ class Logprobs:
 
     @property
     def nan(self) -> Tensor:
-        """On one side or both. Shape: [M] bool."""
+        """Whether a side or both have NaN. Shape: [M] bool."""
         return self.left.isnan() | self.right.isnan()
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """`findings` in the order of the forward pass; empty where all hashes agree. `fed` names the
-    path that was fed.
+    """The result of a comparison.
 
-    `troubles` are sentences about what went wrong besides arithmetic. `parted` has how many rows'
-    hashes differ, at each point where some do: a second run may not repeat it.
+    `results` are in the order of the forward pass, and empty if all hashes agree. `patched` names
+    the pass that was patched. `problems` are sentences on what went wrong besides arithmetic.
+    `unequal_points` counts the rows with unequal hashes, at each point that has any; the second run
+    may not repeat them.
     """
 
     points: tuple[Point, ...]
     num_compared_rows: int
-    findings: tuple[Finding, ...]
-    fed: str
-    evidence: Evidence | None = None
-    troubles: tuple[str, ...] = ()
-    parted: tuple[tuple[Point, int], ...] = ()
-    logprobs: Logprobs | None = None
+    results: tuple[PointResult, ...]
+    patched: str
+    evidence: PatchEvidence | None = None
+    problems: tuple[str, ...] = ()
+    unequal_points: tuple[tuple[Point, int], ...] = ()
+    logprobs: LogprobPair | None = None
 
     @property
     def agree(self) -> bool:
         """Whether nothing differed and nothing else went wrong."""
-        return not (self.findings or self.troubles)
+        return not (self.results or self.problems)
 
     @property
-    def first(self) -> Finding | None:
-        return next((one for one in self.findings if one.status == "introduced"), None)
+    def first_introduced(self) -> PointResult | None:
+        return next((result for result in self.results if result.status == "introduced"), None)
 
 
-def compare(left: Path, right: Path, case: Case) -> Comparison:
-    """Hash both; where hashes differ, run both again with their values, and one on the other's
-    inputs.
+def compare(left: ForwardPass, right: ForwardPass, case: ReplayCase) -> Comparison:
+    """Compare the two passes by hashes of all outputs, and by values where hashes differ.
 
-    Fed is a side whose rows are all its own, if one is: what stands for several rows can take the
-    values of one only. If none is, it is the engine: the rows that it reads of another sequence are
-    not compared, all others are its own.
+    If hashes differ, both passes run again with their values kept. Then one runs with the other's
+    outputs patched in.
     """
-    ours, theirs = Hashes(case.num_rows), Hashes(case.num_rows)
-    left.run(case, ours)
-    right.run(case, theirs)
-    rows = unequal_rows(ours, theirs)
-    points = tuple(sorted(rows, key=lambda point: point.place))
-    troubles = (*left.troubles, *right.troubles)
-    compared = sum(int(_both_seen(ours, theirs, point).sum()) for point in points)
-    fed = _to_feed(left, right)
-    parted = tuple((point, len(rows[point])) for point in points if len(rows[point]))
-    logprobs = _logprobs(ours, theirs, points)
-    if not parted and not (logprobs and logprobs.nan.any()):
-        return Comparison(points, compared, (), fed.name, troubles=troubles, logprobs=logprobs)
-    values = Values(case.num_rows), Values(case.num_rows)
-    for path, kept in zip((left, right), values, strict=True):
-        path.run(case, kept)
-        kept.settle()
-    troubles = (*troubles, *_not_numbers((left.name, right.name), values))
-    if not parted:
-        return Comparison(points, compared, (), fed.name, troubles=troubles, logprobs=logprobs)
-    other = values[1] if fed is left else values[0]
-    transplant = Transplant(other)
-    fed.run(case, transplant)
-    transplant.settle()
-    evidence = Evidence(transplant, other)
-    findings = tuple(_finding(point, *values, evidence) for point in points)
-    return Comparison(points, compared, findings, fed.name, evidence, troubles, parted, logprobs)
+    hashes = HashTap(case.num_rows), HashTap(case.num_rows)
+    left.run(case, hashes[0])
+    right.run(case, hashes[1])
+    patched = _choose_patched(left, right)
+    by_hashes = _compare_hashes(*hashes, patched.name, (*left.problems, *right.problems))
+    has_nan = by_hashes.logprobs is not None and bool(by_hashes.logprobs.nan.any())
+    if not by_hashes.unequal_points and not has_nan:
+        return by_hashes
+    values = _run_for_values(left, case), _run_for_values(right, case)
+    nan_problems = _nan_problems((left.name, right.name), values)
+    problems = (*by_hashes.problems, *nan_problems)
+    if not by_hashes.unequal_points:
+        return replace(by_hashes, problems=problems)
+    evidence = _patch(patched, case, other=values[1] if patched is left else values[0])
+    results = tuple(_result(point, *values, evidence) for point in by_hashes.points)
+    return replace(by_hashes, results=results, evidence=evidence, problems=problems)
 
 
-def _to_feed(left: Path, right: Path) -> Path:
+def _compare_hashes(
+    left: HashTap, right: HashTap, patched: str, problems: tuple[str, ...]
+) -> Comparison:
+    """Return the comparison as far as hashes tell."""
+    rows = unequal_rows(left, right)
+    points = tuple(sorted(rows, key=lambda point: point.order))
+    return Comparison(
+        points,
+        sum(int(_both_observed(left, right, point).sum()) for point in points),
+        (),
+        patched,
+        problems=problems,
+        unequal_points=tuple((point, len(rows[point])) for point in points if len(rows[point])),
+        logprobs=_logprobs(left, right, points),
+    )
+
+
+def _run_for_values(forward_pass: ForwardPass, case: ReplayCase) -> ValueTap:
+    values = ValueTap(case.num_rows)
+    forward_pass.run(case, values)
+    values.move_to_host()
+    return values
+
+
+def _patch(patched: ForwardPass, case: ReplayCase, other: ValueTap) -> PatchEvidence:
+    tap = PatchTap(other)
+    patched.run(case, tap)
+    tap.move_to_host()
+    return PatchEvidence(tap, other)
+
+
+def _choose_patched(left: ForwardPass, right: ForwardPass) -> ForwardPass:
+    """Return the pass to patch: one whose rows are all its own, if there is one.
+
+    A row that stands for several sequences can take the values of one only. If both passes have
+    such rows, the engine is patched: rows that it reads of another sequence are not compared, and
+    all others are its own.
+    """
     if left.rows_are_distinct != right.rows_are_distinct:
         return left if left.rows_are_distinct else right
     return right if right.name == EnginePass.name and not right.rows_are_distinct else left
 
 
-def unequal_rows(left: Hashes, right: Hashes) -> Mapping[Point, Tensor]:
-    """Rows whose hashes differ, at each point that both sides have. Shape: each [rows]."""
-    shared = [point for point in left.table if point in right.table]
-    return {
-        point: (_both_seen(left, right, point) & (left.table[point] != right.table[point])[:-1])
-        .nonzero()[:, 0]
-        .cpu()
-        for point in shared
-    }
+def unequal_rows(left: HashTap, right: HashTap) -> Mapping[Point, Tensor]:
+    """Return the rows whose hashes differ, at each point of both sides. Shape: each [rows]."""
+    rows = {}
+    for point in left.table:
+        if point in right.table:
+            differs = (left.table[point] != right.table[point])[:-1]
+            differs = _both_observed(left, right, point) & differs
+            rows[point] = differs.nonzero()[:, 0].cpu()
+    return rows
 
 
-def the(name: str) -> str:
-    """A path's name in a sentence."""
+def name_in_sentence(name: str) -> str:
+    """Return the name of a forward pass as sentences use it."""
     return name if name == "transformers" else f"the {name}"
 
 
-def _logprobs(left: Hashes, right: Hashes, points: Sequence[Point]) -> Logprobs | None:
+def _logprobs(left: HashTap, right: HashTap, points: Sequence[Point]) -> LogprobPair | None:
     point = points[-1] if points and points[-1].op == "logprob" else None
     if point is None or left.logprobs is None or right.logprobs is None:
         return None
-    rows = _both_seen(left, right, point).cpu().nonzero()[:, 0]
-    return Logprobs(rows, left.logprobs.cpu()[rows], right.logprobs.cpu()[rows])
+    rows = _both_observed(left, right, point).cpu().nonzero()[:, 0]
+    return LogprobPair(rows, left.logprobs.cpu()[rows], right.logprobs.cpu()[rows])
 
 
-def _not_numbers(names: tuple[str, str], values: tuple[Values, Values]) -> Iterator[str]:
-    """A sentence for each side that makes NaN: where first, and how many."""
-    for name, kept in zip(names, values, strict=True):
-        for point in sorted(kept.table, key=lambda one: one.place):
-            outputs = kept.table[point][kept.seen(point)]
+def _nan_problems(names: tuple[str, str], values: tuple[ValueTap, ValueTap]) -> Iterator[str]:
+    """Yield a sentence for each side that computes NaN: at which point first, and how many."""
+    for name, tap in zip(names, values, strict=True):
+        for point in sorted(tap.table, key=lambda point: point.order):
+            outputs = tap.table[point][tap.observed(point)]
             if count := int(outputs.isnan().sum()):
-                of = f"{count:,} of {outputs.numel():,} outputs are NaN"
-                yield f"{the(name).capitalize()}: {of} at {point}, the first place that has any."
+                share = f"{count:,} of {outputs.numel():,} outputs are NaN"
+                side = name_in_sentence(name).capitalize()
+                yield f"{side}: {share} at {point}, the first place that has any."
                 break
 
 
-def _both_seen(left: Hashes | Values, right: Hashes | Values, point: Point) -> Tensor:
+def _both_observed(left: HashTap | ValueTap, right: HashTap | ValueTap, point: Point) -> Tensor:
     """Shape: [rows] of the case."""
-    return (left.seen(point) & right.seen(point))[: left.num_rows]
+    return (left.observed(point) & right.observed(point))[: left.num_rows]
 
 
-def _finding(point: Point, left: Values, right: Values, evidence: Evidence) -> Finding:
-    rows = _both_seen(left, right, point).nonzero()[:, 0]
+def _result(point: Point, left: ValueTap, right: ValueTap, evidence: PatchEvidence) -> PointResult:
+    rows = _both_observed(left, right, point).nonzero()[:, 0]
     x, y = left.table[point][rows], right.table[point][rows]
-    fed, expected = evidence.fed.table[point][rows], evidence.other.table[point][rows]
-    plain, introduced = _differ(x, y), _differ(fed, expected)
-    where = introduced if introduced.any() else plain
+    patched = evidence.patched.table[point][rows]
+    expected = evidence.other.table[point][rows]
+    is_unequal, is_introduced = _rows_differ(x, y), _rows_differ(patched, expected)
+    is_shown = is_introduced if is_introduced.any() else is_unequal
     differences = (x.float() - y.float()).abs()
     differences = differences[~differences.isnan()]
-    return Finding(
+    return PointResult(
         point=point,
         num_rows=len(rows),
-        unequal_rows=int(plain.sum()),
-        introduced_rows=int(introduced.sum()),
-        rows=tuple(rows[where].tolist()),
-        plain=histogram(x, y),
-        fed=histogram(fed, expected),
+        num_unequal_rows=int(is_unequal.sum()),
+        num_introduced_rows=int(is_introduced.sum()),
+        differing_rows=tuple(rows[is_shown].tolist()),
+        as_run=histogram(x, y),
+        same_input=histogram(patched, expected),
         largest_difference=float(differences.max()) if len(differences) else 0.0,
     )
 
 
-def _differ(x: Tensor, y: Tensor) -> Tensor:
+def _rows_differ(x: Tensor, y: Tensor) -> Tensor:
     """Shape: [rows, C] twice -> [rows] bool."""
     return (wide_bits(x) != wide_bits(y)).any(1) if len(x) else torch.zeros(0, dtype=torch.bool)

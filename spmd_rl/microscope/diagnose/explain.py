@@ -1,8 +1,7 @@
-"""Why two outputs on the same input differ: which known way of computing the op gives each side's
-bits.
+"""Explanation of a difference: which known way of computing the op gives each side's bits.
 
-The inputs are the recorded ones, so a variant that gives a side's bits in every row is that side's
-arithmetic.
+The inputs are the recorded ones. So a variant that gives a side's bits in every row is the
+arithmetic of that side.
 """
 
 from __future__ import annotations
@@ -17,14 +16,20 @@ from torch import Tensor
 
 from spmd_rl.kernels import linear_fp32
 from spmd_rl.kernels.rowwise.row_hash import wide_bits
-from spmd_rl.microscope.diagnose.compare import Evidence
-from spmd_rl.microscope.diagnose.variants import Compute, Together, variants, variants_from_source
-from spmd_rl.microscope.replay.case import Case
+from spmd_rl.microscope.diagnose.compare import PatchEvidence
+from spmd_rl.microscope.diagnose.kernel_names import KernelInfo
+from spmd_rl.microscope.diagnose.variants import (
+    Compute,
+    VariantInputs,
+    variants,
+    variants_from_source,
+)
+from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.taps.points import BEFORE, Point
-from spmd_rl.microscope.taps.taps import Values
+from spmd_rl.microscope.taps.taps import ValueTap
 from spmd_rl.model.spec import ModelSpec
 
-INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
+INPUTS: dict[str, tuple[str, ...]] = {  # the points that an op reads
     "q_proj": ("input_norm",),
     "k_proj": ("input_norm",),
     "v_proj": ("input_norm",),
@@ -41,7 +46,7 @@ INPUTS: dict[str, tuple[str, ...]] = {  # the points an op reads
     "logprob": ("logits",),
 }
 
-# if an op makes its inputs
+# What an op reads if it begins with its own projections.
 SOURCES = {"q": "input_norm", "k": "input_norm", "v": "input_norm", "act": "post_norm"}
 
 LOGIT_ROWS = 1024
@@ -49,21 +54,38 @@ _NORMS = {"input_norm": "input_layernorm", "post_norm": "post_attention_layernor
 
 
 @dataclass(frozen=True)
-class Match:
-    """A variant, the number of rows whose bits it gives, and how many of these differ between the
-    sides.
+class VariantMatch:
+    """A variant and the number of rows whose bits it gives.
+
+    `num_unequal_rows` of these rows differ between the sides.
     """
 
-    says: str
-    rows: int
-    unequal: int = 0
+    description: str
+    num_rows: int
+    num_unequal_rows: int = 0
 
 
 @dataclass(frozen=True)
-class _Way:
-    """A variant, what it is given, and the rows that it may explain."""
+class SideExplanation:
+    """The kernels that one side ran for an op, and the variants that give its bits."""
 
-    says: str
+    kernels: tuple[KernelInfo, ...]
+    matches: tuple[VariantMatch, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why the outputs of one op differ on the same input."""
+
+    left: SideExplanation
+    right: SideExplanation
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A variant with its inputs, and the rows that it may explain."""
+
+    description: str
     compute: Compute
     inputs: tuple[Tensor, ...]
     source: Tensor | None
@@ -71,143 +93,172 @@ class _Way:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """Tries variants on the recorded inputs. `model` has the weights, under Hugging Face's module
-    names.
+class VariantSearch:
+    """Tries variants on the recorded inputs.
 
-    `split`: of the keys, where a side has one.
+    `model` has the weights, under Hugging Face's module names. `split` is the size of the splits of
+    keys, if a side has them.
     """
 
-    evidence: Evidence
-    case: Case
+    evidence: PatchEvidence
+    case: ReplayCase
     model: Any
     spec: ModelSpec
     split: int = 0
 
-    def matches(self, point: Point, values: Values, step_of: Sequence[int]) -> list[Match]:
-        """The variant that gives all rows of `values`; if none does, those that give some, each the
-        rows left over.
+    def matches(self, point: Point, values: ValueTap, step_of: Sequence[int]) -> list[VariantMatch]:
+        """Return the variant that gives all rows of `values` at `point`.
 
-        Only rows that both sides have. `step_of` is the number of the step that computed each row.
+        If none does, return those that give some, each with the rows that are left by then. Only
+        rows that both sides observed count. `step_of` is the step that computed each row.
         """
-        shared = left = self.evidence.fed.seen(point) & self.evidence.other.seen(point)
-        fed, other = (
-            wide_bits(one.table[point]) for one in (self.evidence.fed, self.evidence.other)
-        )
-        apart = shared & (fed != other).any(1)
-        total, partly = int(shared.sum()), []
-        for way in self._ways(point, values):
-            given = way.rows & self._given(way, point, values, step_of, left)
-            if int((given & shared).sum()) == total:
-                return [Match(way.says, total, int(apart.sum()))]
-            if rows := int((given & left).sum()):
-                partly.append(Match(way.says, rows, int((given & left & apart).sum())))
+        patched, other = self.evidence.patched, self.evidence.other
+        shared = patched.observed(point) & other.observed(point)
+        unequal = wide_bits(patched.table[point]) != wide_bits(other.table[point])
+        unequal_rows = shared & unequal.any(1)
+        left, num_shared = shared, int(shared.sum())
+        partial_matches = []
+        for candidate in self._candidates(point, values):
+            given = candidate.rows & self._rows_given(candidate, point, values, step_of, left)
+            if int((given & shared).sum()) == num_shared:
+                num_unequal = int(unequal_rows.sum())
+                return [VariantMatch(candidate.description, num_shared, num_unequal)]
+            if num_given := int((given & left).sum()):
+                num_unequal = int((given & left & unequal_rows).sum())
+                partial_matches.append(VariantMatch(candidate.description, num_given, num_unequal))
                 left = left & ~given
-        return partly
+        return partial_matches
 
-    def _ways(self, point: Point, values: Values) -> Iterator[_Way]:
-        """Where `values` do not show what the op reads, it may have made that itself, by any way of
-        a product.
+    def _candidates(self, point: Point, values: ValueTap) -> Iterator[_Candidate]:
+        """Yield the variants of the op.
+
+        If `values` do not show what the op reads, the op may have computed that itself, by any
+        variant of a product.
         """
-        inputs, shown = (
-            self._inputs(point) or self._stream(point),
-            torch.ones(self.case.num_rows, dtype=torch.bool),
-        )
-        for says, compute in variants(point.op) if inputs else ():
-            yield _Way(says, compute, tuple(inputs), None, shown)
-        if point.op not in SOURCES:
+        inputs = self._inputs(point) or self._residual_stream(point)
+        all_rows = torch.ones(self.case.num_rows, dtype=torch.bool)
+        if inputs:
+            for description, compute in variants(point.op):
+                yield _Candidate(description, compute, tuple(inputs), None, all_rows)
+        source_op = SOURCES.get(point.op)
+        source = self._recorded_input(Point(point.layer, source_op)) if source_op else None
+        if source is None:
             return
+        shown = all_rows
         for op in INPUTS[point.op]:
             read = Point(point.layer, op)
-            shown = shown & values.seen(read) if read in values.table else torch.zeros_like(shown)
-        source = self._input(Point(point.layer, SOURCES[point.op]))
-        for says, compute in (
-            () if source is None or shown.all() else variants_from_source(point.op)
-        ):
-            yield _Way(says, compute, (), source, ~shown)
+            is_shown = values.observed(read) if read in values.table else torch.zeros_like(shown)
+            shown = shown & is_shown
+        if shown.all():
+            return
+        for description, compute in variants_from_source(point.op):
+            yield _Candidate(description, compute, (), source, ~shown)
 
     def _inputs(self, point: Point) -> list[Tensor]:
-        found = [self._input(Point(point.layer, op)) for op in INPUTS.get(point.op, ())]
-        if all(one is not None for one in found):
-            return [one for one in found if one is not None]
-        hidden = self._input(Point(point.layer, "final_norm"))
+        """Return the recorded inputs of an op, or nothing if one of them is not recorded."""
+        inputs = [self._recorded_input(Point(point.layer, op)) for op in INPUTS.get(point.op, ())]
+        if all(tensor is not None for tensor in inputs):
+            return [tensor for tensor in inputs if tensor is not None]
+        hidden = self._recorded_input(Point(point.layer, "final_norm"))
         return [self._logits(hidden)] if point.op == "logprob" and hidden is not None else []
 
-    def _input(self, point: Point) -> Tensor | None:
-        """What the other side gave; in rows where it shows no such point, what the side that was
-        fed made itself.
+    def _recorded_input(self, point: Point) -> Tensor | None:
+        """Return the output of `point` on the other side.
+
+        In rows where that side has no such point, it is what the patched side computed.
         """
-        fed, other = self.evidence.fed, self.evidence.other
-        if point not in fed.table or point not in other.table:
-            return other.table.get(point, fed.table.get(point))
-        known = other.known[point][:, None]
-        kept = torch.promote_types(fed.table[point].dtype, other.table[point].dtype)
-        return torch.where(known, other.table[point].to(kept), fed.table[point].to(kept))
+        patched, other = self.evidence.patched.table, self.evidence.other.table
+        if point not in patched or point not in other:
+            return other.get(point, patched.get(point))
+        dtype = torch.promote_types(patched[point].dtype, other[point].dtype)
+        is_available = self.evidence.other.available[point][:, None]
+        return torch.where(is_available, other[point].to(dtype), patched[point].to(dtype))
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """As the contract has them, where neither side shows its own; of the rows that predict a
-        token.
+        """Return the contract's logits of the rows that predict a token.
+
+        They stand for logits that neither side shows.
         """
         weight = _module(self.model, Point(0, "logits")).weight
         logits = torch.zeros(len(hidden), len(weight))
         rows = torch.from_numpy(
-            np.concatenate([s + self.case.scored(n) for n, s in enumerate(self.case.offsets)])
+            np.concatenate(
+                [
+                    offset + self.case.scored_positions(number)
+                    for number, offset in enumerate(self.case.offsets)
+                ]
+            )
         )
         for part in rows.split(LOGIT_ROWS):
             logits[part] = linear_fp32(hidden[part].to(weight.device), weight).cpu()
         return logits
 
-    def _stream(self, point: Point) -> list[Tensor]:
-        """For a norm of the residual stream: the stream, added up as far as `point`."""
+    def _residual_stream(self, point: Point) -> list[Tensor]:
+        """Return the residual stream, added up to `point`, if it is a norm of that stream."""
         if point.op not in (*_NORMS, "final_norm"):
             return []
         table = self.evidence.other.table
         added = [
-            one for one in table if one.op in ("o_proj", "down_proj") and one.place < point.place
+            term
+            for term in table
+            if term.op in ("o_proj", "down_proj") and term.order < point.order
         ]
         stream = table[Point(BEFORE, "embed")]
-        for one in sorted(added, key=lambda one: one.place):
-            stream = stream + table[one]
+        for term in sorted(added, key=lambda term: term.order):
+            stream = stream + table[term]
         return [stream]
 
-    def _given(
-        self, way: _Way, point: Point, values: Values, step_of: Sequence[int], left: Tensor
+    def _rows_given(
+        self,
+        candidate: _Candidate,
+        point: Point,
+        values: ValueTap,
+        step_of: Sequence[int],
+        left: Tensor,
     ) -> Tensor:
-        """Which rows have the variant's bits. Shape: [rows] bool."""
-        given, device = torch.zeros_like(left), next(self.model.parameters()).device
-        seen = values.known[point] if point.op == "attention" else values.seen(point)
-        for rows in self._together(point, seen, step_of):
-            at = rows.numpy()
-            together = Together(
-                x=tuple(one[rows].to(device) for one in way.inputs),
-                module=_module(self.model, point),
-                spec=self.spec,
-                positions=torch.from_numpy(self.case.positions[at]).to(device),
-                targets=torch.from_numpy(self.case.targets[at]).to(device),
-                temperatures=torch.from_numpy(self.case.temperatures[at]).to(device),
-                wanted=left[rows],
-                split=self.split,
-                source=None if way.source is None else way.source[rows].to(device),
-                projections=tuple(
-                    _module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ())
-                ),
-            )
-            out = way.compute(together).flatten(1).cpu()
+        """Return which rows have the candidate's bits. Shape: [rows] bool."""
+        given = torch.zeros_like(left)
+        is_attention = point.op == "attention"
+        rows_read = values.available[point] if is_attention else values.observed(point)
+        for rows in self._computed_together(point, rows_read, step_of):
+            inputs = self._variant_inputs(candidate, point, rows, left)
+            out = candidate.compute(inputs).flatten(1).cpu()
             given[rows] = (wide_bits(out) == wide_bits(values.table[point][rows])).all(1)
         return given
 
-    def _together(self, point: Point, seen: Tensor, step_of: Sequence[int]) -> Iterator[Tensor]:
-        """Rows of one step; for attention, of one sequence from its start."""
-        numbers = torch.tensor(step_of)
+    def _variant_inputs(
+        self, candidate: _Candidate, point: Point, rows: Tensor, left: Tensor
+    ) -> VariantInputs:
+        case, device, index = self.case, next(self.model.parameters()).device, rows.numpy()
+        return VariantInputs(
+            x=tuple(tensor[rows].to(device) for tensor in candidate.inputs),
+            module=_module(self.model, point),
+            spec=self.spec,
+            positions=torch.from_numpy(case.positions[index]).to(device),
+            targets=torch.from_numpy(case.targets[index]).to(device),
+            temperatures=torch.from_numpy(case.temperatures[index]).to(device),
+            wanted=left[rows],
+            split=self.split,
+            source=None if candidate.source is None else candidate.source[rows].to(device),
+            projections=tuple(
+                _module(self.model, Point(point.layer, op)) for op in INPUTS.get(point.op, ())
+            ),
+        )
+
+    def _computed_together(
+        self, point: Point, rows: Tensor, step_of: Sequence[int]
+    ) -> Iterator[Tensor]:
+        """Yield the rows of each step; for attention, of each sequence from its start."""
+        groups = torch.tensor(step_of)
         if point.op == "attention":
-            numbers = torch.from_numpy(
-                np.repeat(np.arange(len(self.case.sequences)), self.case.lengths)
-            )
-        for number in numbers[seen].unique().tolist():
-            yield (seen & (numbers == number)).nonzero()[:, 0]
+            numbers = np.arange(len(self.case.sequences))
+            groups = torch.from_numpy(np.repeat(numbers, self.case.lengths))
+        for group in groups[rows].unique().tolist():
+            yield (rows & (groups == group)).nonzero()[:, 0]
 
 
 def _module(model: Any, point: Point) -> Any:
+    """Return the module that has the weights of `point`, or None."""
     if point.op == "logprob":
         return None
     if point.op == "logits":
@@ -217,6 +268,6 @@ def _module(model: Any, point: Point) -> Any:
     layer = model.model.layers[point.layer]
     if point.op in _NORMS:
         return getattr(layer, _NORMS[point.op])
-    if point.op in ("q", "k"):  # its norm, where that is part of the op
+    if point.op in ("q", "k"):  # its norm, if that is part of the op
         return getattr(layer.self_attn, f"{point.op}_norm", None)
     return getattr(layer.mlp if hasattr(layer.mlp, point.op) else layer.self_attn, point.op, None)

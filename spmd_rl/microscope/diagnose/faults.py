@@ -1,7 +1,6 @@
-"""Known faults to plant in the engine's path, to see that each is found where it was put.
+"""Known faults to plant in the engine's pass, to see that each is found where it was planted.
 
-They are real ones: what a library's own choice, a fused kernel or a rounded table does to a forward
-pass.
+They are real ones: a library's own choice of kernel, a fused kernel, or a rounded table.
 """
 
 from __future__ import annotations
@@ -19,49 +18,45 @@ from spmd_rl.errors import ConfigError
 from spmd_rl.kernels import PagedAttention, TokenAttention, linear_fp32, sample_and_score, silu_mul
 from spmd_rl.kernels.attention.flash import DecodeFlash, PagedFlash
 from spmd_rl.kernels.attention.flash_partial import flash_partial
-from spmd_rl.microscope.replay.engine_pass import EnginePass, Replaying
+from spmd_rl.microscope.replay.engine_pass import EnginePass, EngineReplay
 from spmd_rl.microscope.replay.split_reference import merge, merged_attention
 from spmd_rl.model.fused_projections import FusedProjections
 
-NUM_PROCESSORS = 132  # of an H200: how many pieces of work an automatic split wants
-SPLIT_BLOCK = 64  # keys; a split has at least so many
+NUM_PROCESSORS = 132  # of an H200; an automatic split wants a piece of work for each
+SPLIT_BLOCK = 64  # the fewest keys of a split
 
 
-def plant(name: str, path: EnginePass) -> None:
-    """Raises: ConfigError when there is no fault of that name, or it cannot be planted there."""
+def plant(name: str, engine_pass: EnginePass) -> None:
+    """Plant the fault `name`. Raises: ConfigError if it is unknown, or cannot be planted here."""
     if name not in FAULTS:
         raise ConfigError(f"there is no fault '{name}' to plant: choose one of {', '.join(FAULTS)}")
-    FAULTS[name](path)
+    FAULTS[name](engine_pass)
 
 
-def _middle(path: EnginePass) -> Any:
-    layers = path.model.model.layers
+def _middle(engine_pass: EnginePass) -> Any:
+    layers = engine_pass.model.model.layers
     return layers[len(layers) // 2]
 
 
-def split_k(path: EnginePass) -> None:
+def split_k(engine_pass: EnginePass) -> None:
     """The middle layer's down projection sums K in two halves."""
-    module = _middle(path).mlp.down_proj
+    module = _middle(engine_pass).mlp.down_proj
     module.forward = lambda x: _halves(x, module.weight, module.bias)
 
 
-def split_k_qkv(path: EnginePass) -> None:
-    """The engine's projections are joined, as on GPUs, and the middle layer's q, k and v sum K in
-    two halves.
-    """
-    _join(path, _middle(path).self_attn)
+def split_k_qkv(engine_pass: EnginePass) -> None:
+    """The middle layer's q, k and v, joined in one product as on GPUs, sum K in two halves."""
+    _join(engine_pass, _middle(engine_pass).self_attn)
 
 
-def split_k_gate_up(path: EnginePass) -> None:
-    """The engine's projections are joined, as on GPUs; the middle layer's gate, up and SiLU are one
-    op, K in halves.
-    """
-    _join(path, _middle(path).mlp)
+def split_k_gate_up(engine_pass: EnginePass) -> None:
+    """The middle layer's gate, up and SiLU, joined in one op as on GPUs, sum K in two halves."""
+    _join(engine_pass, _middle(engine_pass).mlp)
 
 
-def _join(path: EnginePass, module: Any) -> None:
-    """Also whenever the engine joins them again."""
-    model, join = path.model, path.model.fuse_projections
+def _join(engine_pass: EnginePass, module: Any) -> None:
+    """Join the projections with `module`'s in halves, also whenever the engine joins them again."""
+    model, join = engine_pass.model, engine_pass.model.fuse_projections
 
     def joined() -> None:
         join()
@@ -73,7 +68,7 @@ def _join(path: EnginePass, module: Any) -> None:
 
 
 class InHalves(FusedProjections):
-    """A joint product with two chains over K."""
+    """A joint product that sums K in two halves."""
 
     def product(self, x: Tensor) -> Sequence[Tensor]:
         return _halves(x, self.weight, self.bias).split(self.widths, dim=-1)
@@ -91,19 +86,15 @@ def _halves(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (total if bias is None else total + bias).to(x.dtype)
 
 
-def library_linear(path: EnginePass) -> None:
-    """The middle layer's down projection is the library's, which takes its kernel, and its split of
-    K, by the rows.
-    """
-    module = _middle(path).mlp.down_proj
+def library_linear(engine_pass: EnginePass) -> None:
+    """The middle layer's down projection is the library's, whose kernel depends on the rows."""
+    module = _middle(engine_pass).mlp.down_proj
     module.forward = lambda x: F.linear(x, module.weight, module.bias)
 
 
-def norm_order(path: EnginePass) -> None:
-    """The middle layer's norm before the MLP scales by the weight before it rounds, instead of
-    after.
-    """
-    norm = _middle(path).post_attention_layernorm
+def norm_order(engine_pass: EnginePass) -> None:
+    """The middle layer's norm before the MLP rounds after scaling by the weight, not before."""
+    norm = _middle(engine_pass).post_attention_layernorm
 
     def scaled_before_rounding(x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         summed = x if residual is None else x + residual
@@ -114,33 +105,31 @@ def norm_order(path: EnginePass) -> None:
     norm.forward = scaled_before_rounding
 
 
-def logits_bf16(path: EnginePass) -> None:
+def logits_bf16(engine_pass: EnginePass) -> None:
     """The head's logits are rounded to bfloat16, as a plain linear layer gives them."""
-    model = path.model
+    model = engine_pass.model
     multiply = model.logits
     model.logits = lambda hidden: multiply(hidden).bfloat16().float()  # type: ignore[method-assign]
 
 
-def rope_bf16(path: EnginePass) -> None:
+def rope_bf16(engine_pass: EnginePass) -> None:
     """The tables of cosines and sines are rounded to bfloat16."""
-    model = path.model
-    cos, sin = model.rope_tables(path.device)
+    model = engine_pass.model
+    cos, sin = model.rope_tables(engine_pass.device)
     rounded = cos.bfloat16().float(), sin.bfloat16().float()
     model.rope_tables = lambda device: rounded  # type: ignore[method-assign]
 
 
-def auto_splits(path: EnginePass) -> None:
-    """Decoding cuts a sequence's keys into as many parts as keep the processors busy, and merges
-    their softmaxes.
-    """
-    if path.split:
+def auto_splits(engine_pass: EnginePass) -> None:
+    """Decoding cuts keys into as many parts as keep the processors busy, and merges softmaxes."""
+    if engine_pass.split:
         raise ConfigError(
-            f"auto-splits is planted where keys are not cut, but attention_split is {path.split} here"
+            f"auto-splits needs attention_split = 0, but here it is {engine_pass.split}"
         )
-    path.wrap = AutoSplits
+    engine_pass.wrap_attention = AutoSplits
 
 
-def library_logprob(path: EnginePass) -> None:
+def library_logprob(engine_pass: EnginePass) -> None:
     """The engine scores what it draws with the library's log-softmax."""
 
     def draw(
@@ -159,57 +148,51 @@ def library_logprob(path: EnginePass) -> None:
             1, tokens[:, None]
         )[:, 0]
 
-    path.sampler = draw
+    engine_pass.sampler = draw
 
 
 class AutoSplits(TokenAttention):
-    """Attention whose decode rows are merged from several ranges of keys, their number chosen from
-    the batch.
-    """
+    """Attention that merges decoding rows from ranges of keys; the batch says how many."""
 
-    def __init__(self, replaying: Replaying, attend: TokenAttention) -> None:
+    def __init__(self, replay: EngineReplay, attend: TokenAttention) -> None:
         assert isinstance(attend, PagedAttention)
         self.attend = attend
-        self.step = replaying.step
+        self.step = replay.step
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = self.attend(layer, q, k, v)
         kernel = self.attend.kernel
         if isinstance(kernel, DecodeFlash):
-            return self._at_once(layer, q, out, kernel)
-        return out if isinstance(kernel, PagedFlash) else self._row_by_row(layer, q, out.clone())
+            return self._merge_on_device(layer, q, out, kernel)
+        return out if isinstance(kernel, PagedFlash) else self._merge_rows(layer, q, out.clone())
 
-    def _busy(self, batch: int) -> int:
+    def _max_splits(self, batch: int) -> int:
         return NUM_PROCESSORS // (batch * self.attend.cache.num_kv_heads)
 
-    def _at_once(self, layer: int, q: Tensor, out: Tensor, kernel: DecodeFlash) -> Tensor:
-        """All on the device, so that it can be recorded."""
-        pages, num_keys = kernel.pages, kernel.num_keys.long()
+    def _merge_on_device(self, layer: int, q: Tensor, out: Tensor, kernel: DecodeFlash) -> Tensor:
+        """Merge all rows on the device, so that it can be recorded."""
+        num_keys = kernel.num_keys.long()
         batch = len(num_keys)
-        keys, values = (one[pages.long()].flatten(1, 2) for one in self.attend.cache.layers[layer])
-        splits = (num_keys // SPLIT_BLOCK).clamp(1, max(self._busy(batch), 1))
-        size, longer = num_keys // splits, num_keys % splits
-        parts, log_sums = [], []
-        for part in range(max(self._busy(batch), 1)):
-            start, length = part * size + longer.clamp(max=part), size + (part < longer)
-            columns = (start[:, None] + torch.arange(keys.shape[1], device=q.device)).clamp(
-                max=keys.shape[1] - 1
-            )
-            k, v = (
-                torch.take_along_dim(one, columns[..., None, None], 1) for one in (keys, values)
-            )
-            mine, log_sum = flash_partial(q[:batch], k, v, length)
-            parts.append(mine)
+        pages = kernel.pages.long()
+        keys, values = (cached[pages].flatten(1, 2) for cached in self.attend.cache.layers[layer])
+        max_splits = max(self._max_splits(batch), 1)
+        splits = (num_keys // SPLIT_BLOCK).clamp(1, max_splits)
+        outs, log_sums = [], []
+        for part in range(max_splits):
+            start, length = _part_bounds(part, num_keys, splits)
+            k, v = _cut(keys, start), _cut(values, start)
+            part_out, log_sum = flash_partial(q[:batch], k, v, length)
+            outs.append(part_out)
             log_sums.append(log_sum.masked_fill((part >= splits)[:, None], -torch.inf))
-        merged = torch.where((splits > 1)[:, None, None], merge(parts, log_sums), out[:batch])
+        merged = torch.where((splits > 1)[:, None, None], merge(outs, log_sums), out[:batch])
         return torch.cat([merged, out[batch:]])
 
-    def _row_by_row(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
+    def _merge_rows(self, layer: int, q: Tensor, out: Tensor) -> Tensor:
         assert self.step is not None
         first = np.cumsum(self.step.lengths) - self.step.lengths
         for request in np.flatnonzero(self.step.lengths == 1).tolist():
             num_keys, row = int(self.step.starts[request]) + 1, int(first[request])
-            splits = min(self._busy(len(first)), num_keys // SPLIT_BLOCK)
+            splits = min(self._max_splits(len(first)), num_keys // SPLIT_BLOCK)
             if splits > 1:
                 pages = self.step.pages[request]
                 keys, values = (
@@ -224,6 +207,19 @@ class AutoSplits(TokenAttention):
         page, offset = np.divmod(np.arange(num_keys), self.attend.cache.page_size)
         slots = torch.from_numpy(pages[page] * self.attend.cache.page_size + offset)
         return cached.transpose(0, 1).index_select(0, slots.to(cached.device))
+
+
+def _part_bounds(part: int, num_keys: Tensor, splits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return start and length of a part of each row's keys. Shape: all [B]."""
+    size, num_longer = num_keys // splits, num_keys % splits
+    return part * size + num_longer.clamp(max=part), size + (part < num_longer)
+
+
+def _cut(cached: Tensor, start: Tensor) -> Tensor:
+    """Return each row of `cached` from its `start` on. Shape: [B, S, K, D] and [B] -> cached's."""
+    columns = start[:, None] + torch.arange(cached.shape[1], device=cached.device)
+    columns = columns.clamp(max=cached.shape[1] - 1)
+    return torch.take_along_dim(cached, columns[..., None, None], 1)
 
 
 FAULTS: dict[str, Callable[[EnginePass], None]] = {

@@ -1,4 +1,4 @@
-"""Distances in units in the last place: how many numbers of the format lie between two."""
+"""Distances in units in the last place: the steps between two numbers of one format."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
-def ordered(x: Tensor) -> Tensor:
-    """The place of each number among all of its format, int64: -0 just below +0, NaNs beyond the
-    infinities.
+def rank(x: Tensor) -> Tensor:
+    """Return the rank of each number among all of its format, as int64.
+
+    -0 is just below +0, and NaNs are beyond the infinities.
     """
     bits = x.contiguous().view(_INTEGERS[x.dtype]).to(torch.int64)
     largest = torch.iinfo(_INTEGERS[x.dtype]).max
@@ -20,14 +21,17 @@ def ordered(x: Tensor) -> Tensor:
 
 
 def distances(x: Tensor, y: Tensor) -> Tensor:
-    """Steps between the elements of `x` and `y`, in the coarser of their formats; int64."""
+    """Return the steps between elements of `x` and `y`, in the coarser format, as int64."""
     dtype = torch.bfloat16 if torch.bfloat16 in (x.dtype, y.dtype) else torch.float32
-    return (ordered(x.to(dtype)) - ordered(y.to(dtype))).abs()
+    return (rank(x.to(dtype)) - rank(y.to(dtype))).abs()
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """`counts[0]` elements are equal; `counts[b]` lie 2**(b-1) to 2**b - 1 steps apart."""
+    """Counts by distance, of which `counts[0]` is that of equal elements.
+
+    Elements of bucket b > 0 are 2**(b-1) to 2**b - 1 steps apart.
+    """
 
     counts: tuple[int, ...]
     largest: int
@@ -48,12 +52,12 @@ class Histogram:
 
 
 def histogram(x: Tensor, y: Tensor) -> Histogram:
-    """Of all elements of two tensors of one shape."""
+    """Return the distances of all elements of two tensors of one shape."""
     steps = distances(x, y).flatten()
     if not len(steps):
         return Histogram((0,), 0)
     largest = int(steps.max())
-    # 1, 2, 4, ...: the first of each bucket
+    # The first distance of each bucket: 1, 2, 4, ...
     edges = 2 ** torch.arange(largest.bit_length(), dtype=torch.int64)
     counts = torch.bincount(torch.bucketize(steps, edges, right=True), minlength=len(edges) + 1)
     return Histogram(tuple(counts.tolist()), largest)

@@ -1,7 +1,6 @@
-"""Known ways of computing an op: the contract's, the libraries', and those of the faults that are
-met most.
+"""Variants: known ways of computing an op, of the contract, of the libraries and of common faults.
 
-Each is a function of the op's inputs for rows that were computed together.
+Each is a function of the op's inputs, for rows that were computed together.
 """
 
 from __future__ import annotations
@@ -36,12 +35,13 @@ MAX_RANGES = 8
 
 
 @dataclass(frozen=True)
-class Together:
-    """Rows of one step, or for attention of one sequence from its start.
+class VariantInputs:
+    """Inputs of an op for the rows of one step, or for attention of one sequence from its start.
 
-    Shape: `x` the op's inputs [R, ...] each; all else [R]: `positions`, each row's next token and
-    its temperature, and which rows matter. `split`: of the keys, or 0. `source` [R, C] and
-    `projections`: what makes `x`, for an op that does so itself.
+    `targets` are the next tokens. `wanted` rows are those to explain. `split` is the size of
+    attention's splits of keys, or 0. For an op that computes `x` itself, `source` and `projections`
+    do so.
+    Shape: x [R, ...] each; source [R, C]; positions, targets, temperatures and wanted [R].
     """
 
     x: tuple[Tensor, ...]
@@ -56,7 +56,7 @@ class Together:
     projections: tuple[Any, ...] = ()
 
 
-Compute = Callable[[Together], Tensor]
+Compute = Callable[[VariantInputs], Tensor]
 Variant = tuple[str, Compute]
 
 
@@ -74,27 +74,27 @@ def variants(op: str) -> list[Variant]:
 
 
 def variants_from_source(op: str) -> list[Variant]:
-    """Of an op that begins with its own projections: each way of these products with each way of
-    what follows.
+    """Return the variants of an op that begins with its own projections.
+
+    They are each variant of the products with each variant of what follows.
     """
-    ways = variants(op)
     return [
-        (f"{product}, then {says}", partial(_after_products, multiply, compute))
+        (f"{product}, then {rest}", partial(_after_products, multiply, compute))
         for product, multiply in variants("q_proj")
-        for says, compute in ways
+        for rest, compute in variants(op)
     ]
 
 
-def _after_products(multiply: Compute, compute: Compute, given: Together) -> Tensor:
-    assert given.source is not None
-    alone = replace(given, x=(given.source,))
+def _after_products(multiply: Compute, compute: Compute, inputs: VariantInputs) -> Tensor:
+    assert inputs.source is not None
+    alone = replace(inputs, x=(inputs.source,))
     return compute(
-        replace(given, x=tuple(multiply(replace(alone, module=one)) for one in given.projections))
+        replace(inputs, x=tuple(multiply(replace(alone, module=one)) for one in inputs.projections))
     )
 
 
-def _product(product: Callable[..., Tensor], given: Together) -> Tensor:
-    return product(given.x[0], given.module.weight, getattr(given.module, "bias", None))
+def _product(product: Callable[..., Tensor], inputs: VariantInputs) -> Tensor:
+    return product(inputs.x[0], inputs.module.weight, getattr(inputs.module, "bias", None))
 
 
 def _head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -109,66 +109,66 @@ def _padded(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(pad_rows(x), weight, bias)[: len(x)]
 
 
-def _in_parts(count: int, given: Together) -> Tensor:
-    x, weight = given.x[0], given.module.weight
+def _in_parts(count: int, inputs: VariantInputs) -> Tensor:
+    x, weight = inputs.x[0], inputs.module.weight
     parts = zip(x.tensor_split(count, 1), weight.tensor_split(count, 1), strict=True)
     total = torch.stack([linear_fp32(part, columns) for part, columns in parts]).sum(0)
-    bias = getattr(given.module, "bias", None)
+    bias = getattr(inputs.module, "bias", None)
     return (total if bias is None else total + bias).to(x.dtype)
 
 
-def _normed(given: Together) -> Tensor:
-    return rms_norm(given.x[0], given.module.weight, given.spec.rms_eps)
+def _normed(inputs: VariantInputs) -> Tensor:
+    return rms_norm(inputs.x[0], inputs.module.weight, inputs.spec.rms_eps)
 
 
-def _library_normed(given: Together) -> Tensor:
-    return _library_norm(given.x[0], given)
+def _library_normed(inputs: VariantInputs) -> Tensor:
+    return _library_norm(inputs.x[0], inputs)
 
 
-def _scaled_before_rounding(given: Together) -> Tensor:
-    x = given.x[0]
-    return (x.float() * (_inverse_root(x, given) * given.module.weight.float())).to(x.dtype)
+def _scaled_before_rounding(inputs: VariantInputs) -> Tensor:
+    x = inputs.x[0]
+    return (x.float() * (_inverse_root(x, inputs) * inputs.module.weight.float())).to(x.dtype)
 
 
-def _library_norm(x: Tensor, given: Together) -> Tensor:
-    return given.module.weight * (x.float() * _inverse_root(x, given)).to(x.dtype)
+def _library_norm(x: Tensor, inputs: VariantInputs) -> Tensor:
+    return inputs.module.weight * (x.float() * _inverse_root(x, inputs)).to(x.dtype)
 
 
-def _inverse_root(x: Tensor, given: Together) -> Tensor:
-    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + given.spec.rms_eps)
+def _inverse_root(x: Tensor, inputs: VariantInputs) -> Tensor:
+    return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + inputs.spec.rms_eps)
 
 
-def _rotated(given: Together) -> Tensor:
-    return rope(_before_rope(given), *_tables(given))
+def _rotated(inputs: VariantInputs) -> Tensor:
+    return rope(_before_rope(inputs), *_tables(inputs))
 
 
-def _rotated_by_rounded_tables(given: Together) -> Tensor:
-    cos, sin = (table.bfloat16().float() for table in _tables(given))
-    return rope(_before_rope(given), cos, sin)
+def _rotated_by_rounded_tables(inputs: VariantInputs) -> Tensor:
+    cos, sin = (table.bfloat16().float() for table in _tables(inputs))
+    return rope(_before_rope(inputs), cos, sin)
 
 
-def _before_rope(given: Together) -> Tensor:
-    """The projection by heads, normed where the model norms them."""
-    x = _heads(given.x[0], given.spec)
-    return x if given.module is None else rms_norm(x, given.module.weight, given.spec.rms_eps)
+def _before_rope(inputs: VariantInputs) -> Tensor:
+    """Return the projection by heads, normed if the model norms them."""
+    x = _heads(inputs.x[0], inputs.spec)
+    return x if inputs.module is None else rms_norm(x, inputs.module.weight, inputs.spec.rms_eps)
 
 
-def _library_rotated(given: Together) -> Tensor:
-    x = _heads(given.x[0], given.spec)
-    x = x if given.module is None else _library_norm(x, given)
-    angles = given.positions.float()[:, None] * inverse_frequencies(given.spec).to(x.device)
-    # on the device
-    tables = (table * given.spec.rope.attention_factor for table in (angles.cos(), angles.sin()))
+def _library_rotated(inputs: VariantInputs) -> Tensor:
+    x = _heads(inputs.x[0], inputs.spec)
+    x = x if inputs.module is None else _library_norm(x, inputs)
+    angles = inputs.positions.float()[:, None] * inverse_frequencies(inputs.spec).to(x.device)
+    # Computed on the device, as the library does it.
+    tables = (table * inputs.spec.rope.attention_factor for table in (angles.cos(), angles.sin()))
     cos, sin = (torch.cat([table, table], -1).to(x.dtype).unsqueeze(1) for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-def _tables(given: Together) -> tuple[Tensor, Tensor]:
-    spec = given.spec
+def _tables(inputs: VariantInputs) -> tuple[Tensor, Tensor]:
+    spec = inputs.spec
     cos, sin = rope_table(inverse_frequencies(spec), spec.max_positions, spec.rope.attention_factor)
-    return cos.to(given.positions.device)[given.positions], sin.to(given.positions.device)[
-        given.positions
+    return cos.to(inputs.positions.device)[inputs.positions], sin.to(inputs.positions.device)[
+        inputs.positions
     ]
 
 
@@ -176,77 +176,77 @@ def _heads(x: Tensor, spec: ModelSpec) -> Tensor:
     return x.unflatten(1, (-1, spec.head_dim))
 
 
-def _attended(given: Together, split: int = 0) -> Tensor:
-    spec, (q, k, v) = given.spec, (_heads(x, given.spec) for x in given.x)
+def _attended(inputs: VariantInputs, split: int = 0) -> Tensor:
+    spec, (q, k, v) = inputs.spec, (_heads(x, inputs.spec) for x in inputs.x)
     lengths, heads = np.array([len(q)], np.int32), (spec.num_heads, spec.num_kv_heads)
     attend = PackedAttention(
         lengths, num_heads=heads[0], num_kv_heads=heads[1], device=q.device, split=split
     )
     q, k, v = pad_rows(q), pad_rows(k), pad_rows(v)
-    return attend(0, q, k, v)[: len(given.positions)]
+    return attend(0, q, k, v)[: len(inputs.positions)]
 
 
-def _library_attended(given: Together) -> Tensor:
-    q, k, v = (_heads(x, given.spec).transpose(0, 1).unsqueeze(0) for x in given.x)
+def _library_attended(inputs: VariantInputs) -> Tensor:
+    q, k, v = (_heads(x, inputs.spec).transpose(0, 1).unsqueeze(0) for x in inputs.x)
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out[0].transpose(0, 1)
 
 
-def _merged(ranges: int, given: Together) -> Tensor:
-    """Only the wanted rows; the others stay zero."""
-    q, k, v = (_heads(x, given.spec) for x in given.x)
+def _merged(ranges: int, inputs: VariantInputs) -> Tensor:
+    """Return attention of the wanted rows; the others are zero."""
+    q, k, v = (_heads(x, inputs.spec) for x in inputs.x)
     out = torch.zeros_like(q)
-    for row in given.wanted.nonzero()[:, 0].tolist():
+    for row in inputs.wanted.nonzero()[:, 0].tolist():
         if row + 1 >= ranges:
             out[row] = merged_attention(q[row], k[: row + 1], v[: row + 1], ranges)
     return out
 
 
-def _scored(given: Together) -> Tensor:
-    return token_logprobs(given.x[0].float(), given.targets, _inverse(given))[0].unsqueeze(1)
+def _scored(inputs: VariantInputs) -> Tensor:
+    return token_logprobs(inputs.x[0].float(), inputs.targets, _inverse(inputs))[0].unsqueeze(1)
 
 
-def _library_scored(given: Together) -> Tensor:
-    return _chosen((given.x[0].float() * _inverse(given)[:, None]).log_softmax(-1), given)
+def _library_scored(inputs: VariantInputs) -> Tensor:
+    return _chosen((inputs.x[0].float() * _inverse(inputs)[:, None]).log_softmax(-1), inputs)
 
 
-def _scored_by_division(given: Together) -> Tensor:
-    return _chosen((given.x[0].float() / given.temperatures[:, None]).log_softmax(-1), given)
+def _scored_by_division(inputs: VariantInputs) -> Tensor:
+    return _chosen((inputs.x[0].float() / inputs.temperatures[:, None]).log_softmax(-1), inputs)
 
 
-def _scored_by_log_sum(given: Together) -> Tensor:
-    z = given.x[0].float() * _inverse(given)[:, None]
-    return _chosen(z, given) - z.logsumexp(-1, keepdim=True)
+def _scored_by_log_sum(inputs: VariantInputs) -> Tensor:
+    z = inputs.x[0].float() * _inverse(inputs)[:, None]
+    return _chosen(z, inputs) - z.logsumexp(-1, keepdim=True)
 
 
-def _scored_by_log_of_softmax(given: Together) -> Tensor:
-    return _chosen((given.x[0].float() * _inverse(given)[:, None]).softmax(-1), given).log()
+def _scored_by_log_of_softmax(inputs: VariantInputs) -> Tensor:
+    return _chosen((inputs.x[0].float() * _inverse(inputs)[:, None]).softmax(-1), inputs).log()
 
 
-def _scored_of_rounded(given: Together) -> Tensor:
+def _scored_of_rounded(inputs: VariantInputs) -> Tensor:
     return _chosen(
-        (given.x[0].bfloat16().float() * _inverse(given)[:, None]).log_softmax(-1), given
+        (inputs.x[0].bfloat16().float() * _inverse(inputs)[:, None]).log_softmax(-1), inputs
     )
 
 
-def _scored_in_the_activations_format(given: Together) -> Tensor:
+def _scored_in_the_activations_format(inputs: VariantInputs) -> Tensor:
     return _chosen(
-        (given.x[0].bfloat16() * _inverse(given)[:, None].bfloat16()).log_softmax(-1), given
+        (inputs.x[0].bfloat16() * _inverse(inputs)[:, None].bfloat16()).log_softmax(-1), inputs
     )
 
 
-def _scored_untempered(given: Together) -> Tensor:
-    return _chosen(given.x[0].float().log_softmax(-1), given)
+def _scored_untempered(inputs: VariantInputs) -> Tensor:
+    return _chosen(inputs.x[0].float().log_softmax(-1), inputs)
 
 
-def _inverse(given: Together) -> Tensor:
-    return 1 / given.temperatures  # rounded to float32, as engine and trainer do it
+def _inverse(inputs: VariantInputs) -> Tensor:
+    return 1 / inputs.temperatures  # rounded to float32, as engine and trainer do it
 
 
-def _chosen(x: Tensor, given: Together) -> Tensor:
-    return x.gather(1, given.targets[:, None])
+def _chosen(x: Tensor, inputs: VariantInputs) -> Tensor:
+    return x.gather(1, inputs.targets[:, None])
 
 
 _LOGPROB: list[Variant] = [
@@ -276,7 +276,7 @@ _ATTENTION: list[Variant] = [
     ("one softmax over keys in ascending blocks, the contract's", _attended),
     (
         "softmaxes of splits of one size, merged in order, the contract's",
-        lambda given: _attended(given, given.split),
+        lambda inputs: _attended(inputs, inputs.split),
     ),
     ("the library's scaled-dot-product attention", _library_attended),
     *(
@@ -285,14 +285,14 @@ _ATTENTION: list[Variant] = [
     ),
 ]
 _VALUES: list[Variant] = [
-    ("kept as they are, the contract's", lambda given: given.x[0]),
-    ("rounded to bfloat16", lambda given: given.x[0].bfloat16()),
+    ("kept as they are, the contract's", lambda inputs: inputs.x[0]),
+    ("rounded to bfloat16", lambda inputs: inputs.x[0].bfloat16()),
 ]
 _ACT: list[Variant] = [
-    ("float32 inside with one rounding, the contract's", lambda given: silu_mul(*given.x)),
+    ("float32 inside with one rounding, the contract's", lambda inputs: silu_mul(*inputs.x)),
     (
         "the library's SiLU, rounded, then the product",
-        lambda given: F.silu(given.x[0]) * given.x[1],
+        lambda inputs: F.silu(inputs.x[0]) * inputs.x[1],
     ),
 ]
 _OTHERS = {

@@ -1,1 +1,1 @@
-"""The page and the JSON file of a comparison."""
+"""The report of an examination: the verdict in words, the JSON, and a page with pictures."""

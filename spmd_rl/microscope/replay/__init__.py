@@ -1,1 +1,1 @@
-"""Replaying known tokens through the engine, the trainer and transformers."""
+"""Replay of given tokens through the engine, the trainer and transformers."""

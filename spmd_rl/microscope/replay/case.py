@@ -1,4 +1,4 @@
-"""What is replayed: sequences whose every token is known, and a number for each of their tokens.
+"""Replay case: sequences whose every token is given, and a number for each of their tokens.
 
 Shape letters: S sequences, N tokens of all of them end to end, M response tokens.
 """
@@ -16,12 +16,12 @@ from spmd_rl.rollout.engine import SamplingConfig
 
 
 @dataclass(frozen=True)
-class Replayed:
-    """One sequence; `response` is what an engine would decode token by token, drawn as sample
-    `drawn_as` (uid, index).
+class ReplaySequence:
+    """One sequence; an engine would decode its `response` token by token.
 
-    Its draws had `seed`. Of `sampling`, what ends a sample does not count. `text` is what its first tokens were made of,
-    `recorded` the log-probs that were kept with the response; either may be unknown.
+    `drawn_as` is (uid, index) of the sample that it was, and `seed` that of its draws. Of
+    `sampling`, what ends a sample does not count. `text` is the text of the prompt, `recorded` the
+    log-probs that were kept with the response; either may be unknown.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Replayed:
 
     @property
     def temperature(self) -> float:
-        """Of the log-probs."""
+        """The temperature of the log-probs."""
         return self.sampling.scored_temperature
 
     @property
@@ -44,19 +44,21 @@ class Replayed:
 
 
 @dataclass(frozen=True)
-class Case:
-    """All sequences of a replay. A row is a token's number: its sequence's offset plus its
-    position.
+class ReplayCase:
+    """All sequences of a replay.
 
-    `decode` gives the text of tokens, where there is a tokenizer.
+    A row is the number of a token: the offset of its sequence plus its position. `decode` turns
+    tokens into text, if there is a tokenizer.
     """
 
-    sequences: tuple[Replayed, ...]
+    sequences: tuple[ReplaySequence, ...]
     decode: Callable[[Sequence[int]], str] | None = None
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        return np.array([len(one.prompt) + len(one.response) for one in self.sequences])
+        return np.array(
+            [len(sequence.prompt) + len(sequence.response) for sequence in self.sequences]
+        )
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:
@@ -64,67 +66,67 @@ class Case:
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:
-        """Of every row in its sequence. Shape: [N]."""
+        """The position of every row in its sequence. Shape: [N]."""
         return np.arange(self.num_rows) - np.repeat(self.offsets, self.lengths)
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
-        """Of every row. Shape: [N]."""
-        return np.concatenate([one.tokens for one in self.sequences])
+        """The token of every row. Shape: [N]."""
+        return np.concatenate([sequence.tokens for sequence in self.sequences])
 
     @cached_property
     def targets(self) -> NDArray[np.int64]:
-        """The token after every row's; a sequence's last row has one without a meaning. Shape: [N]."""
+        """The token after every row; that of a sequence's last row has no meaning. Shape: [N]."""
         return np.append(self.tokens[1:], 0)
 
     @cached_property
     def temperatures(self) -> NDArray[np.float32]:
-        """Of every row's log-prob. Shape: [N]."""
-        return np.repeat(
-            np.array([one.temperature for one in self.sequences], np.float32), self.lengths
-        )
+        """The temperature of every row's log-prob. Shape: [N]."""
+        temperatures = np.array([sequence.temperature for sequence in self.sequences], np.float32)
+        return np.repeat(temperatures, self.lengths)
 
     @cached_property
     def histories(self) -> NDArray[np.int64]:
-        """A number for every row, the same for rows with the same tokens up to themselves. Shape:
-        [N].
+        """A number for every row, the same for rows with the same tokens up to and with it.
+
+        Shape: [N].
         """
-        known: dict[tuple[int, int], int] = {}
+        number_of: dict[tuple[int, int], int] = {}
         numbers = np.empty(self.num_rows, np.int64)
-        before = -1
+        previous = -1
         for row, (position, token) in enumerate(
             zip(self.positions.tolist(), self.tokens.tolist(), strict=True)
         ):
-            before = known.setdefault((before if position else -1, token), len(known))
-            numbers[row] = before
+            history = (previous if position else -1, token)
+            previous = number_of.setdefault(history, len(number_of))
+            numbers[row] = previous
         return numbers
 
     @cached_property
     def recorded(self) -> NDArray[np.float32]:
-        """The log-prob that was kept with each row's next token, NaN where none was. Shape: [N]."""
-        kept = np.full(self.num_rows, np.nan, np.float32)
-        for number, one in enumerate(self.sequences):
-            if one.recorded is not None:
-                kept[self.offsets[number] + self.scored(number)] = one.recorded
-        return kept
+        """The log-prob recorded with each row's next token, NaN if there is none. Shape: [N]."""
+        recorded = np.full(self.num_rows, np.nan, np.float32)
+        for number, sequence in enumerate(self.sequences):
+            if sequence.recorded is not None:
+                recorded[self.offsets[number] + self.scored_positions(number)] = sequence.recorded
+        return recorded
 
     @property
     def num_rows(self) -> int:
         return int(self.lengths.sum())
 
-    def scored(self, number: int) -> NDArray[np.int64]:
-        """Positions whose logits predict a response token of sequence `number`."""
+    def scored_positions(self, number: int) -> NDArray[np.int64]:
+        """Return the positions whose logits predict a response token of sequence `number`."""
         return np.arange(len(self.sequences[number].prompt) - 1, self.lengths[number] - 1)
 
-    def number(self, row: int) -> int:
-        """Of a row's sequence."""
+    def sequence_number(self, row: int) -> int:
         return int(np.searchsorted(self.offsets, row, side="right")) - 1
 
-    def where(self, row: int) -> tuple[str, int]:
-        """Name and position of a row."""
-        number = self.number(row)
+    def locate(self, row: int) -> tuple[str, int]:
+        """Return the name of a row's sequence, and its position there."""
+        number = self.sequence_number(row)
         return self.sequences[number].name, row - int(self.offsets[number])
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Empty without a tokenizer."""
+        """Return the text of `tokens`, or nothing without a tokenizer."""
         return self.decode(tokens) if self.decode else ""

@@ -1,10 +1,10 @@
-"""The native engine itself over a case: its scheduler, cache, graphs and drawing, with every token
-known in advance.
+"""The native engine's forward pass over a case: its own scheduler, cache, graphs and sampler.
 
-Requests go in as a rollout submits them. The engine draws as ever, and what it draws is replaced by
-the sample's token, which the same op scores: in rows where it was drawn as well, the log-prob is
-the one that came with the draw. Nothing else is changed: before each step its rows are told to the
-device, so that a tap recorded in a CUDA graph knows whose outputs it sees.
+Requests are submitted as a rollout submits them. The engine draws as always; then each token drawn
+is replaced by the sample's token, which the same op scores. If the engine drew the sample's token
+itself, the log-prob of that draw is kept. Nothing else is changed. Before each step the device is
+told which rows of the case it computes, so a tap recorded in a CUDA graph knows whose outputs it
+sees.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from spmd_rl.kernels import TokenAttention, sample_and_score
 from spmd_rl.kernels.runtime.upload import upload
-from spmd_rl.microscope.replay.case import Case
+from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.kv_provenance import KvProvenance
-from spmd_rl.microscope.taps.hooks import watch
+from spmd_rl.microscope.taps.hooks import hook_model
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import Tap
 from spmd_rl.model.network import CausalLM
@@ -33,7 +33,7 @@ from spmd_rl.rollout.native.replay import ReplayEngine, ReplayStep
 
 VERSION = 0
 OWN_DRAWS = "log-probs of its own draw"
-_COUNTS = {  # of the engine's own, by what the report calls them
+_FACTS = {  # counts of the engine, and their names in the report
     "num_steps": "steps",
     "num_graphs": "recorded graphs",
     "num_hit_tokens": "tokens from the prefix cache",
@@ -44,8 +44,9 @@ _COUNTS = {  # of the engine's own, by what the report calls them
 
 
 class EnginePass:
-    """`wrap` may put another attention in the place of a step's own, `draw` another drawing and
-    scoring.
+    """The engine's side of a comparison.
+
+    `wrap_attention` may replace a step's attention, and `sampler` its drawing and scoring.
     """
 
     name = "engine"
@@ -56,61 +57,65 @@ class EnginePass:
         self.device = next(model.parameters()).device
         self.cfg = replace(cfg, dtype=str(next(model.parameters()).dtype).removeprefix("torch."))
         self.split = cfg.attention_split
-        self.wrap: Callable[[Replaying, TokenAttention], TokenAttention] = (
-            lambda replaying, attend: attend
+        self.wrap_attention: Callable[[EngineReplay, TokenAttention], TokenAttention] = (
+            lambda replay, attend: attend
         )
         self.sampler: Sampler = sample_and_score
         self.facts: dict[str, int] = {}
-        self.troubles: list[str] = []
+        self.problems: list[str] = []
 
     @torch.inference_mode()
-    def run(self, case: Case, tap: Tap) -> None:
-        replaying = Replaying(self, case, tap)
-        engine = replaying.engine
+    def run(self, case: ReplayCase, tap: Tap) -> None:
+        replay = EngineReplay(self, case, tap)
+        engine = replay.engine
         for request in requests(case):
             engine.submit(request)
-        with replaying.watched():
+        with replay.hooked():
             while engine.has_work:
                 engine.step()
-        tap.share(*map(torch.from_numpy, replaying.origins.shared()))
+        rows, sources = replay.provenance.shared_rows()
+        tap.fill_shared_rows(torch.from_numpy(rows), torch.from_numpy(sources))
         stats = engine.stats()
-        self.facts = {what: stats[name] for name, what in _COUNTS.items()}
-        self.facts[OWN_DRAWS] = int(replaying.alike.sum())
-        self.troubles = replaying.origins.troubles
+        self.facts = {label: stats[name] for name, label in _FACTS.items()}
+        self.facts[OWN_DRAWS] = int(replay.is_own_draw.sum())
+        self.problems = replay.provenance.problems
 
 
-class Replaying:
-    """One run: an engine, and on the device the rows of the case that its present step computes,
-    and scores.
+class EngineReplay:
+    """One run of an engine over a case.
+
+    The device holds the rows of the case that the present step computes, and those that it scores.
     """
 
-    def __init__(self, path: EnginePass, case: Case, tap: Tap) -> None:
-        self.path, self.case, self.tap = path, case, tap
+    def __init__(self, engine_pass: EnginePass, case: ReplayCase, tap: Tap) -> None:
+        self.engine_pass, self.case, self.tap = engine_pass, case, tap
+        device = engine_pass.device
         self.engine = ReplayEngine(
-            path.model,
-            sized(path, case),
-            path.device,
-            sampler=self._draw,
+            engine_pass.model,
+            sized(engine_pass, case),
+            device,
+            sampler=self._sample,
             before_step=self._before_step,
         )
         self.engine.new_version(VERSION)
-        self.origins = KvProvenance(case, self.engine.num_pages, self.engine.page_size)
+        self.provenance = KvProvenance(case, self.engine.num_pages, self.engine.page_size)
         self.step: ReplayStep | None = None
-        self.alike = torch.zeros(case.num_rows + 1, dtype=torch.bool, device=path.device)
+        self.is_own_draw = torch.zeros(case.num_rows + 1, dtype=torch.bool, device=device)
         self._numbers = {
             request_name(case, number): number for number in range(len(case.sequences))
         }
-        self._nobody = case.num_rows
-        most = self.engine.max_forward_tokens
-        self._rows, self._scored = torch.full((2, most), self._nobody, device=path.device)
-        self._tokens = torch.from_numpy(np.append(case.tokens, [0, 0])).to(path.device)
+        self._padding_row = case.num_rows
+        size = self.engine.max_forward_tokens
+        self._rows, self._scored = torch.full((2, size), self._padding_row, device=device)
+        self._tokens = torch.from_numpy(np.append(case.tokens, [0, 0])).to(device)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        model = self.path.model
+    def hooked(self) -> Iterator[None]:
+        """While it is open, the tap observes every op of the engine."""
+        model = self.engine_pass.model
         with ExitStack() as stack:
-            stack.callback(model.register_forward_pre_hook(self._begin).remove)
-            stack.enter_context(watch(model, self.tap.see))
+            stack.callback(model.register_forward_pre_hook(self._begin_forward).remove)
+            stack.enter_context(hook_model(model, self.tap.observe))
             yield
 
     def _before_step(self, step: ReplayStep) -> None:
@@ -118,54 +123,61 @@ class Replaying:
         self.step = step
         names = zip(step.uids.tolist(), step.indices.tolist(), strict=True)
         numbers = np.array([self._numbers[name] for name in names])
-        computed = self.origins.step(step, numbers)
+        computed = self.provenance.record_step(step, numbers)
         last = (np.cumsum(step.lengths) - 1)[step.samples]
-        for there, here in ((self._rows, computed), (self._scored, computed[last])):
-            padded = np.full(len(there), self._nobody)
-            padded[: len(here)] = here
-            there.copy_(upload(padded, there.device))
+        for target, rows in ((self._rows, computed), (self._scored, computed[last])):
+            padded = np.full(len(target), self._padding_row)
+            padded[: len(rows)] = rows
+            target.copy_(upload(padded, target.device))
 
-    def _begin(self, model: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Before a forward pass, also one that is being recorded."""
+    def _begin_forward(self, model: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run before each forward pass, also before one that is being recorded."""
         tokens, positions, attend = args
-        self.tap.begin(self._rows[: len(tokens)], None, self._scored)
-        return tokens, positions, self.path.wrap(self, attend)
+        self.tap.begin_forward(self._rows[: len(tokens)], None, self._scored)
+        return tokens, positions, self.engine_pass.wrap_attention(self, attend)
 
-    def _draw(
+    def _sample(
         self, logits: Tensor, inv_temperature: Tensor, *rest: Any, **filters: Any
     ) -> tuple[Tensor, Tensor]:
-        """The sample's tokens, scored by the op that draws; where it draws them, with the log-probs
-        of the draw.
+        """Return the sample's tokens, scored by the op that draws.
+
+        Where that op draws the same token, the log-prob is the one of the draw.
         """
-        drawn, own = self.path.sampler(logits, inv_temperature, *rest, **filters)
+        sampler = self.engine_pass.sampler
+        drawn, own_logprobs = sampler(logits, inv_temperature, *rest, **filters)
         scored = self._scored[: len(logits)]
         tokens = self._tokens.index_select(0, scored + 1)
-        alike = drawn == tokens
-        self.alike.index_copy_(0, scored, alike & (scored != self._nobody))
-        self.tap.skip()
-        logprobs = self.path.sampler(logits, inv_temperature, *rest, given=tokens, **filters)[1]
-        logprobs = torch.where(alike, own, logprobs)
-        seen = self.tap.see(Point(self.path.model.spec.num_layers, "logprob"), logprobs)
-        return tokens, seen.nan_to_num()  # an engine ends at NaN, and here it is to be traced
+        is_own_draw = drawn == tokens
+        self.is_own_draw.index_copy_(0, scored, is_own_draw & (scored != self._padding_row))
+        self.tap.skip_unobserved()
+        logprobs = sampler(logits, inv_temperature, *rest, given=tokens, **filters)[1]
+        logprobs = torch.where(is_own_draw, own_logprobs, logprobs)
+        point = Point(self.engine_pass.model.spec.num_layers, "logprob")
+        logprobs = self.tap.observe(point, logprobs)
+        return tokens, logprobs.nan_to_num()  # NaN would end the engine before it is traced
 
 
-def request_name(case: Case, number: int) -> tuple[int, int]:
-    """(uid, index) of a sequence's request, which its draws depend on."""
+def request_name(case: ReplayCase, number: int) -> tuple[int, int]:
+    """Return (uid, index) of a sequence's request, which its draws depend on."""
     return case.sequences[number].drawn_as or (number, 0)
 
 
-def requests(case: Case) -> Iterator[Request]:
-    """As a rollout submits them, each to end with its sample's last token."""
-    for number, one in enumerate(case.sequences):
+def requests(case: ReplayCase) -> Iterator[Request]:
+    """Yield requests as a rollout submits them; each ends with its sample's last token."""
+    for number, sequence in enumerate(case.sequences):
         sampling = replace(
-            one.sampling, max_tokens=len(one.response), ignore_eos=True, stop=(), stop_ids=()
+            sequence.sampling,
+            max_tokens=len(sequence.response),
+            ignore_eos=True,
+            stop=(),
+            stop_ids=(),
         )
-        name, prompt = request_name(case, number), one.prompt.astype(np.int32)
-        yield Request(*name, prompt, sampling, seed=one.seed)
+        name, prompt = request_name(case, number), sequence.prompt.astype(np.int32)
+        yield Request(*name, prompt, sampling, seed=sequence.seed)
 
 
-def sized(path: EnginePass, case: Case) -> NativeEngineConfig:
-    """The config, with just enough pages where it leaves their number open."""
+def sized(path: EnginePass, case: ReplayCase) -> NativeEngineConfig:
+    """Return the config, with just enough pages for `case` if it leaves their number open."""
     if path.cfg.num_pages:
         return path.cfg
     page_size = choose_sizes(path.cfg, path.model.spec, path.device).page_size

@@ -1,11 +1,11 @@
-"""What to replay: samples that a run wrote, or prompts."""
+"""Inputs of a replay: samples that a run wrote, or prompts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index as exact
+from operator import index as exact_int
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from spmd_rl.config.load import read_toml
 from spmd_rl.errors import ConfigError, DataError
-from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.model.tokenizer import FolderTokenizer, load_tokenizer
 from spmd_rl.observe.jsonl import numbered_lines, parse_json
@@ -22,12 +22,12 @@ from spmd_rl.observe.metrics_log import read_metrics
 from spmd_rl.rollout.engine import SamplingConfig
 
 DEFAULT_SAMPLES = 8
-MAX_STEPS = 4  # in a sentence
+MAX_LISTED_STEPS = 4  # in a sentence
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A line of a run's samples; log-probs and versions of the tokens where the line has them."""
+class RecordedSample:
+    """A line of a run's samples. Log-probs and versions of its tokens may be missing."""
 
     prompt_uid: int
     index: int
@@ -42,14 +42,14 @@ class Sample:
 
 
 def run_settings(run: Path) -> dict[str, Any]:
-    """The run's config. Raises: ConfigError when the folder is none of a run."""
+    """Return the run's config. Raises: ConfigError if the folder is not that of a run."""
     if not (run / "config.toml").is_file():
         raise ConfigError(f"{run} is not the folder of a run: it has no config.toml")
     return read_toml(run / "config.toml")
 
 
 def mismatched_tokens(run: Path) -> dict[int, int]:
-    """What the run counted, by step."""
+    """Return the mismatched tokens that the run counted, by step."""
     counts = {
         row["step"]: row.get("onpolicy/mismatched_tokens")
         for row in read_metrics(run / "metrics.jsonl")
@@ -61,97 +61,108 @@ def mismatched_tokens(run: Path) -> dict[int, int]:
     }
 
 
-def by_step(counts: dict[int, int]) -> str:
-    """`3 in step 57, 1 in step 60`."""
-    named = [f"{count:,} in step {step}" for step, count in list(counts.items())[:MAX_STEPS]]
-    rest = list(counts.values())[MAX_STEPS:]
-    return ", ".join([*named, *([f"{sum(rest):,} in {len(rest)} more"] if rest else [])])
+def list_by_step(counts: dict[int, int]) -> str:
+    """Return text like `3 in step 57, 1 in step 60`."""
+    listed = list(counts.items())[:MAX_LISTED_STEPS]
+    parts = [f"{count:,} in step {step}" for step, count in listed]
+    if rest := list(counts.values())[MAX_LISTED_STEPS:]:
+        parts.append(f"{sum(rest):,} in {len(rest)} more")
+    return ", ".join(parts)
 
 
-def samples_of(run: Path, wanted: Sequence[str] = (), step: int | None = None) -> list[Sample]:
-    """The samples `uid:index`, the newest of each name; of none, a few of the last step, of as many
-    prompts as it has.
+def find_samples(
+    run: Path, wanted: Sequence[str] = (), step: int | None = None
+) -> list[RecordedSample]:
+    """Return the newest sample of each name `uid:index`, or a few of the last step.
 
-    With a step only those of that one. Raises: ConfigError for a name that no step holds, DataError
-    for a broken file.
+    Those few are of as many prompts as possible. With `step`, only samples of that step count.
+    Raises: ConfigError for a name that no step holds; DataError for a broken file.
     """
     files = sorted((run / "samples").glob("step_*.jsonl"), reverse=True)
     if step is not None:
         files = [file for file in files if file.stem == f"step_{step:05d}"]
     of = run if step is None else f"step {step} of {run}"
     if wanted:
-        return _wanted(files, wanted, str(of))
-    rows = next((list(rows.values()) for file in files if (rows := _rows(file))), [])
+        return _find_by_name(files, wanted, str(of))
+    rows = next((list(rows.values()) for file in files if (rows := _read_samples(file))), [])
     if not rows:
         raise ConfigError(f"{of} has no samples to replay: give --prompts, or another step")
     return _first_of_each(rows)[:DEFAULT_SAMPLES]
 
 
-def samples_of_run(run: Path, model: Path, settings: dict[str, Any], wanted: Sequence[str]) -> Case:
-    """As `samples_of` finds them and `as_case` reads them."""
-    return as_case(samples_of(run, wanted), model, settings)
+def case_of_run(
+    run: Path, model: Path, settings: dict[str, Any], wanted: Sequence[str]
+) -> ReplayCase:
+    """Return the case of the samples that `find_samples` finds."""
+    return case_of_samples(find_samples(run, wanted), model, settings)
 
 
-def as_case(samples: Sequence[Sample], model: Path, settings: dict[str, Any]) -> Case:
-    """Raises: DataError for a sample that the model cannot take."""
+def case_of_samples(
+    samples: Sequence[RecordedSample], model: Path, settings: dict[str, Any]
+) -> ReplayCase:
+    """Return the case of `samples`. Raises: DataError for one that the model cannot take."""
     tokenizer = load_tokenizer(model)
     special = not settings.get("prompts", {}).get("chat_template", False)
     drawn = {
         key: settings.get("sampling", {}).get(key)
         for key in ("temperature", "top_p", "top_k", "min_p")
     }
-    sampling = SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
     seed = settings.get("run", {}).get("seed", 0)
-    prompts = _encoded(tokenizer, [one.prompt for one in samples], model, special)
+    sampling = SamplingConfig(**{key: value for key, value in drawn.items() if value is not None})
+    prompts = _encoded(tokenizer, [sample.prompt for sample in samples], model, special)
     sequences = [
-        Replayed(
-            one.name,
+        ReplaySequence(
+            sample.name,
             prompt,
-            one.tokens,
+            sample.tokens,
             sampling,
-            (one.prompt_uid, one.index),
-            one.prompt,
-            one.logprobs,
+            (sample.prompt_uid, sample.index),
+            sample.prompt,
+            sample.logprobs,
             seed,
         )
-        for one, prompt in zip(samples, prompts, strict=True)
+        for sample, prompt in zip(samples, prompts, strict=True)
     ]
-    return checked(sequences, ModelSpec.from_folder(model), tokenizer)
+    return checked_case(sequences, ModelSpec.from_folder(model), tokenizer)
 
 
-def prompts_given(texts: Sequence[str], model: Path) -> Case:
-    """Each text as a sequence whose second half is decoded token by token."""
+def case_of_prompts(texts: Sequence[str], model: Path) -> ReplayCase:
+    """Return each text as a sequence whose second half is decoded token by token."""
     spec, tokenizer = ModelSpec.from_folder(model), load_tokenizer(model)
     halves = [((len(ids) + 1) // 2, ids) for ids in _encoded(tokenizer, texts, model)]
     sequences = [
-        Replayed(f"prompt {n}", ids[:half], ids[half:], text=text)
+        ReplaySequence(f"prompt {n}", ids[:half], ids[half:], text=text)
         for n, ((half, ids), text) in enumerate(zip(halves, texts, strict=True), 1)
     ]
-    return checked(sequences, spec, tokenizer)
+    return checked_case(sequences, spec, tokenizer)
 
 
-def checked(
-    sequences: Sequence[Replayed], spec: ModelSpec, tokenizer: FolderTokenizer | None = None
-) -> Case:
-    """Raises: DataError for a sequence that the model cannot take."""
-    for one in sequences:
-        if not len(one.prompt) or not len(one.response):
-            raise DataError(one.name, "needs a token to start from and one to decode")
-        if len(one.tokens) > spec.max_positions:
+def checked_case(
+    sequences: Sequence[ReplaySequence], spec: ModelSpec, tokenizer: FolderTokenizer | None = None
+) -> ReplayCase:
+    """Return the case of `sequences`. Raises: DataError for one that the model cannot take."""
+    for sequence in sequences:
+        if not len(sequence.prompt) or not len(sequence.response):
+            raise DataError(sequence.name, "needs a token to start from and one to decode")
+        if len(sequence.tokens) > spec.max_positions:
             raise DataError(
-                one.name,
-                f"has {len(one.tokens)} tokens, but the model's context is {spec.max_positions}",
+                sequence.name,
+                f"has {len(sequence.tokens)} tokens, "
+                f"but the model's context is {spec.max_positions}",
             )
-        if one.tokens.min() < 0 or one.tokens.max() >= spec.vocab_size:
+        if sequence.tokens.min() < 0 or sequence.tokens.max() >= spec.vocab_size:
             raise DataError(
-                one.name, f"has token ids outside the model's vocabulary of {spec.vocab_size}"
+                sequence.name, f"has token ids outside the model's vocabulary of {spec.vocab_size}"
             )
-    return Case(tuple(sequences), tokenizer.decode if tokenizer else None)
+    return ReplayCase(tuple(sequences), tokenizer.decode if tokenizer else None)
 
 
-def not_as_given(case: Case) -> list[str]:
-    """A sentence where the tokenizer does not give a text back, so that another one is replayed."""
-    texts = {one.name: (one.text, case.text(one.tokens.tolist())) for one in case.sequences}
+def tokenizer_notes(case: ReplayCase) -> list[str]:
+    """Return a sentence if the tokenizer changes a text, so that another text is replayed."""
+    texts = {
+        sequence.name: (sequence.text, case.text(sequence.tokens.tolist()))
+        for sequence in case.sequences
+    }
     lost = {
         name: replayed for name, (text, replayed) in texts.items() if text.strip() not in replayed
     }
@@ -165,8 +176,9 @@ def not_as_given(case: Case) -> list[str]:
 def _encoded(
     tokenizer: FolderTokenizer, texts: Sequence[str], model: Path, special: bool = True
 ) -> list[NDArray[np.int64]]:
-    """Raises: ConfigError where nothing comes of any text, as from a folder without a tokenizer's
-    files.
+    """Return the tokens of each text.
+
+    Raises: ConfigError if no text has any, as in a folder without a tokenizer's files.
     """
     encoded = tokenizer(list(texts), add_special_tokens=special)["input_ids"]
     if not any(encoded) and any(texts):
@@ -174,11 +186,13 @@ def _encoded(
     return [np.array(ids, np.int64) for ids in encoded]
 
 
-def _wanted(files: Sequence[Path], names: Sequence[str], of: str) -> list[Sample]:
-    found: dict[str, Sample] = {}
+def _find_by_name(files: Sequence[Path], names: Sequence[str], of: str) -> list[RecordedSample]:
+    found: dict[str, RecordedSample] = {}
     for file in files:
         found |= {
-            name: row for name, row in _rows(file).items() if name in names and name not in found
+            name: row
+            for name, row in _read_samples(file).items()
+            if name in names and name not in found
         }
         if len(found) == len(set(names)):
             return [found[name] for name in dict.fromkeys(names)]
@@ -186,40 +200,40 @@ def _wanted(files: Sequence[Path], names: Sequence[str], of: str) -> list[Sample
     raise ConfigError(f"{of} has no sample {missing} (samples are named uid:index)")
 
 
-def _first_of_each(samples: Sequence[Sample]) -> list[Sample]:
-    """The first of every prompt, then the second of every one, and so on."""
-    seen: Counter[int] = Counter()
-    places = []
-    for one in samples:
-        places.append(seen[one.prompt_uid])
-        seen[one.prompt_uid] += 1
-    return [samples[at] for at in sorted(range(len(samples)), key=places.__getitem__)]
+def _first_of_each(samples: Sequence[RecordedSample]) -> list[RecordedSample]:
+    """Return the first sample of every prompt, then the second of every prompt, and so on."""
+    num_seen: Counter[int] = Counter()
+    rounds: list[tuple[int, RecordedSample]] = []
+    for sample in samples:
+        rounds.append((num_seen[sample.prompt_uid], sample))
+        num_seen[sample.prompt_uid] += 1
+    return [sample for _, sample in sorted(rounds, key=lambda one: one[0])]
 
 
-def _rows(file: Path) -> dict[str, Sample]:
-    """The samples of one step that have tokens, by name."""
+def _read_samples(file: Path) -> dict[str, RecordedSample]:
+    """Return the samples of one step that have tokens, by name."""
     rows = {}
     for number, line in numbered_lines(file):
         row = parse_json(f"{file}:{number}", line)
         try:
-            one = _sample(row)
+            sample = _parse_sample(row)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             problem = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{file}:{number}", f"not the record of a sample: {problem}") from None
-        if len(one.tokens):
-            rows[one.name] = one
+        if len(sample.tokens):
+            rows[sample.name] = sample
     return rows
 
 
-def _sample(row: dict[str, Any]) -> Sample:
-    tokens = np.array([exact(token) for token in row["tokens"]], np.int64)
+def _parse_sample(row: dict[str, Any]) -> RecordedSample:
+    tokens = np.array([exact_int(token) for token in row["tokens"]], np.int64)
     logprobs = np.array(row["logprobs"], np.float32) if "logprobs" in row else None
     if logprobs is not None and logprobs.shape != tokens.shape:
         raise ValueError(f"it has {len(tokens)} tokens and {logprobs.size} log-probs")
-    versions = frozenset(exact(version) for version in row.get("versions", ()))
-    return Sample(
-        exact(row["prompt_uid"]),
-        exact(row["index"]),
+    versions = frozenset(exact_int(version) for version in row.get("versions", ()))
+    return RecordedSample(
+        exact_int(row["prompt_uid"]),
+        exact_int(row["index"]),
         str(row["prompt"]),
         tokens,
         logprobs,

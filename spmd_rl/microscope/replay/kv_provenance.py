@@ -1,8 +1,7 @@
-"""Whose keys and values lie in each slot of an engine's cache: the row of the case that was
-computed into it.
+"""Provenance of an engine's K/V: which row of the case was computed into each slot of the cache.
 
-A sequence that finds its prompt in the cache reads what another one computed. That row stands for
-its own, and has to have the same tokens up to itself.
+A sequence whose prompt is in the cache reads rows that another sequence computed. Such a row stands
+for its own row, and must have the same tokens up to itself.
 """
 
 from __future__ import annotations
@@ -10,74 +9,74 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from spmd_rl.microscope.replay.case import Case
+from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.rollout.native.replay import ReplayStep
 
-NOTHING = -1
+UNWRITTEN = -1
 
 
 class KvProvenance:
-    """Follows an engine's steps. `troubles` has a sentence for each sequence that reads what is not
-    its own history.
+    """Follows the steps of an engine.
+
+    `problems` has a sentence for each sequence that reads another history than its own.
     """
 
-    def __init__(self, case: Case, num_pages: int, page_size: int) -> None:
+    def __init__(self, case: ReplayCase, num_pages: int, page_size: int) -> None:
         self._case = case
-        self._pages = np.full((num_pages, page_size), NOTHING)
-        self._source = np.full(case.num_rows, NOTHING)
-        self._wrong: dict[int, str] = {}
+        self._pages = np.full((num_pages, page_size), UNWRITTEN)
+        self._sources = np.full(case.num_rows, UNWRITTEN)
+        self._problems: dict[int, str] = {}
 
     @property
-    def troubles(self) -> list[str]:
-        return list(self._wrong.values())
+    def problems(self) -> list[str]:
+        return list(self._problems.values())
 
-    def step(self, step: ReplayStep, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of the case that `step` computes, in its order.
+    def record_step(self, step: ReplayStep, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Record one step, and return the rows of the case that it computes, in its order.
 
         Shape: numbers [B], the sequence of each request; returns [T].
         """
         for source, target in step.copies_before:
             self._pages[target] = self._pages[source]
         computed = []
-        for number, start, length, own in zip(
+        for number, start, length, pages in zip(
             numbers, step.starts, step.lengths, step.pages, strict=True
         ):
             positions = np.arange(start, start + length)
             rows = int(self._case.offsets[number]) + positions
             page, offset = np.divmod(positions, self._pages.shape[1])
-            self._pages[own[page], offset] = rows
-            self._source[rows] = rows
+            self._pages[pages[page], offset] = rows
+            self._sources[rows] = rows
             computed.append(rows)
-        for number, start, own in zip(
+        for number, start, pages in zip(
             numbers.tolist(), step.starts.tolist(), step.pages, strict=True
         ):
-            self._read(number, start, own)
+            self._check_reads(number, start, pages)
         return np.concatenate(computed)
 
-    def shared(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows that were not computed but read, and those that they were read from."""
-        rows = np.flatnonzero(
-            (self._source != NOTHING) & (self._source != np.arange(len(self._source)))
-        )
-        return rows, self._source[rows]
+    def shared_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows that were read instead of computed, and the rows that were read."""
+        is_written = self._sources != UNWRITTEN
+        rows = np.flatnonzero(is_written & (self._sources != np.arange(len(self._sources))))
+        return rows, self._sources[rows]
 
-    def _read(self, number: int, start: int, pages: NDArray[np.int64]) -> None:
-        """Sequence `number` reads the cache up to position `start`."""
+    def _check_reads(self, number: int, start: int, pages: NDArray[np.int64]) -> None:
+        """Check what sequence `number` reads in the cache before position `start`."""
         case = self._case
         rows = int(case.offsets[number]) + np.arange(start)
         sources = self._pages[pages[: -(-start // self._pages.shape[1])]].reshape(-1)[:start]
-        self._source[rows] = np.where(self._source[rows] == NOTHING, sources, self._source[rows])
-        wrong = (sources == NOTHING) | (case.histories[sources] != case.histories[rows])
-        if wrong.any() and number not in self._wrong:
+        is_new = self._sources[rows] == UNWRITTEN
+        self._sources[rows] = np.where(is_new, sources, self._sources[rows])
+        wrong = (sources == UNWRITTEN) | (case.histories[sources] != case.histories[rows])
+        if wrong.any() and number not in self._problems:
             position = int(wrong.argmax())
-            name, read = case.sequences[number].name, self._name(int(sources[position]))
-            self._wrong[number] = (
-                f"At position {position}, {name} reads {read} in the cache: not its own history."
+            name, source = case.sequences[number].name, self._describe(int(sources[position]))
+            self._problems[number] = (
+                f"At position {position}, {name} reads {source} in the cache: not its own history."
             )
 
-    def _name(self, row: int) -> str:
-        return (
-            "what no step wrote"
-            if row == NOTHING
-            else "position {1} of {0}".format(*self._case.where(row))
-        )
+    def _describe(self, row: int) -> str:
+        if row == UNWRITTEN:
+            return "what no step wrote"
+        name, position = self._case.locate(row)
+        return f"position {position} of {name}"

@@ -1,6 +1,4 @@
-"""Attention over ranges of keys whose softmaxes are merged afterwards: what the contract does not
-do.
-"""
+"""Attention over ranges of keys whose softmaxes are merged, which the contract never does."""
 
 from __future__ import annotations
 
@@ -11,8 +9,9 @@ from spmd_rl.kernels.attention.backend import attention_backend
 
 
 def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Tensor:
-    """One query [H, D] over keys and values [S, K, D] in even ranges, merged by their log-sums;
-    returns [H, D].
+    """Return attention of one query over even ranges of keys, merged by their log-sums.
+
+    Shape: q [H, D]; keys and values [S, K, D]; returns [H, D].
     """
     backend = attention_backend(q.shape[-1], q.dtype, q.device)
     parts = [
@@ -23,8 +22,9 @@ def merged_attention(q: Tensor, keys: Tensor, values: Tensor, ranges: int) -> Te
 
 
 def merge(outs: list[Tensor], log_sums: list[Tensor]) -> Tensor:
-    """What several ranges of keys gave, weighted by their sums. Shape: each [..., H, D] and [...,
-    H] fp32.
+    """Return the outputs of several ranges of keys, weighted by their log-sums.
+
+    Shape: outs [..., H, D] each; log_sums [..., H] fp32 each.
     """
     weights = torch.stack(log_sums).softmax(0).unsqueeze(-1)
     return (torch.stack([out.float() for out in outs]) * weights).sum(0).to(outs[0].dtype)

@@ -1,1 +1,1 @@
-"""Points in a forward pass, and what is done with the tensors found there."""
+"""Taps: points in a forward pass, and what is done with the tensors there."""

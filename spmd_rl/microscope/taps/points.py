@@ -1,14 +1,14 @@
-"""Where a forward pass is looked at: after each op, at places that fused and plain networks share.
+"""Points of a forward pass: the outputs of ops, as far as fused and plain networks share them.
 
-A point that one side does not have (a fused projection has no `q_proj` of its own) is left out of
-the comparison, and the next point that both have speaks for it.
+A comparison leaves out a point that one side lacks: a fused projection has no `q_proj` of its own.
+A difference there shows at the next point that both sides have.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-BEFORE = -1  # the layer of what comes before the first
+BEFORE = -1  # the layer of ops before the first layer
 
 OPS = {
     "embed": "embedding",
@@ -31,22 +31,23 @@ OPS = {
     "logprob": "log-probability",
 }
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "logits")
-_ORDER = {op: order for order, op in enumerate(OPS)}
+_OP_ORDER = {op: order for order, op in enumerate(OPS)}
 
 
 class Point(NamedTuple):
-    """The output of `op` in `layer`; `BEFORE` is above the first layer, the number of layers below
-    the last.
+    """The output of `op` in `layer`.
+
+    The layer is `BEFORE` before the first one, and the number of layers after the last one.
     """
 
     layer: int
     op: str
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Sorts points as the forward pass reaches them."""
-        return self.layer, _ORDER[self.op]
+    def order(self) -> tuple[int, int]:
+        """A key that sorts points as the forward pass reaches them."""
+        return self.layer, _OP_ORDER[self.op]
 
     def __str__(self) -> str:
-        inside = _ORDER["embed"] < _ORDER[self.op] < _ORDER["final_norm"]
+        inside = _OP_ORDER["embed"] < _OP_ORDER[self.op] < _OP_ORDER["final_norm"]
         return f"layer {self.layer} {self.op}" if inside else self.op

@@ -1,10 +1,9 @@
-"""What is done with an op's output on its way: hash it, keep it, mark it, or put another's in its
-place.
+"""Taps: what is done with the output of each op. They hash, keep, replace or mark it.
 
-A path tells its tap which rows a forward pass computes, then runs the network under `watch`. All of
-it can be recorded in a CUDA graph once a pass of the same shapes has run; a replay then writes for
-the rows that `begin`'s tensors name by then. Tables have one row more than the case: what lands
-there is padding. With no tap nothing is hooked or paid.
+A forward pass tells its tap which rows it computes, then runs the network under hooks. All of it
+can be recorded in a CUDA graph, once a pass of the same shapes has run. A replay then writes to the
+rows that the tensors of `begin_forward` name by then. Tables have one row more than the case, which
+padding is written to. Without a tap nothing is hooked and nothing is paid.
 """
 
 from __future__ import annotations
@@ -22,45 +21,52 @@ MARK = "microscope"
 
 
 class Tap(ABC):
-    """`take` sees each output once; what it returns is what the forward pass goes on with."""
+    """Observes each output once; the forward pass goes on with what `observe` returns."""
 
-    def begin(self, rows: Tensor, places: Tensor | None, scored: Tensor) -> None:
-        """A forward pass computes `rows` [R], whose values lie at `places` [R], or first; its
-        logits are of the first rows of `scored`."""
-        self._rows, self._places, self._scored, self._num_logits = rows, places, scored, 0
+    def begin_forward(self, rows: Tensor, locations: Tensor | None, scored: Tensor) -> None:
+        """Note that a forward pass computes `rows` of the case, and logits of the first `scored`.
 
-    def see(self, point: Point, x: Tensor) -> Tensor:
-        """Shape: x [T', ...], with at least as many rows as any place; logits and log-probs only
-        the scored ones.
+        Shape: rows [R]; locations [R], where the rows lie in an output, or None for its beginning.
+        """
+        self._rows, self._locations, self._scored = rows, locations, scored
+        self._num_logits = 0
+
+    def observe(self, point: Point, x: Tensor) -> Tensor:
+        """Pass the output `x` of `point` to the tap, and return what the pass goes on with.
+
+        Shape: x [T', ...], which has all locations; logits and log-probs only of scored rows.
         """
         if point.op == "logprob":
             self._num_logits = 0
-            return self.take(point, x, self._scored[: len(x)], None)
+            return self.record(point, x, self._scored[: len(x)], None)
         if point.op == "logits":  # may come in chunks
             rows = self._scored[self._num_logits : self._num_logits + len(x)]
             self._num_logits += len(x)
-            return self.take(point, x, rows, None)
-        return self.take(point, x, self._rows, self._places)
+            return self.record(point, x, rows, None)
+        return self.record(point, x, self._rows, self._locations)
 
-    def skip(self) -> None:  # noqa: B027 (only who looks at kernels cares)
-        """What ran since the last point belongs to none."""
+    def skip_unobserved(self) -> None:  # noqa: B027 (only the profiler's tap cares)
+        """Note that the kernels since the last point belong to no point."""
 
     @abstractmethod
-    def take(self, point: Point, x: Tensor, rows: Tensor, places: Tensor | None) -> Tensor:
-        """Take note of `rows` of the case, at `places` of x; returns what the forward pass goes on
-        with.
+    def record(self, point: Point, x: Tensor, rows: Tensor, locations: Tensor | None) -> Tensor:
+        """Record `rows` of the case, which lie at `locations` of `x`.
+
+        Returns what the forward pass goes on with.
         """
 
     @abstractmethod
-    def share(self, rows: Tensor, sources: Tensor) -> None:
-        """After a run: `rows` were not computed, `sources` stood for them. Shape: both [R] on the
-        CPU.
+    def fill_shared_rows(self, rows: Tensor, sources: Tensor) -> None:
+        """After a run, fill in `rows` that were not computed: `sources` stood for them.
+
+        Shape: both [R] on the CPU.
         """
 
 
-class Hashes(Tap):
-    """A hash of every row at every point, 0 where it was not seen, and the log-probs; nothing waits
-    for the host.
+class HashTap(Tap):
+    """Keeps a hash of every row at every point, and the log-probs; nothing waits for the host.
+
+    The hash is 0 if the row was not observed.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -68,109 +74,117 @@ class Hashes(Tap):
         self.table: dict[Point, Tensor] = {}
         self.logprobs: Tensor | None = None
 
-    def seen(self, point: Point) -> Tensor:
+    def observed(self, point: Point) -> Tensor:
+        """Return which rows were observed. Shape: [num_rows + 1] bool."""
         return self.table[point] != 0
 
-    def take(self, point: Point, x: Tensor, rows: Tensor, places: Tensor | None) -> Tensor:
+    def record(self, point: Point, x: Tensor, rows: Tensor, locations: Tensor | None) -> Tensor:
         if point not in self.table:
             self.table[point] = torch.zeros(self.num_rows + 1, dtype=torch.int64, device=x.device)
-        write_row_hashes(_rows_of(x, rows, places), rows, self.table[point])
+        write_row_hashes(_rows_of(x, rows, locations), rows, self.table[point])
         if point.op == "logprob":
             if self.logprobs is None:
                 self.logprobs = torch.full((self.num_rows + 1,), torch.nan, device=x.device)
             self.logprobs.index_copy_(0, rows, x.float())
         return x
 
-    def share(self, rows: Tensor, sources: Tensor) -> None:
-        """Each hash is of a row that was computed."""
+    def fill_shared_rows(self, rows: Tensor, sources: Tensor) -> None:
+        """Leave them empty: hashes are of rows that were computed."""
 
 
-class Values(Tap):
-    """Every row at every point. `known` are the rows whose values are there, `computed` those that
-    this path computed.
+class ValueTap(Tap):
+    """Keeps the values of every row at every point.
 
-    They lie on the path's device while it runs, and in host memory after `settle`.
+    `computed` are the rows that this pass computed. `available` are those with values, which shared
+    rows have too. Tables lie on the device of the pass until `move_to_host`.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.table: dict[Point, Tensor] = {}
         self.computed: dict[Point, Tensor] = {}
-        self.known: dict[Point, Tensor] = {}
+        self.available: dict[Point, Tensor] = {}
 
-    def seen(self, point: Point) -> Tensor:
+    def observed(self, point: Point) -> Tensor:
+        """Return which rows were observed. Shape: [rows] bool."""
         return self.computed[point]
 
-    def take(self, point: Point, x: Tensor, rows: Tensor, places: Tensor | None) -> Tensor:
-        part = _rows_of(x, rows, places)
+    def record(self, point: Point, x: Tensor, rows: Tensor, locations: Tensor | None) -> Tensor:
+        values = _rows_of(x, rows, locations)
         if point not in self.table:
-            self.table[point] = part.new_zeros(self.num_rows + 1, part.shape[1])
+            self.table[point] = values.new_zeros(self.num_rows + 1, values.shape[1])
             self.computed[point] = torch.zeros(self.num_rows + 1, dtype=torch.bool, device=x.device)
-        self.table[point].index_copy_(0, rows, part)
+        self.table[point].index_copy_(0, rows, values)
         self.computed[point].index_fill_(0, rows, True)
         return x
 
-    def share(self, rows: Tensor, sources: Tensor) -> None:
+    def fill_shared_rows(self, rows: Tensor, sources: Tensor) -> None:
         for point, table in self.table.items():
-            there = self.computed[point][sources.to(table.device)].cpu()
-            to, origin = rows[there].to(table.device), sources[there].to(table.device)
-            table[to] = table[origin]
-            self.known[point] = self.computed[point].index_fill(0, to, True)
+            has_source = self.computed[point][sources.to(table.device)].cpu()
+            target = rows[has_source].to(table.device)
+            table[target] = table[sources[has_source].to(table.device)]
+            self.available[point] = self.computed[point].index_fill(0, target, True)
 
-    def settle(self) -> None:
+    def move_to_host(self) -> None:
+        """Move all tables to host memory, without the row of padding."""
         for point in self.table:
-            known = self.known.get(point, self.computed[point])
+            available = self.available.get(point, self.computed[point])
             self.table[point] = self.table[point][:-1].cpu()
-            self.computed[point], self.known[point] = (
-                self.computed[point][:-1].cpu(),
-                known[:-1].cpu(),
-            )
+            self.computed[point] = self.computed[point][:-1].cpu()
+            self.available[point] = available[:-1].cpu()
 
 
-class Transplant(Values):
-    """Keeps every output, then goes on with the other side's: so each op is seen at work on the
-    other's input.
+class PatchTap(ValueTap):
+    """Keeps every output, then replaces it by the other side's (activation patching).
+
+    So each op is observed at work on the other side's input.
     """
 
-    def __init__(self, other: Values) -> None:
+    def __init__(self, other: ValueTap) -> None:
         super().__init__(other.num_rows)
         self.other = other
-        self._given: dict[Point, tuple[Tensor, ...]] = {}
+        self._on_device: dict[Point, tuple[Tensor, ...]] = {}
 
-    def take(self, point: Point, x: Tensor, rows: Tensor, places: Tensor | None) -> Tensor:
-        super().take(point, x, rows, places)
+    def record(self, point: Point, x: Tensor, rows: Tensor, locations: Tensor | None) -> Tensor:
+        super().record(point, x, rows, locations)
         if point not in self.other.table:
             return x
-        if point not in self._given:
-            given = self.other.table[point], self.other.known[point]
-            self._given[point] = tuple(
-                torch.cat([one, torch.zeros_like(one[:1])]).to(x.device) for one in given
-            )
-        values, known = (one.index_select(0, rows) for one in self._given[point])
-        if point.op == "logits":  # nothing but the log-probs follows, which take any format
-            x = x.to(torch.promote_types(x.dtype, values.dtype))
-        mine = x[: len(rows)] if places is None else x.index_select(0, places)
-        mixed = torch.where(
-            known[:, None], values.to(x.dtype), mine.flatten(1) if x.dim() > 1 else mine[:, None]
+        values, available = (
+            tensor.index_select(0, rows) for tensor in self._patch(point, x.device)
         )
-        at = torch.arange(len(rows), device=x.device) if places is None else places
-        return x.index_copy(0, at, mixed.view_as(mine))
+        if point.op == "logits":  # only the log-probs follow, which take any format
+            x = x.to(torch.promote_types(x.dtype, values.dtype))
+        own = x[: len(rows)] if locations is None else x.index_select(0, locations)
+        own_flat = own.flatten(1) if x.dim() > 1 else own[:, None]
+        patched = torch.where(available[:, None], values.to(x.dtype), own_flat)
+        if locations is None:
+            locations = torch.arange(len(rows), device=x.device)
+        return x.index_copy(0, locations, patched.view_as(own))
+
+    def _patch(self, point: Point, device: torch.device) -> tuple[Tensor, ...]:
+        """Return the other side's values and which of them it has, with a row for padding."""
+        if point not in self._on_device:
+            tables = self.other.table[point], self.other.available[point]
+            self._on_device[point] = tuple(
+                torch.cat([table, torch.zeros_like(table[:1])]).to(device) for table in tables
+            )
+        return self._on_device[point]
 
 
-class Marks(Tap):
-    """Leaves a mark in a profile after each op, and remembers which rows were computed together.
+class ProfilerTap(Tap):
+    """Leaves a mark in a profile after each op, and notes which rows were computed together.
 
-    `forward_of` has each row's forward pass as the host ran it: what a CUDA graph computed counts
-    to the pass before its recording, which had its shapes and ran its kernels. `step_of` is counted
-    on the device, replays and all.
+    `forward_of` is the forward pass of each row, as the host ran it. Rows that a CUDA graph
+    computed belong to the pass before its recording, which had its shapes and ran its kernels.
+    `step_of` is the step of each row, counted on the device, so replays count too.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._num_forwards = 0
 
-    def begin(self, rows: Tensor, places: Tensor | None, scored: Tensor) -> None:
-        super().begin(rows, places, scored)
+    def begin_forward(self, rows: Tensor, locations: Tensor | None, scored: Tensor) -> None:
+        super().begin_forward(rows, locations, scored)
         if self._num_forwards == 0:
             self.forward_of, self.step_of = torch.full(
                 (2, self.num_rows + 1), -1, device=rows.device
@@ -183,22 +197,22 @@ class Marks(Tap):
         self.step_of.index_copy_(0, rows, self._step.expand(len(rows)))
         self._mark("", "")
 
-    def take(self, point: Point, x: Tensor, rows: Tensor, places: Tensor | None) -> Tensor:
+    def record(self, point: Point, x: Tensor, rows: Tensor, locations: Tensor | None) -> Tensor:
         self._mark(point.layer, point.op)
         return x
 
-    def skip(self) -> None:
+    def skip_unobserved(self) -> None:
         self._mark("", "")
 
-    def share(self, rows: Tensor, sources: Tensor) -> None:
-        """Kernels are those of the rows that were computed."""
+    def fill_shared_rows(self, rows: Tensor, sources: Tensor) -> None:
+        """Leave them empty: kernels are those of rows that were computed."""
 
     def _mark(self, layer: int | str, op: str) -> None:
         with record_function(f"{MARK}|{self._num_forwards - 1}|{layer}|{op}"):
             pass
 
 
-def _rows_of(x: Tensor, rows: Tensor, places: Tensor | None) -> Tensor:
-    """Shape: [R, C], of x [T', ...]."""
+def _rows_of(x: Tensor, rows: Tensor, locations: Tensor | None) -> Tensor:
+    """Return `rows` of `x`, flattened. Shape: x [T', ...]; returns [R, C]."""
     flat = x.flatten(1) if x.dim() > 1 else x[:, None]
-    return flat[: len(rows)] if places is None else flat.index_select(0, places)
+    return flat[: len(rows)] if locations is None else flat.index_select(0, locations)

@@ -180,23 +180,10 @@ class Admission:
     def _fork(self, parent: int, request: Request, work: _AdmittedWork) -> list[int]:
         """Return new rows for the next samples of `request`'s prompt, forked from row `parent`.
 
-        This step computes the parent's last token. As many samples fork as there are pages for, and
-        rows besides those of delayed requests. Only samples without an answer so far fork.
+        This step computes the parent's last token.
         """
-        if not self._forks or len(request.tokens):
-            return []
         num_full_pages, rest = divmod(request.num_tokens, self._table.page_size)
-        # A fork needs its own last page, and one page stays free for it as in `_allocate`.
-        pages_per_fork = int(rest > 0) + 1
-        num_forks = min(
-            (self._pool.num_available - len(self._running) + 1) // pages_per_fork,
-            self._table.num_free - len(work.delayed),
-        )
-        siblings: list[Request] = []
-        while (
-            len(siblings) < num_forks and self._waiting and _are_siblings(self._waiting[0], request)
-        ):
-            siblings.append(self._waiting.popleft())
+        siblings = self._take_siblings(request, needs_page=rest > 0, num_kept=len(work.delayed))
         if not siblings:
             return []
         shared = self._table.page_list(parent)[:num_full_pages]
@@ -209,6 +196,25 @@ class Admission:
         self._counters.num_forks += len(rows)
         self._counters.add_admissions(len(rows), request.num_tokens, request.num_tokens)
         return rows
+
+    def _take_siblings(self, request: Request, needs_page: bool, num_kept: int) -> list[Request]:
+        """Take from the queue the next samples that can fork from `request`.
+
+        They are as many as pages allow, and as rows besides `num_kept`. Only samples without an
+        answer so far fork.
+        """
+        if not self._forks or len(request.tokens):
+            return []
+        # A fork may need a last page, and one more stays free for it as in `_allocate`.
+        pages_per_fork = int(needs_page) + 1
+        max_by_pages = (self._pool.num_available - len(self._running) + 1) // pages_per_fork
+        max_siblings = min(max_by_pages, self._table.num_free - num_kept)
+        siblings: list[Request] = []
+        while len(siblings) < max_siblings and self._waiting:
+            if not _are_siblings(self._waiting[0], request):
+                break
+            siblings.append(self._waiting.popleft())
+        return siblings
 
 
 def _are_siblings(request: Request, first: Request) -> bool:

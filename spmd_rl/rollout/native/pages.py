@@ -1,7 +1,7 @@
 """Pool of KV pages: reference counts, and the prefixes that later requests may share.
 
-A page is free, in use by one or more sequences, or idle. No sequence uses an idle page, but it still
-keeps the K/V of a published prefix. A page is published under a key once every slot of it is
+A page is free, in use by one or more sequences, or idle. No sequence uses an idle page, but it
+still keeps the K/V of a published prefix. A page is published under a key once every slot of it is
 written, or will be by the running step. Only published pages are shared, so nobody writes to a
 shared page. The key covers the weights version and every token from the start of the sequence to
 the end of the page.

@@ -18,7 +18,12 @@ from spmd_rl.rollout.engine import ALL_TOKENS, Request
 NO_STOP_ID = -1
 SHARED_PAGE = -1
 NO_SEQUENCE = 0
-_COUNTS = (
+_INTEGERS = (
+    "uid",
+    "index",
+    "sequence_id",
+    "seed",
+    "top_k",
     "num_pages",
     "num_published_pages",
     "prompt_length",
@@ -27,11 +32,12 @@ _COUNTS = (
     "num_computed",
     "max_length",
 )
+_FLOATS = ("inv_temperature", "top_p", "min_p")
+_COLUMNS = (*_INTEGERS, *_FLOATS, "greedy")
 _STATE = np.dtype(
     [
-        *((name, np.int64) for name in ("uid", "index", "sequence_id", "seed", "top_k")),
-        *((name, np.int64) for name in _COUNTS),
-        *((name, np.float32) for name in ("inv_temperature", "top_p", "min_p")),
+        *((name, np.int64) for name in _INTEGERS),
+        *((name, np.float32) for name in _FLOATS),
         ("greedy", np.bool_),
     ]
 )
@@ -58,6 +64,23 @@ class SequenceTable:
     versions are unset); `pages` [num_rows, P]; `stop_ids` [num_rows, S]; all else [num_rows].
     """
 
+    uid: NDArray[np.int64]
+    index: NDArray[np.int64]
+    sequence_id: NDArray[np.int64]
+    seed: NDArray[np.int64]
+    top_k: NDArray[np.int64]
+    num_pages: NDArray[np.int64]
+    num_published_pages: NDArray[np.int64]
+    prompt_length: NDArray[np.int64]
+    length: NDArray[np.int64]
+    num_pending: NDArray[np.int64]
+    num_computed: NDArray[np.int64]
+    max_length: NDArray[np.int64]
+    inv_temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    greedy: NDArray[np.bool_]
+
     def __init__(self, num_rows: int, max_tokens: int, page_size: int) -> None:
         self.num_rows = num_rows
         self.page_size = page_size
@@ -77,22 +100,8 @@ class SequenceTable:
         self._state = np.zeros(num_rows, _STATE)
         # numpy copies records field by field, so forks copy their bytes instead.
         self._state_bytes = self._state.view(np.uint8).reshape(num_rows, -1)
-        self.num_pages = self._state["num_pages"]
-        self.num_published_pages = self._state["num_published_pages"]
-        self.prompt_length = self._state["prompt_length"]
-        self.length = self._state["length"]
-        self.num_pending = self._state["num_pending"]
-        self.num_computed = self._state["num_computed"]
-        self.max_length = self._state["max_length"]
-        self.sequence_id = self._state["sequence_id"]
-        self.uid = self._state["uid"]
-        self.index = self._state["index"]
-        self.seed = self._state["seed"]
-        self.inv_temperature = self._state["inv_temperature"]
-        self.greedy = self._state["greedy"]
-        self.top_k = self._state["top_k"]
-        self.top_p = self._state["top_p"]
-        self.min_p = self._state["min_p"]
+        for name in _COLUMNS:
+            setattr(self, name, self._state[name])
 
     @property
     def num_free(self) -> int:
@@ -103,24 +112,28 @@ class SequenceTable:
     ) -> int:
         """Give `request` a row; `pages` already hold K/V of its first `num_computed` tokens."""
         row = self._free.pop()
-        prompt, length = len(request.prompt), request.num_tokens
         self.requests[row] = request
-        self.tokens[row, :prompt] = request.prompt
-        self.tokens[row, prompt:length] = request.tokens
-        self.logprobs[row, prompt:length] = request.logprobs
-        self.versions[row, prompt:length] = request.versions
+        self._write_answer(row, request)
         self.pages[row, : len(pages)] = pages
         self.num_pages[row] = len(pages)
-        self.prompt_length[row] = prompt
-        self.length[row] = length
         self.num_pending[row] = 0
         self.num_computed[row] = num_computed
         self.num_published_pages[row] = num_computed // self.page_size
         self.sequence_id[row] = next(self._sequence_ids)
-        self.max_length[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
         self.uid[row], self.index[row] = request.uid, request.index
         self._write_sampling(row, request, stop_ids)
         return row
+
+    def _write_answer(self, row: int, request: Request) -> None:
+        """Write the prompt, and the answer so far."""
+        prompt, length = len(request.prompt), request.num_tokens
+        self.tokens[row, :prompt] = request.prompt
+        self.tokens[row, prompt:length] = request.tokens
+        self.logprobs[row, prompt:length] = request.logprobs
+        self.versions[row, prompt:length] = request.versions
+        self.prompt_length[row] = prompt
+        self.length[row] = length
+        self.max_length[row] = min(prompt + request.sampling.max_tokens, self.max_tokens)
 
     def _write_sampling(self, row: int, request: Request, stop_ids: tuple[int, ...]) -> None:
         sampling = request.sampling

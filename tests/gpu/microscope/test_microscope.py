@@ -19,13 +19,13 @@ from spmd_rl.kernels.attention.flash import flash_supports
 from spmd_rl.kernels.rowwise.row_hash import row_hashes
 from spmd_rl.microscope.diagnose.compare import compare
 from spmd_rl.microscope.diagnose.faults import plant
-from spmd_rl.microscope.diagnose.kernel_identity import kernels_of
-from spmd_rl.microscope.page.report import Replay, examine
-from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.diagnose.kernel_profile import kernels_of
+from spmd_rl.microscope.examine import ReplaySetup, examine
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
 from spmd_rl.microscope.taps.points import Point
-from spmd_rl.microscope.taps.taps import Hashes
+from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig, Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def case(folder: Path) -> Case:
+def case(folder: Path) -> ReplayCase:
     return mismatch.sequences(ModelSpec.from_folder(folder).vocab_size)
 
 
@@ -67,11 +67,11 @@ def test_hashes_are_those_of_the_cpu(dtype: torch.dtype, columns: int) -> None:
 
 
 def test_engine_and_trainer_agree_in_every_op(
-    folder: Path, case: Case, trainer: TrainerPass
+    folder: Path, case: ReplayCase, trainer: TrainerPass
 ) -> None:
     path = mismatch.engine(folder)
     comparison = compare(path, trainer, case)
-    assert comparison.findings == ()
+    assert comparison.results == ()
     assert path.facts["recorded graphs"] >= 4
     seen = {
         "q_proj",
@@ -90,7 +90,7 @@ def test_engine_and_trainer_agree_in_every_op(
 
 
 def test_the_drawing_op_is_seen_where_no_token_is_drawn_as_recorded(
-    folder: Path, case: Case, trainer: TrainerPass
+    folder: Path, case: ReplayCase, trainer: TrainerPass
 ) -> None:
     path = mismatch.engine(folder)
     path.sampler = lambda *rest, **filters: (lambda drawn, own: (drawn, own + 1))(
@@ -99,44 +99,48 @@ def test_the_drawing_op_is_seen_where_no_token_is_drawn_as_recorded(
     comparison = compare(path, trainer, case)
     scored = sum(len(one.response) for one in case.sequences)
     assert [
-        (one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows
+        (one.point.op, one.num_introduced_rows)
+        for one in comparison.results
+        if one.num_unequal_rows
     ] == [("logprob", scored)]
     assert path.facts[OWN_DRAWS] < scored / 4
 
 
 def test_the_head_of_a_trainer_that_recomputes_all_agrees(
-    folder: Path, case: Case, trainer: TrainerPass
+    folder: Path, case: ReplayCase, trainer: TrainerPass
 ) -> None:
     alike = TrainerPass(trainer.model, recompute="all", logit_rows=64)
-    assert compare(mismatch.engine(folder), alike, case).findings == ()
+    assert compare(mismatch.engine(folder), alike, case).results == ()
 
 
-def test_automatic_splits_where_flash_attention_does_not_run(folder: Path, case: Case) -> None:
+def test_automatic_splits_where_flash_attention_does_not_run(
+    folder: Path, case: ReplayCase
+) -> None:
     """No bits are promised there, so beside the same engine without."""
     cfg = NativeEngineConfig(max_batch=64, max_step_tokens=512)
     path, plain = (EnginePass(load_model(folder, torch.float32, DEVICE), cfg) for _ in range(2))
     plant("auto-splits", path)
-    first = compare(path, plain, case).first
+    first = compare(path, plain, case).first_introduced
     assert first is not None
     assert first.point == Point(0, "attention")
-    assert all(case.positions[row] >= 127 for row in first.rows)
+    assert all(case.positions[row] >= 127 for row in first.differing_rows)
 
 
 @pytest.mark.parametrize("fault", mismatch.EXPECTED)
 def test_a_planted_fault_is_found_where_it_is(
-    folder: Path, case: Case, trainer: TrainerPass, fault: str
+    folder: Path, case: ReplayCase, trainer: TrainerPass, fault: str
 ) -> None:
     path = mismatch.engine(folder)
     plant(fault, path)
     comparison = compare(path, trainer, case)
-    assert comparison.first is not None
-    assert str(comparison.first.point) == mismatch.EXPECTED[fault].format(middle=MIDDLE)
-    introduced = {one.point.op for one in comparison.findings if one.status == "introduced"}
-    assert introduced == {comparison.first.point.op} | mismatch.ALSO.get(fault, set())
+    assert comparison.first_introduced is not None
+    assert str(comparison.first_introduced.point) == mismatch.EXPECTED[fault].format(middle=MIDDLE)
+    introduced = {one.point.op for one in comparison.results if one.status == "introduced"}
+    assert introduced == {comparison.first_introduced.point.op} | mismatch.ALSO.get(fault, set())
     assert all(
         one.status == "equal"
-        for one in comparison.findings
-        if one.point.place < comparison.first.point.place
+        for one in comparison.results
+        if one.point.order < comparison.first_introduced.point.order
     )
     assert path.facts["recorded graphs"] >= 4
 
@@ -154,32 +158,32 @@ def test_a_planted_fault_is_found_where_it_is(
     ],
 )
 def test_the_arithmetic_of_a_joined_product_is_named(
-    folder: Path, case: Case, trainer: TrainerPass, fault: str, op: str, says: str
+    folder: Path, case: ReplayCase, trainer: TrainerPass, fault: str, op: str, says: str
 ) -> None:
     path = mismatch.engine(folder)
     plant(fault, path)
-    cause = examine(Replay(case, path, trainer, str(folder))).causes[Point(MIDDLE, op)]
-    assert [match.says for match in cause.left.matches] == [says]
+    cause = examine(ReplaySetup(case, path, trainer, str(folder))).explanations[Point(MIDDLE, op)]
+    assert [match.description for match in cause.left.matches] == [says]
     assert len(cause.right.matches) == 1
-    assert "the contract's" in cause.right.matches[0].says
+    assert "the contract's" in cause.right.matches[0].description
 
 
 def test_a_log_prob_is_explained_on_both_sides(
-    folder: Path, case: Case, trainer: TrainerPass
+    folder: Path, case: ReplayCase, trainer: TrainerPass
 ) -> None:
     path = mismatch.engine(folder)
     plant("library-logprob", path)
-    found = examine(Replay(case, path, trainer, str(folder)))
-    (cause,) = found.causes.values()
+    found = examine(ReplaySetup(case, path, trainer, str(folder)))
+    (cause,) = found.explanations.values()
     scored = sum(len(one.response) for one in case.sequences)
     for side, says in ((cause.left, "the library's log-softmax"), (cause.right, "the contract's")):
-        assert [match.rows for match in side.matches] == [scored]
-        assert says in side.matches[0].says
+        assert [match.num_rows for match in side.matches] == [scored]
+        assert says in side.matches[0].description
     assert any("softmax" in kernel.name.lower() for kernel in cause.left.kernels)
     assert any(kernel.name == "Triton _combine" for kernel in cause.right.kernels)
 
 
-def test_the_libraries_kernel_is_named(folder: Path, case: Case) -> None:
+def test_the_libraries_kernel_is_named(folder: Path, case: ReplayCase) -> None:
     path = mismatch.engine(folder)
     plant("library-linear", path)
     row = int(case.offsets[4]) + 140  # decoded alone
@@ -192,11 +196,13 @@ def test_the_libraries_kernel_is_named(folder: Path, case: Case) -> None:
     assert any(kernel.name.startswith("FlashAttention-4") for kernel in kernels.at(attention, row))
 
 
-def test_hashes_from_recorded_graphs_are_those_of_eager_steps(folder: Path, case: Case) -> None:
+def test_hashes_from_recorded_graphs_are_those_of_eager_steps(
+    folder: Path, case: ReplayCase
+) -> None:
     path, tables = mismatch.engine(folder), {}
     for graphs in (True, False):
         path.cfg = replace(path.cfg, cuda_graphs=graphs)
-        hashes = Hashes(case.num_rows)
+        hashes = HashTap(case.num_rows)
         path.run(case, hashes)
         assert (path.facts["recorded graphs"] >= 4) == graphs
         tables[graphs] = hashes.table
@@ -215,30 +221,32 @@ def test_hashes_from_recorded_graphs_are_those_of_eager_steps(folder: Path, case
 
 
 def test_splits_on_one_side_are_named_and_on_both_agree(
-    folder: Path, case: Case, trainer: TrainerPass
+    folder: Path, case: ReplayCase, trainer: TrainerPass
 ) -> None:
     path = EnginePass(
         load_model(folder, torch.bfloat16, DEVICE),
         NativeEngineConfig(max_batch=64, attention_split=128),
     )
     alike = TrainerPass(trainer.model, attention_split=128)
-    assert compare(path, alike, case).findings == ()
-    found = examine(Replay(case, path, trainer, str(folder)))
-    point, cause = next(iter(found.causes.items()))
+    assert compare(path, alike, case).results == ()
+    found = examine(ReplaySetup(case, path, trainer, str(folder)))
+    point, cause = next(iter(found.explanations.items()))
     assert point == Point(0, "attention")
-    assert cause.left.matches[-1].says.startswith("softmaxes of splits of one size")
-    assert sum(match.rows for match in cause.left.matches) == cause.right.matches[0].rows
+    assert cause.left.matches[-1].description.startswith("softmaxes of splits of one size")
+    assert sum(match.num_rows for match in cause.left.matches) == cause.right.matches[0].num_rows
 
 
 def test_a_small_cache_preempts_and_changes_no_bit(folder: Path, trainer: TrainerPass) -> None:
     path, rng = mismatch.engine(folder), np.random.default_rng(0)
     path.cfg = replace(path.cfg, num_pages=20)
     prompt = rng.integers(2, 30000, 150)
-    case = Case(tuple(Replayed(f"0:{n}", prompt, rng.integers(2, 30000, 260)) for n in range(8)))
-    assert compare(path, trainer, case).findings == ()
+    case = ReplayCase(
+        tuple(ReplaySequence(f"0:{n}", prompt, rng.integers(2, 30000, 260)) for n in range(8))
+    )
+    assert compare(path, trainer, case).results == ()
     assert path.facts["preemptions"] > 0
     assert path.facts["copied pages"] >= 7
-    assert path.troubles == []
+    assert path.problems == []
 
 
 def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: TrainerPass) -> None:
@@ -258,16 +266,18 @@ def test_draws_of_the_replay_are_those_of_the_engine(folder: Path, trainer: Trai
     while engine.has_work:
         samples += engine.step().finished
     drawn = [
-        Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index), seed=5)
+        ReplaySequence(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index), seed=5)
         for one in samples
     ]
-    case = Case(tuple(drawn))
-    assert compare(path, trainer, case).findings == ()
+    case = ReplayCase(tuple(drawn))
+    assert compare(path, trainer, case).results == ()
     assert path.facts[OWN_DRAWS] == 6 * 40
     path.sampler = _wrong_when_drawn
     comparison = compare(path, trainer, case)
     assert [
-        (one.point.op, one.introduced_rows) for one in comparison.findings if one.unequal_rows
+        (one.point.op, one.num_introduced_rows)
+        for one in comparison.results
+        if one.num_unequal_rows
     ] == [("logprob", 6 * 40)]
 
 

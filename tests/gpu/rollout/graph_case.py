@@ -1,6 +1,4 @@
-"""A small model, requests that end, stop and wait at every turn, and engines for them, for the
-tests of this folder.
-"""
+"""A small model, requests that end, stop and wait all the time, and engines for them."""
 
 from __future__ import annotations
 
@@ -17,9 +15,10 @@ from tests.samples import Samples
 
 DEVICE = torch.device("cuda")
 SPEC = ModelSpec(
-    family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3, num_heads=8, num_kv_heads=4,
-    head_dim=64, max_positions=1024, rms_eps=1e-6, rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False,
-    out_bias=False, mlp_bias=False, qk_norm=True, init_std=0.06,
+    family="qwen3", vocab_size=4096, hidden_size=512, intermediate_size=1536, num_layers=3,
+    num_heads=8, num_kv_heads=4, head_dim=64, max_positions=1024, rms_eps=1e-6,
+    rope=RopeSpec(1e6), tie_embeddings=True, qkv_bias=False, out_bias=False, mlp_bias=False,
+    qk_norm=True, init_std=0.06,
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from tests.samples import Samples, finish
 
 @contextmanager
 def waiting_raises() -> Iterator[None]:
-    """torch refuses to copy to the host, or to wait for a stream; waits for events it does not see."""
+    """Make torch raise at a copy to the host or a wait for a stream; it does not see events."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

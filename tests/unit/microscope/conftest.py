@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import ReferencePass, TrainerPass, load_model
 from spmd_rl.model.hf import random_weights, save_folder
@@ -45,13 +45,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def case() -> Case:
+def case() -> ReplayCase:
     """A shared prompt, a prompt longer than a chunk, a decoded answer beyond two blocks of keys."""
     rng = np.random.default_rng(0)
     stem = rng.integers(2, 100, 60)
     sizes = {"0:0": (9, 4), "0:1": (9, 7), "1:0": (50, 120), "2:0": (17, 1)}
-    return Case(
-        tuple(Replayed(name, stem[:p], rng.integers(2, 100, r)) for name, (p, r) in sizes.items())
+    return ReplayCase(
+        tuple(
+            ReplaySequence(name, stem[:p], rng.integers(2, 100, r))
+            for name, (p, r) in sizes.items()
+        )
     )
 
 

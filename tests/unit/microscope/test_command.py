@@ -22,9 +22,9 @@ from spmd_rl.microscope import command
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass, load_model
-from spmd_rl.microscope.replay.inputs import mismatched_tokens, samples_of, samples_of_run
+from spmd_rl.microscope.replay.inputs import case_of_run, find_samples, mismatched_tokens
 from spmd_rl.microscope.replay.kv_provenance import KvProvenance
-from spmd_rl.microscope.taps.taps import Hashes
+from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.hf import read_weights, save_folder
 from spmd_rl.model.network import CausalLM
 from spmd_rl.rollout.engine import NativeEngineConfig
@@ -127,8 +127,8 @@ def test_what_the_run_counted_is_told_where_the_replay_sees_nothing(
     said = capsys.readouterr().out
     assert "agree in every bit" in said
     assert (
-        "the run itself counted 1,234 unequal tokens: 1,200 in step 1, 34 in step 2. 3 of its samples were"
-        in said
+        "the run itself counted 1,234 unequal tokens: 1,200 in step 1, 34 in step 2. "
+        "3 of its samples were" in said
     )
     assert "in another process, on cpu in float32" in said
     assert "But the run itself" in (run / "mismatch" / "engine-trainer.html").read_text()
@@ -206,13 +206,17 @@ BAD = {
     "a folder that is no run": (["{tmp}"], "is not the folder of a run"),
     "nothing to replay": ([], "name the folder of a run"),
     "a sample that is not there": (["{run}", "--samples", "7:99"], "has no sample 7:99"),
-    "the same path twice": (["{run}", "--left", "trainer"], "both paths are 'trainer'"),
-    "a fault on another side": (["{run}", "--left", "transformers", "--plant", "split-k"], "--left engine"),
+    "the same path twice": (
+        ["{run}", "--left", "trainer"], "--left and --right are both 'trainer'"),
+    "a fault on another side": (
+        ["{run}", "--left", "transformers", "--plant", "split-k"], "--left engine"),
     "an unknown fault": (["{run}", "--plant", "x"], "invalid choice"),
     "a model without prompts": (["--model", "{run}/hf"], "--model needs --prompts"),
     "a folder without weights": (["--model", "{tmp}", "--prompts", "1+1"], "it has no config.json"),
-    "a step without samples": (["{run}", "--step", "9"], "step 9 of {run} has no samples to replay"),
-    "samples beside prompts": (["{run}", "--samples", "7:0", "--prompts", "1+1="], "leave out --samples"),
+    "a step without samples": (
+        ["{run}", "--step", "9"], "step 9 of {run} has no samples to replay"),
+    "samples beside prompts": (
+        ["{run}", "--samples", "7:0", "--prompts", "1+1="], "leave out --samples"),
     "a file in the folder's place": (["{run}", "--out", "{run}/config.toml"], "cannot be made"),
     "a prompt of one token": (["--model", "{run}/hf", "--prompts", "1"], "one to decode"),
 }  # fmt: skip
@@ -233,7 +237,9 @@ BROKEN = {
     "{}": "it lacks 'tokens'",
     '{"prompt_uid": 7, "index": 0, "tokens": [22, 1]}': "it lacks 'prompt'",
     '{"prompt_uid": 7, "index": 0, "prompt": "1+1=", "tokens": [22, "x"]}': "str",
-    '{"prompt_uid": 7, "index": 0, "prompt": "1=", "tokens": [22, 1], "logprobs": [-1.0]}': "2 tokens and 1 log-probs",
+    '{"prompt_uid": 7, "index": 0, "prompt": "1=", "tokens": [22, 1], "logprobs": [-1.0]}': (
+        "2 tokens and 1 log-probs"
+    ),
 }
 
 
@@ -265,7 +271,7 @@ def test_a_sample_may_hold_any_separator_of_lines(run: Path, separator: str) -> 
     path = sorted((run / "samples").iterdir())[-1]
     row = json.loads(path.read_bytes().split(b"\n")[0]) | {"prompt": f"1{separator}1="}
     path.write_text(json.dumps(row, ensure_ascii=separator < " ") + "\n", encoding="utf-8")
-    assert samples_of(run)[0].prompt == f"1{separator}1="
+    assert find_samples(run)[0].prompt == f"1{separator}1="
 
 
 def test_the_newest_step_that_has_samples_is_replayed(run: Path, mismatch) -> None:
@@ -287,10 +293,10 @@ def test_by_default_samples_are_of_many_prompts(run: Path) -> None:
     (run / "samples" / "step_00003.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in lines)
     )
-    names = [one.name for one in samples_of(run)]
+    names = [one.name for one in find_samples(run)]
     assert names == ["5:0", "9:0", "6:0", "5:1", "9:1", "6:1", "5:2", "9:2"]
-    assert [one.name for one in samples_of(run, ["9:3", "5:0"])] == ["9:3", "5:0"]
-    assert {one.name for one in samples_of(run, step=2)} == {"7:0", "7:1", "7:2"}
+    assert [one.name for one in find_samples(run, ["9:3", "5:0"])] == ["9:3", "5:0"]
+    assert {one.name for one in find_samples(run, step=2)} == {"7:0", "7:1", "7:2"}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), SpmdError("weights are gone")])
@@ -364,7 +370,7 @@ def test_a_run_that_broke_the_rules_does_not_agree(
     run: Path, mismatch, capsys, monkeypatch
 ) -> None:
     trouble = "At position 0, 7:1 reads position 0 of 7:0 in the cache: not its own history."
-    monkeypatch.setattr(KvProvenance, "troubles", [trouble])
+    monkeypatch.setattr(KvProvenance, "problems", [trouble])
     assert mismatch(run) == 1
     assert capsys.readouterr().out.startswith(trouble)
     assert (replayed(run)["agree"], replayed(run)["troubles"]) == (False, [trouble])
@@ -404,13 +410,13 @@ def test_a_step_is_replayed_under_the_weights_that_drew_it(
     trained = load_model(folder, torch.float32, torch.device("cpu"))
     with torch.no_grad():
         trained.model.norm.weight.mul_(1.1)
-    case = samples_of_run(run, folder, tomllib.loads((run / "config.toml").read_text()), ())
-    hashes = Hashes(case.num_rows)
+    case = case_of_run(run, folder, tomllib.loads((run / "config.toml").read_text()), ())
+    hashes = HashTap(case.num_rows)
     EnginePass(trained, NativeEngineConfig(page_size=4)).run(case, hashes)
     assert hashes.logprobs is not None
     file, told = run / "samples" / "step_00002.jsonl", []
     for number, line in enumerate(file.read_text().splitlines()[:3]):
-        rows = case.offsets[number] + case.scored(number)
+        rows = case.offsets[number] + case.scored_positions(number)
         kept = {
             "logprobs": hashes.logprobs[torch.from_numpy(rows)].tolist(),
             "versions": [1 if same else 0] * len(rows),
@@ -463,9 +469,11 @@ def test_the_trainers_head_is_the_one_that_the_run_has(
     folder: Path, recompute: str, recomputes: bool
 ) -> None:
     settings = {"trainer": {"backend": {"recompute": recompute}}}
-    path = command._path("trainer", folder, torch.float32, torch.device("cpu"), settings)
-    assert isinstance(path, TrainerPass)
-    assert path.scorer.recomputes is recomputes
+    forward_pass = command._forward_pass(
+        "trainer", folder, torch.float32, torch.device("cpu"), settings
+    )
+    assert isinstance(forward_pass, TrainerPass)
+    assert forward_pass.scorer.recomputes is recomputes
 
 
 @pytest.mark.parametrize("fault", [None, "logits-bf16"])

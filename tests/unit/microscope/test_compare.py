@@ -14,14 +14,14 @@ import torch
 from spmd_rl.errors import ConfigError
 from spmd_rl.kernels.linear.cpu import rows_are_independent
 from spmd_rl.microscope.diagnose.compare import Comparison, compare
-from spmd_rl.microscope.diagnose.explain import Trial
+from spmd_rl.microscope.diagnose.explain import VariantSearch
 from spmd_rl.microscope.diagnose.faults import plant
 from spmd_rl.microscope.page.verdict import verdict
-from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.split_reference import merged_attention
 from spmd_rl.microscope.taps.points import OPS, Point
-from spmd_rl.microscope.taps.taps import Hashes, Marks, Tap, Values
+from spmd_rl.microscope.taps.taps import HashTap, ProfilerTap, Tap, ValueTap
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import NativeEngineConfig
 
@@ -30,14 +30,14 @@ MIDDLE = 1  # of three layers
 
 def kinds(comparison) -> Counter[str]:
     """How many points of each op introduce a difference."""
-    return Counter(one.point.op for one in comparison.findings if one.status == "introduced")
+    return Counter(one.point.op for one in comparison.results if one.status == "introduced")
 
 
 def test_engine_and_trainer_agree_in_every_op(engine, trainer, case) -> None:
     path = engine()
     comparison = compare(path, trainer, case)
-    assert comparison.findings == ()
-    assert comparison.first is None
+    assert comparison.results == ()
+    assert comparison.first_introduced is None
     assert {point.op for point in comparison.points} == set(OPS)
     assert len(comparison.points) == 1 + 3 * 14 + 3
     hits = path.facts["tokens from the prefix cache"]
@@ -52,12 +52,14 @@ def test_engine_and_trainer_agree_in_every_op(engine, trainer, case) -> None:
 def test_whatever_the_engine_goes_through_changes_no_bit(engine, trainer) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(2, 100, 39)
-    case = Case(tuple(Replayed(f"0:{n}", prompt, rng.integers(2, 100, 40)) for n in range(6)))
+    case = ReplayCase(
+        tuple(ReplaySequence(f"0:{n}", prompt, rng.integers(2, 100, 40)) for n in range(6))
+    )
     path = engine()
     path.cfg = replace(path.cfg, num_pages=50)
     comparison = compare(path, trainer, case)
-    assert comparison.findings == ()
-    assert comparison.troubles == ()
+    assert comparison.results == ()
+    assert comparison.problems == ()
     for what in ("preemptions", "tokens from the prefix cache", "cut prompts"):
         assert path.facts[what] > 0, what
 
@@ -70,9 +72,10 @@ def test_a_cache_that_gives_somebody_elses_keys_is_called_that(
 
     monkeypatch.setattr("spmd_rl.rollout.native.prefix_sharing.extend_keys", careless)
     rng = np.random.default_rng(1)
-    case = Case(
+    case = ReplayCase(
         tuple(
-            Replayed(f"{n}:0", rng.integers(2, 100, 9), rng.integers(2, 100, 5)) for n in range(2)
+            ReplaySequence(f"{n}:0", rng.integers(2, 100, 9), rng.integers(2, 100, 5))
+            for n in range(2)
         )
     )
     comparison = compare(engine(), trainer, case)
@@ -110,15 +113,15 @@ def faulty(engine, trainer, case) -> Callable[[str], tuple[EnginePass, Compariso
 def test_a_planted_fault_is_found_where_it_is_and_only_there(faulty, case, fault: str) -> None:
     _, comparison = faulty(fault)
     point, introducing = FOUND[fault]
-    assert comparison.first is not None
-    assert comparison.first.point == point
+    assert comparison.first_introduced is not None
+    assert comparison.first_introduced.point == point
     assert kinds(comparison) == introducing
-    for one in comparison.findings:
-        if one.point.place < point.place:
+    for one in comparison.results:
+        if one.point.order < point.order:
             assert one.status == "equal", str(one.point)
         if one.point.op == "logprob" and fault != "library-logprob":
             assert one.status == "inherited"
-    assert comparison.first.fed.unequal
+    assert comparison.first_introduced.same_input.unequal
     sentence = verdict(comparison, case, ("engine", "trainer"))
     assert sentence.startswith(f"{point}: ")
     assert "introduced here" in sentence
@@ -133,14 +136,14 @@ def test_a_harmless_change_is_not_called_a_fault(engine, trainer, case) -> None:
     if not rows_are_independent(width, depth, False, torch.float32, torch.get_num_threads()):
         pytest.skip("this CPU's library does not give each tile of rows its own bits")
     plant("library-linear", path)
-    assert compare(path, trainer, case).findings == ()
+    assert compare(path, trainer, case).results == ()
 
 
 def test_splits_begin_where_there_are_two_blocks_of_keys(faulty, case) -> None:
-    first = faulty("auto-splits")[1].first
+    first = faulty("auto-splits")[1].first_introduced
     assert first is not None
-    assert {case.where(row)[0] for row in first.rows} == {"1:0"}
-    assert all(case.where(row)[1] >= 2 * 64 - 1 for row in first.rows)
+    assert {case.locate(row)[0] for row in first.differing_rows} == {"1:0"}
+    assert all(case.locate(row)[1] >= 2 * 64 - 1 for row in first.differing_rows)
 
 
 def test_one_split_is_the_plain_softmax() -> None:
@@ -154,7 +157,7 @@ def test_one_split_is_the_plain_softmax() -> None:
 
 def test_automatic_splits_are_not_planted_beside_splits_of_one_size(engine) -> None:
     path = EnginePass(engine().model, NativeEngineConfig(attention_split=128))
-    with pytest.raises(ConfigError, match="attention_split is 128 here"):
+    with pytest.raises(ConfigError, match="attention_split = 0, but here it is 128"):
         plant("auto-splits", path)
 
 
@@ -169,9 +172,9 @@ def test_the_difference_from_transformers_is_explained(
 ) -> None:
     path = engine() if left == "engine" else trainer
     comparison = compare(path, reference, case)
-    assert comparison.first is not None
+    assert comparison.first_introduced is not None
     # their products of rows that fill no tile have other bits on some CPUs
-    assert comparison.first.point in {
+    assert comparison.first_introduced.point in {
         Point(0, op) for op in ("q_proj", "k_proj", "v_proj", "attention")
     }
     found = kinds(comparison)
@@ -179,7 +182,7 @@ def test_the_difference_from_transformers_is_explained(
     assert found["attention"] == 3
     assert found["act"] == 3
     assert not set(found) & {"embed", "input_norm", "q", "k", "v", "post_norm", "final_norm"}
-    assert all(one.largest_difference < 1e-3 for one in comparison.findings)
+    assert all(one.largest_difference < 1e-3 for one in comparison.results)
 
 
 class Meddling(Tap):
@@ -188,17 +191,17 @@ class Meddling(Tap):
     def __init__(self, inner: Tap, point: Point, row: int) -> None:
         self.inner, self.point, self.row = inner, point, row
 
-    def take(
-        self, point: Point, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None
+    def record(
+        self, point: Point, x: torch.Tensor, rows: torch.Tensor, locations: torch.Tensor | None
     ) -> torch.Tensor:
         hit = (rows == self.row).nonzero()[:, 0]
         if point == self.point and len(hit):
             x = x.clone()
             x[hit[0]] += 1
-        return self.inner.take(point, x, rows, places)
+        return self.inner.record(point, x, rows, locations)
 
-    def share(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
-        self.inner.share(rows, sources)
+    def fill_shared_rows(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        self.inner.fill_shared_rows(rows, sources)
 
 
 class Wrong:
@@ -208,9 +211,9 @@ class Wrong:
 
     def __init__(self, engine: EnginePass, point: Point, row: int) -> None:
         self.engine, self.point, self.row = engine, point, row
-        self.facts, self.troubles = {}, []
+        self.facts, self.problems = {}, []
 
-    def run(self, case: Case, tap: Tap) -> None:
+    def run(self, case: ReplayCase, tap: Tap) -> None:
         self.engine.run(case, Meddling(tap, self.point, self.row))
 
 
@@ -218,30 +221,30 @@ class Wrong:
     "op", [op for op in OPS if op not in ("embed", "final_norm", "logits", "logprob")]
 )
 def test_a_wrong_element_is_found_at_any_op_of_any_row(engine, trainer, case, op: str) -> None:
-    few = Case(case.sequences[:2])
+    few = ReplayCase(case.sequences[:2])
     row = int(few.offsets[1]) + 11  # decoded
     comparison = compare(Wrong(engine(), Point(2, op), row), trainer, few)
-    assert comparison.first is not None
-    assert comparison.first.point == Point(2, op)
-    assert comparison.first.rows == (row,)
+    assert comparison.first_introduced is not None
+    assert comparison.first_introduced.point == Point(2, op)
+    assert comparison.first_introduced.differing_rows == (row,)
     assert kinds(comparison) == {op: 1}
 
 
 class Racing(Wrong):
     """Wrong in its first run only."""
 
-    def run(self, case: Case, tap: Tap) -> None:
-        if isinstance(tap, Hashes):
+    def run(self, case: ReplayCase, tap: Tap) -> None:
+        if isinstance(tap, HashTap):
             super().run(case, tap)
         else:
             self.engine.run(case, tap)
 
 
 def test_what_is_wrong_only_once_is_said_to_be_that(engine, trainer, case) -> None:
-    few, point = Case(case.sequences[:2]), Point(1, "o_proj")
+    few, point = ReplayCase(case.sequences[:2]), Point(1, "o_proj")
     comparison = compare(Racing(engine(), point, 5), trainer, few)
-    assert comparison.parted[0] == (point, 1)
-    assert comparison.first is None
+    assert comparison.unequal_points[0] == (point, 1)
+    assert comparison.first_introduced is None
     assert not comparison.agree
     said = verdict(comparison, few, ("wrong", "trainer"))
     assert said.startswith(
@@ -256,8 +259,11 @@ def test_log_probs_are_kept_as_they_are_hashed(engine, trainer, faulty, case) ->
     assert not both.unequal.any()
     _, comparison = faulty("split-k")
     assert comparison.logprobs is not None
-    last = comparison.findings[-1]
-    assert (last.point.op, last.unequal_rows) == ("logprob", int(comparison.logprobs.unequal.sum()))
+    last = comparison.results[-1]
+    assert (last.point.op, last.num_unequal_rows) == (
+        "logprob",
+        int(comparison.logprobs.unequal.sum()),
+    )
     apart = (comparison.logprobs.left - comparison.logprobs.right).abs().max()
     assert float(apart) == last.largest_difference > 0
 
@@ -269,16 +275,16 @@ def test_a_row_that_the_trainer_shares_is_fed_to_the_engine(
     """The last token of a prompt: once in the trainer, for each sample in the engine, in one of
     which it is wrong.
     """
-    few, point = Case(case.sequences[:2]), Point(0, "o_proj")
+    few, point = ReplayCase(case.sequences[:2]), Point(0, "o_proj")
     wrong = Wrong(engine(), point, int(few.offsets[0]) + 8)
     comparison = compare(*((wrong, trainer) if left == "engine" else (trainer, wrong)), few)
-    assert comparison.fed == "engine"
+    assert comparison.patched == "engine"
     assert kinds(comparison) == {"o_proj": 1}
-    assert comparison.first is not None
-    assert comparison.first.introduced_rows == 1
+    assert comparison.first_introduced is not None
+    assert comparison.first_introduced.num_introduced_rows == 1
 
 
-@pytest.mark.parametrize("tap", [Hashes, Values])
+@pytest.mark.parametrize("tap", [HashTap, ValueTap])
 def test_no_hook_is_left_behind(engine, case, tap) -> None:
     path = engine()
     path.run(case, tap(case.num_rows))
@@ -292,14 +298,17 @@ def test_no_hook_is_left_behind(engine, case, tap) -> None:
 def said_of(path, comparison, other, case, folder) -> list[list[str]]:
     """What each side's arithmetic is called, at the first point where they part."""
     assert comparison.evidence is not None
-    trial = Trial(comparison.evidence, case, other.model, ModelSpec.from_folder(folder))
+    trial = VariantSearch(comparison.evidence, case, other.model, ModelSpec.from_folder(folder))
     sides = []
-    for side, values in ((path, comparison.evidence.fed), (other, comparison.evidence.other)):
-        marks = Marks(case.num_rows)
+    for side, values in ((path, comparison.evidence.patched), (other, comparison.evidence.other)):
+        marks = ProfilerTap(case.num_rows)
         side.run(case, marks)
         sides.append((values, marks.step_of[:-1].tolist()))
     return [
-        [match.says for match in trial.matches(comparison.first.point, values, pass_of)]
+        [
+            match.description
+            for match in trial.matches(comparison.first_introduced.point, values, pass_of)
+        ]
         for values, pass_of in sides
     ]
 

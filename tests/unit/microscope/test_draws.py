@@ -13,10 +13,10 @@ from torch import Tensor
 
 from spmd_rl.kernels import sample_and_score
 from spmd_rl.microscope.diagnose.compare import compare
-from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.replay.engine_pass import OWN_DRAWS, EnginePass
 from spmd_rl.microscope.taps.points import Point
-from spmd_rl.microscope.taps.taps import Hashes
+from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.rollout.engine import Request, SamplingConfig
 from spmd_rl.rollout.native.engine import NativeEngine
 
@@ -24,7 +24,7 @@ LOGPROB = Point(3, "logprob")
 
 
 @pytest.fixture(scope="module")
-def drawn(engine: Callable[[], EnginePass]) -> Case:
+def drawn(engine: Callable[[], EnginePass]) -> ReplayCase:
     """Samples of the engine itself."""
     path, sequences = engine(), []
     generating = NativeEngine(path.model, path.cfg, path.device)
@@ -38,9 +38,11 @@ def drawn(engine: Callable[[], EnginePass]) -> Case:
     while generating.has_work:
         for one in generating.step().finished:
             sequences.append(
-                Replayed(f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index), seed=5)
+                ReplaySequence(
+                    f"3:{one.index}", prompt, one.tokens, sampling, (3, one.index), seed=5
+                )
             )
-    return Case(tuple(sequences))
+    return ReplayCase(tuple(sequences))
 
 
 def draw_only(
@@ -58,9 +60,9 @@ def always(
     return tokens, logprobs + 1
 
 
-def introduced(path: EnginePass, trainer, case: Case) -> dict[Point, int]:
-    found = compare(path, trainer, case).findings
-    return {one.point: one.introduced_rows for one in found if one.status == "introduced"}
+def introduced(path: EnginePass, trainer, case: ReplayCase) -> dict[Point, int]:
+    found = compare(path, trainer, case).results
+    return {one.point: one.num_introduced_rows for one in found if one.status == "introduced"}
 
 
 def test_the_log_probs_of_its_own_draws_are_counted_and_agree(engine, trainer, drawn) -> None:
@@ -91,5 +93,5 @@ def test_the_drawing_op_is_seen_where_no_token_is_drawn_as_recorded(engine, trai
 def test_none_of_its_own_draws_is_a_count_too(engine, drawn) -> None:
     path = engine()
     path.sampler = lambda logits, *rest, **filters: (logits.argmin(1), torch.zeros(len(logits)))
-    path.run(drawn, Hashes(drawn.num_rows))
+    path.run(drawn, HashTap(drawn.num_rows))
     assert path.facts[OWN_DRAWS] == 0

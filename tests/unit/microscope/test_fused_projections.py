@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from spmd_rl.microscope.diagnose.compare import compare
-from spmd_rl.microscope.diagnose.explain import Match
+from spmd_rl.microscope.diagnose.explain import VariantMatch
 from spmd_rl.microscope.diagnose.faults import InHalves, plant
-from spmd_rl.microscope.page.report import Replay, examine
-from spmd_rl.microscope.replay.case import Case
+from spmd_rl.microscope.examine import ReplaySetup, examine
+from spmd_rl.microscope.replay.case import ReplayCase
 from spmd_rl.microscope.replay.engine_pass import EnginePass
 from spmd_rl.microscope.replay.forward_pass import TrainerPass
 from spmd_rl.microscope.taps.points import OPS, Point
-from spmd_rl.microscope.taps.taps import Hashes
+from spmd_rl.microscope.taps.taps import HashTap
 from spmd_rl.model.fused_projections import FusedProjections
 
 MIDDLE = 1  # of three layers
@@ -27,8 +27,8 @@ SILU = "float32 inside with one rounding, the contract's"
 
 
 @pytest.fixture(scope="module")
-def few(case: Case) -> Case:
-    return Case(case.sequences[:2])
+def few(case: ReplayCase) -> ReplayCase:
+    return ReplayCase(case.sequences[:2])
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_the_columns_of_a_joined_product_are_the_trainers_projections(
     joined, trainer, case
 ) -> None:
     comparison = compare(joined, trainer, case)
-    assert comparison.findings == ()
+    assert comparison.results == ()
     assert {point.op for point in comparison.points} == set(OPS)
     assert all(
         isinstance(layer.mlp.joined, FusedProjections) for layer in joined.model.model.layers
@@ -70,13 +70,13 @@ def test_what_is_fused_has_no_point_and_the_rest_agrees(joined, trainer, case) -
     for layer in joined.model.model.layers:
         layer.mlp.joined = Fused(**vars(layer.mlp.joined))
     comparison = compare(joined, trainer, case)
-    assert comparison.findings == ()
+    assert comparison.results == ()
     assert {point.op for point in comparison.points} == set(OPS) - {"gate_proj", "up_proj"}
 
 
 def test_the_joined_products_are_put_back(joined, case) -> None:
     before = [(layer.self_attn.joined, layer.mlp.joined) for layer in joined.model.model.layers]
-    joined.run(case, Hashes(case.num_rows))
+    joined.run(case, HashTap(case.num_rows))
     after = [(layer.self_attn.joined, layer.mlp.joined) for layer in joined.model.model.layers]
     assert all(
         x is y
@@ -92,9 +92,7 @@ def test_a_wrong_column_is_found_in_the_projection_that_it_belongs_to(
     module = getattr(joined.model.model.layers[MIDDLE], name)
     module.joined = Wrong(**vars(module.joined))
     found = compare(joined, trainer, few)
-    assert [one.point for one in found.findings if one.status == "introduced"] == [
-        Point(MIDDLE, op)
-    ]
+    assert [one.point for one in found.results if one.status == "introduced"] == [Point(MIDDLE, op)]
 
 
 PLANTED = {
@@ -111,15 +109,15 @@ def test_a_planted_fault_is_found_and_its_arithmetic_named(
     path = engine()
     plant(fault, path)
     sides = (path, trainer) if side == "left" else (trainer, path)
-    found = examine(Replay(few, *sides, str(folder)))
+    found = examine(ReplaySetup(few, *sides, str(folder)))
     ops, wrong, right = PLANTED[fault]
-    assert [one.point for one in found.comparison.findings if one.status == "introduced"] == [
+    assert [one.point for one in found.comparison.results if one.status == "introduced"] == [
         Point(MIDDLE, op) for op in ops
     ]
-    for cause in found.causes.values():
+    for cause in found.explanations.values():
         ours, theirs = (cause.left, cause.right) if side == "left" else (cause.right, cause.left)
-        assert [match.says for match in ours.matches] == [wrong]
-        assert [match.says for match in theirs.matches] == [right]
+        assert [match.description for match in ours.matches] == [wrong]
+        assert [match.description for match in theirs.matches] == [right]
 
 
 class FusedForFew(InHalves):
@@ -137,28 +135,26 @@ def test_each_row_is_explained_from_what_its_step_showed(
     module.joined = FusedForFew(**vars(module.joined))
     apart = TrainerPass(trainer.model, max_tokens=64)
     apart.rows_are_distinct = fed == "trainer"
-    some = Case(
+    some = ReplayCase(
         (*case.sequences[1:2], replace(case.sequences[2], response=case.sequences[2].response[:20]))
     )
-    found = examine(Replay(some, joined, apart, str(folder)))
-    assert found.comparison.fed == fed
+    found = examine(ReplaySetup(some, joined, apart, str(folder)))
+    assert found.comparison.patched == fed
     rows = {
-        one.point.op: one.num_rows
-        for one in found.comparison.findings
-        if one.status == "introduced"
+        one.point.op: one.num_rows for one in found.comparison.results if one.status == "introduced"
     }
     fused = rows["act"] - rows["gate_proj"]
     assert set(rows) == {"gate_proj", "up_proj", "act"}
     assert fused > 0
-    cause = found.causes[Point(MIDDLE, "act")]
+    cause = found.explanations[Point(MIDDLE, "act")]
     assert cause.left.matches == (
-        Match(SILU, rows["gate_proj"]),
-        Match(f"{HALVES}, then {SILU}", fused, fused),
+        VariantMatch(SILU, rows["gate_proj"]),
+        VariantMatch(f"{HALVES}, then {SILU}", fused, fused),
     )
-    assert cause.right.matches == (Match(SILU, rows["act"], fused),)
-    assert [match.says for match in found.causes[Point(MIDDLE, "gate_proj")].left.matches] == [
-        HALVES
-    ]
+    assert cause.right.matches == (VariantMatch(SILU, rows["act"], fused),)
+    assert [
+        match.description for match in found.explanations[Point(MIDDLE, "gate_proj")].left.matches
+    ] == [HALVES]
 
 
 def test_a_fault_outlives_the_engine_joining_its_projections_again(engine) -> None:
@@ -176,7 +172,7 @@ def test_a_fault_outlives_the_engine_joining_its_projections_again(engine) -> No
 def test_what_no_side_shows_is_explained_from_what_came_before(
     joined, trainer, few, folder, op, says
 ) -> None:
-    """An engine of another make, which shows q, k and v as attention takes them and no projections."""
+    """Another engine, which shows q, k and v as attention takes them, but no projections."""
     run, attention = joined.run, joined.model.model.layers[MIDDLE].self_attn
     if says == HALVES:
         attention.joined = InHalves(**vars(attention.joined))
@@ -185,17 +181,17 @@ def test_what_no_side_shows_is_explained_from_what_came_before(
         attention.joined.product = lambda x: [*product(x)[:2], product(x)[2].bfloat16().float()]
 
     def unseen(case, tap) -> None:
-        take = tap.take
-        tap.take = lambda point, x, *where: (
-            x if point.op in ("q_proj", "k_proj", "v_proj") else take(point, x, *where)
+        record = tap.record
+        tap.record = lambda point, x, *where: (
+            x if point.op in ("q_proj", "k_proj", "v_proj") else record(point, x, *where)
         )
         run(case, tap)
 
     joined.run = unseen
-    found = examine(Replay(few, joined, trainer, str(folder)))
-    introduced = [one.point.op for one in found.comparison.findings if one.status == "introduced"]
+    found = examine(ReplaySetup(few, joined, trainer, str(folder)))
+    introduced = [one.point.op for one in found.comparison.results if one.status == "introduced"]
     assert introduced == (["q", "k", "v"] if says == HALVES else ["v"])
-    cause = found.causes[Point(MIDDLE, op)]
+    cause = found.explanations[Point(MIDDLE, op)]
     assert len(cause.left.matches) == len(cause.right.matches) == 1
-    assert says in cause.left.matches[0].says
-    assert "the contract's" in cause.right.matches[0].says
+    assert says in cause.left.matches[0].description
+    assert "the contract's" in cause.right.matches[0].description

@@ -58,7 +58,7 @@ def test_the_cache_has_flashs_layout() -> None:
 
 def test_engine_and_trainer_agree_in_every_op(engine, trainer, case) -> None:
     comparison = compare(engine(), trainer, case)
-    assert comparison.findings == ()
+    assert comparison.results == ()
     assert {point.op for point in comparison.points} >= {"q", "k", "v", "attention"}
 
 
@@ -71,9 +71,9 @@ def test_what_is_put_in_the_place_of_keys_goes_into_the_cache(
     path = engine()
     plant(fault, path)
     comparison = compare(path, trainer, case)
-    assert comparison.fed == "engine"
-    assert {one.point.op for one in comparison.findings if one.status == "introduced"} == found
-    assert comparison.first is not None
-    assert comparison.first.point == Point(
+    assert comparison.patched == "engine"
+    assert {one.point.op for one in comparison.results if one.status == "introduced"} == found
+    assert comparison.first_introduced is not None
+    assert comparison.first_introduced.point == Point(
         *((0, "q") if fault == "rope-bf16" else (1, "post_norm"))
     )

@@ -8,26 +8,29 @@ import numpy as np
 import pytest
 import torch
 
-from spmd_rl.microscope.diagnose.compare import Comparison, Finding, Logprobs
-from spmd_rl.microscope.diagnose.explain import Match
-from spmd_rl.microscope.diagnose.kernel_identity import Kernel
+from spmd_rl.microscope.diagnose.compare import Comparison, LogprobPair, PointResult
+from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation, VariantMatch
+from spmd_rl.microscope.diagnose.kernel_names import KernelInfo
 from spmd_rl.microscope.diagnose.ulp import Histogram
-from spmd_rl.microscope.page.verdict import Cause, Side, verdict
-from spmd_rl.microscope.replay.case import Case, Replayed
+from spmd_rl.microscope.page.verdict import verdict
+from spmd_rl.microscope.replay.case import ReplayCase, ReplaySequence
 from spmd_rl.microscope.taps.points import BEFORE, Point
 
 NAMES = ("engine", "trainer")
-CASE = Case(
-    (Replayed("7:0", np.arange(3), np.arange(2)), Replayed("7:1", np.arange(3), np.arange(4)))
+CASE = ReplayCase(
+    (
+        ReplaySequence("7:0", np.arange(3), np.arange(2)),
+        ReplaySequence("7:1", np.arange(3), np.arange(4)),
+    )
 )
 EQUAL, APART = Histogram((40,), 0), Histogram((37, 2, 1), 3)
 
 
 def finding(
     point: Point, plain: Histogram = EQUAL, fed: Histogram = EQUAL, rows: tuple[int, ...] = ()
-) -> Finding:
+) -> PointResult:
     introduced = len(rows) if fed is not EQUAL else 0
-    return Finding(
+    return PointResult(
         point,
         10,
         2 if plain is not EQUAL else 0,
@@ -39,7 +42,7 @@ def finding(
     )
 
 
-def said(*findings: Finding, cause: Cause | None = None) -> str:
+def said(*findings: PointResult, cause: Explanation | None = None) -> str:
     points = tuple(one.point for one in findings)
     return verdict(Comparison(points, 100, findings, "engine"), CASE, NAMES, cause)
 
@@ -70,10 +73,13 @@ def test_the_first_that_introduces_leads_and_the_rest_is_counted() -> None:
 
 
 def test_both_sides_are_named_with_kernel_and_arithmetic() -> None:
-    split = Kernel("nvjet", "tile 64x8", "K split", "wgmma")
-    cause = Cause(
-        Side((split,) * 6, (Match("one chain", 8, 0), Match("K summed in 2 parts", 2, 2))),
-        Side((), (Match("one chain", 10, 2),)),
+    split = KernelInfo("nvjet", "tile 64x8", "K split", "wgmma")
+    cause = Explanation(
+        SideExplanation(
+            (split,) * 6,
+            (VariantMatch("one chain", 8, 0), VariantMatch("K summed in 2 parts", 2, 2)),
+        ),
+        SideExplanation((), (VariantMatch("one chain", 10, 2),)),
     )
     sentence = said(finding(Point(1, "down_proj"), APART, APART, rows=(6, 7)), cause=cause)
     named = "nvjet (tile 64x8, K split, wgmma)"
@@ -85,22 +91,24 @@ def test_both_sides_are_named_with_kernel_and_arithmetic() -> None:
 
 
 def test_arithmetic_is_told_of_the_rows_that_differ_and_of_all_of_them() -> None:
-    ways = tuple(Match(f"{n} ranges", 50, n) for n in range(1, 6))
-    cause = Cause(Side((), (Match("one chain", 466, 0), *ways)), Side((), ()))
+    ways = tuple(VariantMatch(f"{n} ranges", 50, n) for n in range(1, 6))
+    cause = Explanation(
+        SideExplanation((), (VariantMatch("one chain", 466, 0), *ways)), SideExplanation((), ())
+    )
     sentence = said(
         finding(Point(0, "attention"), APART, APART, rows=tuple(range(20))), cause=cause
     )
     assert (
-        "The engine: 5 ranges in 5, 4 ranges in 4, 3 ranges in 3, others in 8 of the 20 rows that differ."
-        in sentence
+        "The engine: 5 ranges in 5, 4 ranges in 4, 3 ranges in 3, "
+        "others in 8 of the 20 rows that differ." in sentence
     )
     assert "The trainer: no arithmetic that was tried gives a row that differs." in sentence
 
 
 def test_one_arithmetic_on_both_sides_is_the_companys_doing() -> None:
-    side = Side((), (Match("one chain", 10, 2),))
+    side = SideExplanation((), (VariantMatch("one chain", 10, 2),))
     sentence = said(
-        finding(Point(1, "down_proj"), APART, APART, rows=(6, 7)), cause=Cause(side, side)
+        finding(Point(1, "down_proj"), APART, APART, rows=(6, 7)), cause=Explanation(side, side)
     )
     assert (
         "Both run the same arithmetic; its bits depend on which rows are computed together."
@@ -109,9 +117,13 @@ def test_one_arithmetic_on_both_sides_is_the_companys_doing() -> None:
 
 
 def test_what_a_second_run_does_not_repeat_is_no_agreement() -> None:
-    parted = ((Point(1, "o_proj"), 64), (Point(2, "q"), 3))
+    unequal_points = ((Point(1, "o_proj"), 64), (Point(2, "q"), 3))
     flaky = Comparison(
-        (Point(1, "o_proj"),), 100, (finding(Point(1, "o_proj")),), "engine", parted=parted
+        (Point(1, "o_proj"),),
+        100,
+        (finding(Point(1, "o_proj")),),
+        "engine",
+        unequal_points=unequal_points,
     )
     sentence = verdict(flaky, CASE, NAMES)
     assert sentence.startswith(
@@ -133,10 +145,10 @@ def test_log_probs_that_are_no_numbers_are_counted(
 ) -> None:
     point = Point(3, "logprob")
     found = (
-        Finding(point, 2, 0, 0, (), EQUAL, EQUAL, 0.0),
+        PointResult(point, 2, 0, 0, (), EQUAL, EQUAL, 0.0),
         finding(Point(1, "q"), APART, APART, rows=(6,)),
     )
-    logprobs = Logprobs(torch.arange(2), torch.tensor(left), torch.tensor(right))
+    logprobs = LogprobPair(torch.arange(2), torch.tensor(left), torch.tensor(right))
     sentence = verdict(
         Comparison((point,), 100, found[::-1], "engine", logprobs=logprobs), CASE, NAMES
     )
@@ -145,7 +157,7 @@ def test_log_probs_that_are_no_numbers_are_counted(
 
 def test_another_format_is_not_called_a_distance() -> None:
     same = Histogram((40,), 0)
-    one = Finding(Point(3, "logits"), 10, 10, 10, tuple(range(10)), same, same, 0.01)
+    one = PointResult(Point(3, "logits"), 10, 10, 10, tuple(range(10)), same, same, 0.01)
     assert said(one).startswith(
         "logits: 10 of 10 rows are of another format, equal when rounded to the coarser"
     )
@@ -159,5 +171,5 @@ def test_a_difference_that_nothing_introduces_is_not_explained_away() -> None:
     ("row", "where"), [(0, ("7:0", 0)), (4, ("7:0", 4)), (5, ("7:1", 0)), (11, ("7:1", 6))]
 )
 def test_rows_have_names_and_positions(row: int, where: tuple[str, int]) -> None:
-    assert CASE.where(row) == where
+    assert CASE.locate(row) == where
     assert CASE.positions[row] == where[1]

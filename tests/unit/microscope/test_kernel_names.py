@@ -1,4 +1,4 @@
-"""Kernels from a profile, and what their names tell."""
+"""Kernels in a profile, and what their names say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from spmd_rl.microscope.diagnose.kernel_identity import Kernel, between_marks, identify, kernels_of
+from spmd_rl.microscope.diagnose.kernel_names import KernelInfo, identify
+from spmd_rl.microscope.diagnose.kernel_profile import kernels_between_marks, kernels_of
 from spmd_rl.microscope.taps.points import Point
 from spmd_rl.microscope.taps.taps import MARK
 
@@ -16,13 +17,18 @@ from spmd_rl.microscope.taps.taps import MARK
     [
         ("nvjet_tst_64x8_64x16_4x1_v_bz_splitK_TNT", ("tile 64x8", "K split", "wgmma")),
         ("nvjet_sm90_tst_128x64_64x9_2x1_v_bz_TNT", ("tile 128x64", "one chain", "wgmma")),
-        ("cutlass_90_tensorop_gemm_bf16_128x128_64x4_streamk_tn", ("tile 128x128_64x4", "K split", "mma.sync")),
-        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_bias_execute_kernel",
+        ("cutlass_90_tensorop_gemm_bf16_128x128_64x4_streamk_tn",
+         ("tile 128x128_64x4", "K split", "mma.sync")),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_warpgroupsize1x1x1_bias_"
+         "execute_kernel",
          ("tile 64x64x64", "", "wgmma")),
-        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8>(Params)",
+        ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_"
+         "align8>(Params)",
          ("tile 32x32_128x2", "", "mma.sync")),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKParams<float>)", ("", "K split", "")),
-        ("void pytorch_flash::flash_fwd_splitkv_kernel<Kernel_traits<128, 64>>(Params)", ("", "keys split", "")),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKParams<float>)",
+         ("", "K split", "")),
+        ("void pytorch_flash::flash_fwd_splitkv_kernel<Kernel_traits<128, 64>>(Params)",
+         ("", "keys split", "")),
         ("kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at",
          ("keys in blocks of 128", "one split", "wgmma")),
         ("kernel_cutlass_kernel_spmd_rlkernelsflash_decode_cuteDecoding_object_at",
@@ -41,11 +47,13 @@ def test_a_kernels_name_is_read(name: str, said: tuple[str, str, str]) -> None:
     ("name", "short"),
     [
         (
-            "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>, x>(int, y)",
+            "void at::native::vectorized_elementwise_kernel<8, "
+            "at::native::CUDAFunctor_add<c10::BFloat16>, x>(int, y)",
             "vectorized_elementwise_kernel add",
         ),
         (
-            "void at::native::elementwise_kernel<128, 4, at::native::BinaryFunctor<MulFunctor<float> > >(int)",
+            "void at::native::elementwise_kernel<128, 4, "
+            "at::native::BinaryFunctor<MulFunctor<float> > >(int)",
             "elementwise_kernel Mul",
         ),
         (
@@ -65,13 +73,16 @@ def test_names_are_cut_to_what_they_say(name: str, short: str) -> None:
     ("name", "said"),
     [
         ("_matmul_64x16x256", "Triton _matmul (tile 64x16x256, one chain, wgmma)"),
-        ("_matmul_16x64x256_swap", "Triton _matmul (tile 16x64x256, weight first, one chain, wgmma)"),
+        ("_matmul_16x64x256_swap",
+         "Triton _matmul (tile 16x64x256, weight first, one chain, wgmma)"),
         ("_matmul_32x128x64", "Triton _matmul (tile 32x128x64, one chain, mma.sync)"),
         ("_ring_matmul_16x32x512x4",
          "Triton _ring_matmul (4 stages of tile 16x32x512, weight first, one chain, wgmma)"),
-        ("shared_matmul_32x40x128x12_kernel_cutlass_kernel_spmd_rlkernelslinear_cuteProduct_object_at__CopyAtom",
+        ("shared_matmul_32x40x128x12_kernel_cutlass_kernel_spmd_rlkernelslinear_cuteProduct_"
+         "object_at__CopyAtom",
          "CuTe shared_matmul (12 stages of tile 32x40x128, weight first, one chain, wgmma)"),
-        ("shared_matmul_64x80x64x12_x_first_kernel_cutlass_kernel_spmd_rlkernelslinear_cuteProduct_object_at__CopyAtom",
+        ("shared_matmul_64x80x64x12_x_first_kernel_cutlass_kernel_spmd_rlkernelslinear_"
+         "cuteProduct_object_at__CopyAtom",
          "CuTe shared_matmul (12 stages of tile 64x80x64, x first, one chain, wgmma)"),
     ],
 )  # fmt: skip
@@ -117,10 +128,10 @@ def test_kernels_belong_to_the_mark_after_their_launch_not_their_run() -> None:
         event(30, "kernel", "_forward", correlation=8),
         event(21, "gpu_user_annotation", f"{MARK}|0|4|input_norm"),
     ]
-    ran = between_marks(events[::-1])
+    ran = kernels_between_marks(events[::-1])
     assert set(ran) == {(0, Point(3, "down_proj")), (0, Point(4, "input_norm"))}
     assert ran[0, Point(3, "down_proj")][0].splits == "K split"
-    assert ran[0, Point(4, "input_norm")] == (Kernel("Triton _forward"),)
+    assert ran[0, Point(4, "input_norm")] == (KernelInfo("Triton _forward"),)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +155,7 @@ def test_splits_of_keys_are_told_by_what_ran(after: list[str], said: str) -> Non
         event(n + 1, "cuda_driver", "cuLaunchKernelEx", correlation=n) for n in range(len(names))
     ]
     runs = [event(n + 50, "kernel", name, correlation=n) for n, name in enumerate(names)]
-    (kernels,) = between_marks(
+    (kernels,) = kernels_between_marks(
         [mark(0, "0||"), *launches, mark(20, "0|2|attention"), *runs]
     ).values()
     assert [kernel.splits for kernel in kernels if kernel.name == "FlashAttention-4"] == [said]
@@ -161,8 +172,8 @@ def test_without_a_gpu_the_outermost_ops_count() -> None:
         event(5, "cpu_op", "aten::view"),
         mark(6, "1|0|o_proj"),
     ]
-    assert between_marks(events) == {
-        (1, Point(0, "o_proj")): (Kernel("aten::linear [16,64] × [64,64]"),)
+    assert kernels_between_marks(events) == {
+        (1, Point(0, "o_proj")): (KernelInfo("aten::linear [16,64] × [64,64]"),)
     }
 
 
@@ -175,7 +186,7 @@ def test_a_function_of_ours_is_looked_into() -> None:
         event(5, "cpu_op", "aten::mean", **{"Input Dims": [[16, 64]]}),
         mark(9, "1|0|input_norm"),
     ]
-    (kernels,) = between_marks(events).values()
+    (kernels,) = kernels_between_marks(events).values()
     assert [kernel.name for kernel in kernels] == ["aten::square [16,64]", "aten::mean [16,64]"]
 
 

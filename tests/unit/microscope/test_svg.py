@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from spmd_rl.microscope.page.pictures import MAX_STRIPS, network_map, strips
+from spmd_rl.microscope.page.svg import MAX_STRIPS, network_map, strips
 
 SEQUENCES: list[dict[str, Any]] = [
     {"name": f"{n}:0", "prompt_tokens": 6, "response_tokens": 4} for n in range(MAX_STRIPS + 6)

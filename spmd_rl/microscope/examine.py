@@ -1,0 +1,164 @@
+"""One examination: two forward passes are compared, and their differences explained in words."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from spmd_rl.microscope.diagnose.compare import Comparison, PointResult, compare
+from spmd_rl.microscope.diagnose.explain import Explanation, SideExplanation, VariantSearch
+from spmd_rl.microscope.diagnose.kernel_profile import kernels_of
+from spmd_rl.microscope.page.verdict import verdict
+from spmd_rl.microscope.replay.case import ReplayCase
+from spmd_rl.microscope.replay.forward_pass import ForwardPass
+from spmd_rl.microscope.taps.points import Point
+from spmd_rl.model.network import CausalLM
+from spmd_rl.model.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class ReplaySetup:
+    """Which passes are compared, and on what.
+
+    `weights` describes the weights, and `drew_samples` is set if they drew the samples. `notes` are
+    sentences on what is replayed. `doubt` is said if all bits agree.
+    """
+
+    case: ReplayCase
+    left: ForwardPass
+    right: ForwardPass
+    model: str
+    planted: str | None = None
+    weights: str = ""
+    drew_samples: bool = False
+    command: str = ""
+    run: str = ""
+    notes: tuple[str, ...] = ()
+    doubt: str = ""
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.left.name, self.right.name
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        left, right = (next(side.model.parameters()).dtype for side in (self.left, self.right))
+        return left, right
+
+
+@dataclass(frozen=True)
+class RecordedLogprobs:
+    """How many log-probs recorded with the samples the engine computes again, bit for bit."""
+
+    num_equal: int
+    num_recorded: int
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The results for one setup.
+
+    `explanations` has the first point of each op that introduces a difference.
+    """
+
+    setup: ReplaySetup
+    comparison: Comparison
+    explanations: Mapping[Point, Explanation]
+    verdict: str
+
+
+def examine(setup: ReplaySetup) -> Examination:
+    """Compare the two passes. If they differ in the same dtype, explain the differences."""
+    comparison = compare(setup.left, setup.right, setup.case)
+    first_of_op: dict[str, PointResult] = {}
+    for result in comparison.results:
+        if result.status == "introduced":
+            first_of_op.setdefault(result.point.op, result)
+    explanations: dict[Point, Explanation] = {}
+    if first_of_op and setup.dtypes[0] == setup.dtypes[1]:
+        explanations = _explain(setup, comparison, list(first_of_op.values()))
+    return Examination(setup, comparison, explanations, _verdict(setup, comparison, explanations))
+
+
+def recorded_logprobs(setup: ReplaySetup, comparison: Comparison) -> RecordedLogprobs | None:
+    """Compare the engine's log-probs with the recorded ones; None if there are none."""
+    logprobs = comparison.logprobs
+    if logprobs is None or "engine" not in setup.names:
+        return None
+    recorded = torch.from_numpy(setup.case.recorded)[logprobs.rows]
+    is_recorded = ~recorded.isnan()
+    num_recorded = int(is_recorded.sum())
+    if not num_recorded:
+        return None
+    engine = (logprobs.left, logprobs.right)[setup.names.index("engine")]
+    num_equal = int((engine == recorded)[is_recorded].sum())
+    only = "" if setup.drew_samples else "; it says something only under the weights that drew them"
+    return RecordedLogprobs(
+        num_equal,
+        num_recorded,
+        f"Of the {num_recorded:,} log-probs recorded with the samples, "
+        f"the engine gives {num_equal:,} again{only}.",
+    )
+
+
+def versions(setup: ReplaySetup) -> dict[str, str]:
+    """Return what the bits may depend on: the numeric contract, and versions of libraries."""
+    passes = (setup.left, setup.right)
+    ours = next(side for side in passes if isinstance(side.model, CausalLM))
+    parameter = next(ours.model.parameters())
+    facts = ours.model.contract(parameter.device, parameter.dtype, ours.split)
+    facts["dtype"] = ", ".join(dict.fromkeys(map(str, setup.dtypes)))
+    return {key: str(value) for key, value in facts.items()} | {"python": platform.python_version()}
+
+
+def _verdict(
+    setup: ReplaySetup, comparison: Comparison, explanations: Mapping[Point, Explanation]
+) -> str:
+    first = comparison.first_introduced
+    explanation = explanations.get(first.point) if first else None
+    lines = [verdict(comparison, setup.case, setup.names, explanation)]
+    left_dtype, right_dtype = (str(dtype).removeprefix("torch.") for dtype in setup.dtypes)
+    if left_dtype != right_dtype:
+        left, right = setup.names
+        lines.insert(0, f"The {left} computes in {left_dtype}, the {right} in {right_dtype}.")
+    if setup.planted and not comparison.results:
+        lines.append(f"The planted fault, {setup.planted}, changes nothing here.")
+    if setup.drew_samples and (recorded := recorded_logprobs(setup, comparison)):
+        lines.append(recorded.sentence)
+    if setup.doubt and comparison.agree:
+        lines.append(setup.doubt)
+    return "\n".join(lines)
+
+
+def _explain(
+    setup: ReplaySetup, comparison: Comparison, results: Sequence[PointResult]
+) -> dict[Point, Explanation]:
+    """Return kernels and arithmetic of both sides, for each of `results`."""
+    evidence = comparison.evidence
+    assert evidence is not None
+    kernels = kernels_of(setup.left, setup.case), kernels_of(setup.right, setup.case)
+    outputs = evidence.patched, evidence.other
+    if comparison.patched != setup.left.name:
+        outputs = outputs[::-1]
+    search = VariantSearch(
+        evidence,
+        setup.case,
+        setup.right.model,
+        ModelSpec.from_folder(setup.model),
+        max(setup.left.split, setup.right.split),
+    )
+    explanations = {}
+    for result in results:
+        left, right = (
+            SideExplanation(
+                trace.at(result.point, result.differing_rows[0]),
+                tuple(search.matches(result.point, values, trace.step_of)),
+            )
+            for trace, values in zip(kernels, outputs, strict=True)
+        )
+        explanations[result.point] = Explanation(left, right)
+    return explanations
