@@ -51,11 +51,7 @@ def pack_shared(batch: Batch) -> PackedLayout:
     prompts, needed = _prompt_and_needed_tokens(batch, starts)
     first, is_shared = _first_with_same_prompt(batch, starts, prompts)
     is_first = is_shared & (first == np.arange(len(first)))
-    prompt_sizes = np.where(is_first, prompts, 0)
-    rest_sizes = np.where(is_shared, needed - prompts, needed)
-    # Each sequence is up to two segments, its prompt and the rest: [N, 2], of which those with
-    # tokens are kept.
-    sizes = np.stack([prompt_sizes, rest_sizes], axis=1)
+    sizes = _segment_sizes(prompts, needed, is_first, is_shared)
     begins = np.stack([starts, np.where(is_shared, starts + prompts, starts)], axis=1)
     packed_begins = (np.cumsum(sizes) - sizes.reshape(-1)).reshape(-1, 2)
     shifts = np.repeat((begins - packed_begins).reshape(-1), sizes.reshape(-1))
@@ -72,6 +68,21 @@ def pack_shared(batch: Batch) -> PackedLayout:
     return PackedLayout(
         source, position, sizes[kept].astype(np.int32), parents[kept].astype(np.int32)
     )
+
+
+def _segment_sizes(
+    prompts: NDArray[np.int64],
+    needed: NDArray[np.int64],
+    is_first: NDArray[np.bool_],
+    is_shared: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """Return the sizes of each sequence's two segments, its prompt and the rest.
+
+    A segment without tokens is not kept. Shape: [N, 2].
+    """
+    prompt_sizes = np.where(is_first, prompts, 0)
+    rest_sizes = np.where(is_shared, needed - prompts, needed)
+    return np.stack([prompt_sizes, rest_sizes], axis=1)
 
 
 def _parents(

@@ -64,7 +64,7 @@ class Trainer(Role, WeightSource, Saver, Contracted):
 
     @collective
     def save(self, folder: str) -> None:
-        """Begin to write a checkpoint of the present state; `wait_until_saved` waits until it is on disk."""
+        """Begin to write a checkpoint of the present state; `wait_until_saved` waits for it."""
         self.checkpoints.start(folder, self.learner.state)
 
     @collective

@@ -1,4 +1,7 @@
-"""`controller/channel` moves bytes and decides nothing: it imports nothing else of the controller."""
+"""`controller/channel` moves bytes and decides nothing.
+
+So it imports nothing else of the controller.
+"""
 
 from __future__ import annotations
 

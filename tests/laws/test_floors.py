@@ -64,6 +64,21 @@ def circle(modules: Iterable[Module]) -> list[str]:
     return sorted(below)
 
 
+def mutual(modules: Iterable[Module]) -> list[str]:
+    """Pairs of files that import each other, late imports and those for types included."""
+    by_name = {module.name: module for module in modules}
+    below = {name: set(_imported_files(module, set(by_name))) for name, module in by_name.items()}
+    return [f"{a} and {b}" for a in below for b in below[a] if a < b and a in below.get(b, ())]
+
+
+def _imported_files(module: Module, names: set[str]) -> Iterator[str]:
+    for item in imports(module):
+        for target in (item.target, item.target.rpartition(".")[0]):
+            if target in names and target != module.name:
+                yield target
+                break
+
+
 def misplaced_heavy(modules: Iterable[Module]) -> list[str]:
     found = []
     for module in modules:
@@ -88,6 +103,10 @@ def test_rooms_form_no_circle() -> None:
     assert circle(package_modules()) == []
 
 
+def test_no_file_imports_one_that_imports_it_back() -> None:
+    assert mutual(package_modules()) == []
+
+
 def test_heavy_packages_have_one_room_and_come_late() -> None:
     assert misplaced_heavy(package_modules()) == []
 
@@ -109,6 +128,13 @@ def test_a_circle_is_seen() -> None:
     other = parse("spmd_rl.algo.losses", "from spmd_rl.mesh import world")
     assert circle([one]) == []
     assert circle([one, other]) == ["algo", "mesh"]
+
+
+def test_files_that_import_each_other_are_seen() -> None:
+    one = parse("spmd_rl.mesh.world", "def f():\n    from spmd_rl.mesh.split import Split")
+    other = parse("spmd_rl.mesh.split", "from spmd_rl.mesh import world")
+    assert mutual([one, other]) == ["spmd_rl.mesh.split and spmd_rl.mesh.world"]
+    assert mutual([one]) == mutual([other]) == []
 
 
 @pytest.mark.parametrize(

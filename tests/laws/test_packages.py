@@ -119,6 +119,7 @@ def test_without_triton_its_tests_are_skipped() -> None:
     ],
 )
 def test_an_unused_requirement_is_seen(text: str, seen: bool) -> None:
-    setup = "setup(install_requires=[], extras_require={'gpu': ['flash-attn-4==4.0'], 'dev': ['ruff>=1']})"
+    extras = "{'gpu': ['flash-attn-4==4.0'], 'dev': ['ruff>=1']}"
+    setup = f"setup(install_requires=[], extras_require={extras})"
     found = unused(setup, [parse("spmd_rl.kernels.x", text)])
     assert found == (["gpu: flash-attn-4==4.0"] if seen else [])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from statistics import median
+from statistics import median, quantiles
 
 from tests.laws.source import Module, functions, num_lines, package_modules, parse
 
@@ -15,6 +15,9 @@ MAX_CLASS = 250
 MAX_FUNCTION = 60
 MAX_KERNEL = 130
 MEDIAN_FUNCTION = 10
+MAX_NODES = 400  # of a function's syntax tree
+MAX_KERNEL_NODES = 700
+NODES_P90 = 195  # of nine functions in ten; to become 170
 
 
 def too_long(modules: Iterable[Module]) -> list[str]:
@@ -31,6 +34,22 @@ def too_long(modules: Iterable[Module]) -> list[str]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.ClassDef) and num_lines(node) > MAX_CLASS:
                 found.append(f"{module.name}:{node.lineno} {node.name}: {num_lines(node)} lines")
+    return found
+
+
+def num_nodes(function: ast.AST) -> int:
+    return sum(1 for _ in ast.walk(function))
+
+
+def too_dense(modules: Iterable[Module]) -> list[str]:
+    """Functions with more nodes than the law allows."""
+    found = []
+    for module in modules:
+        limit = MAX_KERNEL_NODES if module.room == "kernels" else MAX_NODES
+        for function in functions(module):
+            name = f"{module.name}:{function.name}"
+            if num_nodes(function) > limit:
+                found.append(f"{name}: {num_nodes(function)} nodes")
     return found
 
 
@@ -58,6 +77,15 @@ def test_the_median_function_is_short() -> None:
     )
 
 
+def test_no_function_is_too_dense() -> None:
+    assert too_dense(package_modules()) == []
+
+
+def test_nine_functions_in_ten_are_plain() -> None:
+    nodes = [num_nodes(f) for module in package_modules() for f in functions(module)]
+    assert quantiles(nodes, n=10)[-1] <= NODES_P90
+
+
 def test_every_function_says_what_it_returns() -> None:
     assert untyped_returns(package_modules()) == []
 
@@ -72,6 +100,12 @@ def test_what_is_too_long_is_seen() -> None:
     assert too_long([parse("spmd_rl.algo.x", "class A:\n" + body * MAX_CLASS)])
     assert too_long([parse("spmd_rl.algo.x", "x = 1\n" * (MAX_MODULE + 1))])
     assert not too_long([parse("spmd_rl.kernels.x", "def f() -> None:\n" + body * MAX_FUNCTION)])
+
+
+def test_a_dense_function_is_seen() -> None:
+    dense = "def f() -> None:\n    x = (" + "1 + " * (MAX_NODES // 2) + "1)\n"
+    assert too_dense([parse("spmd_rl.algo.x", dense)])
+    assert not too_dense([parse("spmd_rl.kernels.x", dense)])
 
 
 def test_a_missing_type_or_docstring_is_seen() -> None:

@@ -102,15 +102,20 @@ class Router:
         self._wakeup = WakeupFd()
         self._next_tick = 0.0
         self._poller = zmq.Poller()
-        self._handlers: dict[object, Callable[[], object]] = {
+        self._handlers = self._handler_by_source(authenticator)
+        for source in self._handlers:
+            self._poller.register(source, zmq.POLLIN)
+        self._leader = LeaderFollowers(self._handle, self._wakeup, "router")
+
+    def _handler_by_source(
+        self, authenticator: Authenticator
+    ) -> dict[object, Callable[[], object]]:
+        return {
             self._router: self._handle_ready,
             authenticator.socket: authenticator.answer,
             self._wakeup.fileno(): self._on_wakeup,
             self._lifeline.fileno(): self._on_lifeline_closed,
         }
-        for source in self._handlers:
-            self._poller.register(source, zmq.POLLIN)
-        self._leader = LeaderFollowers(self._handle, self._wakeup, "router")
 
     def start(self) -> None:
         """Start to handle messages; the listener has to be ready."""

@@ -110,4 +110,6 @@ def _attempt_number(start: Path) -> int:
 
 def _read(start: Path) -> list[str]:
     files = sorted(start.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns)
-    return [json.loads(file.read_text())["message"] for file in files]
+    messages = [json.loads(file.read_text())["message"] for file in files]
+    # torch's own record of an exception holds a table in place of the sentence
+    return [text["message"] if isinstance(text, dict) else text for text in messages]

@@ -91,7 +91,12 @@ class WorkerLifecycle:
         self.on_idle()
 
     def on_signal(self, number: signal.Signals) -> None:
-        """Report a signal of the launcher to the controller, which decides how the run ends."""
+        """Report a signal of the launcher to the controller, which decides how the run ends.
+
+        A launcher that is killed sends none itself: torch has the kernel send SIGINT then.
+        """
+        if reason := self._watchdog.launcher_lost(os.getppid()):
+            self._die(reason)
         if self._watchdog.signalled(number, time.monotonic()):
             self.dealer.post(Signalled(number.name))
 

@@ -85,7 +85,10 @@ def test_prompt_longer_than_the_context(run: Any, tmp_path: Path) -> None:
     data.write_text('{"prompt": "' + "1+" * 100 + '1=", "answer": "101"}\n')
     ended = run("grpo", f"--data={data}")
     assert ended.code == 2
-    assert "long.jsonl:1: prompt: has 202 tokens, and the model's context of 128" in ended.sentence
+    assert (
+        "long.jsonl:1: prompt: the prompt has 202 tokens, but the model's context of 128"
+        in ended.sentence
+    )
     data.write_text('{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n')
     ended = run("grpo", f"--data={data}", name="messages")
     assert ended.code == 2

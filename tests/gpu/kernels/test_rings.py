@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.kernels import silu_mul
+from spmd_rl.kernels.linear import dispatch
 from spmd_rl.kernels.linear.dispatch import own_matmul_into
 from spmd_rl.kernels.linear.tiles import (
     GATED_RINGS,
@@ -192,7 +193,9 @@ def test_a_weight_that_is_copied_first_takes_a_tile(
     monkeypatch: pytest.MonkeyPatch, rows, unequal
 ) -> None:
     x, weight = rows("normal", 8, 4096), rows("normal", 4096, 1024).t()
-    monkeypatch.delattr("spmd_rl.kernels.linear.gluon.ring_matmul_into")
+    from spmd_rl.kernels.linear import gluon
+
+    monkeypatch.delattr(gluon, "ring_matmul_into")
     out = x.new_empty(8, 1024)
     own_matmul_into(out, x, weight, None)
     assert unequal(out, tiled(x, weight, dtype=torch.bfloat16)) == 0
@@ -207,8 +210,10 @@ def test_without_its_package_a_share_has_a_substitute(
     x, weight = rows("normal", 64, 4096) * 0.1, rows("normal", 8192, 4096)
     outs = [x.new_empty(64, 4096 if gated else 8192) for _ in range(2)]
     own_matmul_into(outs[0], x, weight, None, gated)
-    monkeypatch.setattr("spmd_rl.kernels.linear.dispatch.has_dsl", lambda: False)
-    monkeypatch.delattr("spmd_rl.kernels.linear.cute.shared_matmul_into")
+    from spmd_rl.kernels.linear import cute
+
+    monkeypatch.setattr(dispatch, "has_dsl", lambda: False)
+    monkeypatch.delattr(cute, "shared_matmul_into")
     own_matmul_into(outs[1], x, weight, None, gated)
     assert unequal(*outs) == 0
 

@@ -178,7 +178,7 @@ def test_an_engine_without_room_for_one_context_says_so(
         )
         with pytest.warns(UserWarning, match=sentence):
             pages = auto_pages(spec, NativeEngineConfig(), cuda, torch.bfloat16, 128, 9 * GIB)
-            assert pages * PAGE_BYTES == LEAST
+        assert pages * PAGE_BYTES == LEAST
 
 
 def test_what_cannot_be_counted_adds_no_setting(model: Path) -> None:

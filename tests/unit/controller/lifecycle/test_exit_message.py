@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -51,6 +52,13 @@ def test_where_no_rank_is_left_only_a_plain_torchrun_needs_the_words_on_stderr(
     exit_message.write_for_all_ranks("the cause")
     assert exit_message.read_last_start(tmp_path) == ["the cause"]
     assert capfd.readouterr().err == ("" if launcher == "spmd-rl" else "the cause\n")
+
+
+def test_a_record_that_torch_wrote_is_a_sentence_too(tmp_path: Path) -> None:
+    (tmp_path / "attempt_0/0").mkdir(parents=True)
+    record = {"message": {"message": "KeyError: 'x'", "extraInfo": {}}}
+    (tmp_path / "attempt_0/0/error.json").write_text(json.dumps(record))
+    assert exit_message.read_last_start(tmp_path) == ["KeyError: 'x'"]
 
 
 @pytest.mark.parametrize("alive", [True, False])
