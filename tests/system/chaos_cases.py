@@ -75,7 +75,11 @@ def draw(kind: str, rng: random.Random) -> Case:
         case "end one rank":
             number, code = rng.choice([(signal.SIGTERM, 143), (signal.SIGINT, 130)])
             expected = rf"outside: rank {rank} \(host \S+, pid \d+\) got {number.name}"
-            return Case(kind, rank, delay_s, expected, codes=(code,), signal=number)
+            # so many steps that the run lasts until the signal of one rank counts for all
+            more_steps = ("--steps=400",)
+            return Case(
+                kind, rank, delay_s, expected, codes=(code,), signal=number, settings=more_steps
+            )
         case "kill controller":
             return Case(
                 kind,

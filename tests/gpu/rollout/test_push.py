@@ -133,7 +133,7 @@ def test_control_keys_of_the_old_weights_are_seen(
     """Those of sequences in flight, and those that later prompts find in the prefix cache."""
     engine = in_flight(**cfg)
     hits = engine.stats()["num_hit_tokens"]
-    monkeypatch.setattr(engine.scheduler, "forget", lambda version: None)
+    monkeypatch.setattr(engine.scheduler, "discard_kv", lambda version: None)
     samples = push(engine, models[NEW])
     assert engine.stats()["num_hit_tokens"] > hits
     assert mismatched(models[OLD], requests(), samples, OLD) == 0
