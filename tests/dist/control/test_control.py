@@ -79,7 +79,7 @@ def test_own_role_example(launch: Launch, repo: Path) -> None:
 )
 def test_weights_cross_a_link(launch: Launch, repo: Path, split: list[str], expected: str) -> None:
     code, out, last = outcome(
-        launch("run", str(repo / "tests/dist/control/linked.py"), "--nproc=2", *split)
+        launch("run", str(repo / "tests/dist/control/linked.py"), "--nproc=2", NEVER, *split)
     )
     assert code == 0, last
     assert expected in out
