@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-import time
 from collections import deque
 from collections.abc import Callable
 from signal import Signals
@@ -16,6 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
+from spmd_rl.controller.channel.event_loop import TICK_S, EventLoop
 from spmd_rl.controller.channel.frames import LAST, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
@@ -30,7 +29,6 @@ from spmd_rl.controller.channel.messages import (
 from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 
-TICK_S = 0.25
 EXIT_LINGER_MS = 200  # for the last messages of a process that ends
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 HANDSHAKE_FAILED |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -91,16 +89,12 @@ class Dealer:
             raise
         self._receive = self._socket.recv
         self._wakeup = WakeupFd()
-        self._next_tick = 0.0
-        self._poller = zmq.Poller()
-        self._handlers: dict[object, Callable[[], None]] = {
+        handlers: dict[object, Callable[[], object]] = {
             self._socket: self._queue_next,
             self._monitor: self._on_connection_event,
-            self._wakeup.fileno(): self._on_wakeup,
         }
-        for source in self._handlers:
-            self._poller.register(source, zmq.POLLIN)
-        self._leader = LeaderFollowers(self._handle, self._wakeup, "dealer")
+        self._loop = EventLoop(handlers, self._wakeup, listener, self._send)
+        self._leader = LeaderFollowers(self._loop.handle, self._wakeup, "dealer")
 
     def start(self) -> None:
         """Start to handle messages in the background; the listener has to be ready."""
@@ -138,7 +132,7 @@ class Dealer:
                     answer = None
                 if leader.handle_due:
                     leader.handle_due = False
-                    self._handle(0.0)
+                    self._loop.handle(0.0)
                 if self._inbox:
                     return self._inbox.popleft()
                 try:
@@ -190,21 +184,6 @@ class Dealer:
     def _queue_next(self) -> None:
         if command := self.handle_frame(self._receive()):
             self._inbox.append(command)
-
-    def _handle(self, seconds: float) -> None:
-        if self._outbox:
-            self._send()
-        for source, _ in self._poller.poll(math.ceil(seconds * 1000)):
-            self._handlers[source]()
-        if (now := time.monotonic()) >= self._next_tick:
-            self._next_tick = now + TICK_S
-            self._listener.on_tick(now)
-        if self._outbox:
-            self._send()
-
-    def _on_wakeup(self) -> None:
-        for number in self._wakeup.drain():
-            self._listener.on_signal(number)
 
     def _on_connection_event(self) -> None:
         if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:

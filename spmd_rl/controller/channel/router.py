@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import time
 from collections import Counter, deque
@@ -16,6 +15,7 @@ import zmq
 from spmd_rl.controller.channel.address import is_ipv6
 from spmd_rl.controller.channel.codec import MAX_PAYLOAD_BYTES, NOTHING, Packed
 from spmd_rl.controller.channel.envelope import FrameReader, FrameWriter
+from spmd_rl.controller.channel.event_loop import EventLoop
 from spmd_rl.controller.channel.frames import LAST, LATER, send
 from spmd_rl.controller.channel.leader_followers import LeaderFollowers
 from spmd_rl.controller.channel.messages import (
@@ -30,7 +30,6 @@ from spmd_rl.controller.channel.secret import Keys
 from spmd_rl.controller.channel.wakeup_fd import WakeupFd
 from spmd_rl.controller.channel.zap import Authenticator
 
-TICK_S = 0.25
 SHORT_WAIT_S = 0.005  # a wait up to this long receives from workers alone
 
 Values = Sequence[tuple[tuple[int, ...], Packed]]  # values, each with the ranks that receive it
@@ -100,22 +99,13 @@ class Router:
         self._lifeline = lifeline
         self._outbox: deque[tuple[bytes, Values, int]] = deque()
         self._wakeup = WakeupFd()
-        self._next_tick = 0.0
-        self._poller = zmq.Poller()
-        self._handlers = self._handler_by_source(authenticator)
-        for source in self._handlers:
-            self._poller.register(source, zmq.POLLIN)
-        self._leader = LeaderFollowers(self._handle, self._wakeup, "router")
-
-    def _handler_by_source(
-        self, authenticator: Authenticator
-    ) -> dict[object, Callable[[], object]]:
-        return {
+        handlers = {
             self._router: self._handle_ready,
             authenticator.socket: authenticator.answer,
-            self._wakeup.fileno(): self._on_wakeup,
             self._lifeline.fileno(): self._on_lifeline_closed,
         }
+        self._loop = EventLoop(handlers, self._wakeup, listener, self._send)
+        self._leader = LeaderFollowers(self._loop.handle, self._wakeup, "router")
 
     def start(self) -> None:
         """Start to handle messages; the listener has to be ready."""
@@ -208,7 +198,7 @@ class Router:
         while not done():
             if leader.handle_due:
                 leader.handle_due = False
-                self._handle(0.0)
+                self._loop.handle(0.0)
                 if time.monotonic() >= end:
                     return
                 continue
@@ -216,21 +206,6 @@ class Router:
                 handle_message(receive)
             except zmq.Again:  # no worker answered within SHORT_WAIT_S
                 return
-
-    def _handle(self, seconds: float) -> None:
-        if self._outbox:
-            self._send()
-        for source, _ in self._poller.poll(math.ceil(seconds * 1000)):
-            self._handlers[source]()
-        if (now := time.monotonic()) >= self._next_tick:
-            self._next_tick = now + TICK_S
-            self._listener.on_tick(now)
-        if self._outbox:
-            self._send()
-
-    def _on_wakeup(self) -> None:
-        for number in self._wakeup.drain():
-            self._listener.on_signal(number)
 
     def _send(self) -> None:
         while self._outbox:
@@ -247,7 +222,7 @@ class Router:
                         self._listener.on_unreachable(rank)
 
     def _on_lifeline_closed(self) -> None:
-        self._poller.unregister(self._lifeline.fileno())
+        self._loop.remove(self._lifeline.fileno())
         self._listener.on_parent_lost()
 
 

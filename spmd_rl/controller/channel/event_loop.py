@@ -1,0 +1,67 @@
+"""Event loop of a process's sockets: polls all sources, and calls the handler of each ready one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from signal import Signals
+from typing import Protocol
+
+import zmq
+
+from spmd_rl.controller.channel.wakeup_fd import WakeupFd
+
+TICK_S = 0.25  # between two calls of `on_tick`
+
+
+class LoopListener(Protocol):
+    """The owner's listener, as far as the loop calls it."""
+
+    def on_tick(self, now: float) -> None: ...
+
+    def on_signal(self, number: Signals) -> None: ...
+
+
+class EventLoop:
+    """Polls `handlers`, which map a socket or a descriptor to its handler, and `wakeup`.
+
+    `send` sends whatever is queued. One thread at a time calls `handle`.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[object, Callable[[], object]],
+        wakeup: WakeupFd,
+        listener: LoopListener,
+        send: Callable[[], None],
+    ) -> None:
+        self._wakeup = wakeup
+        self._listener = listener
+        self._send = send
+        self._next_tick = 0.0
+        self._handlers = {**handlers, wakeup.fileno(): self._on_wakeup}
+        self._poller = zmq.Poller()
+        for source in self._handlers:
+            self._poller.register(source, zmq.POLLIN)
+
+    def handle(self, seconds: float) -> None:
+        """Send what is queued, then handle what arrives; tick if that is due.
+
+        Blocks: until something arrives, `seconds` at most.
+        """
+        self._send()
+        for source, _ in self._poller.poll(math.ceil(seconds * 1000)):
+            self._handlers[source]()
+        if (now := time.monotonic()) >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._listener.on_tick(now)
+        self._send()
+
+    def remove(self, source: object) -> None:
+        """Stop polling a source."""
+        self._poller.unregister(source)
+
+    def _on_wakeup(self) -> None:
+        for number in self._wakeup.drain():
+            self._listener.on_signal(number)
