@@ -55,7 +55,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     read("joined")
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, reward=cfg.reward)
+    rollout = ctl.spawn(
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=cfg.reward,
+        seed=cfg.run.seed,
+    )
     read("spawned")
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))

@@ -53,7 +53,12 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
     rollout = ctl.spawn(
-        rl.Rollout, cfg.engine, on=roles.infer, model=cfg.model, reward=f"{__name__}:reward"
+        rl.Rollout,
+        cfg.engine,
+        on=roles.infer,
+        model=cfg.model,
+        reward=f"{__name__}:reward",
+        seed=cfg.run.seed,
     )
     weights = ctl.link(trainer, rollout)
     tokenizer = rl.load_tokenizer(cfg.model)

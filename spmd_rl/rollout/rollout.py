@@ -45,8 +45,8 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
         cfg: NativeEngineConfig,
         context: RoleContext,
         model: str,
+        seed: int,
         reward: str = "",
-        seed: int = 0,
         reserved_bytes: int = 0,
     ) -> None:
         super().__init__(cfg, context)

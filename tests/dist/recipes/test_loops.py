@@ -183,7 +183,7 @@ class Config(grpo.Config):
 def main(ctl, cfg):
     roles = ctl.world.split(cfg.split)
     trainer = ctl.spawn(rl.Trainer, cfg.trainer, on=roles.train, model=cfg.model)
-    settings = {"model": cfg.model, "reward": cfg.reward}
+    settings = {"model": cfg.model, "reward": cfg.reward, "seed": cfg.run.seed}
     rollout = ctl.spawn(rl.Rollout, cfg.engine, on=roles.infer, **settings)
     weights = ctl.link(trainer, rollout, alias=cfg.alias)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model))

@@ -16,6 +16,7 @@ from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role
 from spmd_rl.errors import ConfigError, ContractError
 from spmd_rl.mesh.split import Placement
+from spmd_rl.rollout.rollout import Rollout
 
 ON_ONE = Placement("judge", (0,), {"dp": 1, "fsdp": 1, "tp": 1})
 
@@ -79,3 +80,8 @@ def test_config_and_settings_cross_by_their_types() -> None:
 def test_a_setting_needs_a_type() -> None:
     with pytest.raises(ConfigError, match="parameter 'model' needs a type, since it crosses"):
         Constructor(Untyped).codec(JudgeConfig)
+
+
+def test_a_rollout_draws_with_no_seed_that_nobody_gave() -> None:
+    with pytest.raises(ConfigError, match="Rollout needs the setting 'seed'"):
+        Constructor(Rollout).arguments({"model": "models/small"})
