@@ -1,0 +1,89 @@
+"""SGLang's scheduler in the child, with the calls of its rank added. This file imports SGLang.
+
+Each call is a method of the scheduler, because SGLang calls methods by their names. A call that
+fails is told to the rank on its socket as well, where it may wait for an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from spmd_rl.errors import SpmdError
+from spmd_rl.rollout.sglang.child_calls import ATTACH, CALLS, DIGEST, RECEIVE, Call, ChildContext
+from spmd_rl.rollout.sglang.messages import ChildReady, ChildSpec
+from spmd_rl.weights.peer_socket import Failure, PeerSocket
+
+SPEC_DEADLINE_S = 120.0
+WHOLE_WORLD = (0, 0, 0, 0, 0)  # ranks in SGLang's five kinds of parallelism: each of size 1
+CALL_MODULES = ("spmd_rl.rollout.sglang.child_weights",)  # imported at their first call
+
+
+def run(socket: PeerSocket, began_s: float) -> None:
+    """Build the scheduler that the rank describes, and run it until the process is ended.
+
+    `began_s` is the time at which the child started.
+    """
+    spec = socket.receive(SPEC_DEADLINE_S)
+    if not isinstance(spec, ChildSpec):
+        raise SpmdError(f"{type(spec).__name__} came in place of the child's description")
+    seconds, mark = {}, time.monotonic()
+    seconds["python"] = mark - began_s
+    from sglang.srt.managers import io_struct
+    from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    seconds["imports"], mark = time.monotonic() - mark, time.monotonic()
+    version = importlib.import_module("sglang").__version__
+    check_version(version, spec.versions)
+    check_fields(io_struct, spec.fields)
+    server_args, port_args = ServerArgs(**spec.server_args), PortArgs(**spec.port_args)
+    seconds["options"], mark = time.monotonic() - mark, time.monotonic()
+    configure_scheduler_process(server_args, spec.gpu_id, *WHOLE_WORLD, None)
+    with_calls = scheduler_class(Scheduler, socket)
+    scheduler = with_calls(server_args, port_args, spec.gpu_id, *WHOLE_WORLD, None)
+    seconds["scheduler"] = time.monotonic() - mark
+    max_num_tokens = int(scheduler.get_init_info()["max_total_num_tokens"])
+    socket.send(ChildReady(version, max_num_tokens, seconds))
+    scheduler.run_event_loop()
+
+
+def check_version(version: str, known: list[str]) -> None:
+    if version not in known:
+        raise SpmdError(f"SGLang {version} is none of the versions {', '.join(known)}")
+
+
+def check_fields(io_struct: Any, mirrors: Mapping[str, list[str]]) -> None:
+    """Raises: SpmdError unless each mirror's fields are those that SGLang's struct begins with."""
+    for name, fields in mirrors.items():
+        actual = getattr(io_struct, name).__struct_fields__
+        if list(actual[: len(fields)]) != fields:
+            raise SpmdError(
+                f"SGLang's {name} begins with the fields {', '.join(actual[: len(fields)])}, and "
+                f"spmd_rl expects {', '.join(fields)}: install another version of SGLang"
+            )
+
+
+def scheduler_class(base: type, socket: PeerSocket) -> type[Any]:
+    """Return SGLang's scheduler with a method for each call of the rank."""
+    kept: dict[str, Any] = {}
+    methods = {name: _method(name, socket, kept) for name in (ATTACH, RECEIVE, DIGEST)}
+    return type("SpmdScheduler", (base,), methods)
+
+
+def _method(name: str, socket: PeerSocket, kept: dict[str, Any]) -> Call:
+    def method(scheduler: Any, **parameters: Any) -> None:
+        for module in CALL_MODULES:
+            importlib.import_module(module)
+        try:
+            CALLS[name](ChildContext(scheduler, socket, kept), **parameters)
+        except Exception as error:
+            # SGLang reports it as the answer to the call; the rank may wait at the socket instead
+            with contextlib.suppress(SpmdError):
+                socket.send(Failure(f"{name}: {error}"))
+            raise
+
+    return method

@@ -1,0 +1,164 @@
+"""Weights in the child: buckets of the slab are copied into the scheduler's parameters.
+
+SGLang fuses some of Hugging Face's tensors into one parameter. Where a rule knows the part of a
+parameter that a tensor goes to, the boxes of a bucket are copied straight into it. Other tensors
+are collected, and loaded by SGLang's own `load_weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_rl.errors import WeightsError
+from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE, ChildContext, call
+from spmd_rl.rollout.sglang.messages import TensorShapes, WeightDigests
+from spmd_rl.weights.buckets import Bucket, BucketReader
+from spmd_rl.weights.digest import digest
+from spmd_rl.weights.layout import Box, Dims
+from spmd_rl.weights.local_tensors import LocalTensors
+from spmd_rl.weights.slab import MappedSlab
+
+DEADLINE_S = 600.0
+# the parts of a fused parameter, in their order along its rows
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+PADDED = ("embed_tokens.weight", "lm_head.weight")  # SGLang adds rows to these
+
+Shapes = Mapping[str, tuple[Dims, str]]  # shape and dtype of each tensor that a push brings
+
+
+def parameter_views(model: Any, shapes: Shapes) -> dict[str, Tensor]:
+    """Return the part of a parameter that holds each tensor, for those that a rule knows.
+
+    There are none in a model that derives other values from its weights after loading, because
+    only its `load_weights` does that.
+    """
+    if hasattr(model, "post_load_weights") or getattr(model, "quant_config", None) is not None:
+        return {}
+    views: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        views |= _views_of(name, parameter.detach(), shapes)
+    return views
+
+
+def _views_of(name: str, parameter: Tensor, shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that `parameter` consists of, with their parts of it."""
+    parts = [name]
+    for fused, separate in FUSED.items():
+        if f".{fused}." in name:
+            parts = [name.replace(f".{fused}.", f".{part}.") for part in separate]
+    if any(part not in shapes for part in parts):
+        return
+    num_rows = sum(shapes[part][0][0] for part in parts if shapes[part][0])
+    fits = parameter.ndim > 0 and (
+        num_rows == len(parameter) or (name.endswith(PADDED) and num_rows < len(parameter))
+    )
+    if not fits:
+        return
+    start = 0
+    for part in parts:
+        shape, dtype = shapes[part]
+        view = parameter[start : start + shape[0]]
+        if tuple(view.shape) == shape and view.dtype == getattr(torch, dtype):
+            yield part, view
+        start += shape[0]
+
+
+@dataclass
+class WeightReceiver:
+    """Reads the buckets of each push. `staged` are the tensors for `load_weights`, in the making.
+
+    `received` are their digests, since no view of them is known afterwards.
+    """
+
+    context: ChildContext
+    mapped: MappedSlab
+    shapes: Shapes
+    views: dict[str, Tensor]
+    staged: dict[str, Tensor] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Load the buckets of one push. Blocks: until the last has come; the rank sends it."""
+        self.missing = {name: _whole(shape).num_elements for name, (shape, _) in self.shapes.items()}
+        self.staged = {}
+        reader = BucketReader(self.mapped, self.context.socket, DEADLINE_S)
+        for bucket in reader:
+            self._load(bucket)
+            reader.ack(bucket)
+        if incomplete := [name for name, count in self.missing.items() if count]:
+            raise WeightsError(f"a push brought only a part of '{incomplete[0]}'")
+
+    def digests(self) -> WeightDigests:
+        """Return the digest of every tensor, as the parameters hold it where a view is known."""
+        values = digest(LocalTensors.whole(self.views)) | self.received
+        triples = [(name, _whole(self.shapes[name][0]), value) for name, value in values.items()]
+        return WeightDigests(triples, sorted(self.received))
+
+    def _load(self, bucket: Bucket) -> None:
+        slots, tensors = [], []
+        for entry, tensor in zip(bucket.entries, bucket.tensors, strict=True):
+            target = self._target(entry.name)
+            slots.append(target[entry.box.within(_whole(entry.shape))])
+            tensors.append(tensor)
+            self.missing[entry.name] -= entry.box.num_elements
+        torch._foreach_copy_(slots, tensors)
+        complete = [name for name in self.staged if self.missing[name] <= 0]
+        for name in complete:
+            whole = self.staged.pop(name)
+            self.received |= digest(LocalTensors.whole({name: whole}))
+            self.context.model.load_weights([(name, whole)])
+
+    def _target(self, name: str) -> Tensor:
+        """Return the tensor that boxes of `name` are copied into."""
+        if name in self.views:
+            return self.views[name]
+        if name not in self.shapes:
+            raise WeightsError(f"a push brought '{name}', which was not announced")
+        if name not in self.staged:
+            shape, dtype = self.shapes[name]
+            device = self.mapped.device
+            self.staged[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        return self.staged[name]
+
+
+@call(ATTACH)
+def attach_slab(context: ChildContext) -> None:
+    """Map the slab that the rank sends, and find the parameters that pushes go to."""
+    message = context.socket.receive(DEADLINE_S)
+    if not isinstance(message, TensorShapes):
+        raise WeightsError(f"{type(message).__name__} came in place of the tensors of a push")
+    device = next(iter(context.model.parameters())).device
+    mapped = MappedSlab.receive(context.socket, device)
+    shapes = {name: (tuple(shape), dtype) for name, shape, dtype in message.tensors}
+    views = parameter_views(context.model, shapes)
+    context.kept["receiver"] = WeightReceiver(context, mapped, shapes, views)
+
+
+@call(RECEIVE)
+def receive_weights(context: ChildContext) -> None:
+    """Load one push, and forget all K/V. Raises: WeightsError while the scheduler works."""
+    receiver: WeightReceiver = context.kept["receiver"]
+    receiver.receive()
+    if not context.scheduler.flush_cache():
+        raise WeightsError("the scheduler was not idle during a push")
+
+
+@call(DIGEST)
+def digest_weights(context: ChildContext) -> None:
+    """Send the digests of what the parameters hold."""
+    receiver: WeightReceiver = context.kept["receiver"]
+    context.socket.send(receiver.digests())
+
+
+def _whole(shape: Dims) -> Box:
+    return Box((0,) * len(shape), shape)

@@ -1,0 +1,50 @@
+"""Config of the SGLang engine. It imports neither torch nor SGLang."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from spmd_rl.config.rules import require
+
+MIB = 1 << 20
+LEAST_SLAB_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class SglangEngineConfig:
+    """The SGLang engine: one scheduler in a child process of each rank (docs/sglang.md)."""
+
+    kind: Literal["sglang"] = "sglang"  # which engine generates
+    # of the child: an interpreter, or a folder that SGLang was installed into; "" is our own
+    python: str = ""
+    # SGLang's own, by the names of its ServerArgs, such as engine.options.attention_backend
+    options: dict[str, Any] = field(default_factory=dict)
+    # of a GPU's memory, for weights, keys and values and everything that the plan counts
+    memory_fraction: float = 0.85
+    max_batch: int = 256  # sequences running at once
+    dtype: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
+    # give back the weights too while the engine sleeps; they return with the next push
+    sleep_weights: bool = True
+    slab_bytes: int = 512 * MIB  # of the GPU, through which a push passes, in two halves
+    start_deadline_s: float = 600.0  # for the child to load, and to record its graphs
+    # for an answer to an abort, a push, a sleep or a wake, and for the next token
+    answer_deadline_s: float = 120.0
+    reward_deadline_s: float = 30.0  # for one sample; 0: none but the call's
+    on_reward_error: str = "raise"  # or "skip": go on without a sample that cannot be graded
+
+    def __post_init__(self) -> None:
+        require(0 < self.memory_fraction < 1, "memory_fraction", self.memory_fraction, "in (0, 1)")
+        require(self.max_batch >= 1, "max_batch", self.max_batch, "at least 1")
+        fits = self.slab_bytes >= LEAST_SLAB_BYTES
+        require(fits, "slab_bytes", self.slab_bytes, f"at least {LEAST_SLAB_BYTES}")
+        for name in ("start_deadline_s", "answer_deadline_s"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, name, value, "more than 0, and finite")
+        fits = 0 <= self.reward_deadline_s < math.inf
+        require(fits, "reward_deadline_s", self.reward_deadline_s, "0 (none) or more, and finite")
+        fits = self.on_reward_error in ("raise", "skip")
+        require(fits, "on_reward_error", self.on_reward_error, '"raise" or "skip"')
+        fits = self.dtype in ("auto", "float32", "bfloat16")
+        require(fits, "dtype", self.dtype, '"auto", "float32" or "bfloat16"')

@@ -1,0 +1,314 @@
+"""The SGLang engine: requests go to the scheduler in the child, and its tokens come back.
+
+A push has every token drawn by one known version. It aborts all requests and keeps their partial
+answers, waits until the scheduler is idle, loads, and starts the requests again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.errors import DeadlineError, SpmdError
+from spmd_rl.model.spec import ModelSpec
+from spmd_rl.rollout.engine import Request, StepOutput
+from spmd_rl.rollout.sglang.client import SchedulerClient
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+from spmd_rl.rollout.sglang.launch import Child
+from spmd_rl.rollout.sglang.requests import Key, OpenRequest, RequestTable, finish_of, joined
+from spmd_rl.rollout.sglang.state import EngineState
+from spmd_rl.rollout.sglang.structs import (
+    AbortReq,
+    BatchTokenIDOutput,
+    FlushCacheReqInput,
+    FlushCacheReqOutput,
+    ReleaseMemoryOccupationReqInput,
+    ReleaseMemoryOccupationReqOutput,
+    ResumeMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqOutput,
+    SchedulerMessage,
+    token_ids,
+)
+from spmd_rl.types.samples import FinishReason, Sample
+
+POLL_S = 0.2  # how long a step waits for tokens; the child's end is noticed at once
+
+
+@dataclass
+class NewTokens:
+    """What has come since the last step."""
+
+    uids: list[NDArray[np.int64]] = field(default_factory=list)
+    indices: list[NDArray[np.int64]] = field(default_factory=list)
+    tokens: list[NDArray[np.int32]] = field(default_factory=list)
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    finished: list[Sample] = field(default_factory=list)
+
+    def add(self, key: Key, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        self.uids.append(np.full(len(tokens), key[0], np.int64))
+        self.indices.append(np.full(len(tokens), key[1], np.int64))
+        self.tokens.append(tokens)
+        self.logprobs.append(logprobs)
+
+    def output(self) -> StepOutput:
+        return StepOutput(
+            joined(self.uids, np.int64),
+            joined(self.indices, np.int64),
+            joined(self.tokens, np.int64),
+            joined(self.logprobs, np.float32),
+            self.finished,
+        )
+
+
+class SglangEngine:
+    """Implements `rollout.engine.Engine` over the scheduler of one child."""
+
+    def __init__(
+        self,
+        child: Child,
+        client: SchedulerClient,
+        cfg: SglangEngineConfig,
+        spec: ModelSpec,
+        *,
+        max_kv_tokens: int,
+        decode: Callable[[tuple[int, ...]], str] | None = None,
+    ) -> None:
+        self.child = child
+        self.client = client
+        self.cfg = cfg
+        self.spec = spec
+        self.state = EngineState(cfg.sleep_weights)
+        self._table = RequestTable(spec, max_kv_tokens, decode)
+        self._new = NewTokens()
+        self._last_heard_s = time.monotonic()
+        self._counts = dict.fromkeys(("num_steps", "num_generated_tokens", "num_aborted"), 0)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(len(self._table) or self._new.finished)
+
+    def submit(self, request: Request) -> None:
+        added = self._table.add(request)
+        if self.state.can_generate:
+            self._start([added])
+
+    def step(self) -> StepOutput:
+        """Return what the scheduler has sent since the last step.
+
+        Blocks: until something comes, for at most POLL_S.
+        Raises: LostRankError when the child has ended; DeadlineError when it is silent for too
+        long.
+        """
+        version = self.state.require_generate()
+        wait_s = 0.0 if self._new.finished or not len(self._table) else POLL_S
+        while (message := self.client.receive(wait_s)) is not None:
+            self._take_in(message, version)
+            wait_s = 0.0
+        self._check_not_silent()
+        self._counts["num_steps"] += 1
+        new, self._new = self._new, NewTokens()
+        return new.output()
+
+    def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
+        """End the requests of `uid` and `index`, and return their unfinished samples.
+
+        A request that ends by itself meanwhile lacks its last tokens, so that it can be resumed.
+        Blocks: until the scheduler has answered; engine.answer_deadline_s ends it.
+        """
+        matching = self._table.matching(uid, index)
+        self._end_running([one for one in matching if one.rid], finish=False)
+        for one in matching:
+            self._table.remove(one)
+        if uid is None and index is None:
+            self._new = NewTokens()
+        return [one.answered().sample("abort") for one in matching]
+
+    def sleep(self) -> None:
+        """Give the KV memory back, and the weights too if they are to sleep.
+
+        Blocks: until the scheduler is idle and has given it back.
+        """
+        if not self.state.is_asleep:
+            self._become_idle()
+        if tags := self.state.begin_sleep(self._table.num_running):
+            self.client.request(
+                ReleaseMemoryOccupationReqInput(tags=tags),
+                ReleaseMemoryOccupationReqOutput,
+                self.cfg.answer_deadline_s,
+            )
+
+    def wake(self) -> None:
+        """Take the memory again, and go on if the weights did not sleep. Blocks: until it has."""
+        if tags := self.state.begin_wake():
+            self.client.request(
+                ResumeMemoryOccupationReqInput(tags=tags),
+                ResumeMemoryOccupationReqOutput,
+                self.cfg.answer_deadline_s,
+            )
+        if self.state.can_generate:
+            self._start(self._table.waiting())
+
+    def open_push(self) -> None:
+        """Keep the partial answers of all requests, and generate nothing until `commit_push`.
+
+        Blocks: until the scheduler is idle. It may be called again.
+        """
+        if not self.state.is_pushing:
+            self.state.check_awake()
+            self._become_idle()
+            self.state.begin_push()
+
+    def commit_push(self, version: int) -> None:
+        """Start all requests again with the weights that were pushed, as `version`."""
+        self.state.end_push(version)
+        self._start(self._table.waiting())
+
+    def contract(self) -> None:
+        """Return None: SGLang promises no bits that a trainer could have too."""
+
+    def stats(self) -> dict[str, int]:
+        num_running = self._table.num_running
+        num_waiting = len(self._table) - num_running
+        return {**self._counts, "num_running": num_running, "num_waiting": num_waiting}
+
+    def close(self) -> None:
+        """End the child. The engine is of no use after that."""
+        self.child.stop()
+        self.client.close()
+
+    def _start(self, requests: Iterable[OpenRequest]) -> None:
+        self._last_heard_s = time.monotonic()
+        for one in requests:
+            self.client.send(self._table.start(one))
+
+    def _become_idle(self) -> None:
+        """End all that runs, keep it to be started again, and wait until the scheduler is idle."""
+        running = [one for one in self._table.matching(None, None) if one.rid]
+        self._end_running(running, finish=True)
+        deadline_s = self.cfg.answer_deadline_s
+        flush = FlushCacheReqInput(timeout_s=deadline_s)
+        answer = self.client.request(flush, FlushCacheReqOutput, deadline_s + POLL_S)
+        if not answer.success:
+            raise SpmdError(f"SGLang's scheduler did not become idle: {answer.message}")
+
+    def _end_running(self, requests: list[OpenRequest], finish: bool) -> None:
+        """Have the scheduler end running requests; they wait then, with the tokens that came.
+
+        One that ends by itself meanwhile is finished if `finish` says so, else it waits too.
+        """
+        if not requests:
+            return
+        if len(requests) == self._table.num_running:
+            self.client.send(AbortReq(rid="", abort_all=True))
+        else:
+            for one in requests:
+                self.client.send(AbortReq(rid=one.rid))
+        version = self.state.require_generate()
+        ending = {one.rid for one in requests}
+        end = time.monotonic() + self.cfg.answer_deadline_s
+        while ending & self._table.rids:
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"SGLang's scheduler did not end {len(ending & self._table.rids)} requests "
+                    f"within engine.answer_deadline_s = {self.cfg.answer_deadline_s:g}"
+                )
+            if (message := self.client.receive(left_s)) is not None:
+                self._take_in(message, version, ending, finish)
+        self._counts["num_aborted"] += len(requests)
+
+    def _take_in(
+        self,
+        message: SchedulerMessage,
+        version: int,
+        ending: AbstractSet[str] = frozenset(),
+        finish: bool = True,
+    ) -> None:
+        """Add what a message brings to the requests. Those of the rids `ending` were aborted."""
+        self._last_heard_s = time.monotonic()
+        if isinstance(message, AbortReq) and message.rid in ending:
+            self._wait_again(message.rid)
+            return
+        if not isinstance(message, BatchTokenIDOutput):
+            problem = getattr(message, "abort_message", "") or ""
+            raise SpmdError(
+                f"SGLang's scheduler sent {type(message).__name__} unasked {problem}".rstrip()
+            )
+        logprobs = message.output_token_logprobs_val or [None] * len(message.rids)
+        for rid, reason, array, scores in zip(
+            message.rids, message.finished_reasons, message.output_ids, logprobs, strict=True
+        ):
+            if (one := self._table.running(rid)) is not None:
+                tokens, values = token_ids(array), np.array(scores or [], np.float32)
+                self._check(one, tokens, values, version)
+                is_ending = rid in ending
+                self._extend(one, tokens, values, version, reason, is_ending, finish)
+
+    def _extend(
+        self,
+        one: OpenRequest,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        version: int,
+        reason: dict[str, Any] | None,
+        is_ending: bool,
+        finish: bool,
+    ) -> None:
+        """Give one request its new tokens, and finish it if they are its last."""
+        is_aborted = is_ending and reason is not None and reason.get("type") == "abort"
+        ends = reason is not None and not is_aborted
+        if ends and is_ending and not finish:
+            self._wait_again(one.rid)
+            return
+        is_stopped = one.extend(tokens, logprobs, version)
+        if is_stopped and is_ending and not finish:
+            one.drop_last()
+        else:
+            self._new.add(one.key, one.tokens[-1], one.logprobs[-1])
+            self._counts["num_generated_tokens"] += len(one.tokens[-1])
+        if is_stopped and finish:
+            if reason is None:
+                self.client.send(AbortReq(rid=one.rid))
+            self._finish(one, "stop")
+        elif ends and reason is not None:
+            self._finish(one, finish_of(reason, one.request))
+        elif is_aborted:
+            self._wait_again(one.rid)
+
+    def _finish(self, one: OpenRequest, finish: FinishReason) -> None:
+        self._table.remove(one)
+        self._new.finished.append(one.answered().sample(finish))
+
+    def _wait_again(self, rid: str | None) -> None:
+        one = self._table.running(rid or "")
+        if one is not None:
+            self._table.stop_running(one)
+
+    def _check(
+        self,
+        one: OpenRequest,
+        tokens: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        version: int,
+    ) -> None:
+        """Raises: SpmdError if a token has no log-prob, or one that is NaN."""
+        where = f"prompt {one.request.uid}, sample {one.request.index}"
+        if len(tokens) != len(logprobs):
+            raise SpmdError(f"SGLang sent {len(logprobs)} log-probs of {len(tokens)} tokens: {where}")
+        if np.isnan(logprobs).any():
+            raise SpmdError(f"weights version {version} give NaN logits: {where}")
+
+    def _check_not_silent(self) -> None:
+        """Raises: DeadlineError when requests run and nothing has come for too long."""
+        silent_s = time.monotonic() - self._last_heard_s
+        if self._table.num_running and silent_s > self.cfg.answer_deadline_s:
+            raise DeadlineError(
+                f"SGLang's scheduler has sent nothing for {silent_s:.0f} s while "
+                f"{self._table.num_running} requests run (engine.answer_deadline_s)"
+            )

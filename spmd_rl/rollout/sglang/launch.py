@@ -1,0 +1,167 @@
+"""Launch of the child: a clean environment, a rendezvous of its own, and its end with its rank's.
+
+The child dies with the thread that started it, because Linux sends its parent-death signal then. So
+a rank starts its child from the main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spmd_rl.errors import DeadlineError, LostRankError, SpmdError
+from spmd_rl.rollout.sglang.messages import MESSAGES, ChildReady, ChildSpec
+from spmd_rl.rollout.sglang.options import Interpreter, SglangSite
+from spmd_rl.weights.peer_socket import PeerSocket
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+CHILD_PROGRAM = Path(__file__).with_name("child.py")
+END_DEADLINE_S = 30.0
+# variables of torchrun and of the trainer, which would misdirect the child's own torch
+SCRUBBED = (
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "TORCH_FR_",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "OMP_NUM_THREADS",
+    "NCCL_",
+    "SGLANG_DP_RANK",
+    "SGLANG_USE_PICKLE_IPC",
+    "LD_PRELOAD",
+)
+
+
+def clean_environment(
+    environment: Mapping[str, str], port: int, interpreter: Interpreter, site: SglangSite
+) -> dict[str, str]:
+    """Return the child's environment: this one without the variables of the world around it.
+
+    The child is the only rank of its own world, whose store listens on `port` in this process.
+    """
+    kept = {name: value for name, value in environment.items() if not name.startswith(SCRUBBED)}
+    added = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        # so that every rank of the child's world is a client of the store in this process
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "env://",
+        "SGLANG_USE_PICKLE_IPC": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8",
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": interpreter.search_path,
+    }
+    if site.memory_saver:
+        added["LD_PRELOAD"] = site.memory_saver
+    return kept | added
+
+
+class Child:
+    """The process of one scheduler. `name` names it in errors."""
+
+    def __init__(self, interpreter: Interpreter, site: SglangSite, rank: int) -> None:
+        """Start the process; `wait_until_ready` then has to be called.
+
+        Raises: SpmdError outside of the main thread.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise SpmdError("start the SGLang engine from the main thread: it ends with its thread")
+        self.store = _store()
+        ours, theirs = socket.socketpair()
+        command = [interpreter.command, str(CHILD_PROGRAM), str(theirs.fileno()), str(os.getpid())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                env=clean_environment(os.environ, self.store.port, interpreter, site),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self.name = f"the SGLang process of rank {rank} (pid {self._process.pid})"
+        self.socket = PeerSocket(ours, self.name, MESSAGES)
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self, spec: ChildSpec, deadline_s: float) -> ChildReady:
+        """Send the child what it is to do, and return its answer once it generates.
+
+        Blocks: until then; `deadline_s` ends it.
+        Raises: SpmdError with the child's own sentence, or with its exit code.
+        """
+        try:
+            self.socket.send(spec)
+            answer = self.socket.receive(deadline_s)
+        except LostRankError:
+            raise self.ended() from None
+        except DeadlineError:
+            self.stop()
+            raise DeadlineError(
+                f"{self.name} was not ready within engine.start_deadline_s = {deadline_s:g} s"
+            ) from None
+        except SpmdError:
+            self.stop()
+            raise
+        if not isinstance(answer, ChildReady):
+            raise SpmdError(f"{self.name} answered {type(answer).__name__} to its start")
+        return answer
+
+    def ended(self) -> SpmdError:
+        """Return the error that says how the child ended, which has closed its socket."""
+        try:
+            code = self._process.wait(END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            return LostRankError(f"{self.name} closed its socket, and was ended")
+        self.stop()
+        return LostRankError(f"{self.name} ended with {_in_words(code)}; its output says why")
+
+    def raise_failure(self, deadline_s: float) -> None:
+        """Raise the error of a child whose socket can be read although nothing was asked of it."""
+        try:
+            self.socket.receive(deadline_s)
+        except LostRankError:
+            raise self.ended() from None
+        raise SpmdError(f"{self.name} sent a message that nobody had asked for")
+
+    def stop(self) -> None:
+        """End the child and all that it started. It may be called again."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.socket.close()
+
+
+def _in_words(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    return f"exit code {code} ({signal.Signals(-code).name})"
+
+
+def _store() -> TCPStore:
+    """Return the store at which the child's own process group meets, on a port that is free."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

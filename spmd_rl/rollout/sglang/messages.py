@@ -1,0 +1,57 @@
+"""Messages between a rank and its SGLang child, besides those that carry weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spmd_rl.weights.layout import Box, Dims
+
+
+class ChildSpec(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """All that the child is started with.
+
+    `server_args` and `port_args` are the fields of SGLang's classes of these names. `fields` are
+    those of our mirrors, which must begin the fields of SGLang's structs.
+    """
+
+    versions: list[str]
+    server_args: dict[str, Any]
+    port_args: dict[str, Any]
+    gpu_id: int
+    fields: dict[str, list[str]]
+
+
+class ChildReady(
+    msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True
+):
+    """The scheduler runs. `seconds` says how long each part of the start took."""
+
+    version: str
+    max_num_tokens: int
+    seconds: dict[str, float]
+
+
+class TensorShapes(
+    msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True
+):
+    """The tensors that pushes will bring: name, shape and dtype of each."""
+
+    tensors: list[tuple[str, Dims, str]]
+
+
+class WeightDigests(
+    msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True
+):
+    """Digests of what the scheduler's parameters hold.
+
+    `received` names tensors whose digest is that of the bytes which came, because the child knows
+    no view of a parameter that holds them.
+    """
+
+    digests: list[tuple[str, Box, int]]
+    received: list[str]
+
+
+MESSAGES = (ChildSpec, ChildReady, TensorShapes, WeightDigests)

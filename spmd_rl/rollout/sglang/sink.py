@@ -1,0 +1,140 @@
+"""Sink of weights of an SGLang engine: through a slab on the GPU into the child's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spmd_rl.errors import LostRankError, SpmdError, WeightsError
+from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE
+from spmd_rl.rollout.sglang.client import SchedulerClient
+from spmd_rl.rollout.sglang.launch import Child
+from spmd_rl.rollout.sglang.messages import TensorShapes, WeightDigests
+from spmd_rl.weights.buckets import BucketWriter, cut_box
+from spmd_rl.weights.layout import ITEM_BYTES, Box, Dims, Layout, Piece
+from spmd_rl.weights.slab import Slab
+
+
+class PushedEngine(Protocol):
+    """What the sink tells its engine."""
+
+    def open_push(self) -> None: ...
+
+    def commit_push(self, version: int) -> None: ...
+
+
+class SglangSink:
+    """Implements `weights.ends.WeightSink`: the engine wants whole tensors, in one dtype.
+
+    The slab is made at the first push, when the memory that it takes is known to be there.
+    """
+
+    def __init__(
+        self,
+        engine: PushedEngine,
+        child: Child,
+        client: SchedulerClient,
+        shapes: Mapping[str, Dims],
+        dtype: str,
+        device: torch.device,
+        *,
+        slab_bytes: int,
+        deadline_s: float,
+    ) -> None:
+        self._engine = engine
+        self._child = child
+        self._client = client
+        self._shapes = dict(shapes)
+        self._dtype = dtype
+        self._device = device
+        self._slab_bytes = slab_bytes
+        self._deadline_s = deadline_s
+        self._writer: BucketWriter | None = None
+        self._receives = False  # the child reads buckets
+
+    def layout(self, rank: int) -> Layout:
+        pieces = (
+            Piece(name, shape, self._dtype, _whole(shape)) for name, shape in self._shapes.items()
+        )
+        return Layout(rank, tuple(pieces))
+
+    def share(self, name: str, box: Box, memory: Tensor) -> bool:
+        """Return False: the child has memory of its own."""
+        return False
+
+    def open(self) -> None:
+        """Have the engine keep its requests. A push that was given up is ended first."""
+        self._engine.open_push()
+
+    def slot(self, name: str, box: Box) -> Tensor | None:
+        writer = self._receiving()
+        if box.num_elements * ITEM_BYTES[self._dtype] > writer.max_bytes:
+            return None
+        return writer.slot(name, box, self._shapes[name], self._dtype)
+
+    def flush(self) -> None:
+        self._receiving().flush()
+
+    def write(self, name: str, box: Box, tensor: Tensor) -> None:
+        """Send `tensor` in parts that fit a bucket."""
+        writer = self._receiving()
+        for part in cut_box(box, ITEM_BYTES[self._dtype], writer.max_bytes):
+            slot = writer.slot(name, part, self._shapes[name], self._dtype)
+            if slot is None:
+                writer.flush()
+                slot = writer.slot(name, part, self._shapes[name], self._dtype)
+            if slot is None:
+                raise WeightsError(f"an empty bucket has no room for {part} of '{name}'")
+            slot.copy_(tensor[part.within(box)])
+
+    def digest(self) -> dict[tuple[str, Box], int]:
+        """Return the digests of what the child's parameters hold. Blocks: until it has answered."""
+        self._finish()
+        self._client.start_call(DIGEST)
+        answer = self._child.socket.receive(self._deadline_s)
+        self._client.finish_call(DIGEST, self._deadline_s)
+        if not isinstance(answer, WeightDigests):
+            raise WeightsError(f"{self._child.name} sent no digests of its weights")
+        return {(name, box): value for name, box, value in answer.digests}
+
+    def commit(self, version: int) -> None:
+        """Generate with the new weights as `version`. Blocks: until the child has them all."""
+        self._finish()
+        self._engine.commit_push(version)
+
+    def _receiving(self) -> BucketWriter:
+        """Return the writer of buckets, once the child has been told to read them."""
+        if self._writer is None:
+            self._writer = self._attach()
+        if not self._receives:
+            self._client.start_call(RECEIVE)
+            self._receives = True
+        return self._writer
+
+    def _attach(self) -> BucketWriter:
+        """Make the slab, and have the child map it and learn which tensors will come."""
+        total = sum(_whole(shape).num_elements for shape in self._shapes.values())
+        wanted = 2 * total * ITEM_BYTES[self._dtype] + 2 * len(self._shapes) * 256
+        slab = Slab.create(min(self._slab_bytes, wanted), self._device)
+        self._client.start_call(ATTACH)
+        tensors = [(name, shape, self._dtype) for name, shape in self._shapes.items()]
+        self._child.socket.send(TensorShapes(tensors))
+        slab.send(self._child.socket)
+        self._client.finish_call(ATTACH, self._deadline_s)
+        return BucketWriter(slab, self._child.socket, self._deadline_s)
+
+    def _finish(self) -> None:
+        """Wait until the child has loaded all buckets of this push."""
+        if self._receives and self._writer is not None:
+            try:
+                self._writer.finish()
+            finally:
+                self._receives = False
+            self._client.finish_call(RECEIVE, self._deadline_s)
+
+
+def _whole(shape: Dims) -> Box:
+    return Box((0,) * len(shape), shape)

@@ -1,0 +1,80 @@
+"""State of an SGLang engine: which requests of its memory and weights may follow which.
+
+SGLang's scheduler checks little of this: it exits when it is put to sleep while it works, or woken
+twice. So the rank refuses first, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+from spmd_rl.errors import ResidencyError, SpmdError
+
+NO_WEIGHTS = (
+    "the engine has no weights of a known version: push some to it, also after it has slept with "
+    "engine.sleep_weights"
+)
+KV_CACHE, WEIGHTS = "kv_cache", "weights"  # SGLang's names for what can sleep
+
+
+class EngineState:
+    """What is awake, the version of the weights, and whether a push changes them."""
+
+    def __init__(self, sleep_weights: bool) -> None:
+        self._tags = (KV_CACHE, WEIGHTS) if sleep_weights else (KV_CACHE,)
+        self.version: int | None = None
+        self.is_asleep = False
+        self.is_pushing = False
+
+    @property
+    def can_generate(self) -> bool:
+        return not (self.is_asleep or self.is_pushing or self.version is None)
+
+    def require_generate(self) -> int:
+        """Return the version that generates now.
+
+        Raises: ResidencyError while asleep; SpmdError without weights of a known version.
+        """
+        if self.is_asleep:
+            raise ResidencyError("the engine is asleep: wake it before it generates")
+        if self.is_pushing or self.version is None:
+            raise SpmdError(NO_WEIGHTS)
+        return self.version
+
+    def check_awake(self) -> None:
+        """Raises: ResidencyError while asleep, when weights cannot be changed."""
+        if self.is_asleep:
+            raise ResidencyError("the engine is asleep: wake it before weights are pushed to it")
+
+    def begin_push(self) -> None:
+        self.check_awake()
+        self.is_pushing, self.version = True, None
+
+    def end_push(self, version: int) -> None:
+        """Raises: SpmdError when no push has begun."""
+        if not self.is_pushing:
+            raise SpmdError(f"weights of version {version} were committed and never pushed")
+        self.is_pushing, self.version = False, version
+
+    def begin_sleep(self, num_running: int) -> list[str]:
+        """Return the tags to release; none while asleep.
+
+        Raises: ResidencyError while requests run, or while a push is not committed.
+        """
+        if num_running:
+            raise ResidencyError(
+                f"the engine cannot sleep while {num_running} requests run: abort them first"
+            )
+        if self.is_pushing:
+            raise ResidencyError("the engine cannot sleep during a push: commit it first")
+        if self.is_asleep:
+            return []
+        self.is_asleep = True
+        if WEIGHTS in self._tags:
+            self.version = None
+        return list(self._tags)
+
+    def begin_wake(self) -> list[str]:
+        """Return the tags to resume; none while awake."""
+        if not self.is_asleep:
+            return []
+        self.is_asleep = False
+        return list(self._tags)
