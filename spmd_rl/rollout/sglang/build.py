@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from spmd_rl.errors import ResidencyError
 from spmd_rl.kernels.contract import dtype_of
 from spmd_rl.mesh.private_folder import PrivateFolder
 from spmd_rl.model.spec import ModelSpec
-from spmd_rl.offload.ledger import kv_budget
+from spmd_rl.offload.ledger import as_size, kv_budget
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
@@ -19,6 +21,7 @@ from spmd_rl.rollout.sglang.launch import Child
 from spmd_rl.rollout.sglang.messages import ChildSpec
 from spmd_rl.rollout.sglang.options import VERSIONS, Interpreter, check_options, server_args
 from spmd_rl.rollout.sglang.structs import field_lists
+from spmd_rl.weights.layout import ITEM_BYTES
 
 # SGLang's options where its own defaults serve a trainer beside it badly; a run may set them
 DEFAULTS: dict[str, Any] = {
@@ -26,7 +29,8 @@ DEFAULTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle scheduler takes a whole core
     "cuda_graph_config": {"prefill": {"backend": "disabled"}},  # they take most of the start
 }
-LEAST_FRACTION = 0.05
+# of a GPU's free memory, for the keys and values of an engine that no plan has counted
+FREE_SHARE = 0.4
 
 
 def build(
@@ -59,30 +63,30 @@ def build(
         "max_running_requests": cfg.max_batch,
         "enable_memory_saver": bool(site.memory_saver),
     }
+    defaults = dict(DEFAULTS)
     if device.type == "cuda":
-        defaults = DEFAULTS | {"mem_fraction_static": _static_fraction(cfg, device, reserved_bytes)}
-    else:
-        defaults = DEFAULTS
-    private = PrivateFolder()
-    child = Child(interpreter, site, rank)
-    client = SchedulerClient(private.path, child.socket.fileno(), child.raise_failure)
-    weakref.finalize(child, private.leave)
-    try:
-        ready = child.wait_until_ready(
-            ChildSpec(
-                list(VERSIONS),
-                server_args(cfg, ours, defaults),
-                _port_args(client, private, child),
-                device.index or 0,
-                field_lists(),
-            ),
-            cfg.start_deadline_s,
+        weight_bytes = spec.num_parameters * ITEM_BYTES[dtype]
+        defaults["mem_fraction_static"] = static_fraction(
+            cfg, torch.cuda.mem_get_info(device), weight_bytes, reserved_bytes
         )
+    folder_of_sockets = PrivateFolder()
+    child = Child(interpreter, site, rank)
+    client = SchedulerClient(folder_of_sockets.path, child.socket.fileno(), child.raise_failure)
+    weakref.finalize(client, folder_of_sockets.leave)
+    child_spec = ChildSpec(
+        versions=list(VERSIONS),
+        server_args=server_args(cfg, ours, defaults),
+        port_args=_port_args(folder_of_sockets.path, child),
+        gpu_id=device.index or 0,
+        fields=field_lists(),
+    )
+    try:
+        ready = child.wait_until_ready(child_spec, cfg.start_deadline_s)
     except BaseException:
         child.stop()
         client.close()
         raise
-    engine = SglangEngine(
+    return SglangEngine(
         child,
         client,
         cfg,
@@ -91,6 +95,39 @@ def build(
         device=device,
         max_kv_tokens=ready.max_num_tokens,
         decode=decode,
+        start_seconds=ready.seconds,
     )
-    engine.start_seconds = ready.seconds
-    return engine
+
+
+def static_fraction(
+    cfg: SglangEngineConfig, memory: tuple[int, int], weight_bytes: int, reserved_bytes: int
+) -> float:
+    """Return SGLang's mem_fraction_static: the share of what is free now for weights and K/V.
+
+    `memory` is what is free and what the GPU has. As for the native engine, keys and values get
+    what the plan leaves of `memory_fraction`, or FREE_SHARE of what is free without a plan.
+    """
+    free_bytes, capacity_bytes = memory
+    in_use_bytes = capacity_bytes - free_bytes
+    beside = max(reserved_bytes, in_use_bytes + weight_bytes)
+    kv_bytes = kv_budget(capacity_bytes, cfg.memory_fraction, beside)
+    if not reserved_bytes:
+        kv_bytes = min(kv_bytes, int(free_bytes * FREE_SHARE))
+    fraction = (kv_bytes + weight_bytes) / free_bytes
+    if not 0 < fraction < 1:
+        raise ResidencyError(
+            f"no room for SGLang's weights and its keys and values: {as_size(free_bytes)} are "
+            f"free, and they would take {as_size(max(kv_bytes, 0) + weight_bytes)}"
+        )
+    return round(fraction, 4)
+
+
+def _port_args(folder: Path, child: Child) -> dict[str, Any]:
+    """Return the fields of SGLang's PortArgs."""
+    return {
+        **SchedulerClient.addresses(folder),
+        "nccl_port": child.store.port,
+        "tokenizer_worker_ipc_name": None,
+        "decoupled_spec_ipc_config": None,
+        "instance_id": folder.name,
+    }

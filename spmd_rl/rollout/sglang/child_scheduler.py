@@ -57,9 +57,15 @@ def check_version(version: str, known: list[str]) -> None:
 
 
 def check_fields(io_struct: Any, mirrors: Mapping[str, list[str]]) -> None:
-    """Raises: SpmdError unless each mirror's fields are those that SGLang's struct begins with."""
+    """Raises: SpmdError unless SGLang's struct begins with each mirror's fields.
+
+    One that is sent as a map need only have them.
+    """
     for name, fields in mirrors.items():
-        actual = getattr(io_struct, name).__struct_fields__
+        struct = getattr(io_struct, name)
+        actual = struct.__struct_fields__
+        if not struct.__struct_config__.array_like and set(fields) <= set(actual):
+            continue
         if list(actual[: len(fields)]) != fields:
             raise SpmdError(
                 f"SGLang's {name} begins with the fields {', '.join(actual[: len(fields)])}, and "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -89,7 +90,9 @@ class WeightReceiver:
     @torch.no_grad()
     def receive(self) -> None:
         """Load the buckets of one push. Blocks: until the last has come; the rank sends it."""
-        self.missing = {name: _whole(shape).num_elements for name, (shape, _) in self.shapes.items()}
+        self.missing = {
+            name: _whole(shape).num_elements for name, (shape, _) in self.shapes.items()
+        }
         self.staged = {}
         reader = BucketReader(self.mapped, self.context.socket, DEADLINE_S)
         for bucket in reader:

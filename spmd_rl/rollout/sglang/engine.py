@@ -7,12 +7,13 @@ answers, waits until the scheduler is idle, loads, and starts the requests again
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from spmd_rl.errors import DeadlineError, SpmdError
@@ -22,6 +23,7 @@ from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.launch import Child
 from spmd_rl.rollout.sglang.requests import Key, OpenRequest, RequestTable, finish_of, joined
+from spmd_rl.rollout.sglang.sink import SglangSink
 from spmd_rl.rollout.sglang.state import EngineState
 from spmd_rl.rollout.sglang.structs import (
     AbortReq,
@@ -76,14 +78,32 @@ class SglangEngine:
         cfg: SglangEngineConfig,
         spec: ModelSpec,
         *,
+        dtype: str,
+        device: torch.device,
         max_kv_tokens: int,
         decode: Callable[[tuple[int, ...]], str] | None = None,
+        start_seconds: Mapping[str, float] | None = None,
     ) -> None:
+        """`child` is ready. `dtype` is that of the weights which a push brings.
+
+        `start_seconds` says how long each part of the child's start took.
+        """
+        self.start_seconds = dict(start_seconds or {})
         self.child = child
         self.client = client
         self.cfg = cfg
         self.spec = spec
         self.state = EngineState(cfg.sleep_weights)
+        self._sink = SglangSink(
+            self,
+            child,
+            client,
+            spec.parameter_shapes(),
+            dtype,
+            device,
+            slab_bytes=cfg.slab_bytes,
+            deadline_s=cfg.answer_deadline_s,
+        )
         self._table = RequestTable(spec, max_kv_tokens, decode)
         self._new = NewTokens()
         self._last_heard_s = time.monotonic()
@@ -168,6 +188,10 @@ class SglangEngine:
         """Start all requests again with the weights that were pushed, as `version`."""
         self.state.end_push(version)
         self._start(self._table.waiting())
+
+    def sink(self) -> SglangSink:
+        """Return where a push puts weights."""
+        return self._sink
 
     def contract(self) -> None:
         """Return None: SGLang promises no bits that a trainer could have too."""
@@ -300,7 +324,9 @@ class SglangEngine:
         """Raises: SpmdError if a token has no log-prob, or one that is NaN."""
         where = f"prompt {one.request.uid}, sample {one.request.index}"
         if len(tokens) != len(logprobs):
-            raise SpmdError(f"SGLang sent {len(logprobs)} log-probs of {len(tokens)} tokens: {where}")
+            raise SpmdError(
+                f"SGLang sent {len(logprobs)} log-probs of {len(tokens)} tokens: {where}"
+            )
         if np.isnan(logprobs).any():
             raise SpmdError(f"weights version {version} give NaN logits: {where}")
 

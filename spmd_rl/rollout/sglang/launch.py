@@ -22,7 +22,7 @@ from spmd_rl.rollout.sglang.options import Interpreter, SglangSite
 from spmd_rl.weights.peer_socket import PeerSocket
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
 CHILD_PROGRAM = Path(__file__).with_name("child.py")
 END_DEADLINE_S = 30.0
@@ -138,10 +138,10 @@ class Child:
         self.stop()
         return LostRankError(f"{self.name} ended with {_in_words(code)}; its output says why")
 
-    def raise_failure(self, deadline_s: float) -> None:
+    def raise_failure(self) -> None:
         """Raise the error of a child whose socket can be read although nothing was asked of it."""
         try:
-            self.socket.receive(deadline_s)
+            self.socket.receive(END_DEADLINE_S)
         except LostRankError:
             raise self.ended() from None
         raise SpmdError(f"{self.name} sent a message that nobody had asked for")
@@ -162,6 +162,6 @@ def _in_words(code: int) -> str:
 
 def _store() -> TCPStore:
     """Return the store at which the child's own process group meets, on a port that is free."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

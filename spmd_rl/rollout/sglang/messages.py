@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from spmd_rl.weights.layout import Box, Dims
+from spmd_rl.weights.peer_socket import PeerMessage
 
 
-class ChildSpec(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True):
+class ChildSpec(PeerMessage, tag=True, frozen=True):
     """All that the child is started with.
 
     `server_args` and `port_args` are the fields of SGLang's classes of these names. `fields` are
@@ -23,9 +22,7 @@ class ChildSpec(msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_u
     fields: dict[str, list[str]]
 
 
-class ChildReady(
-    msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True
-):
+class ChildReady(PeerMessage, tag=True, frozen=True):
     """The scheduler runs. `seconds` says how long each part of the start took."""
 
     version: str
@@ -33,17 +30,13 @@ class ChildReady(
     seconds: dict[str, float]
 
 
-class TensorShapes(
-    msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True
-):
+class TensorShapes(PeerMessage, tag=True, frozen=True):
     """The tensors that pushes will bring: name, shape and dtype of each."""
 
     tensors: list[tuple[str, Dims, str]]
 
 
-class WeightDigests(
-    msgspec.Struct, tag=True, array_like=True, frozen=True, forbid_unknown_fields=True
-):
+class WeightDigests(PeerMessage, tag=True, frozen=True):
     """Digests of what the scheduler's parameters hold.
 
     `received` names tensors whose digest is that of the bytes which came, because the child knows

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -94,7 +94,7 @@ class Interpreter:
         path = Path(python)
         if path.is_dir():
             rest = os.environ.get("PYTHONPATH")
-            folders = [str(path.resolve()), *([rest] if rest else [])]
+            folders = [*_folders(path.resolve()), *([rest] if rest else [])]
             return cls(sys.executable, os.pathsep.join(folders))
         if path.is_file() and os.access(path, os.X_OK):
             return cls(os.path.abspath(path), "")
@@ -151,6 +151,18 @@ def server_args(
 ) -> dict[str, Any]:
     """Return the fields of SGLang's ServerArgs: `defaults`, then the user's options, then ours."""
     return {**defaults, **cfg.options, **ours}
+
+
+def _folders(site: Path) -> Iterator[str]:
+    """Yield a folder of packages, and the folders that its .pth files name.
+
+    Python itself reads such files in its own site-packages alone.
+    """
+    yield str(site)
+    for file in sorted(site.glob("*.pth")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line and not line.startswith(("#", "import")) and (site / line).is_dir():
+                yield str(site / line)
 
 
 def _check_version(version: str, where: str) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmd_rl.errors import LostRankError, SpmdError, WeightsError
+from spmd_rl.errors import WeightsError
 from spmd_rl.rollout.sglang.child_calls import ATTACH, DIGEST, RECEIVE
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.launch import Child

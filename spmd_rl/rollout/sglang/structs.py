@@ -206,5 +206,5 @@ def token_ids(array: tuple[str, bytes]) -> NDArray[np.int32]:
 
 def field_lists() -> dict[str, list[str]]:
     """Return the fields of each mirror, which must begin those of SGLang's struct of its name."""
-    mirrors = dict.fromkeys(SENT + RECEIVED)
+    mirrors = dict.fromkeys((*SENT, *RECEIVED, SamplingParams))
     return {mirror.__name__: list(mirror.__struct_fields__) for mirror in mirrors}

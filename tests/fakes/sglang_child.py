@@ -1,0 +1,494 @@
+"""A fake SGLang: a scheduler that draws tokens by hashing, with SGLang 0.5.16's structs and sockets.
+
+`write_site` makes a folder of packages, which `engine.python` may name, and in which this file is
+`sglang.srt.server_args`. The child's own program then runs as it does with the real SGLang. A token
+depends on the weights and on (uid, index, position) alone, so a resumed answer can be compared with
+an unbroken one. It needs msgspec and pyzmq; torch is imported for the first push.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from array import array
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+VERSION = "0.5.16"
+FORCED_INTERVAL = 50  # tokens between messages of a request that is not streamed
+
+
+@dataclasses.dataclass
+class ServerArgs:
+    """The options that the tests set; `fake_steps` are those that may run before more is granted."""
+
+    model_path: str
+    skip_tokenizer_init: bool = False
+    load_format: str = "auto"
+    dtype: str = "auto"
+    random_seed: int | None = None
+    max_running_requests: int = 256
+    enable_memory_saver: bool = False
+    log_level: str = "info"
+    sleep_on_idle: bool = False
+    cuda_graph_config: dict[str, Any] | None = None
+    attention_backend: str | None = None
+    quantization: str | None = None
+    disable_radix_cache: bool = False
+    tp_size: int = 1
+    fake_steps: int = -1  # -1: as many as there is work for
+    fake_failure: str = ""  # what the scheduler raises while it is built
+    fake_wrong_byte: bool = False  # flip a bit of the first parameter after each push
+
+
+@dataclasses.dataclass
+class PortArgs:
+    tokenizer_ipc_name: str
+    scheduler_input_ipc_name: str
+    detokenizer_ipc_name: str
+    nccl_port: int
+    rpc_ipc_name: str
+    metrics_ipc_name: str
+    tokenizer_worker_ipc_name: str | None
+    decoupled_spec_ipc_config: Any
+    load_collector_ipc_name: str = ""
+    instance_id: str = ""
+
+
+class BaseReq(msgspec.Struct, tag=True, kw_only=True, array_like=True):
+    rid: str | None = None
+    http_worker_ipc: str | None = None
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    max_new_tokens: int | None = 128
+    stop: list[str] | None = None
+    stop_token_ids: set[int] | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 1 << 30
+    min_p: float = 0.0
+    ignore_eos: bool = False
+    stream_interval: int | None = None
+    sampling_seed: int | None = None
+    stop_strs: list[str] | None = None
+    stop_regex_strs: list[str] | None = None
+    is_normalized: bool = False
+
+
+class TokenizedGenerateReqInput(BaseReq, kw_only=True):
+    input_text: str | None
+    input_ids: array | None
+    input_embeds: Any
+    mm_inputs: Any
+    token_type_ids: Any
+    sampling_params: SamplingParams
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: Any
+    stream: bool
+    return_sampling_mask: bool = False
+
+
+class BatchTokenIDOutput(msgspec.Struct, tag=True, kw_only=True, array_like=True):
+    rids: list[str] | None = None
+    http_worker_ipcs: Any = None
+    finished_reasons: list[dict[str, Any] | None]
+    decoded_texts: list[str]
+    decode_ids: list[array]
+    read_offsets: list[int]
+    output_ids: list[array]
+    skip_special_tokens: list[bool]
+    spaces_between_special_tokens: list[bool]
+    no_stop_trim: list[bool]
+    prompt_tokens: list[int]
+    reasoning_tokens: list[int]
+    completion_tokens: list[int]
+    cached_tokens: list[int]
+    input_token_logprobs_val: Any
+    input_token_logprobs_idx: Any
+    output_token_logprobs_val: list[list[float]]
+    output_token_logprobs_idx: Any
+
+
+class AbortReq(BaseReq, kw_only=True):
+    abort_all: bool = False
+    finished_reason: dict[str, Any] | None = None
+    abort_message: str | None = None
+
+
+class FlushCacheReqInput(BaseReq, kw_only=True):
+    timeout_s: float | None = None
+
+
+class FlushCacheReqOutput(BaseReq, kw_only=True):
+    success: bool
+    message: str = ""
+
+
+class ReleaseMemoryOccupationReqInput(BaseReq, kw_only=True):
+    tags: list[str] | None = None
+
+
+class ReleaseMemoryOccupationReqOutput(BaseReq, kw_only=True):
+    pass
+
+
+class ResumeMemoryOccupationReqInput(BaseReq, kw_only=True):
+    tags: list[str] | None = None
+
+
+class ResumeMemoryOccupationReqOutput(BaseReq, kw_only=True):
+    pass
+
+
+class RpcReqInput(BaseReq, kw_only=True):
+    method: str
+    parameters: dict[str, bool | int | float | str | None] | None = None
+
+
+class RpcReqOutput(BaseReq, kw_only=True):
+    success: bool
+    message: str
+
+
+Received = (
+    TokenizedGenerateReqInput
+    | AbortReq
+    | FlushCacheReqInput
+    | ReleaseMemoryOccupationReqInput
+    | ResumeMemoryOccupationReqInput
+)
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, array):
+        return value.typecode, value.tobytes()
+    raise TypeError(type(value))
+
+
+def _decode_array(_: Any, value: Any) -> array:
+    typecode, data = value
+    made = array(typecode)
+    made.frombytes(data)
+    return made
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder = msgspec.msgpack.Decoder(Received, dec_hook=_decode_array)
+_rpc_decoder = msgspec.msgpack.Decoder(RpcReqInput)
+
+
+def draw(weights: int, uid: int, index: int, position: int, vocab_size: int) -> tuple[int, float]:
+    """The token at a position, and its log-prob."""
+    mixed = weights & 0xFFFFFFFF
+    for word in (uid, index, position):
+        mixed = (mixed * 6364136223846793005 + word * 1442695040888963407 + 97) % (1 << 64)
+        mixed ^= mixed >> 29
+    return int(mixed >> 7) % vocab_size, -float(mixed % 977) / 128
+
+
+class Running:
+    """One request of the fake."""
+
+    def __init__(self, message: TokenizedGenerateReqInput) -> None:
+        assert message.rid is not None
+        assert message.input_ids is not None
+        assert message.sampling_params.is_normalized
+        self.rid = message.rid
+        self.uid, self.index = (int(part, 16) for part in message.rid.split(".")[:2])
+        self.params = message.sampling_params
+        self.stream = message.stream
+        self.num_prompt = len(message.input_ids)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.num_sent = 0
+        self.is_aborted = False
+        self.reason: dict[str, Any] | None = None
+
+    def grow(self, weights: int, vocab_size: int, eos_ids: set[int]) -> None:
+        position = self.num_prompt + len(self.tokens)
+        token, logprob = draw(weights, self.uid, self.index, position, vocab_size)
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        ends = set() if self.params.ignore_eos else eos_ids | (self.params.stop_token_ids or set())
+        if self.is_aborted:
+            self.reason = {"type": "abort", "message": "Aborted"}
+        elif len(self.tokens) >= (self.params.max_new_tokens or 0):
+            self.reason = {"type": "length", "length": len(self.tokens)}
+        elif token in ends:
+            self.reason = {"type": "stop", "matched": token}
+
+    @property
+    def is_due(self) -> bool:
+        interval = (self.params.stream_interval or 1) if self.stream else FORCED_INTERVAL
+        return self.reason is not None or len(self.tokens) % interval == 0
+
+
+class Scheduler:
+    """SGLang's scheduler, as far as the child and its rank use it."""
+
+    def __init__(
+        self, server_args: ServerArgs, port_args: PortArgs, gpu_id: int, *ranks: int | None
+    ) -> None:
+        if server_args.fake_failure:
+            raise ValueError(server_args.fake_failure)
+        assert server_args.skip_tokenizer_init
+        assert ranks == (0, 0, 0, 0, 0, None)
+        self.server_args = server_args
+        config = json.loads((Path(server_args.model_path) / "config.json").read_text())
+        self.vocab_size: int = config["vocab_size"]
+        eos = config.get("eos_token_id")
+        self.eos_ids = {eos} if isinstance(eos, int) else set(eos or ())
+        context = zmq.Context()
+        self._requests = context.socket(zmq.PULL)
+        self._requests.connect(port_args.scheduler_input_ipc_name)
+        self._answers = context.socket(zmq.PUSH)
+        self._answers.connect(port_args.tokenizer_ipc_name)
+        self._calls = context.socket(zmq.DEALER)
+        self._calls.connect(port_args.rpc_ipc_name)
+        self._waiting: deque[Running] = deque()
+        self._running: list[Running] = []
+        self._pending_flush: float | None = None
+        self._asleep: set[str] = set()
+        self._steps_left = server_args.fake_steps
+        self._weights: int | None = None
+        self._model: Any = None
+
+    @property
+    def tp_worker(self) -> Any:
+        return self
+
+    @property
+    def model_runner(self) -> Any:
+        return self
+
+    @property
+    def model(self) -> Any:
+        if self._model is None:
+            is_quantized = self.server_args.quantization is not None
+            self._model = _model(self.server_args.model_path, self.server_args.dtype, is_quantized)
+        return self._model
+
+    def get_init_info(self) -> dict[str, Any]:
+        return {"status": "ready", "max_total_num_tokens": 1 << 16, "max_req_input_len": 1 << 16}
+
+    def run_event_loop(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._requests, zmq.POLLIN)
+        poller.register(self._calls, zmq.POLLIN)
+        while True:
+            can_step = (self._running or self._waiting) and self._steps_left != 0
+            ready = dict(poller.poll(0 if can_step else None))
+            while self._requests in ready and self._requests.poll(0):
+                self._handle(_decoder.decode(self._requests.recv()))
+            if self._calls in ready:
+                self._answer_call(_rpc_decoder.decode(self._calls.recv()))
+            self._flush_if_idle()
+            if (self._running or self._waiting) and self._steps_left != 0:
+                self._step()
+                self._flush_if_idle()
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        self._weights = None
+        return not (self._running or self._waiting)
+
+    def fake_grant(self, steps: int) -> None:
+        """Let so many more steps run; with -1, all that there is work for."""
+        self._steps_left = steps if steps < 0 else max(self._steps_left, 0) + steps
+
+    def fake_exit(self, code: int) -> None:
+        import os
+
+        os._exit(code)
+
+    def _handle(self, message: Received) -> None:
+        match message:
+            case TokenizedGenerateReqInput():
+                assert not self._asleep, "a request came while memory was released"
+                self._waiting.append(Running(message))
+            case AbortReq():
+                self._abort(message)
+            case FlushCacheReqInput():
+                assert self._pending_flush is None
+                self._pending_flush = time.monotonic() + (message.timeout_s or 0)
+            case ReleaseMemoryOccupationReqInput():
+                assert not self._running, "release_memory_occupation when not idle"
+                assert not self._waiting, "release_memory_occupation when not idle"
+                for tag in message.tags or ():
+                    assert tag not in self._asleep
+                    self._asleep.add(tag)
+                self._send(ReleaseMemoryOccupationReqOutput())
+            case ResumeMemoryOccupationReqInput():
+                for tag in message.tags or ():
+                    self._asleep.remove(tag)
+                if self._model is not None and "weights" in (message.tags or ()):
+                    self._model.forget()
+                    self._weights = None
+                self._send(ResumeMemoryOccupationReqOutput())
+
+    def _answer_call(self, message: RpcReqInput) -> None:
+        success, text = True, ""
+        try:
+            getattr(self, message.method)(**(message.parameters or {}))
+        except Exception as error:
+            success, text = False, str(error)
+        if self.server_args.fake_wrong_byte and message.method == "spmd_receive_weights":
+            self._model.flip()
+        self._calls.send(_encoder.encode(RpcReqOutput(success=success, message=text)))
+
+    def _abort(self, message: AbortReq) -> None:
+        kept: deque[Running] = deque()
+        for request in self._waiting:
+            if message.abort_all or request.rid.startswith(message.rid or ""):
+                self._send(AbortReq(rid=request.rid))
+            else:
+                kept.append(request)
+        self._waiting = kept
+        for request in self._running:
+            if message.abort_all or request.rid.startswith(message.rid or ""):
+                request.is_aborted = True
+        if self._running and self._steps_left == 0:
+            self._steps_left = 1  # one that was aborted decodes once more
+
+    def _step(self) -> None:
+        room = self.server_args.max_running_requests - len(self._running)
+        for _ in range(min(room, len(self._waiting))):
+            self._running.append(self._waiting.popleft())
+        if self._steps_left > 0:
+            self._steps_left -= 1
+        if self._weights is None:
+            self._weights = self._model.checksum() if self._model is not None else 0
+        for request in self._running:
+            request.grow(self._weights, self.vocab_size, self.eos_ids)
+        self._send_tokens([request for request in self._running if request.is_due])
+        self._running = [request for request in self._running if request.reason is None]
+
+    def _flush_if_idle(self) -> None:
+        if self._pending_flush is None:
+            return
+        is_idle = not (self._running or self._waiting)
+        if is_idle or time.monotonic() >= self._pending_flush:
+            self._pending_flush = None
+            self._send(FlushCacheReqOutput(success=is_idle and self.flush_cache()))
+
+    def _send_tokens(self, requests: list[Running]) -> None:
+        if not requests:
+            return
+        count = len(requests)
+        new = [request.tokens[request.num_sent :] for request in requests]
+        scores = [request.logprobs[request.num_sent :] for request in requests]
+        for request in requests:
+            request.num_sent = len(request.tokens)
+        self._send(
+            BatchTokenIDOutput(
+                rids=[request.rid for request in requests],
+                finished_reasons=[request.reason for request in requests],
+                decoded_texts=[""] * count,
+                decode_ids=[array("q", tokens) for tokens in new],
+                read_offsets=[0] * count,
+                output_ids=[array("q", tokens) for tokens in new],
+                skip_special_tokens=[True] * count,
+                spaces_between_special_tokens=[True] * count,
+                no_stop_trim=[False] * count,
+                prompt_tokens=[request.num_prompt for request in requests],
+                reasoning_tokens=[0] * count,
+                completion_tokens=[len(request.tokens) for request in requests],
+                cached_tokens=[0] * count,
+                input_token_logprobs_val=[[] for _ in requests],
+                input_token_logprobs_idx=[[] for _ in requests],
+                output_token_logprobs_val=scores,
+                output_token_logprobs_idx=new,
+            )
+        )
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._answers.send(_encoder.encode(message))
+
+
+def configure_scheduler_process(server_args: ServerArgs, gpu_id: int, *ranks: int | None) -> None:
+    assert ranks == (0, 0, 0, 0, 0, None)
+
+
+def _model(folder: str, dtype: str, is_quantized: bool) -> Any:
+    """A module with the parameters of SGLang's dense models: fused, and with padded embeddings."""
+    import zlib
+
+    import torch
+    from torch import nn
+
+    from spmd_rl.model.spec import ModelSpec
+
+    spec = ModelSpec.from_folder(folder)
+    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+    fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    rows: dict[str, list[int]] = {}
+    parts: dict[str, tuple[str, int, int]] = {}  # of each tensor: parameter, first row, rows
+    for name, shape in spec.parameter_shapes().items():
+        owner = ".".join(fused.get(word, word) for word in name.split("."))
+        size = rows.setdefault(owner, [0, *shape[1:]])
+        parts[name] = owner, size[0], shape[0]
+        size[0] += shape[0]
+    for owner, size in rows.items():
+        if owner.endswith(("embed_tokens.weight", "lm_head.weight")):
+            size[0] = -(-size[0] // 64) * 64
+
+    class Model(nn.Module):
+        quant_config = object() if is_quantized else None
+
+        def __init__(self) -> None:
+            super().__init__()
+            for owner, size in rows.items():
+                *path, last = owner.split(".")
+                module: nn.Module = self
+                for word in path:
+                    if not hasattr(module, word):
+                        module.add_module(word, nn.Module())
+                    module = getattr(module, word)
+                value = torch.zeros(size, dtype=getattr(torch, dtype))
+                module.register_parameter(last, nn.Parameter(value, requires_grad=False))
+
+        def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+            parameters = dict(self.named_parameters())
+            for name, tensor in weights:
+                owner, start, size = parts[name]
+                parameters[owner].data[start : start + size].copy_(tensor)
+
+        def checksum(self) -> int:
+            value = 0
+            for parameter in self.parameters():
+                data = parameter.detach().contiguous().view(-1).view(torch.uint8)
+                value = zlib.crc32(data.numpy().tobytes(), value)
+            return value
+
+        def forget(self) -> None:
+            for parameter in self.parameters():
+                parameter.data.fill_(-1.0)
+
+        def flip(self) -> None:
+            next(self.parameters()).data.view(-1)[0] += 1
+
+    return Model()
+
+
+def write_site(folder: Path, version: str = VERSION) -> Path:
+    """Write the packages of this fake SGLang, and return the folder for `engine.python`."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    managers = folder / "sglang/srt/managers"
+    managers.mkdir(parents=True)
+    (folder / "sglang/__init__.py").write_text(f"__version__ = {version!r}\n")
+    (folder / "sglang/srt/__init__.py").touch()
+    (folder / "sglang/srt/server_args.py").write_text(source)
+    (managers / "__init__.py").touch()
+    for name in ("io_struct", "scheduler"):
+        (managers / f"{name}.py").write_text("from sglang.srt.server_args import *\n")
+    info = folder / f"sglang-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    return folder
