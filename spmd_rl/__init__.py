@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from spmd_rl.controller.capabilities import Contracted as Contracted
     from spmd_rl.controller.capabilities import Saver as Saver
     from spmd_rl.controller.capabilities import Sleeper as Sleeper
-    from spmd_rl.controller.capabilities import WeightSink as WeightSink
-    from spmd_rl.controller.capabilities import WeightSource as WeightSource
+    from spmd_rl.controller.capabilities import WeightProvider as WeightProvider
+    from spmd_rl.controller.capabilities import WeightReceiver as WeightReceiver
     from spmd_rl.controller.controller import Controller as Controller
     from spmd_rl.controller.endpoint import Role as Role
     from spmd_rl.controller.endpoint import Sharded as Sharded
@@ -67,7 +67,13 @@ _HOMES = {
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
     "config.run": ("RunConfig",),
-    "controller.capabilities": ("Contracted", "Saver", "Sleeper", "WeightSink", "WeightSource"),
+    "controller.capabilities": (
+        "Contracted",
+        "Saver",
+        "Sleeper",
+        "WeightProvider",
+        "WeightReceiver",
+    ),
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
     "data.sft": ("SftPairs",),
