@@ -20,14 +20,16 @@ if TYPE_CHECKING:
     from spmd_rl.algo.losses import sft_loss as sft_loss
     from spmd_rl.algo.packing import pack as pack
     from spmd_rl.algo.packing import pack_sft as pack_sft
+    from spmd_rl.check.engine import announce_correction as announce_correction
+    from spmd_rl.check.engine import check_engine as check_engine
     from spmd_rl.check.inputs import check_inputs as check_inputs
     from spmd_rl.config.rules import at_least as at_least
     from spmd_rl.config.run import RunConfig as RunConfig
     from spmd_rl.controller.capabilities import Contracted as Contracted
     from spmd_rl.controller.capabilities import Saver as Saver
     from spmd_rl.controller.capabilities import Sleeper as Sleeper
-    from spmd_rl.controller.capabilities import WeightSink as WeightSink
-    from spmd_rl.controller.capabilities import WeightSource as WeightSource
+    from spmd_rl.controller.capabilities import WeightProvider as WeightProvider
+    from spmd_rl.controller.capabilities import WeightReceiver as WeightReceiver
     from spmd_rl.controller.controller import Controller as Controller
     from spmd_rl.controller.endpoint import Role as Role
     from spmd_rl.controller.endpoint import Sharded as Sharded
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from spmd_rl.rollout.engine import SamplingConfig as SamplingConfig
     from spmd_rl.rollout.engine import refuse_greedy as refuse_greedy
     from spmd_rl.rollout.rollout import Rollout as Rollout
+    from spmd_rl.rollout.sglang.config import SglangEngineConfig as SglangEngineConfig
     from spmd_rl.train.config import Fsdp2Config as Fsdp2Config
     from spmd_rl.train.config import TrainerConfig as TrainerConfig
     from spmd_rl.train.trainer import Trainer as Trainer
@@ -67,7 +70,13 @@ _HOMES = {
     "config.rules": ("at_least",),
     "controller.prefetch": ("CallQueue",),
     "config.run": ("RunConfig",),
-    "controller.capabilities": ("Contracted", "Saver", "Sleeper", "WeightSink", "WeightSource"),
+    "controller.capabilities": (
+        "Contracted",
+        "Saver",
+        "Sleeper",
+        "WeightProvider",
+        "WeightReceiver",
+    ),
     "controller.controller": ("Controller",),
     "controller.endpoint": ("Role", "Sharded", "collective", "local"),
     "data.sft": ("SftPairs",),
@@ -76,9 +85,11 @@ _HOMES = {
     "mesh.role_context": ("RoleContext",),
     "mesh.split": ("RoleSplit", "Split"),
     "model.tokenizer": ("load_tokenizer",),
+    "check.engine": ("announce_correction", "check_engine"),
     "check.inputs": ("check_inputs",),
     "rollout.engine": ("NativeEngineConfig", "SamplingConfig", "refuse_greedy"),
     "rollout.rollout": ("Rollout",),
+    "rollout.sglang.config": ("SglangEngineConfig",),
     "train.config": ("Fsdp2Config", "TrainerConfig"),
     "train.trainer": ("Trainer",),
     "types.prompts": ("Prompt",),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from spmd_rl.controller.capabilities import WeightSink, WeightSource
+from spmd_rl.controller.capabilities import WeightProvider, WeightReceiver
 from spmd_rl.controller.contracts import not_promised, record_contracts
 from spmd_rl.controller.handle import Handle
 from spmd_rl.controller.weight_sync import PlanSummary, RankLayouts, WeightSync
@@ -53,7 +53,7 @@ def link_placement(source: Handle, destination: Handle) -> Placement:
 
     Raises: ConfigError when one of the roles has no weights to give, or to receive.
     """
-    for handle, capability in ((source, WeightSource), (destination, WeightSink)):
+    for handle, capability in ((source, WeightProvider), (destination, WeightReceiver)):
         if capability not in handle.capabilities:
             raise ConfigError(
                 f"{source.name} cannot be linked to {destination.name}: "

@@ -4,14 +4,15 @@ both ends.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from spmd_rl.controller.capabilities import Contracted, WeightSink, WeightSource
+from spmd_rl.controller.capabilities import Contracted, WeightProvider, WeightReceiver
 from spmd_rl.controller.contracts import Contract
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.errors import ContractError
 from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.plan import Traffic, plan_moves
 
@@ -53,25 +54,25 @@ class WeightSync(Role):
 
     def __init__(self, cfg: WeightSyncConfig, context: RoleContext) -> None:
         super().__init__(cfg, context)
-        self._source = cast(WeightSource | None, context.neighbour(cfg.source))
-        self._destination = cast(WeightSink | None, context.neighbour(cfg.destination))
-        self._source_tensors = None if self._source is None else self._source.weight_source()
-        self._destination_tensors = (
-            None if self._destination is None else self._destination.weight_sink()
+        self._provider = cast(WeightProvider | None, context.neighbour(cfg.source))
+        self._receiver = cast(WeightReceiver | None, context.neighbour(cfg.destination))
+        self._ends = LocalEnds(
+            context.world.rank,
+            None if self._provider is None else self._provider.weight_source(),
+            None if self._receiver is None else self._receiver.weight_sink(),
+            context.device,
         )
         self._plan: WeightPlan | None = None
 
     @collective
     def layouts(self) -> Sharded[list[RankLayouts]]:
         """Return the layouts and numeric contracts of this rank."""
-        rank = self.context.world.rank
-        source, destination = (
-            None if tensors is None else tensors.layout(rank)
-            for tensors in (self._source_tensors, self._destination_tensors)
-        )
+        ends = self._ends
+        source = None if ends.source is None else ends.source.layout(ends.rank)
+        destination = None if ends.sink is None else ends.sink.layout(ends.rank)
         roles: dict[str, object] = {
-            self.cfg.source: self._source,
-            self.cfg.destination: self._destination,
+            self.cfg.source: self._provider,
+            self.cfg.destination: self._receiver,
         }
         contracts = {
             name: role.numeric_contract()
@@ -91,15 +92,12 @@ class WeightSync(Role):
         """
         from spmd_rl.weights.executors import alias
 
-        self._plan = plan_moves(sources, destinations, nodes, self.context.world.rank)
-        source, destination = self._source_tensors, self._destination_tensors
-        if (
-            self.cfg.alias
-            and source is not None
-            and destination is not None
-            and alias(destination, source)
-        ):
-            self._mark_stale_before_change()
+        ends = self._ends
+        self._plan = plan_moves(sources, destinations, nodes, ends.rank)
+        if self.cfg.alias and ends.source is not None and ends.sink is not None:
+            self._ends = replace(ends, shared=alias(ends.source, ends.sink, ends.rank))
+        if self._ends.shared and self._provider is not None:
+            self._provider.call_before_change(self._ends.the_sink().open)
         return PlanSummary(self._plan.digest, self._plan.local_bytes, self._plan.wire_bytes)
 
     @collective
@@ -115,23 +113,14 @@ class WeightSync(Role):
 
         if self._plan is None:
             raise ContractError("weights cannot be transferred before `prepare` has planned it")
-        traffic = execute(
-            self._plan,
-            self.context.world.rank,
-            self._source_tensors,
-            self._destination_tensors,
-            self.context.group,
-        )
-        return [traffic]
+        if self._ends.sink is not None:
+            self._ends.sink.open()
+        return [execute(self._plan.moves, self._ends, self.context.group)]
 
     @collective
     def commit(self, version: int) -> None:
         """Let both ends call the pushed weights `version`, now that every rank has its bytes."""
-        if self._source is not None:
-            self._source.on_weights_pushed(version)
-        if self._destination is not None:
-            self._destination.on_weights_received(version)
-
-    def _mark_stale_before_change(self) -> None:
-        if self._source is not None and self._destination is not None:
-            self._source.call_before_change(self._destination.on_weights_stale)
+        if self._provider is not None:
+            self._provider.on_weights_pushed(version)
+        if self._ends.sink is not None:
+            self._ends.sink.commit(version)

@@ -21,18 +21,22 @@ class Config:
     prompts_per_step: int = 32  # each with sampling.num_samples samples
     clip_low: float = 0.2  # the ratio of new to old probability is clipped below 1 - clip_low
     clip_high: float = 0.2  # and above 1 + clip_high
+    # truncated importance sampling: the largest weight trainer / engine of a token; 0: none
+    tis_cap: float = 0.0
     run: rl.RunConfig = field(default_factory=rl.RunConfig)
     split: rl.Split = field(default_factory=rl.Split)
     prompts: rl.PromptConfig = field(default_factory=rl.PromptConfig)
     sampling: rl.SamplingConfig = field(default_factory=lambda: rl.SamplingConfig(num_samples=8))
-    engine: rl.NativeEngineConfig = field(default_factory=rl.NativeEngineConfig)
+    engine: rl.NativeEngineConfig | rl.SglangEngineConfig = field(
+        default_factory=rl.NativeEngineConfig
+    )
     trainer: rl.TrainerConfig = field(default_factory=rl.TrainerConfig)
     # `spmd-rl plan` counts on the engine's sleep while the trainer beside it trains
     engine_sleeps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         rl.at_least(self, {"steps": 0, "prompts_per_step": 1, "sampling.num_samples": 2})
-        rl.at_least(self, {"clip_low": 0, "clip_high": 0})
+        rl.at_least(self, {"clip_low": 0, "clip_high": 0, "tis_cap": 0})
         rl.refuse_greedy(self.sampling)
 
 
@@ -46,6 +50,7 @@ def check(cfg: Config) -> None:
         trainer=cfg.trainer,
         sampling=cfg.sampling,
     )
+    rl.check_engine(cfg.engine, cfg.run)
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
@@ -61,7 +66,14 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     )
     weights = ctl.link(trainer, rollout)
     prompts = rl.Prompts(cfg.data, cfg.prompts, rl.load_tokenizer(cfg.model), cfg.sampling)
-    loss = partial(rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)
+    loss = partial(
+        rl.grpo_loss,
+        clip_low=cfg.clip_low,
+        clip_high=cfg.clip_high,
+        tis_cap=cfg.tis_cap or None,
+    )
+    tis = f"truncated importance sampling, tis_cap = {cfg.tis_cap:g}"
+    rl.announce_correction(cfg.engine, tis if cfg.tis_cap else "none (tis_cap = 0)")
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts)):
         with ctl.phase("sync", awake=[trainer, rollout]):

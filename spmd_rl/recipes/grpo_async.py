@@ -21,6 +21,12 @@ __all__ = ["Config", "check", "main"]
 class Config(grpo.Config):
     engine_sleeps: ClassVar[bool] = False  # its pages stay while the trainer beside it trains
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tis_cap:
+            raise rl.ConfigError("tis_cap = 0 is all that this recipe can do: its ratio is taken "
+                "against the engine's log-probs already")
+
 
 def main(ctl: rl.Controller, cfg: Config) -> None:
     roles = ctl.world.split(cfg.split)
@@ -38,6 +44,7 @@ def main(ctl: rl.Controller, cfg: Config) -> None:
     loss = partial(
         rl.grpo_loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high, behaviour="rollout"
     )
+    rl.announce_correction(cfg.engine, "the ratio is taken against the engine's log-probs")
     ahead = rl.CallQueue(rollout.generate)
 
     for step in ctl.steps(cfg.steps, ctl.resume(trainer=trainer, prompts=prompts, ahead=ahead)):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spmd_rl.config.rules import require
-from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightSink
+from spmd_rl.controller.capabilities import Contracted, Sleeper, WeightReceiver
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.data.eos import eos_ids
 from spmd_rl.errors import DataError, SpmdError
@@ -23,16 +23,19 @@ from spmd_rl.observe.trace import now_ns
 from spmd_rl.rewards.grade import Grader
 from spmd_rl.rewards.load import resolve_reward
 from spmd_rl.rollout.engine import Engine, NativeEngineConfig, Request, SamplingConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.types.prompts import Prompt
 from spmd_rl.types.samples import Group, Sample
 
 if TYPE_CHECKING:
-    from spmd_rl.weights.local_tensors import LocalTensors
+    from spmd_rl.weights.ends import WeightSink
 
+# of an engine that has none; a run with run.exact refuses the pair with any trainer
+UNPROMISED_CONTRACT: dict[str, str | int] = {"engine": "no promise of the trainer's bits"}
 SHOWN_NS = 1_000_000  # the shortest grading that is worth a span in the trace
 
 
-class Rollout(Role, WeightSink, Sleeper, Contracted):
+class Rollout(Role, WeightReceiver, Sleeper, Contracted):
     """One engine a rank, each with the whole model; prompts are spread over the data axis.
 
     `model` is a Hugging Face folder. `reward` is "module:function", called with (prompt, sample);
@@ -42,7 +45,7 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
 
     def __init__(
         self,
-        cfg: NativeEngineConfig,
+        cfg: NativeEngineConfig | SglangEngineConfig,
         context: RoleContext,
         model: str,
         seed: int,
@@ -53,9 +56,11 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
         self.seed = seed
         self.tokenizer = load_tokenizer(model)
         self.grader = Grader(resolve_reward(reward), cfg.reward_deadline_s) if reward else None
-        from spmd_rl.rollout.native.build import build
+        from spmd_rl.rollout.build import build_engine
 
-        self.engine: Engine = build(cfg, model, context.device, self._decode, reserved_bytes)
+        self.engine: Engine = build_engine(
+            cfg, model, context, self._decode, seed=seed, reserved_bytes=reserved_bytes
+        )
         known, vocab_size = self.tokenizer.config_eos_ids, ModelSpec.from_folder(model).vocab_size
         self._more_ends = tuple(
             one for one in eos_ids(self.tokenizer) if one not in known and one < vocab_size
@@ -106,7 +111,7 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
 
     @collective
     def sleep(self) -> None:
-        """Give the KV memory back; weights stay."""
+        """Give the KV memory back; the weights of a native engine stay."""
         self.engine.sleep()
 
     @collective
@@ -115,19 +120,12 @@ class Rollout(Role, WeightSink, Sleeper, Contracted):
 
     def numeric_contract(self) -> dict[str, str | int]:
         """What the engine's bits depend on, besides the weights."""
-        return self.engine.contract()
+        contract = self.engine.contract()
+        return UNPROMISED_CONTRACT if contract is None else contract
 
-    def weight_sink(self) -> LocalTensors:
-        """Where pushed weights go: this engine's own parameters."""
-        return self.engine.weights()
-
-    def on_weights_received(self, version: int) -> None:
-        """Generate with the new weights as `version`: every rank of the role has received them."""
-        self.engine.new_version(version)
-
-    def on_weights_stale(self) -> None:
-        """Refuse to generate until the next push: the parameters are being changed in place."""
-        self.engine.outdate()
+    def weight_sink(self) -> WeightSink:
+        """Return where pushed weights go: this rank's engine."""
+        return self.engine.sink()
 
     def _decode(self, tokens: tuple[int, ...]) -> str:
         return self.tokenizer.decode(list(tokens))

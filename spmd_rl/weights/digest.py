@@ -7,7 +7,7 @@ of a push can compare 8 bytes a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -23,15 +23,40 @@ CHUNK_ELEMENTS = 1 << 22
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def digests(pieces: Iterable[tuple[str, LocalTensor]]) -> dict[tuple[str, Box], int]:
+    """Return the digest of each piece by name and box. It waits for the device once."""
+    named = list(pieces)
+    sums = box_sums([piece for _, piece in named], [piece.dtype for _, piece in named])
+    return {
+        (name, piece.box): value % MODULUS
+        for (name, piece), value in zip(named, sums.tolist(), strict=True)
+    }
+
+
 def digest(tensors: LocalTensors, dtypes: Mapping[str, str] | None = None) -> dict[str, int]:
     """Return the digest of this rank's box of each tensor.
 
     Where `dtypes` names a dtype for a tensor, its values are cast to that first, as a push does.
     """
     casts = dtypes or {}
-    return {
-        name: _digest_box(tensor, casts.get(name, tensor.dtype)) for name, tensor in tensors.items()
-    }
+    sums = box_sums(
+        list(tensors.values()), [casts.get(name, one.dtype) for name, one in tensors.items()]
+    )
+    return {name: value % MODULUS for name, value in zip(tensors, sums.tolist(), strict=True)}
+
+
+@torch.no_grad()
+def box_sums(boxes: Sequence[LocalTensor], dtypes: Sequence[str]) -> Tensor:
+    """Return the digest of each box, its values cast to the dtype beside it, as signed numbers.
+
+    Nothing waits for the device. Shape: [number of boxes] int64, on the device of the boxes.
+    """
+    if not boxes:
+        return torch.zeros(0, dtype=torch.int64)
+    sums = [
+        _box_sum(tensor, getattr(torch, dtype)) for tensor, dtype in zip(boxes, dtypes, strict=True)
+    ]
+    return torch.stack(sums)
 
 
 def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]:
@@ -54,23 +79,23 @@ def combine(parts: Sequence[tuple[Layout, Mapping[str, int]]]) -> dict[str, int]
     return {name: sum(values.values()) % MODULUS for name, values in boxes.items()}
 
 
-@torch.no_grad()
-def _digest_box(tensor: LocalTensor, dtype: str) -> int:
+def _box_sum(tensor: LocalTensor, dtype: torch.dtype) -> Tensor:
+    device = tensor.local.device
+    total = torch.zeros((), dtype=torch.int64, device=device)
     if tensor.box.num_elements == 0:
-        return 0
-    columns = _column_indices(tensor).to(tensor.local.device)
+        return total
+    columns = _column_indices(tensor).to(device)
     rows = tensor.local.detach().reshape(-1, len(columns))
     row_size = prod(tensor.shape[1:])
     first_row = tensor.box.offset[0] if tensor.shape else 0
     step = max(1, CHUNK_ELEMENTS // len(columns))
-    total = 0
     for start in range(0, rows.shape[0], step):
-        part = rows[start : start + step].to(getattr(torch, dtype))
-        row = torch.arange(first_row + start, first_row + start + len(part), device=part.device)
+        part = rows[start : start + step].to(dtype)
+        row = torch.arange(first_row + start, first_row + start + len(part), device=device)
         index = row.unsqueeze(1) * row_size + columns
         bits = part.view(_BITS[part.element_size()]).to(torch.int64)
-        total += int(mix_(index * signed(GAMMA) + bits * signed(ODD)).sum())
-    return total % MODULUS
+        total += mix_(index * signed(GAMMA) + bits * signed(ODD)).sum()
+    return total
 
 
 def _column_indices(tensor: LocalTensor) -> Tensor:

@@ -24,15 +24,19 @@ BUCKET_BYTES = 256 << 20  # the most that is packed for one peer at once
 RankedPieces = list[tuple[int, Piece]]  # the pieces of one tensor, with their ranks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Move:
-    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, as `dtype`."""
+    """Rank `src` gives `box`, in the tensor's global indices, to rank `dst`, as `dtype`.
+
+    It is a part of the box `into`, one of the pieces of `dst`.
+    """
 
     name: str
     box: Box
     dtype: str
     src: int
     dst: int
+    into: Box
 
     @property
     def num_bytes(self) -> int:
@@ -93,18 +97,18 @@ class _Holders:
     """The ranks that hold one box of a tensor. They send it in turns."""
 
     def __init__(
-        self, ranks: list[int], wanted: Mapping[int, int], node_of: Mapping[int, int]
+        self, ranks: list[int], wanted: Mapping[int, list[int]], node_of: Mapping[int, int]
     ) -> None:
         self._ranks = ranks
         self._node_of = node_of
-        # the indices of destinations that hold the box themselves
-        self._self_served = sorted(wanted[rank] for rank in ranks if rank in wanted)
+        # the numbers of wanted pieces on ranks that hold the box themselves
+        self._self_served = sorted(n for rank in ranks for n in wanted.get(rank, ()))
         self._on_node: dict[int | None, list[int]] = defaultdict(list)
         for rank in ranks:
             self._on_node[node_of.get(rank)].append(rank)
 
     def sender(self, index: int, rank: int) -> int:
-        """Return the rank that sends the box to `rank`, the destination with number `index`."""
+        """Return the rank that sends the box for wanted piece number `index`, on `rank`."""
         num_before = bisect_left(self._self_served, index)
         if num_before < len(self._self_served) and self._self_served[num_before] == index:
             return rank
@@ -120,16 +124,20 @@ class _TensorMoves:
     ) -> None:
         self._name = name
         self._wanted = wanted
-        self._source_boxes = {rank: piece.box for rank, piece in sources if piece.box.num_elements}
         by_box: dict[Box, list[int]] = defaultdict(list)
-        for rank, box in self._source_boxes.items():
-            by_box[box].append(rank)
+        self._boxes_of: dict[int, list[Box]] = defaultdict(list)
+        for rank, piece in sources:
+            if piece.box.num_elements and rank not in by_box[piece.box]:
+                by_box[piece.box].append(rank)
+                self._boxes_of[rank].append(piece.box)
         if not disjoint(by_box):
             raise PlanError(
                 f"weight plan: ranks hold parts of tensor '{name}' "
                 "that overlap and are not the same"
             )
-        numbers = {rank: index for index, (rank, _) in enumerate(wanted)}
+        numbers: dict[int, list[int]] = defaultdict(list)
+        for index, (rank, _) in enumerate(wanted):
+            numbers[rank].append(index)
         self._holders = {box: _Holders(by_box[box], numbers, node_of) for box in sorted(by_box)}
 
     @property
@@ -141,21 +149,23 @@ class _TensorMoves:
         """The bytes that destinations hold as sources too."""
         num_bytes = 0
         for rank, piece in self._wanted:
-            common = self._common(piece, self._source_boxes.get(rank))
-            if common is not None:
-                num_bytes += common.num_elements * ITEM_BYTES[piece.dtype]
+            for box in self._boxes_of.get(rank, ()):
+                common = self._common(piece, box)
+                if common is not None:
+                    num_bytes += common.num_elements * ITEM_BYTES[piece.dtype]
         return num_bytes
 
     def moves_of(self, rank: int) -> Iterator[Move]:
         """Yield the moves that `rank` sends or receives."""
-        source_box = self._source_boxes.get(rank)
+        own_boxes = sorted(self._boxes_of.get(rank, ()))
         for index, (target, piece) in enumerate(self._wanted):
             if target == rank:
                 yield from self._receives(index, rank, piece)
-            elif source_box and self._holders[source_box].sender(index, target) == rank:
-                box = self._common(piece, source_box)
-                if box is not None:
-                    yield Move(self._name, box, piece.dtype, rank, target)
+                continue
+            for box in own_boxes:
+                common = self._common(piece, box)
+                if common is not None and self._holders[box].sender(index, target) == rank:
+                    yield Move(self._name, common, piece.dtype, rank, target, piece.box)
 
     def _receives(self, index: int, rank: int, piece: Piece) -> Iterator[Move]:
         """Yield the moves that fill `piece` of `rank`."""
@@ -164,7 +174,8 @@ class _TensorMoves:
             common = self._common(piece, box)
             if common is not None:
                 num_missing -= common.num_elements
-                yield Move(self._name, common, piece.dtype, holders.sender(index, rank), rank)
+                sender = holders.sender(index, rank)
+                yield Move(self._name, common, piece.dtype, sender, rank, piece.box)
         if num_missing:
             hole = _first_hole(piece.box, self._holders)
             raise PlanError(
@@ -173,9 +184,9 @@ class _TensorMoves:
             )
 
     @staticmethod
-    def _common(piece: Piece, box: Box | None) -> Box | None:
+    def _common(piece: Piece, box: Box) -> Box | None:
         """Return the part of `box` that `piece` needs, if any."""
-        return piece.box.intersect(box) if box is not None and piece.box.num_elements else None
+        return piece.box.intersect(box) if piece.box.num_elements else None
 
 
 def _by_name(layouts: Sequence[Layout]) -> dict[str, RankedPieces]:

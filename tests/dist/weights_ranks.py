@@ -23,10 +23,12 @@ from spmd_rl.model.spec import ModelSpec
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.train.trainer import Trainer
 from spmd_rl.weights.digest import combine, digest
+from spmd_rl.weights.ends import LocalEnds
 from spmd_rl.weights.executors import alias, execute
 from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.local_tensors import LocalTensors
 from spmd_rl.weights.plan import plan_moves
+from spmd_rl.weights.tensor_ends import TensorSink
 from tests.dist.train_case import make_batch
 
 SMALL_BUCKET_BYTES = 1000
@@ -61,12 +63,16 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
         )
     if rank in placements.infer.ranks:
         engine = CausalLM(ModelSpec.from_folder(work)).to(dtype).requires_grad_(False)
-    src = trainer.weight_source() if trainer else None
+    src = trainer.backend._weights() if trainer else None
     dst = LocalTensors.whole(dict(engine.named_parameters())) if engine else None
     sources, destinations = layouts(src, rank), layouts(dst, rank)
     weight_plan = plan_moves(sources, destinations, None, rank)
     dtypes = {piece.name: piece.dtype for piece in destinations[0].pieces}
-    aliased = alias(dst, src) if src and dst else 0
+    source = trainer.weight_source() if trainer else None
+    sink = TensorSink(dst.items(), lambda: None, lambda version: None) if dst else None
+    shared = alias(source, sink, rank) if source and sink else frozenset()
+    aliased = sum(dst[name].local.nbytes for name, _ in shared) if dst else 0
+    ends = LocalEnds(rank, source, sink, torch.device("cpu"), shared)
     pushes = []
     for seed in range(2):
         if trainer:
@@ -75,7 +81,7 @@ def run(work: Path, split: str, dtype: torch.dtype, meshes: Meshes) -> dict[str,
                 make_batch(seed).shard(context.data_size)[context.data_rank], grpo_loss
             )
         traffic = gathered(
-            vars(execute(weight_plan, rank, src, dst, dist.group.WORLD, SMALL_BUCKET_BYTES))
+            vars(execute(weight_plan.moves, ends, dist.group.WORLD, SMALL_BUCKET_BYTES))
         )
         source_digest, arrived_digest = (
             whole_digest(src, rank, dtypes),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmd_rl.config.run import RunConfig
-from spmd_rl.controller.capabilities import Sleeper, WeightSink, WeightSource
+from spmd_rl.controller.capabilities import Sleeper, WeightProvider, WeightReceiver
 from spmd_rl.controller.controller import Controller
 from spmd_rl.controller.endpoint import Role, Sharded, collective
 from spmd_rl.mesh.role_context import RoleContext
@@ -14,7 +14,7 @@ from spmd_rl.mesh.split import Split
 ROWS, COLUMNS = 6, 4
 
 
-class Source(Role, WeightSource):
+class Source(Role, WeightProvider):
     """Holds its rows of one tensor."""
 
     def __init__(self, cfg: "Config", context: RoleContext) -> None:
@@ -36,13 +36,14 @@ class Source(Role, WeightSource):
 
     def weight_source(self) -> Any:
         from spmd_rl.weights.layout import chunk_box
-        from spmd_rl.weights.local_tensors import LocalTensor, LocalTensors
+        from spmd_rl.weights.local_tensors import LocalTensor
+        from spmd_rl.weights.tensor_ends import TensorSource
 
         box = chunk_box((ROWS, COLUMNS), self.context.rank, self.context.size)
-        return LocalTensors({"w": LocalTensor((ROWS, COLUMNS), box, self.rows)})
+        return TensorSource([("w", LocalTensor((ROWS, COLUMNS), box, self.rows))])
 
 
-class Sink(Role, WeightSink, Sleeper):
+class Sink(Role, WeightReceiver, Sleeper):
     """Holds the whole tensor."""
 
     def __init__(self, cfg: "Config", context: RoleContext) -> None:
@@ -54,13 +55,15 @@ class Sink(Role, WeightSink, Sleeper):
 
     def weight_sink(self) -> Any:
         from spmd_rl.weights.local_tensors import LocalTensors
+        from spmd_rl.weights.tensor_ends import TensorSink
 
-        return LocalTensors.whole({"w": self.whole})
+        tensors = LocalTensors.whole({"w": self.whole})
+        return TensorSink(tensors.items(), self.stale, self.use)
 
-    def on_weights_received(self, version: int) -> None:
+    def use(self, version: int) -> None:
         self.version = version
 
-    def on_weights_stale(self) -> None:
+    def stale(self) -> None:
         self.version = -3
 
     @collective

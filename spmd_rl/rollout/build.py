@@ -1,0 +1,44 @@
+"""From an engine's config to the engine of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from spmd_rl.mesh.role_context import RoleContext
+from spmd_rl.rollout.engine import Engine, NativeEngineConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
+
+if TYPE_CHECKING:
+    Decode = Callable[[tuple[int, ...]], str]
+
+
+def build_engine(
+    cfg: NativeEngineConfig | SglangEngineConfig,
+    model: str,
+    context: RoleContext,
+    decode: Decode,
+    *,
+    seed: int,
+    reserved_bytes: int = 0,
+) -> Engine:
+    """Return the engine of `cfg.kind` for the model folder, on this rank's device.
+
+    `seed` is that of the run; a native engine has one in each request. `reserved_bytes` is the
+    memory that the plan counts beside the engine's keys and values.
+    """
+    if isinstance(cfg, SglangEngineConfig):
+        from spmd_rl.rollout.sglang.build import build as build_sglang
+
+        return build_sglang(
+            cfg,
+            model,
+            context.device,
+            decode,
+            rank=context.world.rank,
+            seed=seed,
+            reserved_bytes=reserved_bytes,
+        )
+    from spmd_rl.rollout.native.build import build as build_native
+
+    return build_native(cfg, model, context.device, decode, reserved_bytes)
