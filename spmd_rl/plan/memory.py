@@ -10,7 +10,10 @@ from typing import Any
 from spmd_rl.mesh.split import Placement, Placements
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.offload.ledger import (
+    CONTEXT_BYTES,
+    Entry,
     Ledger,
+    Phase,
     activation_bytes,
     buckets_ledger,
     device_ledger,
@@ -23,8 +26,11 @@ from spmd_rl.offload.ledger import (
 )
 from spmd_rl.plan.routes import Routes
 from spmd_rl.rollout.engine import GPU_PAGE_SIZE, GPU_STEP_TOKENS, NativeEngineConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import TrainerConfig
 from spmd_rl.weights.layout import ITEM_BYTES
+
+EngineConfig = NativeEngineConfig | SglangEngineConfig
 
 
 def rank_ledgers(
@@ -52,22 +58,24 @@ def rank_ledgers(
 
 
 def kv_bytes(
-    spec: ModelSpec, cfg: NativeEngineConfig, capacity_bytes: int | None, reserved_bytes: int
+    spec: ModelSpec, cfg: EngineConfig, capacity_bytes: int | None, reserved_bytes: int
 ) -> int:
-    """Return the bytes of one engine's pages: as many as are set, else as many as fit."""
+    """Return the bytes of one engine's keys and values: as many as are set, else as fit."""
     item_bytes = ITEM_BYTES[dtype_on_gpu(cfg)]
     token_bytes = kv_token_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, item_bytes)
-    page_size = cfg.page_size or GPU_PAGE_SIZE
+    page_size, set_pages = 1, 0
+    if isinstance(cfg, NativeEngineConfig):
+        page_size, set_pages = cfg.page_size or GPU_PAGE_SIZE, cfg.num_pages
     budget = None
     if capacity_bytes is not None:
         budget = kv_budget(capacity_bytes, cfg.memory_fraction, reserved_bytes)
-    pages = cfg.num_pages or kv_pages(
+    pages = set_pages or kv_pages(
         token_bytes, page_size, context=spec.max_positions, batch=cfg.max_batch, budget_bytes=budget
     )
     return pages * page_size * token_bytes
 
 
-def dtype_on_gpu(cfg: TrainerConfig | NativeEngineConfig) -> str:
+def dtype_on_gpu(cfg: TrainerConfig | EngineConfig) -> str:
     """Return the dtype that a role computes in on a GPU."""
     return "bfloat16" if cfg.dtype == "auto" else cfg.dtype
 
@@ -79,6 +87,11 @@ def _role_ledgers(
     if "train" in roles:
         yield _trainer_ledger(spec, cfg.trainer, placements.train)
     if "infer" in roles:
+        sleeps = "train" in roles and getattr(cfg, "engine_sleeps", False)
+        step = _step_bytes(cfg.engine, spec) if on_gpu else 0
+        if isinstance(cfg.engine, SglangEngineConfig):
+            yield _sglang_ledger(cfg.engine, spec, sleeps, step, on_gpu)
+            return
         dtype = dtype_on_gpu(cfg.engine)
         is_unsharded = "train" in roles and placements.train.axes["fsdp"] == 1
         shares_weights = is_unsharded and dtype == "float32"
@@ -86,9 +99,30 @@ def _role_ledgers(
             spec.num_parameters,
             0 if shares_weights else ITEM_BYTES[dtype],
             kv_bytes=0,  # known when all else is
-            sleeps="train" in roles and getattr(cfg, "engine_sleeps", False),
-            step=_step_bytes(cfg.engine, spec) if on_gpu else 0,
+            sleeps=sleeps,
+            step=step,
         )
+
+
+def _sglang_ledger(
+    cfg: SglangEngineConfig, spec: ModelSpec, sleeps: bool, step: int, on_gpu: bool
+) -> Ledger:
+    """Return the ledger of an SGLang engine: its child never shares the trainer's weights.
+
+    The slab of a push and the child's own context stay while it sleeps.
+    """
+    weights = spec.num_parameters * ITEM_BYTES[dtype_on_gpu(cfg)]
+    awake: tuple[Phase, ...] = ("sync", "rollout")
+    own = engine_ledger(spec.num_parameters, 0, kv_bytes=0, sleeps=sleeps, step=step)
+    return own + Ledger(
+        (
+            Entry("weights", weights, awake)
+            if sleeps and cfg.sleep_weights
+            else Entry("weights", weights),
+            Entry("slab", min(cfg.slab_bytes, 2 * weights)),
+            Entry("child", CONTEXT_BYTES if on_gpu else 0),
+        )
+    )
 
 
 def _trainer_ledger(spec: ModelSpec, cfg: TrainerConfig, placement: Placement) -> Ledger:
@@ -125,10 +159,11 @@ def _num_communicators(placements: Placements, routes: Routes) -> int:
     return 1 + 3 * len(distinct)
 
 
-def _step_bytes(cfg: NativeEngineConfig, spec: ModelSpec) -> int:
+def _step_bytes(cfg: EngineConfig, spec: ModelSpec) -> int:
     """Return the workspace of a step: one layer of its tokens, and twice a full batch's logits."""
+    set_tokens = cfg.max_step_tokens if isinstance(cfg, NativeEngineConfig) else 0
     return activation_bytes(
-        num_tokens=cfg.max_step_tokens or max(cfg.max_batch, GPU_STEP_TOKENS),
+        num_tokens=set_tokens or max(cfg.max_batch, GPU_STEP_TOKENS),
         num_layers=1,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,

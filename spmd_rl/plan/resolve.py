@@ -17,10 +17,14 @@ from spmd_rl.offload.ledger import Ledger
 from spmd_rl.plan.memory import dtype_on_gpu, kv_bytes, rank_ledgers
 from spmd_rl.plan.routes import Routes, push_routes
 from spmd_rl.rollout.engine import NativeEngineConfig
+from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.train.config import TrainerConfig
 
-# the field of a recipe's config that each placement is planned by, and its type
-ROLE_CONFIGS = {"train": ("trainer", TrainerConfig), "infer": ("engine", NativeEngineConfig)}
+# the field of a recipe's config that each placement is planned by, and its types
+ROLE_CONFIGS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "train": ("trainer", (TrainerConfig,)),
+    "infer": ("engine", (NativeEngineConfig, SglangEngineConfig)),
+}
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,9 @@ def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:
     fails adds nothing here: the run itself reports the error.
     """
     engine = getattr(cfg, "engine", None)
-    if not isinstance(engine, NativeEngineConfig) or engine.num_pages:
+    if not isinstance(engine, ROLE_CONFIGS["infer"][1]):
+        return {}
+    if isinstance(engine, NativeEngineConfig) and engine.num_pages:
         return {}
     try:
         plan = resolve(cfg, world_size)
@@ -132,11 +138,11 @@ def planned_settings(cfg: Any, world_size: int) -> dict[str, dict[str, int]]:
 
 def _require_configs(placements: Placements, cfg: Any) -> None:
     """Raise a PlanError if the config of a placed role is missing."""
-    for name, (field, cls) in ROLE_CONFIGS.items():
-        if name in placements and not isinstance(getattr(cfg, field, None), cls):
+    for name, (field, classes) in ROLE_CONFIGS.items():
+        if name in placements and not isinstance(getattr(cfg, field, None), classes):
             raise PlanError(
                 f"split.{name} cannot be planned: this recipe's config has no "
-                f"`{field}: {cls.__name__}`"
+                f"`{field}: {classes[0].__name__}`"
             )
 
 

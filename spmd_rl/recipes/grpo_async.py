@@ -24,8 +24,10 @@ class Config(grpo.Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tis_cap:
-            raise rl.ConfigError("tis_cap = 0 is all that this recipe can do: its ratio is taken "
-                "against the engine's log-probs already")
+            raise rl.ConfigError(
+                "tis_cap = 0 is all that this recipe can do: its ratio is taken "
+                "against the engine's log-probs already"
+            )
 
 
 def main(ctl: rl.Controller, cfg: Config) -> None:

@@ -29,11 +29,12 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: exit code, the last line of stderr, and the folder it left."""
+    """How a run ended: exit code, the last line of stderr, the folder it left, and its stdout."""
 
     code: int
     sentence: str
     folder: Path
+    output: str = ""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -76,11 +77,12 @@ def run(tmp_path: Path) -> Run:
         paths = {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
         process = Launched(command, tmp_path, environment | paths)
         try:
-            _, err = process.communicate(timeout=1000)
+            out, err = process.communicate(timeout=1000)
         finally:
             process.end()
         assert process.returncode is not None
         lines = err.strip().splitlines()
-        return Ended(process.returncode, lines[-1] if lines else "", tmp_path / "runs" / name)
+        sentence = lines[-1] if lines else ""
+        return Ended(process.returncode, sentence, tmp_path / "runs" / name, out)
 
     return whole

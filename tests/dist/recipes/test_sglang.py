@@ -1,0 +1,40 @@
+"""GRPO with the SGLang engine, on CPUs: a fake SGLang answers in the child of each rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.recipes.conftest import Run
+from tests.fakes.sglang_child import write_site
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> list[str]:
+    site = write_site(tmp_path / "site")
+    return ["--engine.kind=sglang", f"--engine.python={site}", "--run.exact=false"]
+
+
+def test_two_ranks_learn_from_their_children(run: Run, engine: list[str]) -> None:
+    ended = run("grpo", "--steps=3", *engine, nproc=2)
+    assert ended.code == 0, ended.sentence
+    assert [row["step"] for row in ended.metrics] == [1, 2, 3]
+    for row in ended.metrics:
+        assert row["onpolicy/compared_tokens"] > 0
+        assert row["onpolicy/max_abs_dlogp"] >= row["onpolicy/mean_abs_dlogp"] > 0
+    assert "correction: none (tis_cap = 0)" in ended.output
+
+
+def test_an_exact_run_refuses_the_pair(run: Run, engine: list[str]) -> None:
+    ended = run("grpo", "--steps=3", *engine, "--run.exact=true")
+    assert ended.code == 2
+    assert "set run.exact = false" in ended.sentence
+
+
+def test_a_misspelt_option_names_the_nearest(run: Run, engine: list[str]) -> None:
+    ended = run("grpo", "--steps=3", *engine, "--engine.options.atention_backend=triton")
+    assert ended.code == 2
+    assert "'attention_backend'" in ended.sentence
