@@ -39,6 +39,8 @@ setup(
             "quack-kernels==0.6.3",
             "nvidia-cutlass-dsl==4.6.0",
         ],
+        # in an environment of the child's own, which engine.python names (docs/sglang.md)
+        "sglang": ["sglang==0.5.16"],
         "log": ["tensorboard>=2.18", "wandb>=0.19"],
         "parquet": ["pyarrow>=18"],
         "docs": ["pdoc==16.0.0"],  # `make api`

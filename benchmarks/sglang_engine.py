@@ -93,7 +93,7 @@ class Steps:
         began = time.perf_counter()
         try:
             result = work()
-        except Exception:  # all that fails is shown, and the steps after it are tried
+        except Exception:  # noqa: BLE001 - all that fails is shown, and the next steps are tried
             self.num_failed += 1
             result = "FAILED\n" + traceback.format_exc()
         now = time.perf_counter()
@@ -166,7 +166,7 @@ def smoke(cfg: SglangEngineConfig, device: torch.device) -> int:
         try:
             while engine.has_work:
                 engine.step()
-        except Exception as error:  # it is the result
+        except Exception as error:  # noqa: BLE001 - it is the result
             return f"{type(error).__name__}: {error}"
         return "nothing was noticed"
 

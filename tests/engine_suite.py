@@ -105,7 +105,7 @@ class EngineSuite:
             assert sample.versions.tolist() == [3] * NUM_TOKENS
             assert np.isfinite(sample.logprobs).all()
             assert (sample.logprobs <= 0).all()
-            assert (0 <= sample.tokens).all()
+            assert (sample.tokens >= 0).all()
             assert (sample.tokens < case.vocab_size).all()
         assert not case.engine.has_work
 
@@ -130,8 +130,8 @@ class EngineSuite:
             case.engine.submit(case.request(1))
         with pytest.raises(DataError, match="has no tokens"):
             case.engine.submit(case.request(2, length=0))
+        outside = replace_prompt(case.request(3), case.vocab_size)
         with pytest.raises(DataError, match="outside the model's vocabulary"):
-            outside = replace_prompt(case.request(3), case.vocab_size)
             case.engine.submit(outside)
         case.engine.abort()
 

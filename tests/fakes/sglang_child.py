@@ -1,4 +1,4 @@
-"""A fake SGLang: a scheduler that draws tokens by hashing, with SGLang 0.5.16's structs and sockets.
+"""A fake SGLang 0.5.16: its structs and sockets, and a scheduler that draws tokens by hashing.
 
 `write_site` makes a folder of packages, which `engine.python` may name, and in which this file is
 `sglang.srt.server_args`. The child's own program then runs as it does with the real SGLang. A token
@@ -25,7 +25,7 @@ FORCED_INTERVAL = 50  # tokens between messages of a request that is not streame
 
 @dataclasses.dataclass
 class ServerArgs:
-    """The options that the tests set; `fake_steps` are those that may run before more is granted."""
+    """The options that the tests set; `fake_steps` may run before more are granted."""
 
     model_path: str
     skip_tokenizer_init: bool = False

@@ -48,6 +48,8 @@ LISTENERS = {
     "spmd_rl.controller.channel.zap",  # within the process
     "spmd_rl.controller.lifecycle.stack_server",
 }
+# sockets of SGLang's own scheduler, which has no keys: files in a folder that no other user enters
+IPC_ONLY = {"spmd_rl.rollout.sglang.client"}
 DIALLERS = {
     "spmd_rl.controller.channel.dealer",
     "spmd_rl.controller.lifecycle.stack_server",
@@ -88,17 +90,34 @@ def open_sockets(modules: Iterable[Module]) -> list[str]:
         for function in functions(module):
             text = ast.unparse(function)
             for kind in ("ROUTER", "DEALER", "PUB", "SUB", "PUSH", "PULL", "REQ", "PAIR", "STREAM"):
-                if f"socket(zmq.{kind})" in text and (
-                    module.name not in SOCKETS or CURVE.get(kind, "?") not in text
+                if (
+                    f"socket(zmq.{kind})" in text
+                    and module.name not in IPC_ONLY
+                    and (module.name not in SOCKETS or CURVE.get(kind, "?") not in text)
                 ):
                     found.append(f"{module.name}:{function.lineno} {function.name} opens a {kind}")
         for called, line in calls(module):
             name = called.rpartition(".")[2]
-            listens = name in ("bind", "bind_to_random_port") and module.name not in LISTENERS
+            listens = name in ("bind", "bind_to_random_port") and module.name not in (
+                LISTENERS | IPC_ONLY
+            )
             dials = name in ("connect", "create_connection") and module.name not in DIALLERS
             if (listens or dials) and "." in called and "signature" not in called:
                 found.append(f"{module.name}:{line} calls {called}")
+        if module.name in IPC_ONLY:
+            found += listens_beyond_files(module)
     return found
+
+
+def listens_beyond_files(module: Module) -> list[str]:
+    """Calls of `bind` whose address is not written as a file's."""
+    return [
+        f"{module.name}:{node.lineno} binds {ast.unparse(node.args[0])}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith(".bind")
+        and not ast.unparse(node.args[0]).startswith("f'ipc://")
+    ]
 
 
 def test_no_object_travels_as_code_and_no_text_is_run() -> None:
@@ -136,6 +155,8 @@ def test_a_way_in_is_seen(text: str) -> None:
             "def f():\n    s = context.socket(zmq.DEALER)\n    s.curve_serverkey = key",
         ),
         ("spmd_rl.controller.channel.dealer", "def f():\n    return context.socket(zmq.PULL)"),
+        ("spmd_rl.rollout.sglang.client", "sock.bind(f'tcp://{host}:0')"),
+        ("spmd_rl.rollout.sglang.engine", "def f():\n    return context.socket(zmq.PULL)"),
         ("spmd_rl.report.live_view", "server.bind(('0.0.0.0', 80))"),
         ("spmd_rl.train.trainer", "line.connect('tcp://10.0.0.1:5')"),
     ],

@@ -19,7 +19,13 @@ from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.engine import SglangEngine
 from spmd_rl.rollout.sglang.launch import Child
 from spmd_rl.rollout.sglang.messages import ChildSpec
-from spmd_rl.rollout.sglang.options import VERSIONS, Interpreter, check_options, server_args
+from spmd_rl.rollout.sglang.options import (
+    VERSIONS,
+    Interpreter,
+    SglangSite,
+    check_options,
+    server_args,
+)
 from spmd_rl.rollout.sglang.structs import field_lists
 from spmd_rl.weights.layout import ITEM_BYTES
 
@@ -54,29 +60,20 @@ def build(
     """
     site, interpreter = check_options(cfg), Interpreter.of(cfg.python)
     spec, dtype = ModelSpec.from_folder(folder), dtype_of(cfg.dtype, device)
-    ours = {
-        "model_path": folder,
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "dtype": dtype,
-        "random_seed": seed % (1 << 31),
-        "max_running_requests": cfg.max_batch,
-        "enable_memory_saver": bool(site.memory_saver),
-    }
     defaults = dict(DEFAULTS)
     if device.type == "cuda":
         weight_bytes = spec.num_parameters * ITEM_BYTES[dtype]
         defaults["mem_fraction_static"] = static_fraction(
             cfg, torch.cuda.mem_get_info(device), weight_bytes, reserved_bytes
         )
-    folder_of_sockets = PrivateFolder()
+    sockets = PrivateFolder()
     child = Child(interpreter, site, rank)
-    client = SchedulerClient(folder_of_sockets.path, child.socket.fileno(), child.raise_failure)
-    weakref.finalize(client, folder_of_sockets.leave)
+    client = SchedulerClient(sockets.path, child.socket.fileno(), child.raise_failure)
+    weakref.finalize(client, sockets.leave)
     child_spec = ChildSpec(
         versions=list(VERSIONS),
-        server_args=server_args(cfg, ours, defaults),
-        port_args=_port_args(folder_of_sockets.path, child),
+        server_args=server_args(cfg, _owned(cfg, folder, dtype, site, seed), defaults),
+        port_args=_port_args(sockets.path, child),
         gpu_id=device.index or 0,
         fields=field_lists(),
     )
@@ -97,6 +94,21 @@ def build(
         decode=decode,
         start_seconds=ready.seconds,
     )
+
+
+def _owned(
+    cfg: SglangEngineConfig, folder: str, dtype: str, site: SglangSite, seed: int
+) -> dict[str, Any]:
+    """Return the options that a run may not set (options.py says why)."""
+    return {
+        "model_path": folder,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": dtype,
+        "random_seed": seed % (1 << 31),
+        "max_running_requests": cfg.max_batch,
+        "enable_memory_saver": bool(site.memory_saver),
+    }
 
 
 def static_fraction(

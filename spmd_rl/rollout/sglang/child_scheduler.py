@@ -7,7 +7,6 @@ fails is told to the rank on its socket as well, where it may wait for an answer
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,6 @@ from spmd_rl.weights.peer_socket import Failure, PeerSocket
 
 SPEC_DEADLINE_S = 120.0
 WHOLE_WORLD = (0, 0, 0, 0, 0)  # ranks in SGLang's five kinds of parallelism: each of size 1
-CALL_MODULES = ("spmd_rl.rollout.sglang.child_weights",)  # imported at their first call
 
 
 def run(socket: PeerSocket, began_s: float) -> None:
@@ -32,12 +30,13 @@ def run(socket: PeerSocket, began_s: float) -> None:
         raise SpmdError(f"{type(spec).__name__} came in place of the child's description")
     seconds, mark = {}, time.monotonic()
     seconds["python"] = mark - began_s
+    import sglang
     from sglang.srt.managers import io_struct
     from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     seconds["imports"], mark = time.monotonic() - mark, time.monotonic()
-    version = importlib.import_module("sglang").__version__
+    version: str = sglang.__version__
     check_version(version, spec.versions)
     check_fields(io_struct, spec.fields)
     server_args, port_args = ServerArgs(**spec.server_args), PortArgs(**spec.port_args)
@@ -82,8 +81,9 @@ def scheduler_class(base: type, socket: PeerSocket) -> type[Any]:
 
 def _method(name: str, socket: PeerSocket, kept: dict[str, Any]) -> Call:
     def method(scheduler: Any, **parameters: Any) -> None:
-        for module in CALL_MODULES:
-            importlib.import_module(module)
+        # it imports torch, and a module of other calls would be imported here too
+        import spmd_rl.rollout.sglang.child_weights  # noqa: F401
+
         try:
             CALLS[name](ChildContext(scheduler, socket, kept), **parameters)
         except Exception as error:

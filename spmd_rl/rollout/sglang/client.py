@@ -44,9 +44,9 @@ class SchedulerClient:
 
     def __init__(self, folder: Path, child_fd: int, on_child_ended: Callable[[], None]) -> None:
         self._context = zmq.Context()
-        self._requests = self._bound(zmq.PUSH, folder / "requests")
-        self._answers = self._bound(zmq.PULL, folder / "answers")
-        self._calls = self._bound(zmq.DEALER, folder / "calls")
+        self._requests = self._bound(self._context.socket(zmq.PUSH), folder / "requests")
+        self._answers = self._bound(self._context.socket(zmq.PULL), folder / "answers")
+        self._calls = self._bound(self._context.socket(zmq.DEALER), folder / "calls")
         self._child_fd = child_fd
         self._on_child_ended = on_child_ended
         self._inbox: deque[SchedulerMessage] = deque()
@@ -130,8 +130,7 @@ class SchedulerClient:
             self._on_child_ended()
         return False
 
-    def _bound(self, kind: int, path: Path) -> zmq.Socket[bytes]:
-        sock: zmq.Socket[bytes] = self._context.socket(kind)
+    def _bound(self, sock: zmq.Socket[bytes], path: Path) -> zmq.Socket[bytes]:
         sock.set_hwm(0)
         sock.bind(f"ipc://{path}")
         return sock

@@ -8,64 +8,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from spmd_rl.errors import DeadlineError, SpmdError
 from spmd_rl.model.spec import ModelSpec
 from spmd_rl.rollout.engine import Request, StepOutput
+from spmd_rl.rollout.sglang.answers import AnswerCollector, Ending
 from spmd_rl.rollout.sglang.client import SchedulerClient
 from spmd_rl.rollout.sglang.config import SglangEngineConfig
 from spmd_rl.rollout.sglang.launch import Child
-from spmd_rl.rollout.sglang.requests import Key, OpenRequest, RequestTable, finish_of, joined
+from spmd_rl.rollout.sglang.requests import OpenRequest, RequestTable
 from spmd_rl.rollout.sglang.sink import SglangSink
 from spmd_rl.rollout.sglang.state import EngineState
 from spmd_rl.rollout.sglang.structs import (
     AbortReq,
-    BatchTokenIDOutput,
     FlushCacheReqInput,
     FlushCacheReqOutput,
     ReleaseMemoryOccupationReqInput,
     ReleaseMemoryOccupationReqOutput,
     ResumeMemoryOccupationReqInput,
     ResumeMemoryOccupationReqOutput,
-    SchedulerMessage,
-    token_ids,
 )
-from spmd_rl.types.samples import FinishReason, Sample
+from spmd_rl.types.samples import Sample
 
 POLL_S = 0.2  # how long a step waits for tokens; the child's end is noticed at once
-
-
-@dataclass
-class NewTokens:
-    """What has come since the last step."""
-
-    uids: list[NDArray[np.int64]] = field(default_factory=list)
-    indices: list[NDArray[np.int64]] = field(default_factory=list)
-    tokens: list[NDArray[np.int32]] = field(default_factory=list)
-    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
-    finished: list[Sample] = field(default_factory=list)
-
-    def add(self, key: Key, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
-        self.uids.append(np.full(len(tokens), key[0], np.int64))
-        self.indices.append(np.full(len(tokens), key[1], np.int64))
-        self.tokens.append(tokens)
-        self.logprobs.append(logprobs)
-
-    def output(self) -> StepOutput:
-        return StepOutput(
-            joined(self.uids, np.int64),
-            joined(self.indices, np.int64),
-            joined(self.tokens, np.int64),
-            joined(self.logprobs, np.float32),
-            self.finished,
-        )
 
 
 class SglangEngine:
@@ -105,13 +72,14 @@ class SglangEngine:
             deadline_s=cfg.answer_deadline_s,
         )
         self._table = RequestTable(spec, max_kv_tokens, decode)
-        self._new = NewTokens()
+        self._answers = AnswerCollector(self._table, self._abort)
         self._last_heard_s = time.monotonic()
-        self._counts = dict.fromkeys(("num_steps", "num_generated_tokens", "num_aborted"), 0)
+        self._num_steps = 0
+        self._num_aborted = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(len(self._table) or self._new.finished)
+        return bool(len(self._table) or self._answers.has_finished)
 
     def submit(self, request: Request) -> None:
         added = self._table.add(request)
@@ -126,14 +94,14 @@ class SglangEngine:
         long.
         """
         version = self.state.require_generate()
-        wait_s = 0.0 if self._new.finished or not len(self._table) else POLL_S
+        wait_s = 0.0 if self._answers.has_finished or not len(self._table) else POLL_S
         while (message := self.client.receive(wait_s)) is not None:
-            self._take_in(message, version)
+            self._last_heard_s = time.monotonic()
+            self._answers.add(message, version)
             wait_s = 0.0
         self._check_not_silent()
-        self._counts["num_steps"] += 1
-        new, self._new = self._new, NewTokens()
-        return new.output()
+        self._num_steps += 1
+        return self._answers.pop().output()
 
     def abort(self, uid: int | None = None, index: int | None = None) -> list[Sample]:
         """End the requests of `uid` and `index`, and return their unfinished samples.
@@ -146,7 +114,7 @@ class SglangEngine:
         for one in matching:
             self._table.remove(one)
         if uid is None and index is None:
-            self._new = NewTokens()
+            self._answers.pop()
         return [one.answered().sample("abort") for one in matching]
 
     def sleep(self) -> None:
@@ -198,8 +166,13 @@ class SglangEngine:
 
     def stats(self) -> dict[str, int]:
         num_running = self._table.num_running
-        num_waiting = len(self._table) - num_running
-        return {**self._counts, "num_running": num_running, "num_waiting": num_waiting}
+        return {
+            "num_steps": self._num_steps,
+            "num_generated_tokens": self._answers.num_tokens,
+            "num_aborted": self._num_aborted,
+            "num_running": num_running,
+            "num_waiting": len(self._table) - num_running,
+        }
 
     def close(self) -> None:
         """End the child. The engine is of no use after that."""
@@ -232,103 +205,23 @@ class SglangEngine:
             self.client.send(AbortReq(rid="", abort_all=True))
         else:
             for one in requests:
-                self.client.send(AbortReq(rid=one.rid))
+                self._abort(one.rid)
         version = self.state.require_generate()
-        ending = {one.rid for one in requests}
+        ending = Ending(frozenset(one.rid for one in requests), finish)
         end = time.monotonic() + self.cfg.answer_deadline_s
-        while ending & self._table.rids:
+        while num_left := len(ending.rids & self._table.rids):
             left_s = end - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(
-                    f"SGLang's scheduler did not end {len(ending & self._table.rids)} requests "
-                    f"within engine.answer_deadline_s = {self.cfg.answer_deadline_s:g}"
+                    f"SGLang's scheduler did not end {num_left} requests within "
+                    f"engine.answer_deadline_s = {self.cfg.answer_deadline_s:g}"
                 )
             if (message := self.client.receive(left_s)) is not None:
-                self._take_in(message, version, ending, finish)
-        self._counts["num_aborted"] += len(requests)
+                self._answers.add(message, version, ending)
+        self._num_aborted += len(requests)
 
-    def _take_in(
-        self,
-        message: SchedulerMessage,
-        version: int,
-        ending: AbstractSet[str] = frozenset(),
-        finish: bool = True,
-    ) -> None:
-        """Add what a message brings to the requests. Those of the rids `ending` were aborted."""
-        self._last_heard_s = time.monotonic()
-        if isinstance(message, AbortReq) and message.rid in ending:
-            self._wait_again(message.rid)
-            return
-        if not isinstance(message, BatchTokenIDOutput):
-            problem = getattr(message, "abort_message", "") or ""
-            raise SpmdError(
-                f"SGLang's scheduler sent {type(message).__name__} unasked {problem}".rstrip()
-            )
-        logprobs = message.output_token_logprobs_val or [None] * len(message.rids)
-        for rid, reason, array, scores in zip(
-            message.rids, message.finished_reasons, message.output_ids, logprobs, strict=True
-        ):
-            if (one := self._table.running(rid)) is not None:
-                tokens, values = token_ids(array), np.array(scores or [], np.float32)
-                self._check(one, tokens, values, version)
-                is_ending = rid in ending
-                self._extend(one, tokens, values, version, reason, is_ending, finish)
-
-    def _extend(
-        self,
-        one: OpenRequest,
-        tokens: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-        version: int,
-        reason: dict[str, Any] | None,
-        is_ending: bool,
-        finish: bool,
-    ) -> None:
-        """Give one request its new tokens, and finish it if they are its last."""
-        is_aborted = is_ending and reason is not None and reason.get("type") == "abort"
-        ends = reason is not None and not is_aborted
-        if ends and is_ending and not finish:
-            self._wait_again(one.rid)
-            return
-        is_stopped = one.extend(tokens, logprobs, version)
-        if is_stopped and is_ending and not finish:
-            one.drop_last()
-        else:
-            self._new.add(one.key, one.tokens[-1], one.logprobs[-1])
-            self._counts["num_generated_tokens"] += len(one.tokens[-1])
-        if is_stopped and finish:
-            if reason is None:
-                self.client.send(AbortReq(rid=one.rid))
-            self._finish(one, "stop")
-        elif ends and reason is not None:
-            self._finish(one, finish_of(reason, one.request))
-        elif is_aborted:
-            self._wait_again(one.rid)
-
-    def _finish(self, one: OpenRequest, finish: FinishReason) -> None:
-        self._table.remove(one)
-        self._new.finished.append(one.answered().sample(finish))
-
-    def _wait_again(self, rid: str | None) -> None:
-        one = self._table.running(rid or "")
-        if one is not None:
-            self._table.stop_running(one)
-
-    def _check(
-        self,
-        one: OpenRequest,
-        tokens: NDArray[np.int32],
-        logprobs: NDArray[np.float32],
-        version: int,
-    ) -> None:
-        """Raises: SpmdError if a token has no log-prob, or one that is NaN."""
-        where = f"prompt {one.request.uid}, sample {one.request.index}"
-        if len(tokens) != len(logprobs):
-            raise SpmdError(
-                f"SGLang sent {len(logprobs)} log-probs of {len(tokens)} tokens: {where}"
-            )
-        if np.isnan(logprobs).any():
-            raise SpmdError(f"weights version {version} give NaN logits: {where}")
+    def _abort(self, rid: str) -> None:
+        self.client.send(AbortReq(rid=rid))
 
     def _check_not_silent(self) -> None:
         """Raises: DeadlineError when requests run and nothing has come for too long."""

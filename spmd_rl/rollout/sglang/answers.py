@@ -1,0 +1,162 @@
+"""Answers of the scheduler: its messages become new tokens, finished samples, or partial ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spmd_rl.errors import SpmdError
+from spmd_rl.rollout.engine import StepOutput
+from spmd_rl.rollout.sglang.requests import Key, OpenRequest, RequestTable, finish_of, joined
+from spmd_rl.rollout.sglang.structs import (
+    AbortReq,
+    BatchTokenIDOutput,
+    SchedulerMessage,
+    token_ids,
+)
+from spmd_rl.types.samples import FinishReason, Sample
+
+
+@dataclass
+class NewTokens:
+    """What has come since the last step."""
+
+    uids: list[NDArray[np.int64]] = field(default_factory=list)
+    indices: list[NDArray[np.int64]] = field(default_factory=list)
+    tokens: list[NDArray[np.int32]] = field(default_factory=list)
+    logprobs: list[NDArray[np.float32]] = field(default_factory=list)
+    finished: list[Sample] = field(default_factory=list)
+
+    def add(self, key: Key, tokens: NDArray[np.int32], logprobs: NDArray[np.float32]) -> None:
+        self.uids.append(np.full(len(tokens), key[0], np.int64))
+        self.indices.append(np.full(len(tokens), key[1], np.int64))
+        self.tokens.append(tokens)
+        self.logprobs.append(logprobs)
+
+    def output(self) -> StepOutput:
+        return StepOutput(
+            joined(self.uids, np.int64),
+            joined(self.indices, np.int64),
+            joined(self.tokens, np.int64),
+            joined(self.logprobs, np.float32),
+            self.finished,
+        )
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The rids that were aborted, and whether one that ends by itself meanwhile is finished.
+
+    If it is not, it waits without its last tokens, so that it can be resumed like the others.
+    """
+
+    rids: frozenset[str] = frozenset()
+    finish: bool = True
+
+
+NOTHING_ENDS = Ending()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New tokens of one request, and why the scheduler ended it, if it has. Shape: [T]."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    reason: dict[str, Any] | None
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.reason is not None and self.reason.get("type") == "abort"
+
+
+class AnswerCollector:
+    """Adds what the scheduler sends to the requests of `table`.
+
+    `abort` ends a request in the scheduler by its rid. It is called for one that has reached a stop
+    which the scheduler does not know.
+    """
+
+    def __init__(self, table: RequestTable, abort: Callable[[str], None]) -> None:
+        self._table = table
+        self._abort = abort
+        self._new = NewTokens()
+        self.num_tokens = 0
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether samples wait for the next step."""
+        return bool(self._new.finished)
+
+    def pop(self) -> NewTokens:
+        """Return what has come since the last call."""
+        new, self._new = self._new, NewTokens()
+        return new
+
+    def add(self, message: SchedulerMessage, version: int, ending: Ending = NOTHING_ENDS) -> None:
+        """Add one message, whose tokens the weights `version` drew.
+
+        Raises: SpmdError for a message that nobody asked for, or tokens without log-probs;
+        DataError for a request that the scheduler refuses.
+        """
+        if isinstance(message, AbortReq) and message.rid in ending.rids:
+            self._wait_again(message.rid)
+            return
+        if not isinstance(message, BatchTokenIDOutput):
+            problem = getattr(message, "abort_message", "") or ""
+            name = type(message).__name__
+            raise SpmdError(f"SGLang's scheduler sent {name} unasked {problem}".rstrip())
+        scores = message.output_token_logprobs_val or [None] * len(message.rids)
+        for row, rid in enumerate(message.rids):
+            if (one := self._table.running(rid)) is not None:
+                tokens = token_ids(message.output_ids[row])
+                logprobs = np.array(scores[row] or [], np.float32)
+                delta = Delta(tokens, logprobs, message.finished_reasons[row])
+                _check(one, delta, version)
+                self._extend(one, delta, version, ending)
+
+    def _extend(self, one: OpenRequest, delta: Delta, version: int, ending: Ending) -> None:
+        """Give one request its new tokens, and finish it if they are its last."""
+        waits = one.rid in ending.rids
+        may_finish = ending.finish or not waits
+        ends = delta.reason is not None and not (waits and delta.is_aborted)
+        if ends and not may_finish:
+            self._wait_again(one.rid)
+            return
+        is_stopped = one.extend(delta.tokens, delta.logprobs, version)
+        if is_stopped and not may_finish:
+            one.drop_last()
+        else:
+            self._new.add(one.key, one.tokens[-1], one.logprobs[-1])
+            self.num_tokens += len(one.tokens[-1])
+        if is_stopped and may_finish:
+            if delta.reason is None:
+                self._abort(one.rid)
+            self._finish(one, "stop")
+        elif ends and delta.reason is not None:
+            self._finish(one, finish_of(delta.reason, one.request))
+        elif delta.is_aborted:
+            self._wait_again(one.rid)
+
+    def _finish(self, one: OpenRequest, finish: FinishReason) -> None:
+        self._table.remove(one)
+        self._new.finished.append(one.answered().sample(finish))
+
+    def _wait_again(self, rid: str | None) -> None:
+        one = self._table.running(rid or "")
+        if one is not None:
+            self._table.stop_running(one)
+
+
+def _check(one: OpenRequest, delta: Delta, version: int) -> None:
+    """Raises: SpmdError if a token has no log-prob, or one that is NaN."""
+    where = f"prompt {one.request.uid}, sample {one.request.index}"
+    if len(delta.tokens) != len(delta.logprobs):
+        counts = f"{len(delta.logprobs)} log-probs of {len(delta.tokens)} tokens"
+        raise SpmdError(f"SGLang's scheduler sent {counts}: {where}")
+    if np.isnan(delta.logprobs).any():
+        raise SpmdError(f"weights version {version} give NaN logits: {where}")
