@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,48 @@ def build(
     Raises: ConfigError for an option or a version that does not serve; SpmdError with the child's
     own sentence if it fails.
     """
+    started = start(cfg, folder, device, rank=rank, seed=seed, reserved_bytes=reserved_bytes)
+    try:
+        ready = started.child.wait_until_ready(started.spec, cfg.start_deadline_s)
+    except BaseException:
+        started.stop()
+        raise
+    return SglangEngine(
+        started.child,
+        started.client,
+        cfg,
+        ModelSpec.from_folder(folder),
+        dtype=dtype_of(cfg.dtype, device),
+        device=device,
+        max_kv_tokens=ready.max_num_tokens,
+        decode=decode,
+        start_seconds=ready.seconds,
+    )
+
+
+@dataclass(frozen=True)
+class StartedChild:
+    """A child that imports its packages and waits for `spec`."""
+
+    child: Child
+    client: SchedulerClient
+    spec: ChildSpec
+
+    def stop(self) -> None:
+        self.child.stop()
+        self.client.close()
+
+
+def start(
+    cfg: SglangEngineConfig,
+    folder: str,
+    device: torch.device,
+    *,
+    rank: int = 0,
+    seed: int = 0,
+    reserved_bytes: int = 0,
+) -> StartedChild:
+    """Start a child, and do not wait for it. Raises: ConfigError, before anything starts."""
     site, interpreter = check_options(cfg), Interpreter.of(cfg.python)
     spec, dtype = ModelSpec.from_folder(folder), dtype_of(cfg.dtype, device)
     defaults = dict(DEFAULTS)
@@ -77,23 +120,7 @@ def build(
         gpu_id=device.index or 0,
         fields=field_lists(),
     )
-    try:
-        ready = child.wait_until_ready(child_spec, cfg.start_deadline_s)
-    except BaseException:
-        child.stop()
-        client.close()
-        raise
-    return SglangEngine(
-        child,
-        client,
-        cfg,
-        spec,
-        dtype=dtype,
-        device=device,
-        max_kv_tokens=ready.max_num_tokens,
-        decode=decode,
-        start_seconds=ready.seconds,
-    )
+    return StartedChild(child, client, child_spec)
 
 
 def _owned(

@@ -68,6 +68,7 @@ def clean_environment(
         "CUDA_DEVICE_MAX_CONNECTIONS": "8",
         "NCCL_CUMEM_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
+        "TQDM_DISABLE": "1",  # its bars would fill the rank's log
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": interpreter.search_path,
     }
