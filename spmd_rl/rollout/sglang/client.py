@@ -24,6 +24,8 @@ from spmd_rl.rollout.sglang.structs import (
     encode,
 )
 
+SEND_DEADLINE_S = 60.0
+
 M = TypeVar("M", bound=msgspec.Struct)
 
 # what SGLang calls the addresses that this client binds or leaves unused
@@ -61,7 +63,8 @@ class SchedulerClient:
         self._context.destroy(linger=0)
 
     def send(self, message: msgspec.Struct) -> None:
-        self._requests.send(encode(message))
+        """Send a request. Raises: LostRankError when the child has ended."""
+        self._send(self._requests, encode(message))
 
     def receive(self, wait_s: float) -> SchedulerMessage | None:
         """Return the next message of the scheduler; None if none comes.
@@ -92,7 +95,7 @@ class SchedulerClient:
     def start_call(self, method: str, **parameters: bool | int | float | str | None) -> None:
         """Begin a call of a method of the scheduler, which `finish_call` waits for."""
         self._num_calls += 1
-        self._calls.send(encode(RpcReqInput(method=method, parameters=parameters or None)))
+        self._send(self._calls, encode(RpcReqInput(method=method, parameters=parameters or None)))
 
     def finish_call(self, method: str, deadline_s: float) -> None:
         """Wait until the call has returned, and those that were begun before it and given up.
@@ -112,16 +115,28 @@ class SchedulerClient:
                 return
         raise DeadlineError(_unanswered(method, deadline_s))
 
+    def _send(self, sock: zmq.Socket[bytes], data: bytes) -> None:
+        """Send to the scheduler. A socket without a peer would block for ever.
+
+        Blocks: until the scheduler has connected, or has ended; SEND_DEADLINE_S ends it.
+        """
+        if not self._wait(sock, SEND_DEADLINE_S, zmq.POLLOUT):
+            raise DeadlineError(f"SGLang's scheduler has not connected in {SEND_DEADLINE_S:g} s")
+        try:
+            sock.send(data, zmq.NOBLOCK)
+        except zmq.Again:  # it has ended just now
+            self._on_child_ended()
+
     def _received(self, wait_s: float) -> SchedulerMessage | None:
         return decode(self._answers.recv()) if self._wait(self._answers, wait_s) else None
 
-    def _wait(self, sock: zmq.Socket[bytes], wait_s: float) -> bool:
-        """Return whether a message is at `sock` within `wait_s`.
+    def _wait(self, sock: zmq.Socket[bytes], wait_s: float, event: int = zmq.POLLIN) -> bool:
+        """Return whether a message is at `sock`, or may be sent, within `wait_s`.
 
         Messages go before the end of the child, so that none of them is lost.
         """
         poller = zmq.Poller()
-        poller.register(sock, zmq.POLLIN)
+        poller.register(sock, event)
         poller.register(self._child_fd, zmq.POLLIN)
         ready = dict(poller.poll(max(0, int(wait_s * 1000))))
         if sock in ready:
